@@ -1,0 +1,143 @@
+"""Documents, chunks and the identity of a chunk's KV.
+
+A `Document` is what a loader yields, a `Chunk` is a stretch of one document with its token
+ids, and a `ChunkKey` names the KV of that chunk under one model. Two chunks with the same
+token ids under the same model share one key, hence one stored record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+KEY_FORMAT_VERSION = 1
+_DIGEST_BYTES = 20
+_HEX_KEY = re.compile(r"[0-9a-f]{40}")
+
+
+def normalise_text(text: str) -> str:
+    """Return the text as it is hashed, tokenised and handed to frameworks.
+
+    NFC, line ends as ``\\n``, outer whitespace stripped: the form in which prompt builders
+    hand a chunk on, so that it can be found again in the rendered prompt.
+    """
+    return unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n")).strip()
+
+
+def content_hash(text: str) -> str:
+    """Return the hexadecimal BLAKE2b-160 digest of `text` (UTF-8, surrogates escaped)."""
+    return hashlib.blake2b(
+        text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES
+    ).hexdigest()
+
+
+@dataclass(frozen=True)
+class Document:
+    """One source document, as a loader yields it.
+
+    Attributes
+    ----------
+    source
+        Where it came from: an absolute path (``path#row`` for rows of a table) or the id
+        given by a framework. Unique within an index.
+    text
+        Its whole text, not yet normalised.
+    metadata
+        Plain JSON values shown beside answers.
+    """
+
+    source: str
+    text: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stretch of one document, the unit of retrieval and of KV reuse.
+
+    Attributes
+    ----------
+    chunk_id
+        Identity within the index: digest of source, ordinal and text.
+    text
+        Normalised text (see `normalise_text`); exactly what retrievers return.
+    token_ids
+        The chunk tokenised alone, without special tokens. Length T >= 1.
+    token_starts
+        For each token, the offset of its first character in `text`. Length T.
+    source, ordinal
+        The document it was cut from and its place in it, from 0.
+    metadata
+        The document's metadata, with what the chunker adds (heading, page).
+    """
+
+    chunk_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    token_starts: tuple[int, ...]
+    source: str
+    ordinal: int
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, order=True)
+class ChunkKey:
+    """The name of one chunk's KV under one model: 40 lower-case hexadecimal digits."""
+
+    digest: str
+
+    def __post_init__(self) -> None:
+        if not _HEX_KEY.fullmatch(self.digest):
+            raise ValueError(f"a chunk key is 40 hexadecimal digits, found {self.digest!r}")
+
+    def __str__(self) -> str:
+        return self.digest
+
+
+def chunk_key(
+    *,
+    tenant_salt: bytes,
+    model_fingerprint: str,
+    tokenizer_fingerprint: str,
+    prefix_ids: Sequence[int],
+    token_ids: Sequence[int],
+    options: Mapping[str, str] | None = None,
+) -> ChunkKey:
+    """Return the key under which a chunk's KV is stored.
+
+    Parameters
+    ----------
+    tenant_salt
+        1 to 64 bytes that key the hash: who does not know them can neither compute nor probe
+        another tenant's keys.
+    model_fingerprint, tokenizer_fingerprint
+        Digests of weights with config, and of the tokenizer.
+    prefix_ids
+        Token ids of the shared prefix the chunk was encoded behind.
+    token_ids
+        The chunk's own token ids.
+    options
+        Settings that change the stored KV (pruning, link or anchor model). The codec is not
+        one of them: it is recorded beside the key, so that a recode keeps the name.
+    """
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=tenant_salt, person=b"kvrag-chunk-key\0")
+
+    def feed(payload: bytes) -> None:
+        # Length-prefixed, so that no two field lists flatten to the same bytes.
+        digest.update(struct.pack("<Q", len(payload)))
+        digest.update(payload)
+
+    feed(struct.pack("<I", KEY_FORMAT_VERSION))
+    feed(model_fingerprint.encode())
+    feed(tokenizer_fingerprint.encode())
+    for ids in (prefix_ids, token_ids):
+        feed(struct.pack(f"<{len(ids)}q", *ids))
+    for name, value in sorted((options or {}).items()):
+        feed(name.encode())
+        feed(value.encode())
+    return ChunkKey(digest.hexdigest())

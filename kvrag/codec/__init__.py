@@ -1,0 +1,1 @@
+"""Turning ChunkKV into stored bytes and back."""

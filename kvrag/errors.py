@@ -1,0 +1,56 @@
+"""The exception tree.
+
+Every error a user can meet derives from `KVRagError` and says what went wrong, where,
+what was expected, what was found, and how to mend it. Errors about stored bytes never
+reach a user at question time: the fuser counts them and prefills that span instead.
+"""
+
+from __future__ import annotations
+
+
+class KVRagError(Exception):
+    """Root of all errors raised by kvrag."""
+
+
+class ParameterError(KVRagError, ValueError):
+    """A value given by the caller is outside what it may be (a ratio of 1.5, a policy unknown)."""
+
+
+class UnsupportedModelError(KVRagError):
+    """The model lacks something fusion needs; the message names what is missing."""
+
+
+class ModelLoadError(KVRagError):
+    """The model or its tokenizer could not be loaded from the place given."""
+
+
+class PromptTooLongError(KVRagError):
+    """The prompt plus the tokens asked for exceed the model's context window."""
+
+
+class DocumentError(KVRagError):
+    """A document cannot be read: missing, empty, of an unknown kind, wrongly encoded."""
+
+
+class RecordError(KVRagError):
+    """Stored bytes are not a valid record: foreign, truncated, flipped, oversized, another version."""
+
+
+class StoreError(KVRagError):
+    """A store cannot be used: unreachable, read-only, full."""
+
+
+class IndexNotFoundError(KVRagError):
+    """There is no index in the folder given."""
+
+
+class IndexFormatError(KVRagError):
+    """The folder holds an index of another version, or something that is not an index."""
+
+
+class IndexMismatchError(KVRagError):
+    """The index was made with another model, tokenizer or embedding than the one given."""
+
+
+class IndexLockedError(KVRagError):
+    """Another process is writing to the index."""

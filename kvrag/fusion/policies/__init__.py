@@ -1,0 +1,1 @@
+"""Which reused tokens are computed again: one policy a file."""

@@ -1,0 +1,70 @@
+"""What KV is, in three shapes, and the glossary of axes used everywhere.
+
+Axes
+----
+L   layers of the decoder
+H   key/value heads of a layer (not query heads)
+T   tokens of one chunk
+N   tokens of the whole prompt
+C   capacity of a fused buffer in tokens, C >= N
+D   channels of a head
+
+Keys are *position-free* (un-rotated) in `ChunkKV` and *placed* (rotated to their global
+position) in `FusedKV`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """Shape and type of a model's KV.
+
+    Attributes
+    ----------
+    num_layers, num_kv_heads, head_dim
+        L, H and D; equal for keys and values and for all layers.
+    dtype
+        Element type of the model's KV: float32, bfloat16 or float16.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def layer_bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in one layer, uncompressed."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers, uncompressed."""
+        return self.num_layers * self.layer_bytes_per_token
+
+
+@dataclass(frozen=True)
+class ChunkKV:
+    """Position-free KV of one chunk.
+
+    Attributes
+    ----------
+    keys, values
+        ``[L, H, T, D]`` in the model's dtype, on the CPU, contiguous.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def size_bytes(self) -> int:
+        return 2 * self.keys.numel() * self.keys.element_size()

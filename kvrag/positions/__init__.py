@@ -1,0 +1,1 @@
+"""Position encodings: placing position-free keys and stripping placed ones."""

@@ -1,0 +1,1 @@
+"""Retrievers and vector stores for the frameworks."""

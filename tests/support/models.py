@@ -1,0 +1,144 @@
+"""Small random models of every family, and a tokenizer trained on the spot."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 384
+
+_TEXT = [
+    "The quick brown fox jumps over the lazy dog near the old river bank.",
+    "Question: who wrote the book? Answer: the keeper of the northern light.",
+    "Use the following pieces of context to answer the question at the end.",
+    "Context information is below.\n---------------------\n",
+    "Ines keeps the harbour ledger, and Tomas repairs the tall clock of Varn.",
+]
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>\n"
+    "{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@functools.cache
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer of 384 entries that puts <bos> first, like Llama's."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(
+        _TEXT,
+        trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE,
+            special_tokens=["<bos>", "<eos>", "<pad>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+# max_position_embeddings stays below 2048 only where a test is about the context window.
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_COMMON),
+    "llama-llama3": lambda: LlamaConfig(
+        **_COMMON,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "llama-yarn": lambda: LlamaConfig(
+        **_COMMON,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 256,
+        },
+    ),
+    "mistral-sliding": lambda: MistralConfig(**_COMMON, sliding_window=24),
+    "qwen2": lambda: Qwen2Config(**_COMMON),
+    "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=32),
+    "phi3": lambda: Phi3Config(**_COMMON),
+    "gemma2": lambda: Gemma2Config(
+        **_COMMON, head_dim=16, sliding_window=24, query_pre_attn_scalar=16
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_COMMON,
+        head_dim=16,
+        sliding_window=24,
+        query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "gpt-neox": lambda: GPTNeoXConfig(
+        **{k: v for k, v in _COMMON.items() if k != "num_key_value_heads"}, rotary_pct=0.25
+    ),
+}
+
+
+def make_model(
+    family: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> PreTrainedModel:
+    """Return a small random model; weights are spread wide so that attention is not uniform."""
+    config = FAMILIES[family]()
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 2:
+                    parameter.normal_(0.0, 0.15)
+                elif name.endswith("bias"):
+                    parameter.normal_(0.0, 0.05)
+    return model.to(dtype).eval()
