@@ -125,7 +125,9 @@ def chunk_key(
         Settings that change the stored KV (pruning, link or anchor model). The codec is not
         one of them: it is recorded beside the key, so that a recode keeps the name.
     """
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=tenant_salt, person=b"kvrag-chunk-key\0")
+    digest = hashlib.blake2b(
+        digest_size=_DIGEST_BYTES, key=tenant_salt, person=b"kvrag-chunk-key\0"
+    )
 
     def feed(payload: bytes) -> None:
         # Length-prefixed, so that no two field lists flatten to the same bytes.

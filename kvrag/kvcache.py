@@ -68,3 +68,44 @@ class ChunkKV:
     @property
     def size_bytes(self) -> int:
         return 2 * self.keys.numel() * self.keys.element_size()
+
+
+class FusedKV:
+    """KV of a whole prompt in one preallocated buffer, filled in place.
+
+    Parameters
+    ----------
+    spec
+        Shape and type.
+    num_tokens
+        N, the tokens the prompt occupies.
+    capacity
+        C, room for the prompt and for the tokens to be generated.
+    device
+        Where the buffer lives.
+
+    Attributes
+    ----------
+    keys, values
+        One tensor per layer, ``[1, H, C, D]``; keys are placed. Rows from `num_tokens` on are
+        not yet written.
+    """
+
+    def __init__(
+        self, spec: KVSpec, num_tokens: int, capacity: int, device: torch.device | str = "cpu"
+    ) -> None:
+        shape = (spec.num_layers, 1, spec.num_kv_heads, capacity, spec.head_dim)
+        self.spec = spec
+        self.num_tokens = num_tokens
+        self.keys = list(torch.empty(shape, dtype=spec.dtype, device=device).unbind())
+        self.values = list(torch.empty(shape, dtype=spec.dtype, device=device).unbind())
+
+    @property
+    def capacity(self) -> int:
+        """C."""
+        return self.keys[0].shape[2]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the N rows in use."""
+        return self.num_tokens * self.spec.bytes_per_token

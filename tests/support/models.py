@@ -117,7 +117,12 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         head_dim=16,
         sliding_window=24,
         query_pre_attn_scalar=16,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=[
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+        ],
     ),
     "gpt-neox": lambda: GPTNeoXConfig(
         **{k: v for k, v in _COMMON.items() if k != "num_key_value_heads"}, rotary_pct=0.25

@@ -1,0 +1,174 @@
+"""Three caches handed to Hugging Face layers in place of their own.
+
+`CaptureCache` keeps what a prefill produced, `RowWriter` scatters the K/V of selected rows into
+a fused buffer, `FusedCache` lets generation continue from that buffer without a copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvrag.kvcache import FusedKV
+
+
+class _CaptureLayer(CacheLayerMixin):
+    """Remembers one layer's K/V of a single forward pass and returns them as they came."""
+
+    is_sliding = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class CaptureCache(Cache):
+    """The K/V of one forward pass over whole sequences, all layers, nothing dropped.
+
+    Transformers' own dynamic cache would forget what lies outside a sliding window.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[_CaptureLayer() for _ in range(num_layers)])
+
+
+class ProjectionDone(Exception):
+    """Leaves a decoder layer once its K/V are known, before its attention and MLP are paid."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.keys = keys
+        self.values = values
+
+
+class ProjectionProbe:
+    """A cache whose update ends the layer's forward with `ProjectionDone`."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise ProjectionDone(key_states, value_states)
+
+
+class RowWriter:
+    """A cache for one call of one layer: writes selected rows, shows the keys they may see.
+
+    Parameters
+    ----------
+    fused
+        The buffer written to.
+    rows
+        ``[n]`` ascending positions of the rows in this call.
+    first_key, last_key
+        The positions of the first and last key shown.
+    """
+
+    def __init__(self, fused: FusedKV, rows: torch.Tensor, first_key: int, last_key: int) -> None:
+        self._fused = fused
+        self._rows = rows
+        self._shown = slice(first_key, last_key + 1)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._fused.keys[layer_idx], self._fused.values[layer_idx]
+        keys.index_copy_(2, self._rows, key_states)
+        values.index_copy_(2, self._rows, value_states)
+        return keys[:, :, self._shown], values[:, :, self._shown]
+
+
+class _FusedLayer(CacheLayerMixin):
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, fused: FusedKV, layer_index: int, num_tokens: int) -> None:
+        super().__init__()
+        self._fused = fused
+        self._layer_index = layer_index
+        self._num_tokens = num_tokens
+        self.is_initialized = True
+        self._show()
+
+    def _show(self) -> None:
+        self.keys = self._fused.keys[self._layer_index][:, :, : self._num_tokens]
+        self.values = self._fused.values[self._layer_index][:, :, : self._num_tokens]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the buffer exists."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        end = self._num_tokens + key_states.shape[2]
+        if end > self._fused.keys[self._layer_index].shape[2]:
+            self._grow(end)
+        written = slice(self._num_tokens, end)
+        self._fused.keys[self._layer_index][:, :, written] = key_states
+        self._fused.values[self._layer_index][:, :, written] = value_states
+        self._num_tokens = end
+        self._show()
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def _grow(self, needed: int) -> None:
+        # Only a caller that generates past the capacity it asked for pays this copy.
+        for tensors in (self._fused.keys, self._fused.values):
+            old = tensors[self._layer_index]
+            shape = (*old.shape[:2], max(needed, 2 * old.shape[2]), old.shape[3])
+            new = old.new_empty(shape)
+            new[:, :, : self._num_tokens] = old[:, :, : self._num_tokens]
+            tensors[self._layer_index] = new
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens (Transformers passes a negative count)."""
+        self._num_tokens -= abs(tokens_to_remove)
+        self._show()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._num_tokens + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._num_tokens
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class FusedCache(Cache):
+    """A Transformers cache over a `FusedKV`: new tokens are written in place, nothing is copied.
+
+    Parameters
+    ----------
+    fused
+        The buffer; the cache grows into its spare capacity.
+    num_tokens
+        How many of its rows count as cached. ``fused.num_tokens - 1`` leaves the last prompt
+        token to the engine, which then computes the first logits itself
+        (``model.generate(input_ids, past_key_values=cache)``).
+    """
+
+    def __init__(self, fused: FusedKV, num_tokens: int) -> None:
+        layers = [_FusedLayer(fused, i, num_tokens) for i in range(fused.spec.num_layers)]
+        super().__init__(layers=layers)

@@ -1,0 +1,93 @@
+"""What differs between the supported decoder families, in one table.
+
+A family is supported when its layers can be called one by one with our own cache and its
+oracle test (`tests/models/test_oracles.py`) is green. Everything not named here (q/k norms,
+GQA, biases, fused projections, soft-capping of attention) is the layer's own business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvrag.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to reach into one family's modules.
+
+    Attributes
+    ----------
+    cache_argument
+        Name under which a decoder layer takes its cache.
+    final_norm
+        Attribute of the base model applied after the last layer.
+    rotary_per_layer_type
+        Whether the rotary module holds one set of frequencies per layer type.
+    """
+
+    cache_argument: str = "past_key_values"
+    final_norm: str = "norm"
+    rotary_per_layer_type: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "phi3": Family(),
+    "gemma2": Family(),
+    "gemma3_text": Family(rotary_per_layer_type=True),
+    "gpt_neox": Family(cache_argument="layer_past", final_norm="final_layer_norm"),
+}
+
+_WHY_NOT = {
+    "bloom": "ALiBi positions",
+    "mpt": "ALiBi positions",
+    "falcon": "its ALiBi and RoPE variants",
+    "gpt2": "learned positions",
+    "opt": "learned positions",
+    "gptj": "interleaved rotary channels",
+    "gemma3": "image inputs; load its text model (gemma3_text) instead",
+    "mixtral": "mixture-of-experts layers",
+}
+
+
+def find_family(model: PreTrainedModel) -> Family:
+    """Return the family of `model`. Raises UnsupportedModelError naming what is missing."""
+    model_type = model.config.model_type
+    family = FAMILIES.get(model_type)
+    if family is None:
+        missing = _WHY_NOT.get(model_type, "no oracle test for it exists yet")
+        raise UnsupportedModelError(
+            f"model type {model_type!r} is not supported: {missing}. "
+            f"Supported: {', '.join(sorted(FAMILIES))}"
+        )
+    if getattr(model.config, "use_bidirectional_attention", False):
+        raise UnsupportedModelError(
+            f"{model_type!r} with use_bidirectional_attention has no causal KV to reuse"
+        )
+    return family
+
+
+def sliding_windows(model: PreTrainedModel) -> list[int | None]:
+    """Return each layer's attention window in tokens, None where it sees everything."""
+    config = model.config
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in layer_types]
+
+
+def project_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Return logits ``[..., vocabulary]`` of normed hidden states, as the model's forward does."""
+    head: nn.Module = model.get_output_embeddings()
+    logits: torch.Tensor = head(hidden)
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -1,0 +1,328 @@
+"""`KVModel`: a Hugging Face decoder as kvrag uses it.
+
+Whole chunks go through the model's own forward (`prefill`); at question time its layers are
+called one by one on selected rows (`forward_rows`), each reading and writing one fused buffer.
+The model's code is never rewritten and never patched.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
+from kvrag.kvcache import ChunkKV, FusedKV, KVSpec
+from kvrag.models.attention import RowMask, row_attention
+from kvrag.models.caches import CaptureCache, ProjectionDone, ProjectionProbe, RowWriter
+from kvrag.models.families import find_family, project_logits, sliding_windows
+from kvrag.models.loading import (
+    check_tokenizer,
+    load_tokenizer,
+    load_weights,
+    model_fingerprint,
+    resolve_model,
+    shared_prefix_ids,
+    tokenizer_fingerprint,
+)
+from kvrag.positions.rotary import RotaryPositions, RotaryTable
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Rows a layer computes at once: few enough that a block's MLP activations stay small beside the
+# fused KV, many enough that its matrix products run at full speed.
+ROW_BLOCK = 256
+
+_loaded: WeakValueDictionary[tuple[str, str, str], KVModel] = WeakValueDictionary()
+_loading = threading.Lock()
+
+
+class KVModel:
+    """A decoder whose KV can be captured, placed and recomputed row by row.
+
+    Parameters
+    ----------
+    hf
+        A loaded causal language model of a supported family; used as it is, in evaluation mode.
+    tokenizer
+        Its fast tokenizer.
+    name
+        What reports call it.
+
+    Attributes
+    ----------
+    spec
+        Shape and type of its KV.
+    max_positions
+        The context window in tokens.
+    lock
+        Held during every forward pass: rows are computed by one thread at a time.
+
+    Raises
+    ------
+    UnsupportedModelError
+        When the family, its positions or its tokenizer cannot be served; names what is missing.
+    """
+
+    def __init__(
+        self, hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str = ""
+    ) -> None:
+        config = hf.config
+        self.family = find_family(hf)
+        if hf.dtype not in _DTYPES.values():
+            raise UnsupportedModelError(
+                f"weights of type {hf.dtype} are not supported; expected {', '.join(_DTYPES)}"
+            )
+        self.hf = hf
+        self.tokenizer = check_tokenizer(tokenizer)
+        self.name = name or getattr(config, "_name_or_path", "") or config.model_type
+        num_heads = config.num_attention_heads
+        self.spec = KVSpec(
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+            dtype=hf.dtype,
+        )
+        self.max_positions: int = config.max_position_embeddings
+        self.lock = threading.RLock()
+        self._base = hf.base_model
+        self._windows = sliding_windows(hf)
+        layer_types: Sequence[str | None] = [None] * self.spec.num_layers
+        if self.family.rotary_per_layer_type:
+            layer_types = config.layer_types
+        self._positions = RotaryPositions(self._base.rotary_emb, layer_types)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path | PreTrainedModel | KVModel,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        dtype: torch.dtype | str | None = None,
+        device: str | None = None,
+    ) -> KVModel:
+        """Return a model by path, hub name or loaded object.
+
+        The same path, dtype and device give the same object for as long as anyone holds it.
+        Nothing is fetched from a network unless `model` is a hub name absent from the local
+        cache; pickled weights are never read.
+
+        Parameters
+        ----------
+        model
+            A folder, ``"org/name"``, ``"kvrag-tiny"``, or a loaded causal language model.
+        tokenizer
+            Needed with a loaded object whose folder is unknown.
+        dtype
+            ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch type; None keeps the
+            checkpoint's.
+        device
+            Such as ``"cuda"``; None means the CPU for weights loaded here.
+
+        Raises
+        ------
+        ModelLoadError, UnsupportedModelError, ParameterError
+        """
+        if isinstance(model, KVModel):
+            return model
+        if isinstance(model, PreTrainedModel):
+            if tokenizer is None:
+                folder = getattr(model.config, "_name_or_path", "")
+                if not folder:
+                    raise ModelLoadError(
+                        "a model object built in memory carries no tokenizer: pass tokenizer=..."
+                    )
+                tokenizer = load_tokenizer(folder)
+            return cls(model.eval(), tokenizer)
+        if isinstance(dtype, str):
+            if dtype not in _DTYPES:
+                raise ParameterError(f"dtype {dtype!r}: expected one of {', '.join(_DTYPES)}")
+            dtype = _DTYPES[dtype]
+        key = (resolve_model(model), str(dtype), str(device))
+        with _loading:
+            loaded = _loaded.get(key)
+            if loaded is None:
+                loaded = cls(
+                    load_weights(model, dtype, device),
+                    tokenizer or load_tokenizer(model),
+                    name=str(model),
+                )
+                _loaded[key] = loaded
+        return loaded
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.hf.device
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of weights and config (see `model_fingerprint`)."""
+        return model_fingerprint(self.hf)
+
+    @cached_property
+    def tokenizer_fingerprint(self) -> str:
+        """Digest of what decides token ids (see `tokenizer_fingerprint`)."""
+        return tokenizer_fingerprint(self.tokenizer)
+
+    def default_prefix_ids(self) -> tuple[int, ...]:
+        """Token ids every chunk is encoded behind (see `shared_prefix_ids`)."""
+        return shared_prefix_ids(self.tokenizer)
+
+    # -- offline: whole chunks ---------------------------------------------------------------
+
+    @torch.no_grad()
+    def prefill(self, prefix_ids: Sequence[int], chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
+        """Compute the position-free KV of several chunks in one batch.
+
+        Each chunk stands alone behind the shared prefix, at positions ``P .. P + T - 1``; the
+        prefix's own rows are not returned (CacheBlend §4; the attention sink is present while
+        the chunk is encoded). Sequences are padded on the right, where causal attention never
+        looks.
+
+        Parameters
+        ----------
+        prefix_ids
+            P token ids, possibly none.
+        chunks
+            Token ids of each chunk, 1 to ``max_positions - P`` of them.
+
+        Returns
+        -------
+        list of ChunkKV
+            In the order given, on the CPU.
+        """
+        prefix = list(prefix_ids)
+        lengths = [len(chunk) for chunk in chunks]
+        width = len(prefix) + max(lengths)
+        if min(lengths) == 0 or width > self.max_positions:
+            raise ParameterError(
+                f"chunks of {min(lengths)} to {max(lengths)} tokens behind a prefix of "
+                f"{len(prefix)}: expected at least 1 token and at most {self.max_positions} in all"
+            )
+        padded = torch.zeros(len(chunks), width, dtype=torch.long)
+        for row, chunk in zip(padded, chunks, strict=True):
+            row[: len(prefix) + len(chunk)] = torch.tensor([*prefix, *chunk])
+        cache = CaptureCache(self.spec.num_layers)
+        with self.lock:
+            self._base(input_ids=padded.to(self.device), past_key_values=cache, use_cache=True)
+        tables = self._positions.tables(torch.arange(width, device=self.device))
+        return [
+            self._take_chunk(cache, tables, index, len(prefix), length)
+            for index, length in enumerate(lengths)
+        ]
+
+    def _take_chunk(
+        self,
+        cache: CaptureCache,
+        tables: Sequence[RotaryTable],
+        index: int,
+        start: int,
+        length: int,
+    ) -> ChunkKV:
+        spec = self.spec
+        shape = (spec.num_layers, spec.num_kv_heads, length, spec.head_dim)
+        keys = torch.empty(shape, dtype=spec.dtype, device=self.device)
+        values = torch.empty_like(keys)
+        rows = slice(start, start + length)
+        for layer_index, layer in enumerate(cache.layers):
+            tables[layer_index].strip(layer.keys[index, :, rows], rows, keys[layer_index])
+            values[layer_index] = layer.values[index, :, rows]
+        return ChunkKV(keys.cpu(), values.cpu())
+
+    # -- online: selected rows ---------------------------------------------------------------
+
+    @contextmanager
+    def computing_rows(self) -> Iterator[None]:
+        """Hold the model for calls of `forward_rows` and `project_rows` without gradients."""
+        with self.lock, torch.no_grad(), row_attention(self.hf):
+            yield
+
+    def tables(self, num_tokens: int) -> list[RotaryTable]:
+        """Return each layer's rotary table for positions ``0 .. num_tokens - 1``."""
+        return self._positions.tables(torch.arange(num_tokens, device=self.device))
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the first layer's input ``[n, hidden]`` of token ids ``[n]``."""
+        embedded: torch.Tensor = self._base.get_input_embeddings()(token_ids)
+        return embedded
+
+    def forward_rows(
+        self,
+        layer_index: int,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        fused: FusedKV,
+        table: RotaryTable,
+    ) -> None:
+        """Run one layer over selected rows; their K/V replace what the buffer held.
+
+        Row i attends every row j <= i of the buffer inside the layer's window, recomputed or
+        reused. Call inside `computing_rows`.
+
+        Parameters
+        ----------
+        layer_index
+            The layer.
+        hidden
+            ``[n, hidden]`` inputs of the rows; replaced by the layer's outputs.
+        rows
+            ``[n]`` ascending positions.
+        fused
+            The prompt's buffer; every position below ``rows[-1]`` holds this layer's K/V already
+            or is among `rows`.
+        table
+            The layer's rotary table over all positions.
+        """
+        layer = self._base.layers[layer_index]
+        window = self._windows[layer_index]
+        # Rows come in ascending order, so a later block's K/V are never seen by an earlier one.
+        for begin in range(0, len(rows), ROW_BLOCK):
+            block = slice(begin, begin + ROW_BLOCK)
+            positions = rows[block]
+            first, last = int(positions[0]), int(positions[-1])
+            first_key = 0 if window is None else max(0, first - window + 1)
+            output = layer(
+                hidden[block][None],
+                attention_mask=RowMask(positions, first_key, window),
+                position_ids=positions[None],
+                position_embeddings=table.embeddings(positions, hidden.dtype),
+                **{self.family.cache_argument: RowWriter(fused, positions, first_key, last)},
+            )
+            hidden[block] = output[0]
+
+    def project_rows(
+        self, layer_index: int, hidden: torch.Tensor, rows: torch.Tensor, table: RotaryTable
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Yield one layer's fresh K/V of selected rows, without its attention and MLP.
+
+        Yields
+        ------
+        slice, tensor, tensor
+            Which of the `rows` (a block at a time), their placed keys and their values
+            ``[H, n, D]``.
+        """
+        layer = self._base.layers[layer_index]
+        for begin in range(0, len(rows), ROW_BLOCK):
+            block = slice(begin, begin + ROW_BLOCK)
+            positions = rows[block]
+            try:
+                layer(
+                    hidden[block][None],
+                    position_ids=positions[None],
+                    position_embeddings=table.embeddings(positions, hidden.dtype),
+                    **{self.family.cache_argument: ProjectionProbe()},
+                )
+            except ProjectionDone as done:
+                yield block, done.keys[0], done.values[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return next-token logits ``[n, vocabulary]`` of the last layer's outputs ``[n, hidden]``."""
+        norm = getattr(self._base, self.family.final_norm)
+        return project_logits(self.hf, norm(hidden))
