@@ -1,0 +1,60 @@
+# `make demo` and `make test` set up all they need in .venv and then run.
+# A second run installs nothing: the stamp is newer than what it was made from.
+
+VENV ?= .venv
+# Extra pip arguments for torch alone, say an index of CPU builds:
+#   make test TORCH_FLAGS="--index-url URL"
+TORCH_FLAGS ?=
+# The first interpreter that runs and is new enough; `make PYTHON=... ` overrides it.
+PYTHON ?= $(firstword $(foreach p,python3 python python3.13 python3.12 python3.11,\
+	$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+STAMP := $(VENV)/.kvrag-installed
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test check format install clean
+
+help:
+	@echo "make demo     index a few text files and answer questions about them"
+	@echo "make test     lint, types, layers and all tests"
+	@echo "make check    lint, types and layers only"
+	@echo "make format   rewrite the sources in the house's style"
+	@echo "make clean    remove the environment and all that was built"
+
+demo: $(STAMP)
+	$(BIN)/kvrag demo
+
+test: check
+	$(BIN)/pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(STAMP)
+
+# Some systems ship Python without ensurepip; their pip then fills the environment from outside.
+$(BIN)/python:
+	$(if $(PYTHON),,$(error kvrag needs Python 3.11 or newer; none was found. Give one: make PYTHON=/path/to/python))
+	$(PYTHON) -m venv $(VENV) 2>/dev/null \
+		|| { $(PYTHON) -m venv --clear --without-pip $(VENV) \
+		&& $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+
+# torch goes first and alone, held by the constraints: resolved together with the rest it
+# could be a newer build that brings gigabytes of CUDA packages.
+$(STAMP): pyproject.toml constraints-dev.txt | $(BIN)/python
+	@echo "kvrag: installing into $(VENV) (once; some minutes)"
+	$(PIP) install $(TORCH_FLAGS) -c constraints-dev.txt torch
+	$(PIP) install -c constraints-dev.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
