@@ -1,0 +1,321 @@
+"""Which known chunks stand in a rendered prompt, and where.
+
+The frameworks hand over one string. Every place in it where the text of an indexed chunk
+begins is found through a table of chunk heads, the candidates are settled by a hash of the
+whole text, and the one chosen is compared character by character. The prompt is never
+altered: a chunk whose line ends or accents were rewritten on the way is simply not found
+beyond the point where its characters change, and that part is prefilled as usual.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from kvrag.chunk import normalise_text
+from kvrag.errors import ParameterError
+
+HEAD_LENGTH = 32
+"""Characters of a chunk that are looked up at every position of the prompt."""
+
+MIN_LENGTH = 8
+"""Chunks of fewer characters are never matched: computing them costs less than finding them."""
+
+MIN_PREFIX_LENGTH = 64
+"""Characters below which the beginning of a cut chunk is left to plain prefill."""
+
+# Cut chunks can only be told apart by their texts. Where very many chunks begin alike (every
+# one opens with the same metadata header), comparing all of them would cost more than it saves.
+_MAX_CUT_CANDIDATES = 32
+# Prompts such as ten thousand dashes make every position a candidate; past this many
+# comparisons of cut chunks only whole ones are looked for.
+_MAX_COMPARISONS = 4096
+
+
+@dataclass(frozen=True)
+class Match:
+    """A stretch of the prompt that is a chunk's text, or the beginning of it.
+
+    Attributes
+    ----------
+    chunk_id
+        The chunk found.
+    start, end
+        Character offsets in the prompt: ``prompt[start:end]`` equals the chunk's text, or its
+        first ``end - start`` characters.
+    is_prefix
+        Whether the prompt holds only the beginning of the chunk.
+    """
+
+    chunk_id: str
+    start: int
+    end: int
+    is_prefix: bool
+
+
+class ChunkMatcher:
+    """Exact search of known chunk texts in prompts.
+
+    Parameters
+    ----------
+    fetch_text
+        Returns the normalised text of a chunk added before, or None if it is gone. With it the
+        matcher keeps only the head, the length and a hash of each text (under 1 kB a chunk) and
+        asks for the texts of the chunks it finds; without it the texts are kept here.
+    min_prefix_length
+        Characters that must agree for the beginning of a cut chunk to count; at least the
+        length of a head (32).
+
+    Notes
+    -----
+    Readers may share a matcher between threads as long as nobody adds or discards meanwhile.
+    """
+
+    def __init__(
+        self,
+        fetch_text: Callable[[str], str | None] | None = None,
+        *,
+        min_prefix_length: int = MIN_PREFIX_LENGTH,
+    ) -> None:
+        if min_prefix_length < HEAD_LENGTH:
+            raise ParameterError(
+                f"min_prefix_length is at least {HEAD_LENGTH}, found {min_prefix_length}"
+            )
+        self.min_prefix_length = min_prefix_length
+        self._texts: dict[str, str] | None = {} if fetch_text is None else None
+        self._fetch_text = fetch_text
+        self._entries: dict[str, _Entry] = {}
+        self._long_heads: _Heads = {}
+        self._short_heads: _Heads = {}
+        self._ids_by_hash: dict[int, tuple[str, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, chunk_id: object) -> bool:
+        return chunk_id in self._entries
+
+    def add(self, chunk_id: str, text: str) -> None:
+        """Make a chunk known; a chunk already known under this id is replaced."""
+        self.discard(chunk_id)
+        text = normalise_text(text)
+        if len(text) < MIN_LENGTH:
+            entry = _Entry("", len(text), 0)
+        else:
+            is_long = len(text) >= HEAD_LENGTH
+            entry = _Entry(text[: HEAD_LENGTH if is_long else MIN_LENGTH], len(text), hash(text))
+            heads = self._long_heads if is_long else self._short_heads
+            heads.setdefault(entry.head, {})[chunk_id] = entry.length
+            self._ids_by_hash[entry.text_hash] = (
+                *self._ids_by_hash.get(entry.text_hash, ()),
+                chunk_id,
+            )
+            if self._texts is not None:
+                self._texts[chunk_id] = text
+        self._entries[chunk_id] = entry
+
+    def discard(self, chunk_id: str) -> None:
+        """Forget a chunk; nothing happens if it is not known."""
+        entry = self._entries.pop(chunk_id, None)
+        if entry is None or not entry.head:
+            return
+        heads = self._long_heads if entry.length >= HEAD_LENGTH else self._short_heads
+        family = heads[entry.head]
+        del family[chunk_id]
+        if not family:
+            del heads[entry.head]
+        rest = tuple(known for known in self._ids_by_hash[entry.text_hash] if known != chunk_id)
+        if rest:
+            self._ids_by_hash[entry.text_hash] = rest
+        else:
+            del self._ids_by_hash[entry.text_hash]
+        if self._texts is not None:
+            del self._texts[chunk_id]
+
+    def find(self, prompt: str, hints: Sequence[str] = ()) -> list[Match]:
+        """Return the chunks that stand in `prompt`, in order, without overlap.
+
+        Of candidates that overlap, the one that starts first is taken, and of those that start
+        together the longest. The beginning of a cut chunk gives way to a chunk that starts
+        inside it and ends behind it, since a few characters may agree beyond the cut by chance.
+        Chunks shorter than a head fill what the others leave.
+
+        Parameters
+        ----------
+        prompt
+            The rendered prompt.
+        hints
+            Ids of chunks retrieved recently. They never decide whether a whole chunk is found,
+            only which id is reported where several chunks have the same text, and which
+            chunks are compared first where many begin like one that was cut.
+        """
+        return _Search(self, prompt, hints).run()
+
+    def _text(self, chunk_id: str) -> str | None:
+        if self._texts is not None:
+            return self._texts.get(chunk_id)
+        assert self._fetch_text is not None
+        return self._fetch_text(chunk_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    head: str  # empty: too short to be matched
+    length: int
+    text_hash: int
+
+
+# Head of the text -> the chunks that begin with it -> the length of each.
+_Heads = dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The best candidates at one position; an end equal to the position means none."""
+
+    whole_id: str
+    whole_end: int
+    cut_id: str
+    cut_end: int
+
+    @property
+    def end(self) -> int:
+        return max(self.whole_end, self.cut_end)
+
+
+class _Search:
+    """One pass over one prompt; holds the texts and findings that it meets more than once."""
+
+    def __init__(self, matcher: ChunkMatcher, prompt: str, hints: Sequence[str]) -> None:
+        self._matcher = matcher
+        self._prompt = prompt
+        self._hints = tuple(dict.fromkeys(hints))
+        self._texts: dict[str, str | None] = {}
+        self._lengths: dict[str, list[int]] = {}
+        self._found: dict[int, _Found] = {}
+        self._num_comparisons = 0
+
+    def run(self) -> list[Match]:
+        matches = self._long_matches()
+        if self._matcher._short_heads:
+            matches += list(chain.from_iterable(map(self._short_matches, *self._gaps(matches))))
+            matches.sort(key=lambda match: match.start)
+        return matches
+
+    def _gaps(self, matches: list[Match]) -> tuple[list[int], list[int]]:
+        return [0, *(m.end for m in matches)], [*(m.start for m in matches), len(self._prompt)]
+
+    def _hits(self, heads: _Heads, width: int, start: int, end: int) -> list[int]:
+        prompt = self._prompt
+        return [i for i in range(start, end - width + 1) if prompt[i : i + width] in heads]
+
+    def _long_matches(self) -> list[Match]:
+        matches: list[Match] = []
+        hits = self._hits(self._matcher._long_heads, HEAD_LENGTH, 0, len(self._prompt))
+        free = 0
+        for number, start in enumerate(hits):
+            if start < free:
+                continue
+            found = self._at(start)
+            cut_end = found.cut_end
+            if cut_end > found.whole_end:
+                behind = bisect_left(hits, max(start + 1, found.whole_end), number)
+                cut_end = self._give_way(start, cut_end, hits, behind)
+            if cut_end - max(found.whole_end, start) >= self._matcher.min_prefix_length:
+                matches.append(Match(found.cut_id, start, cut_end, True))
+            elif found.whole_end > start:
+                matches.append(Match(found.whole_id, start, found.whole_end, False))
+            else:
+                continue
+            free = matches[-1].end
+        return matches
+
+    def _give_way(self, start: int, cut_end: int, hits: list[int], behind: int) -> int:
+        """Return where a cut chunk ends, given what starts inside it and ends behind it."""
+        for other_start in islice(hits, behind, None):
+            if other_start >= cut_end:
+                break
+            other = self._at(other_start)
+            if other.end > cut_end and (
+                # Both can stand, or the other one is the better find.
+                other_start - start >= self._matcher.min_prefix_length
+                or other.whole_end > cut_end
+                or other.end - other_start > cut_end - start
+            ):
+                return other_start
+        return cut_end
+
+    def _short_matches(self, start: int, end: int) -> Iterable[Match]:
+        heads = self._matcher._short_heads
+        free = start
+        for position in self._hits(heads, MIN_LENGTH, start, end):
+            if position >= free:
+                family = heads[self._prompt[position : position + MIN_LENGTH]]
+                whole_id, whole_end = self._whole(position, family, end)
+                if whole_end > position:
+                    yield Match(whole_id, position, whole_end, False)
+                    free = whole_end
+
+    def _at(self, position: int) -> _Found:
+        found = self._found.get(position)
+        if found is None:
+            head = self._prompt[position : position + HEAD_LENGTH]
+            family = self._matcher._long_heads[head]
+            whole_id, whole_end = self._whole(position, family, len(self._prompt))
+            cut_id, cut_end = self._cut(position, family, whole_end)
+            found = self._found[position] = _Found(whole_id, whole_end, cut_id, cut_end)
+        return found
+
+    def _whole(self, position: int, family: dict[str, int], limit: int) -> tuple[str, int]:
+        """Return the longest chunk that stands whole at `position`, and its end."""
+        prompt, ids_by_hash = self._prompt, self._matcher._ids_by_hash
+        head = prompt[position : position + HEAD_LENGTH]
+        lengths = self._lengths.get(head)
+        if lengths is None:
+            lengths = self._lengths[head] = sorted(set(family.values()), reverse=True)
+        for length in lengths:
+            end = position + length
+            if end > limit:
+                continue
+            chunk_ids = ids_by_hash.get(hash(prompt[position:end]), ())
+            for chunk_id in chain((i for i in self._hints if i in chunk_ids), chunk_ids):
+                text = self._text(chunk_id)
+                if text is not None and len(text) == length and prompt.startswith(text, position):
+                    return chunk_id, end
+        return "", position
+
+    def _cut(self, position: int, family: dict[str, int], whole_end: int) -> tuple[str, int]:
+        """Return the chunk of which the longest beginning stands at `position`, and its end."""
+        best_id, best_end = "", position
+        wanted = whole_end - position + self._matcher.min_prefix_length
+        hinted = (i for i in self._hints if family.get(i, 0) > wanted)
+        others = (i for i, length in family.items() if length > wanted and i not in self._hints)
+        for chunk_id in islice(chain(hinted, others), _MAX_CUT_CANDIDATES):
+            if self._num_comparisons == _MAX_COMPARISONS:
+                break
+            self._num_comparisons += 1
+            text = self._text(chunk_id)
+            if text is not None:
+                end = position + _common_length(text, self._prompt, position)
+                if end > best_end:
+                    best_id, best_end = chunk_id, end
+        return best_id, best_end
+
+    def _text(self, chunk_id: str) -> str | None:
+        if chunk_id not in self._texts:
+            self._texts[chunk_id] = self._matcher._text(chunk_id)
+        return self._texts[chunk_id]
+
+
+def _common_length(text: str, prompt: str, start: int) -> int:
+    """Return how many characters of `text` stand at `start` of `prompt`, from its beginning."""
+    low, high = 0, min(len(text), len(prompt) - start)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if prompt.startswith(text[low:middle], start + low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
