@@ -23,7 +23,11 @@ class ByteSource(Protocol):
         ...
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on. Raises StoreError when the bytes cannot be had."""
+        """Fill `buffer` from `offset` on.
+
+        Raises StoreError when the medium refuses, RecordError when the record ends before the
+        buffer is full.
+        """
         ...
 
 
@@ -52,10 +56,13 @@ class EncodedChunk(Protocol):
 class Codec(Protocol):
     """Turns the KV of chunks into records and back."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What the codec is called in records, in indexes and on the command line."""
+        ...
 
     def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
-        """Return the record of `kv`. Raises ParameterError on NaN or infinity in the KV."""
+        """Return the record of `kv`. Raises ParameterError on NaN or infinity, or no token."""
         ...
 
     def open(self, key: ChunkKey, source: ByteSource, spec: KVSpec) -> EncodedChunk:

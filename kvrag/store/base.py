@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from kvrag.chunk import ChunkKey
+from kvrag.errors import RecordError
 
 
 class StoredRecord(Protocol):
@@ -19,16 +20,25 @@ class StoredRecord(Protocol):
     def size_bytes(self) -> int: ...
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on. Raises StoreError when the bytes cannot be had."""
+        """Fill `buffer` from `offset` on.
+
+        Raises StoreError when the medium refuses, RecordError when the record ends before the
+        buffer is full.
+        """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of the record. A record that is garbage-collected closes itself."""
+        ...
 
 
 class Store(Protocol):
     """Records by key. Raises StoreError for whatever the medium refuses."""
 
-    url: str
+    @property
+    def url(self) -> str:
+        """What `kvrag.store.registry.open_store` opens this store with."""
+        ...
 
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Write a record atomically and durably; a key that is present keeps its record."""
@@ -50,4 +60,17 @@ class Store(Protocol):
         """Bytes held by all records."""
         ...
 
+    def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
+        """Remove what interrupted writes left behind at least that long ago; say how many."""
+        ...
+
     def close(self) -> None: ...
+
+
+def check_range(key: ChunkKey, size_bytes: int, offset: int, num_bytes: int) -> None:
+    """Raise RecordError unless `num_bytes` bytes from `offset` on lie within a record."""
+    if offset < 0 or offset + num_bytes > size_bytes:
+        raise RecordError(
+            f"record {key}: expected bytes {offset} to {offset + num_bytes}, "
+            f"found a record of {size_bytes} bytes; ingest its document again"
+        )

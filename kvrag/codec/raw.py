@@ -1,0 +1,185 @@
+"""The codec that stores KV exactly as the model gave it.
+
+The block of a layer is its keys ``[H, T, D]``, then its values ``[H, T, D]``, little-endian,
+in the model's dtype. Reading a layer costs one copy out of the store and one checksum pass.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import torch
+
+from kvrag.chunk import ChunkKey
+from kvrag.codec.base import ByteSource
+from kvrag.codec.container import RecordReader, padded_size, write_record
+from kvrag.errors import ParameterError
+from kvrag.kvcache import ChunkKV, KVSpec
+
+# How many shapes a thread's scratch buffer keeps ready-made views for.
+_MAX_VIEWS = 64
+
+_View = tuple[memoryview, torch.Tensor, torch.Tensor]
+
+
+class _Scratch(threading.local):
+    """One buffer a thread, as long as the largest block read, with typed views into it."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._views: dict[tuple[int, int, int, torch.dtype], _View] = {}
+
+    def view(self, num_kv_heads: int, num_tokens: int, head_dim: int, dtype: torch.dtype) -> _View:
+        """Return the padded block as bytes, and its keys and values as ``[H, T, D]``."""
+        shape = (num_kv_heads, num_tokens, head_dim, dtype)
+        view = self._views.get(shape)
+        if view is None:
+            view = self._views[shape] = self._make_view(*shape)
+        return view
+
+    def _make_view(
+        self, num_kv_heads: int, num_tokens: int, head_dim: int, dtype: torch.dtype
+    ) -> _View:
+        size = 2 * num_kv_heads * num_tokens * head_dim * dtype.itemsize
+        # Ordinary tensors, whatever mode the caller is in: they outlive this call.
+        with torch.inference_mode(False), torch.no_grad():
+            if self._bytes.numel() < padded_size(size):
+                self._bytes = torch.empty(padded_size(size), dtype=torch.uint8)
+                self._views.clear()
+            elif len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            buffer = self._bytes.numpy().data[: padded_size(size)]
+            both = self._bytes[:size].view(dtype).view(2, num_kv_heads, num_tokens, head_dim)
+            return buffer, both[0], both[1]
+
+
+_scratch = _Scratch()
+
+
+class RawChunk:
+    """An opened record of the raw codec (an `EncodedChunk`)."""
+
+    def __init__(self, reader: RecordReader) -> None:
+        self._reader = reader
+        spec = reader.header.spec
+        self._shape = (spec.num_kv_heads, reader.header.num_tokens, spec.head_dim, spec.dtype)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self._reader.header.num_tokens
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the whole record, header included."""
+        return self._reader.size_bytes
+
+    def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.
+
+        Both are views of this thread's scratch buffer, which the thread's next call on any
+        `RawChunk` overwrites: copy them to where they belong first.
+
+        Raises
+        ------
+        RecordError
+            When the layer's bytes are not those that were written.
+        StoreError
+            When the store cannot deliver them.
+        ParameterError
+            When there is no such layer.
+        """
+        if not 0 <= layer_index < len(self._reader.header.blocks):
+            raise ParameterError(
+                f"layer_index is 0 to {len(self._reader.header.blocks) - 1}, found {layer_index}"
+            )
+        buffer, keys, values = _scratch.view(*self._shape)
+        self._reader.read_block(layer_index, buffer)
+        return keys, values
+
+
+class RawCodec:
+    """Lossless and uncompressed: what is read equals what the model gave, bit for bit."""
+
+    name = "raw"
+
+    def __init__(self) -> None:
+        if sys.byteorder != "little":
+            raise ParameterError("codec 'raw' stores little-endian numbers; this machine is not")
+
+    def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
+        """Return the record of `kv`.
+
+        Parameters
+        ----------
+        key
+            The chunk's name.
+        kv
+            Keys and values ``[L, H, T, D]``, float32, bfloat16 or float16, on the CPU, T >= 1.
+
+        Raises
+        ------
+        ParameterError
+            When keys and values differ in shape or type, hold no tokens, or hold NaN or
+            infinity (the message names the first layer and token).
+        """
+        spec = _spec_of(kv)
+        for what, tensor in (("keys", kv.keys), ("values", kv.values)):
+            _require_finite(what, tensor)
+        blocks = [
+            (_bytes_of(kv.keys[layer_index]), _bytes_of(kv.values[layer_index]))
+            for layer_index in range(spec.num_layers)
+        ]
+        return write_record(
+            key, codec=self.name, spec=spec, num_tokens=kv.num_tokens, blocks=blocks
+        )
+
+    def open(self, key: ChunkKey, source: ByteSource, spec: KVSpec) -> RawChunk:
+        """Read and check the header of a record.
+
+        Raises
+        ------
+        RecordError
+            When the record is not one of this codec, was written for another key or shape,
+            or is damaged.
+        StoreError
+            When the store cannot deliver the header.
+        """
+        reader = RecordReader(source, key)
+        reader.require(self.name, spec)
+        reader.require_block_size(spec.layer_bytes_per_token * reader.header.num_tokens)
+        return RawChunk(reader)
+
+
+def _spec_of(kv: ChunkKV) -> KVSpec:
+    keys, values = kv.keys, kv.values
+    if keys.dim() != 4 or keys.shape != values.shape or keys.dtype != values.dtype:
+        raise ParameterError(
+            "keys and values of a chunk have one shape [L, H, T, D] and one dtype; found "
+            f"{list(keys.shape)} {keys.dtype} and {list(values.shape)} {values.dtype}"
+        )
+    if keys.numel() == 0:
+        raise ParameterError(f"a chunk's KV holds at least one token; found {list(keys.shape)}")
+    for tensor in (keys, values):
+        if tensor.device.type != "cpu":
+            raise ParameterError(f"a chunk's KV is encoded on the CPU; found {tensor.device}")
+    num_layers, num_kv_heads, _, head_dim = keys.shape
+    return KVSpec(num_layers, num_kv_heads, head_dim, keys.dtype)
+
+
+def _require_finite(what: str, tensor: torch.Tensor) -> None:
+    # The extremes of a tensor with NaN are NaN, so one pass and no mask settle the usual case.
+    low, high = torch.aminmax(tensor.detach())
+    if torch.isfinite(low) and torch.isfinite(high):
+        return
+    layer_index, head, token, _ = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+    raise ParameterError(
+        f"the {what} of layer {layer_index}, head {head}, token {token} hold NaN or infinity; "
+        "load the model in a wider dtype (bfloat16 or float32)"
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    return flat.numpy().data

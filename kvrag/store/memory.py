@@ -1,0 +1,86 @@
+"""Records in this process's memory: for tests, demonstrations and short-lived indexes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import StoreError
+from kvrag.store.base import check_range
+
+
+class MemoryRecord:
+    """An opened record of a `MemoryStore`."""
+
+    def __init__(self, key: ChunkKey, record: bytes) -> None:
+        self._key = key
+        self._size_bytes = len(record)
+        self._bytes: memoryview | None = memoryview(record)
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the record."""
+        return self._size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on. Raises RecordError past the end of the record."""
+        if self._bytes is None:
+            raise StoreError(f"record {self._key} in memory: it was closed; open it again")
+        check_range(self._key, self._size_bytes, offset, buffer.nbytes)
+        buffer[:] = self._bytes[offset : offset + buffer.nbytes]
+
+    def close(self) -> None:
+        """Let go of the bytes."""
+        self._bytes = None
+
+
+class MemoryStore:
+    """Records in a dictionary. They are gone when the process ends."""
+
+    url = "memory:"
+
+    def __init__(self) -> None:
+        self._records: dict[ChunkKey, bytes] = {}
+        self._lock = threading.Lock()
+
+    def put(self, key: ChunkKey, record: bytes) -> None:
+        """Keep a record; a key that is present keeps its record."""
+        with self._lock:
+            self._records.setdefault(key, bytes(record))
+
+    def open(self, key: ChunkKey) -> MemoryRecord | None:
+        """Open a record for reading, or return None where there is none."""
+        with self._lock:
+            record = self._records.get(key)
+        return None if record is None else MemoryRecord(key, record)
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Say whether there is a record of `key`."""
+        with self._lock:
+            return key in self._records
+
+    def delete(self, key: ChunkKey) -> bool:
+        """Remove a record; say whether there was one."""
+        with self._lock:
+            return self._records.pop(key, None) is not None
+
+    def keys(self) -> Iterator[ChunkKey]:
+        """Iterate over the keys present at the time of the call, in no particular order."""
+        with self._lock:
+            return iter(list(self._records))
+
+    def size_bytes(self) -> int:
+        """Bytes held by all records."""
+        with self._lock:
+            return sum(map(len, self._records.values()))
+
+    def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
+        """Return 0: writing to memory leaves nothing behind."""
+        del min_age_seconds
+        return 0
+
+    def close(self) -> None:
+        """Drop all records; those opened before stay readable."""
+        with self._lock:
+            self._records.clear()
