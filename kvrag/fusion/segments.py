@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from operator import neg
 
 from kvrag.chunk import normalise_text
 from kvrag.errors import ParameterError
@@ -29,9 +30,10 @@ MIN_PREFIX_LENGTH = 64
 # Cut chunks can only be told apart by their texts. Where very many chunks begin alike (every
 # one opens with the same metadata header), comparing all of them would cost more than it saves.
 _MAX_CUT_CANDIDATES = 32
-# Prompts such as ten thousand dashes make every position a candidate; past this many
-# comparisons of cut chunks only whole ones are looked for.
+# A prompt of ten thousand dashes can make every position a candidate for hundreds of chunks.
+# Past these bounds (some 0.5 s of work in all) what is left of a prompt is prefilled plainly.
 _MAX_COMPARISONS = 4096
+_MAX_HASHES = 200_000
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,7 @@ class _Search:
         self._lengths: dict[str, list[int]] = {}
         self._found: dict[int, _Found] = {}
         self._num_comparisons = 0
+        self._num_hashes = 0
 
     def run(self) -> list[Match]:
         matches = self._long_matches()
@@ -275,10 +278,11 @@ class _Search:
         lengths = self._lengths.get(head)
         if lengths is None:
             lengths = self._lengths[head] = sorted(set(family.values()), reverse=True)
-        for length in lengths:
+        for length in islice(lengths, bisect_left(lengths, position - limit, key=neg), None):
+            if self._num_hashes == _MAX_HASHES:
+                break
+            self._num_hashes += 1
             end = position + length
-            if end > limit:
-                continue
             chunk_ids = ids_by_hash.get(hash(prompt[position:end]), ())
             for chunk_id in chain((i for i in self._hints if i in chunk_ids), chunk_ids):
                 text = self._text(chunk_id)
