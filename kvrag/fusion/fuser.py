@@ -1,0 +1,200 @@
+"""The fuser: a laid-out prompt and stored chunks in, the prompt's KV and first logits out.
+
+Stored rows are placed first. Then one pass through the layers computes everything that is not
+stored (question, separators, misses) together with what the policy wants again, so that the
+weights are read once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from kvrag.errors import ParameterError
+from kvrag.fusion.layout import Layout, ReusedSpan
+from kvrag.fusion.loader import OpenKV, load_spans
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
+from kvrag.fusion.report import FusionReport
+from kvrag.kvcache import FusedKV
+from kvrag.models.kv_model import KVModel
+from kvrag.positions.rotary import RotaryTable
+
+
+@dataclass(frozen=True)
+class FusedPrompt:
+    """A prompt ready for generation.
+
+    Attributes
+    ----------
+    kv
+        KV of all N prompt tokens, with room for what follows.
+    logits
+        ``[vocabulary]`` in the model's dtype: the distribution of the first answer token.
+    report
+        What was done.
+    """
+
+    kv: FusedKV
+    logits: torch.Tensor
+    report: FusionReport
+
+
+def fuse(
+    model: KVModel,
+    layout: Layout,
+    open_kv: OpenKV,
+    policy: RecomputePolicy,
+    *,
+    capacity: int,
+) -> FusedPrompt:
+    """Build the KV of a whole prompt from stored chunks, computing only what is needed.
+
+    Parameters
+    ----------
+    model
+        The model that the chunks were encoded with.
+    layout
+        The prompt's tokens and the spans of it that are stored.
+    open_kv
+        Opens a chunk's record by chunk id; what it cannot deliver is prefilled and counted.
+    policy
+        Which reused tokens are computed again (CacheBlend §4, and others).
+    capacity
+        Tokens the buffer has room for, at least those of the prompt.
+
+    Raises
+    ------
+    ParameterError
+        When the policy's check layer lies outside the model.
+    """
+    if policy.check_layer is not None and policy.check_layer >= model.spec.num_layers:
+        raise ParameterError(
+            f"policy {policy} chooses on layer {policy.check_layer}, but the model has "
+            f"{model.spec.num_layers} layers; use ratio 1.0, 'boundary' or 'none'"
+        )
+    clock = _Clock()
+    num_tokens = len(layout.token_ids)
+    fused = FusedKV(model.spec, num_tokens, capacity, model.device)
+    tables = model.tables(num_tokens)
+    loaded = load_spans(layout.spans, open_kv, fused, tables)
+    clock.lap("load")
+
+    exact = [span for span in loaded.spans if layout.is_exact(span)]
+    inexact = tuple(span for span in loaded.spans if not layout.is_exact(span))
+    candidates = policy.candidates(PromptRows(num_tokens, inexact)).to(model.device)
+    fresh = _complement(num_tokens, loaded.spans).to(model.device)
+    rows, order = torch.cat([fresh, candidates]).sort()
+    # Which of `rows` the policy may still drop; fresh rows never.
+    optional = order >= len(fresh)
+    clock.lap("select")
+
+    rows_by_layer = []
+    with model.computing_rows():
+        token_ids = torch.tensor(layout.token_ids, device=model.device)
+        hidden = model.embed(token_ids[rows])
+        last_layer = model.spec.num_layers - 1
+        for layer_index, table in enumerate(tables):
+            if layer_index == policy.check_layer and bool(optional.any()):
+                chosen = _choose(model, layer_index, hidden, rows, optional, fused, table, policy)
+                rows, hidden, optional = rows[chosen], hidden[chosen], optional[chosen]
+                clock.lap("select")
+            rows_by_layer.append(len(rows))
+            if layer_index == last_layer:
+                # Only the last token's output is needed; of the others only their K/V.
+                _write_projections(model, layer_index, hidden, rows, fused, table)
+                hidden, last_row = hidden[-1:].contiguous(), rows[-1:]
+                model.forward_rows(layer_index, hidden, last_row, fused, table)
+            else:
+                model.forward_rows(layer_index, hidden, rows, fused, table)
+        logits = model.logits(hidden)[0]
+    clock.lap("compute")
+
+    num_exact = sum(span.length for span in exact)
+    num_recomputed = int(optional.sum())
+    num_found = sum(span.length for span in inexact)
+    report = FusionReport(
+        policy=str(policy),
+        num_tokens=num_tokens,
+        num_exact=num_exact,
+        num_reused=num_found - num_recomputed,
+        num_recomputed=num_recomputed,
+        num_fresh=len(fresh),
+        num_chunks=len({span.chunk_id for span in loaded.spans}),
+        bytes_loaded=loaded.bytes_loaded,
+        seconds=clock.seconds,
+        rows_by_layer=tuple(rows_by_layer),
+        misses=dict(Counter(layout.misses) + loaded.misses),
+    )
+    return FusedPrompt(fused, logits, report)
+
+
+class _Clock:
+    """Wall seconds by stage; a stage may be entered more than once."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+
+def _complement(num_tokens: int, spans: list[ReusedSpan]) -> torch.Tensor:
+    """Return the ascending positions that no span covers."""
+    uncovered = torch.ones(num_tokens, dtype=torch.bool)
+    for span in spans:
+        uncovered[span.prompt_start : span.prompt_end] = False
+    return uncovered.nonzero()[:, 0]
+
+
+def _choose(
+    model: KVModel,
+    layer_index: int,
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    optional: torch.Tensor,
+    fused: FusedKV,
+    table: RotaryTable,
+    policy: RecomputePolicy,
+) -> torch.Tensor:
+    """Ask the policy which optional rows go on; return a mask ``[n]`` over all rows.
+
+    The fresh K/V of every optional row replace the stored ones in this layer: they have been
+    computed to be compared, and they are exact here.
+    """
+    positions = rows[optional]
+    keys, values = fused.keys[layer_index], fused.values[layer_index]
+    key_deviation = torch.empty(len(positions), device=rows.device)
+    value_deviation = torch.empty(len(positions), device=rows.device)
+    for block, fresh_keys, fresh_values in model.project_rows(
+        layer_index, hidden[optional], positions, table
+    ):
+        at = positions[block]
+        for stored, new, deviation in (
+            (keys, fresh_keys, key_deviation),
+            (values, fresh_values, value_deviation),
+        ):
+            difference = new.float() - stored[0, :, at].float()
+            deviation[block] = difference.square().sum(dim=(0, 2))
+            stored[0].index_copy_(1, at, new)
+    chosen = ~optional
+    chosen[optional] = policy.keep(key_deviation, value_deviation)
+    return chosen
+
+
+def _write_projections(
+    model: KVModel,
+    layer_index: int,
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    fused: FusedKV,
+    table: RotaryTable,
+) -> None:
+    for block, keys, values in model.project_rows(layer_index, hidden, rows, table):
+        fused.keys[layer_index][0].index_copy_(1, rows[block], keys)
+        fused.values[layer_index][0].index_copy_(1, rows[block], values)

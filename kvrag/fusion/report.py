@@ -1,0 +1,88 @@
+"""What fusing one prompt did: an account of every token, byte and second."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """The account of one fused prompt.
+
+    Every prompt token is counted once:
+    ``num_tokens == num_exact + num_reused + num_recomputed + num_fresh``.
+
+    Attributes
+    ----------
+    policy
+        The recompute policy with its parameters, as in ``deviation(ratio=0.15, on=v)``.
+    num_tokens
+        Tokens of the prompt.
+    num_exact
+        Taken from the store and equal to a full prefill: the chunk stands where it was encoded.
+    num_reused
+        Taken from the store, not corrected for the text before the chunk.
+    num_recomputed
+        Found in the store, then computed again because the policy chose them.
+    num_fresh
+        Never in the store: the question, separators, chunk edges, misses.
+    num_chunks
+        Chunks of the prompt whose KV was used.
+    bytes_loaded
+        Bytes read from the store.
+    seconds
+        Wall time by stage: ``layout`` (find chunks, tokenise), ``load`` (read, check and place
+        stored KV), ``select`` (choose what to recompute), ``compute`` (layers and logits).
+    rows_by_layer
+        Prompt tokens computed in each layer.
+    misses
+        Why chunks found in the prompt were prefilled instead: reason to number of chunks.
+    """
+
+    policy: str
+    num_tokens: int
+    num_exact: int
+    num_reused: int
+    num_recomputed: int
+    num_fresh: int
+    num_chunks: int
+    bytes_loaded: int
+    seconds: Mapping[str, float]
+    rows_by_layer: tuple[int, ...]
+    misses: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose KV came from the store and was kept."""
+        return self.num_exact + self.num_reused
+
+    @property
+    def recomputed_share(self) -> float:
+        """Recomputed tokens over those found in the store and not exact; 0 where none were."""
+        found = self.num_reused + self.num_recomputed
+        return self.num_recomputed / found if found else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, the two derived figures included."""
+        return {
+            **asdict(self),
+            "rows_by_layer": list(self.rows_by_layer),
+            "num_cached": self.num_cached,
+            "recomputed_share": self.recomputed_share,
+        }
+
+    def one_line(self) -> str:
+        """Return the report as one line for a terminal."""
+        parts = [
+            f"{self.num_tokens} prompt tokens: {self.num_cached} from {self.num_chunks} "
+            f"cached chunks, {self.num_recomputed} recomputed, {self.num_fresh} fresh",
+            f"{self.bytes_loaded / 1e6:.1f} MB loaded",
+            self.policy,
+        ]
+        if self.misses:
+            parts.append(
+                "misses: " + ", ".join(f"{count} {why}" for why, count in self.misses.items())
+            )
+        return " | ".join(parts)

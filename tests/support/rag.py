@@ -1,0 +1,73 @@
+"""A small index over a few passages, for the tests of the framework adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from kvrag.chunk import Document
+from kvrag.ingest.index import Index
+from tests.support.models import make_model, make_tokenizer
+
+PASSAGES = {
+    "ledger": "Ines keeps the harbour ledger of Varn. Every ship that enters is written down in it.",
+    "clock": "Tomas repairs the tall clock of Varn, which stands beside the northern light.",
+    "fox": "The quick brown fox jumps over the lazy dog near the old river bank each morning.",
+    "book": "The keeper of the northern light wrote the book about the ships of the harbour.",
+    "bridge": "An old bridge crosses the river at Varn; carts & horses pay one coin, people none.",
+}
+
+
+@dataclass(frozen=True)
+class Rag:
+    """An index, the folder of its model, and the model run plainly."""
+
+    index: Index
+    model_folder: Path
+    hf: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+
+    @property
+    def path(self) -> Path:
+        return self.index.path
+
+    def plain_answer(self, prompt: str | Sequence[Mapping[str, str]], max_tokens: int) -> str:
+        """Return what Transformers alone answers, greedily."""
+        if isinstance(prompt, str):
+            ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        else:
+            text = self.tokenizer.apply_chat_template(
+                list(prompt), tokenize=False, add_generation_prompt=True
+            )
+            ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            output = self.hf.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+            )
+        return self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def save_model(folder: Path, seed: int = 0) -> PreTrainedModel:
+    """Save a tiny random model with its tokenizer; the same seed gives the same weights."""
+    model = make_model("llama", seed=seed)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="session")
+def rag(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rag]:
+    """The index of `PASSAGES`, one chunk each."""
+    folder = tmp_path_factory.mktemp("rag")
+    hf = save_model(folder / "model")
+    with Index.create(folder / "index", model=folder / "model", embedding="hashing") as index:
+        index.add([Document(source=name, text=text) for name, text in PASSAGES.items()])
+        yield Rag(index, folder / "model", hf, make_tokenizer())
