@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+import torch
+
+from kvrag.codec import container
+from kvrag.codec.container import RecordReader, header_size, padded_size, write_record
+from kvrag.codec.raw import RawCodec
+from kvrag.errors import ParameterError, RecordError
+from kvrag.kvcache import KVSpec
+from tests.codec import forge
+from tests.contracts.codec_contract import KEY, OTHER_KEY, BytesSource, decode, random_kv, spec_of
+
+SPEC = spec_of(num_layers=3)
+
+
+def write(**changes: object) -> bytes:
+    arguments: dict[str, object] = {
+        "codec": "test",
+        "spec": SPEC,
+        "num_tokens": 5,
+        "blocks": [[b"one"], [b"t", b"", b"wo"], [b"x" * 100]],
+    }
+    return write_record(KEY, **{**arguments, **changes})  # type: ignore[arg-type]
+
+
+def make_record() -> bytearray:
+    return bytearray(RawCodec().encode(KEY, random_kv(SPEC, 4)))
+
+
+def test_blocks_of_any_size_come_back() -> None:
+    record = write()
+    reader = RecordReader(BytesSource(record), KEY)
+    assert reader.header.codec == "test"
+    assert reader.header.spec == SPEC
+    assert reader.header.num_tokens == 5
+    found = []
+    for layer_index, block in enumerate(reader.header.blocks):
+        assert block.offset % 64 == 0
+        buffer = bytearray(block.padded_bytes)
+        reader.read_block(layer_index, memoryview(buffer))
+        found.append(bytes(buffer[: block.size_bytes]))
+        assert not any(buffer[block.size_bytes :])
+    assert found == [b"one", b"two", b"x" * 100]
+    assert reader.size_bytes == len(record) == header_size(3) + 64 + 64 + 128
+
+
+def test_padding() -> None:
+    assert [padded_size(size) for size in (0, 1, 63, 64, 65)] == [0, 64, 64, 64, 128]
+
+
+def test_a_header_longer_than_the_first_read() -> None:
+    spec = KVSpec(num_layers=400, num_kv_heads=1, head_dim=1, dtype=torch.float32)
+    kv = random_kv(spec, 2)
+    record = RawCodec().encode(KEY, kv)
+    assert header_size(400) > container._FIRST_READ_BYTES
+    assert torch.equal(decode(RawCodec(), KEY, record, spec).keys, kv.keys)
+    for size in (header_size(400) - 1, container._FIRST_READ_BYTES, len(record) - 1):
+        with pytest.raises(RecordError):
+            RecordReader(BytesSource(record[:size]), KEY)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"codec": ""}, "codec name"),
+        ({"codec": "x" * 17}, "codec name"),
+        ({"codec": "größe"}, "codec name"),
+        ({"codec": "a\0b"}, "codec name"),
+        ({"num_tokens": 0}, "tokens; found 0"),
+        ({"num_tokens": container.MAX_TOKENS + 1}, "tokens; found"),
+        ({"blocks": []}, "found 0 blocks"),
+        ({"blocks": [[b"x"]] * 2}, "found 2 blocks for 3 layers"),
+        ({"blocks": [[b"x"], [], [b"x"]]}, "layer 1.*found 0"),
+        ({"spec": KVSpec(3, 2, 8, torch.float64)}, "float64"),
+        ({"spec": KVSpec(3, 0, 8, torch.float32)}, "heads; found 0"),
+        ({"spec": KVSpec(3, 2, 0, torch.float32)}, "channels of a head; found 0"),
+        ({"spec": KVSpec(3000, 1, 8, torch.float32), "blocks": [[b"x"]] * 3000}, "header"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        write(**changes)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("magic", b"GARBAGE!", "magic number.*not a kvrag record"),
+        ("version", 2, r"format version: expected 1, found 2; use the kvrag that wrote it"),
+        ("header_bytes", 0, "header length"),
+        ("header_bytes", 255, "header length"),
+        ("header_bytes", 2**32 - 1, "header length.*found 4294967295"),
+        ("record_bytes", 0, "length: expected 0 bytes"),
+        ("record_bytes", 2**64 - 1, "length: expected 18446744073709551615 bytes"),
+        ("key", bytes.fromhex(OTHER_KEY.digest), f"chunk key.*found {OTHER_KEY}"),
+        ("codec", b"", "codec name"),
+        ("codec", b"\xff" * 16, "codec name"),
+        ("codec", b"raw\0raw", "codec name"),
+        ("codec", b"rans", "codec: expected 'raw', found 'rans'"),
+        ("dtype", 0, "code of the element type.*found 0"),
+        ("dtype", 99, "code of the element type.*found 99"),
+        ("dtype", 2, "shape of the KV"),
+        ("num_layers", 0, "header length"),
+        ("num_layers", 2, "end of the last block"),
+        ("num_layers", 2**32 - 1, "header length"),
+        ("num_kv_heads", 0, "number of key/value heads.*found 0"),
+        ("num_kv_heads", 2**32 - 1, "number of key/value heads.*found 4294967295"),
+        ("num_tokens", 0, "number of tokens.*found 0"),
+        ("num_tokens", 3, "layer 0: size of the block: expected 384 bytes, found 512"),
+        ("num_tokens", 2**20, "layer 0: size of the block"),
+        ("num_tokens", 2**32 - 1, "number of tokens.*found 4294967295"),
+        ("head_dim", 0, "channels of a head.*found 0"),
+        ("head_dim", 2**32 - 1, "channels of a head.*found 4294967295"),
+    ],
+)
+def test_lying_fields(field: str, value: int | bytes, message: str) -> None:
+    record = make_record()
+    forge.set_field(record, field, value)
+    with pytest.raises(RecordError, match=f"record {KEY}: ({message})"):
+        RawCodec().open(KEY, BytesSource(forge.reseal(record, header_size(3))), SPEC)
+
+
+@pytest.mark.parametrize(
+    ("layer_index", "field", "value", "message"),
+    [
+        (0, "offset", 0, "layer 0: offset: expected 192, found 0"),
+        (1, "offset", 192, "layer 1: offset: expected 704, found 192"),
+        (2, "offset", 2**64 - 64, "layer 2: offset"),
+        (0, "size", 0, "layer 0: size of the block"),
+        (1, "size", 448, "layer 2: offset: expected 1152, found 1216"),
+        (2, "size", 448, "end of the last block"),
+        (2, "size", 513, "layer 2: size of the block"),
+        (2, "size", 2**64 - 1, "layer 2: size of the block"),
+        (0, "size", 511, "layer 0: size of the block: expected 512 bytes, found 511"),
+        (1, "checksum", 0, "layer 1: checksum"),
+    ],
+)
+def test_lying_index(layer_index: int, field: str, value: int, message: str) -> None:
+    record = make_record()
+    forge.set_block_field(record, layer_index, field, value)
+    with pytest.raises(RecordError, match=f"record {KEY}: {message}"):
+        decode(RawCodec(), KEY, forge.reseal(record, header_size(3)), SPEC)
+
+
+def test_swapped_blocks() -> None:
+    record = make_record()
+    start, size = header_size(3), 512
+    first, second = record[start : start + size], record[start + size : start + 2 * size]
+    record[start : start + 2 * size] = second + first
+    with pytest.raises(RecordError, match="layer 0: checksum"):
+        decode(RawCodec(), KEY, bytes(record), SPEC)
+
+
+def test_trailing_bytes() -> None:
+    with pytest.raises(RecordError, match="length"):
+        decode(RawCodec(), KEY, bytes(make_record()) + b"\0" * 64, SPEC)
+
+
+def test_every_error_says_how_to_mend_it() -> None:
+    with pytest.raises(RecordError, match=r"; delete this record and ingest its document again$"):
+        decode(RawCodec(), KEY, bytes(make_record()[:-1]), SPEC)
+
+
+def test_a_lie_costs_no_memory() -> None:
+    """A header that promises four gigabytes a layer, in a record of two kilobytes."""
+    spec = KVSpec(num_layers=3, num_kv_heads=64, head_dim=16, dtype=torch.float32)
+    record = make_record()
+    for field, value in (
+        ("num_kv_heads", 64),
+        ("num_tokens", 2**19),
+        ("head_dim", 16),
+    ):
+        forge.set_field(record, field, value)
+    block_bytes = spec.layer_bytes_per_token * 2**19
+    for layer_index in range(3):
+        forge.set_block_field(record, layer_index, "size", block_bytes)
+        forge.set_block_field(
+            record, layer_index, "offset", header_size(3) + layer_index * block_bytes
+        )
+    sealed = forge.reseal(record, header_size(3))
+    source = BytesSource(sealed)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RecordError, match="layer 0: size of the block"):
+            RawCodec().open(KEY, source, spec)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert source.largest_read <= len(sealed)
+    assert peak < 100_000

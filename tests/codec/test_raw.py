@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from kvrag.codec import raw
+from kvrag.codec.base import Codec
+from kvrag.codec.raw import RawCodec
+from kvrag.codec.registry import get_codec
+from kvrag.errors import ParameterError
+from kvrag.kvcache import ChunkKV
+from tests.contracts.codec_contract import KEY, BytesSource, CodecContract, random_kv, spec_of
+
+
+class TestRawCodec(CodecContract):
+    @pytest.fixture
+    def codec(self) -> Codec:
+        return RawCodec()
+
+
+def test_registry() -> None:
+    assert isinstance(get_codec("raw"), RawCodec)
+    with pytest.raises(ParameterError, match=r"no codec 'zip'; known codecs: raw"):
+        get_codec("zip")
+
+
+def test_reading_copies_nothing_and_reuses_its_buffer() -> None:
+    spec = spec_of()
+    codec = RawCodec()
+    first = codec.open(KEY, BytesSource(codec.encode(KEY, random_kv(spec, 40))), spec)
+    second = codec.open(KEY, BytesSource(codec.encode(KEY, random_kv(spec, 40, seed=1))), spec)
+    keys, values = first.read_layer(0)
+    assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    assert second.read_layer(2)[0].data_ptr() == keys.data_ptr()
+
+
+def test_views_survive_a_growing_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw, "_scratch", raw._Scratch())
+    codec = RawCodec()
+    small, large = random_kv(spec_of(), 1), random_kv(spec_of(), 4000)
+    small_chunk = codec.open(KEY, BytesSource(codec.encode(KEY, small)), spec_of())
+    large_chunk = codec.open(KEY, BytesSource(codec.encode(KEY, large)), spec_of())
+    keys, _ = small_chunk.read_layer(0)
+    large_chunk.read_layer(0)
+    assert torch.equal(keys, small.keys[0])
+    assert torch.equal(small_chunk.read_layer(1)[1], small.values[1])
+
+
+def test_many_shapes_do_not_pile_up() -> None:
+    codec = RawCodec()
+    for num_tokens in range(1, 3 * raw._MAX_VIEWS):
+        kv = random_kv(spec_of(), num_tokens)
+        chunk = codec.open(KEY, BytesSource(codec.encode(KEY, kv)), spec_of())
+        assert torch.equal(chunk.read_layer(2)[1], kv.values[2])
+    assert len(raw._scratch._views) <= raw._MAX_VIEWS
+
+
+def test_meta_tensors() -> None:
+    empty = torch.empty(1, 1, 1, 1, device="meta")
+    with pytest.raises(ParameterError, match="on the CPU; found meta"):
+        RawCodec().encode(KEY, ChunkKV(empty, empty))
+
+
+def test_big_endian_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "byteorder", "big")
+    with pytest.raises(ParameterError, match="little-endian"):
+        RawCodec()
