@@ -1,0 +1,1 @@
+"""The referee: speed, quality and size on equal terms."""
