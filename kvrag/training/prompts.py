@@ -1,0 +1,73 @@
+"""The prompt formats that the tiny model is trained and asked in.
+
+Each format splits into a head shared by all questions about the same documents and a tail
+for each question, so that one forward can train many questions over one set of documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_RULE = "---------------------"
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How documents and a question become a prompt.
+
+    Attributes
+    ----------
+    name
+        Label.
+    before_documents
+        Text between BOS and the first document.
+    after_documents
+        Text behind the last document, up to the part that differs by question.
+    question
+        The rest, with ``{question}``.
+    """
+
+    name: str
+    before_documents: str
+    after_documents: str
+    question: str
+
+    def render(self, documents: list[str] | tuple[str, ...], question: str) -> str:
+        """Return the prompt text, without BOS."""
+        return (
+            self.before_documents
+            + "\n\n".join(documents)
+            + self.after_documents
+            + self.question.format(question=question)
+        )
+
+
+PLAIN = PromptFormat("plain", "", "\n\nQuestion:", " {question}\nAnswer:")
+LLAMAINDEX = PromptFormat(
+    "llamaindex",
+    f"Context information is below.\n{_RULE}\n",
+    f"\n{_RULE}\nGiven the context information and not prior knowledge, answer the query.\nQuery:",
+    " {question}\nAnswer: ",
+)
+LANGCHAIN = PromptFormat(
+    "langchain",
+    "Use the following pieces of context to answer the question at the end. If you don't know "
+    "the answer, just say that you don't know, don't try to make up an answer.\n\n",
+    "\n\nQuestion:",
+    " {question}\nHelpful Answer:",
+)
+CHAT_USER = PromptFormat(
+    "chat_user",
+    "<|user|>\n",
+    "\n\nQuestion:",
+    " {question}<eos>\n<|assistant|>\n",
+)
+CHAT_SYSTEM = PromptFormat(
+    "chat_system",
+    "<|system|>\n",
+    "<eos>\n<|user|>\n",
+    "{question}<eos>\n<|assistant|>\n",
+)
+
+FORMATS: tuple[PromptFormat, ...] = (PLAIN, LLAMAINDEX, LANGCHAIN, CHAT_USER, CHAT_SYSTEM)
+FORMAT_SHARES: tuple[float, ...] = (0.6, 0.1, 0.1, 0.1, 0.1)

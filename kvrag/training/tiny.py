@@ -1,0 +1,151 @@
+"""Train kvrag-tiny: ``python -m kvrag.training.tiny train --out FOLDER``.
+
+A run writes ``checkpoint.safetensors`` and ``log.jsonl`` into its folder and continues from
+them when it is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from transformers import LlamaForCausalLM
+
+from kvrag.bench.corpus.names import NameSource
+from kvrag.training.batches import pack
+from kvrag.training.checkpoint import Progress, load_checkpoint, save_checkpoint
+from kvrag.training.copying import copying_loss
+from kvrag.training.curriculum import PASS_MARK, STAGES, sample_items
+from kvrag.training.evaluate import evaluate, held_out_items
+from kvrag.training.model import answer_logits, build_config, questions_right
+from kvrag.training.schedule import Schedule
+from kvrag.training.tokenizer import build_tokenizer, name_token_ids
+
+COPYING_PASS_MARK = 0.95
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What a run is made of; the defaults are the recipe of the shipped model."""
+
+    out: Path
+    steps: int = 3000
+    decay_steps: int = 700
+    rows: int = 32
+    questions: int = 14
+    copying_rows: int = 64
+    learning_rate: float = 3e-3
+    hidden_size: int = 128
+    num_layers: int = 5
+    seed: int = 0
+    threads: int = 2
+    evaluate_every: int = 100
+    save_every: int = 25
+
+
+class Trainer:
+    """One run: a copying phase, then the curriculum with a tenth of copying kept in."""
+
+    def __init__(self, options: TrainingOptions) -> None:
+        self.options = options
+        torch.set_num_threads(options.threads)
+        torch.manual_seed(options.seed)
+        self.tokenizer = build_tokenizer()
+        self.name_tokens = name_token_ids(self.tokenizer)
+        config = build_config(self.tokenizer, options.hidden_size, options.num_layers)
+        self.model = LlamaForCausalLM(config)
+        self.model.train()
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim == 1]
+        groups = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
+        self.schedule = Schedule(options.learning_rate, options.steps, options.decay_steps)
+        self.progress = Progress()
+        options.out.mkdir(parents=True, exist_ok=True)
+        self.checkpoint = options.out / "checkpoint.safetensors"
+        if self.checkpoint.exists():
+            self.progress = load_checkpoint(self.checkpoint, self.model, self.optimizer)
+
+    def run(self) -> None:
+        """Train until the last step."""
+        while self.progress.step < self.options.steps:
+            started = time.perf_counter()
+            record = self._step()
+            record["seconds"] = round(time.perf_counter() - started, 3)
+            step = self.progress.step
+            if step % self.options.evaluate_every == 0 and self.progress.copying_done >= 0:
+                record.update(self._evaluate())
+            self._log(record)
+            if step % self.options.save_every == 0 or step == self.options.steps:
+                save_checkpoint(self.checkpoint, self.model, self.optimizer, self.progress)
+
+    def _step(self) -> dict[str, float]:
+        options, progress = self.options, self.progress
+        rng = Random(f"step {options.seed} {progress.step}")
+        rate = self.schedule.rate(progress.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        record: dict[str, float] = {"step": progress.step, "rate": rate}
+        copying = progress.copying_done < 0
+        if copying or rng.random() < 0.1:
+            loss, accuracy = copying_loss(self.model, self.name_tokens, options.copying_rows, rng)
+            record["copying_accuracy"] = accuracy
+            if copying:
+                progress.accuracy = 0.9 * progress.accuracy + 0.1 * accuracy
+                if progress.accuracy > COPYING_PASS_MARK:
+                    progress.copying_done, progress.accuracy = progress.step, 0.0
+        else:
+            names = NameSource("train", rng)
+            items = sample_items(
+                STAGES[progress.stage], names, options.rows, options.questions, rng
+            )
+            logits, targets, ids = answer_logits(self.model, pack(items, self.tokenizer))
+            loss = torch.nn.functional.cross_entropy(logits, targets)
+            accuracy = float(questions_right(logits, targets, ids).float().mean())
+            record["accuracy"] = accuracy
+            record["stage"] = progress.stage
+            progress.accuracy = 0.95 * progress.accuracy + 0.05 * accuracy
+            if progress.accuracy > PASS_MARK and progress.stage < len(STAGES) - 1:
+                progress.stage, progress.accuracy = progress.stage + 1, 0.0
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        progress.step += 1
+        progress.optimizer_steps += 1
+        record["loss"] = float(loss.detach())
+        return record
+
+    def _evaluate(self) -> dict[str, float]:
+        items = held_out_items("validation", 200)
+        found = {}
+        for label, isolate in (("full", False), ("reuse", True)):
+            scores = evaluate(self.model, self.tokenizer, items, isolate)
+            found.update({f"{label}/{k}": round(s.exact_match, 4) for k, s in scores.items()})
+        return found
+
+    def _log(self, record: dict[str, float]) -> None:
+        with (self.options.out / "log.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _parse(arguments: list[str] | None) -> TrainingOptions:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    defaults = TrainingOptions(Path())
+    for name, value in vars(defaults).items():
+        if name != "out":
+            parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    return TrainingOptions(**vars(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    Trainer(_parse(None)).run()
