@@ -1,0 +1,112 @@
+"""The least time a fused prompt could take on this machine: its matrix work and its bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+
+import torch
+from torch import nn
+
+from kvrag.fusion.report import FusionReport
+from kvrag.models.kv_model import ROW_BLOCK, KVModel
+
+
+def median_seconds(work: Callable[[], object], repeats: int = 3) -> float:
+    """Return the median wall time of `work` over `repeats` runs, after one that does not count."""
+    work()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return median(times)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What a query must at least cost.
+
+    Attributes
+    ----------
+    matrix_seconds
+        Its multiplications at the rate the model's own matrices reach here.
+    copy_seconds
+        Its stored bytes at the rate of a plain memory copy here.
+    """
+
+    matrix_seconds: float
+    copy_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.matrix_seconds + self.copy_seconds
+
+
+class FloorMeter:
+    """Measures the machine's rates with a model's own matrices, then prices reports.
+
+    The matrix work of n rows in a layer is that of its linear maps (``2 n`` operations per
+    weight) and of attention (``4 n`` times query width times the mean number of visible keys).
+    It is priced at the rate reached by the layer's linear maps alone on n rows, blocks as in
+    `KVModel.forward_rows`: everything else (norms, softmax, rotation, Python) is overhead.
+    """
+
+    def __init__(self, model: KVModel) -> None:
+        self._model = model
+        self._linears = [list(_linears(layer)) for layer in model.hf.base_model.layers]
+        self._operations_per_second = cache(self._measure_operations_per_second)
+
+    def measure(self, report: FusionReport) -> Floor:
+        """Return the floor of the query that `report` accounts for."""
+        config = self._model.hf.config
+        spec = self._model.spec
+        per_layer_weights = sum(linear.weight.numel() for linear in self._linears[0])
+        query_width = config.num_attention_heads * spec.head_dim
+        # Fresh rows stand mostly at the end, recomputed ones anywhere: half the prompt is what
+        # a row sees on average when all are computed, and a lower bound otherwise.
+        mean_keys = report.num_tokens / 2
+        seconds = 0.0
+        for num_rows in report.rows_by_layer:
+            operations = num_rows * (2 * per_layer_weights + 4 * query_width * mean_keys)
+            seconds += operations / self._operations_per_second(min(num_rows, ROW_BLOCK))
+        head = self._model.hf.get_output_embeddings()
+        hidden = torch.randn(1, config.hidden_size, dtype=spec.dtype, device=self._model.device)
+        with torch.no_grad():
+            seconds += median_seconds(lambda: head(hidden))
+        return Floor(seconds, report.bytes_loaded / self._bytes_per_second())
+
+    def _measure_operations_per_second(self, num_rows: int) -> float:
+        inputs = {
+            linear.in_features: torch.randn(
+                num_rows,
+                linear.in_features,
+                dtype=self._model.spec.dtype,
+                device=self._model.device,
+            )
+            for linear in self._linears[0]
+        }
+
+        def multiply() -> None:
+            # All layers in turn: their weights do not fit the cache together, as in a real pass.
+            for layer in self._linears:
+                for linear in layer:
+                    nn.functional.linear(inputs[linear.in_features], linear.weight)
+
+        weights = sum(linear.weight.numel() for layer in self._linears for linear in layer)
+        with torch.no_grad():
+            return 2 * num_rows * weights / median_seconds(multiply)
+
+    @staticmethod
+    @cache
+    def _bytes_per_second() -> float:
+        source = torch.ones(64 * 1024 * 1024 // 4)
+        target = torch.empty_like(source)
+        return source.numel() * 4 / median_seconds(lambda: target.copy_(source))
+
+
+def _linears(layer: nn.Module) -> Iterator[nn.Linear]:
+    return (module for module in layer.modules() if isinstance(module, nn.Linear))

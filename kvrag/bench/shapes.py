@@ -1,0 +1,99 @@
+"""Random-weight models of real shapes: right for timing and exactness, useless for quality."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+
+from kvrag.errors import ParameterError
+from kvrag.models.kv_model import KVModel
+
+SHAPES: dict[str, dict[str, int | bool | dict[str, float | str]]] = {
+    # The published configuration of Qwen2.5-0.5B.
+    "qwen2.5-0.5b": {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    # Small enough for a test: every code path, no figure worth quoting.
+    "test": {
+        "vocab_size": 5000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+
+_NUM_WORDS = 4096
+
+
+def random_model(shape: str, seed: int = 0) -> KVModel:
+    """Return a float32 model with random weights and a tokenizer of one token a word.
+
+    Raises
+    ------
+    ParameterError
+        For an unknown shape.
+    """
+    if shape not in SHAPES:
+        raise ParameterError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
+    config = Qwen2Config(**SHAPES[shape], bos_token_id=0, eos_token_id=1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return KVModel(model.eval(), _word_tokenizer(), name=f"random {shape}")
+
+
+def _words() -> list[str]:
+    syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
+    return [a + b for a in syllables for b in syllables][:_NUM_WORDS]
+
+
+def _word_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {"<bos>": 0, "<eos>": 1, "<unk>": 2}
+    vocabulary |= {word: len(vocabulary) + i for i, word in enumerate(_words())}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def random_text(model: KVModel, num_tokens: int, seed: int) -> str:
+    """Return words that are exactly `num_tokens` tokens of the model's tokenizer.
+
+    Raises
+    ------
+    ParameterError
+        When the tokenizer splits text in a way that no cut gives that count.
+    """
+    draw = random.Random(seed)
+    words = draw.choices(_words(), k=num_tokens)
+    encode = model.tokenizer.backend_tokenizer.encode
+    text = " ".join(words)
+    offsets = encode(text, add_special_tokens=False).offsets
+    # A word may be several tokens: cut behind the last character of the token wanted.
+    text = text[: offsets[num_tokens - 1][1]]
+    found = len(encode(text, add_special_tokens=False).ids)
+    if found != num_tokens:
+        raise ParameterError(
+            f"could not make a text of {num_tokens} tokens with this tokenizer (got {found})"
+        )
+    return text

@@ -1,0 +1,410 @@
+"""`KVEngine`: prompts in, answers out, with the KV of known chunks taken from the index."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from kvrag.chunk import Chunk
+from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Source, Usage
+from kvrag.engine.sampling import Sampler, Sampling
+from kvrag.engine.text_stream import TextStream
+from kvrag.errors import ParameterError, PromptTooLongError
+from kvrag.fusion.fuser import FusedPrompt, fuse
+from kvrag.fusion.layout import Layout, lay_out
+from kvrag.fusion.policies.base import RecomputePolicy
+from kvrag.fusion.policies.registry import make_policy
+from kvrag.ingest.index import Index
+from kvrag.models.caches import FusedCache
+
+logger = logging.getLogger("kvrag")
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[Message]
+
+_DEFAULT_POLICY = "deviation"
+
+
+class KVEngine:
+    """Answers prompts over an index at the cost of what the index does not hold.
+
+    Any prompt is valid. Chunks of the index are recognised in its text wherever they stand; their
+    stored KV is placed, repaired as the policy says, and everything else is computed. The token
+    ids are those of the plain pipeline, and whatever cannot be reused is prefilled and counted.
+
+    Parameters
+    ----------
+    index
+        The index; its model answers.
+    policy
+        Which reused tokens are computed again: ``"none"``, ``"boundary"``, ``"deviation"``.
+    ratio
+        Share of reused tokens that ``"deviation"`` computes again; None is its default, 0.15.
+    boundary_tokens
+        Tokens a chunk that ``"boundary"`` computes again; None is its default.
+    max_tokens
+        Tokens of an answer at the most, unless a call says otherwise.
+
+    Notes
+    -----
+    Safe to call from several threads and with several streams open at once: forward passes take
+    turns, nothing is held between two pieces of a stream.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        *,
+        policy: str = _DEFAULT_POLICY,
+        ratio: float | None = None,
+        boundary_tokens: int | None = None,
+        max_tokens: int = 256,
+    ) -> None:
+        self.index = index
+        self._policy = policy
+        self._ratio = ratio
+        self._boundary_tokens = boundary_tokens
+        self._max_tokens = _checked_max_tokens(max_tokens)
+        self._warned = False
+        self._resolve_policy(None, None, None)
+
+    # -- prompts ------------------------------------------------------------------------------
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Return messages as one prompt, by the model's chat template.
+
+        Parameters
+        ----------
+        messages
+            Mappings with ``role`` and ``content``.
+
+        Raises
+        ------
+        ParameterError
+            When the tokenizer has no chat template, or the template refuses the messages.
+        """
+        tokenizer = self.index.tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            raise ParameterError(
+                "the model's tokenizer has no chat template: pass the prompt as one string, or "
+                "set tokenizer.chat_template"
+            )
+        try:
+            rendered = tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # Jinja's own and whatever a template raises
+            raise ParameterError(f"the chat template refuses these messages: {error}") from error
+        return str(rendered)
+
+    def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the token ids that the plain pipeline would feed for `prompt`."""
+        text, add_special_tokens = self._text(prompt)
+        encoding = self.index.tokenizer(text, add_special_tokens=add_special_tokens)
+        return tuple(encoding["input_ids"])
+
+    def _text(self, prompt: Prompt) -> tuple[str, bool]:
+        """Return the prompt's text, and whether the tokenizer adds its special tokens."""
+        if isinstance(prompt, str):
+            return prompt, True
+        return self.render(prompt), False
+
+    def _lay_out(self, prompt: Prompt, hints: Sequence[str], reuse: bool) -> _LaidOut:
+        text, add_special_tokens = self._text(prompt)
+        matches = self.index.matcher.find(text, hints) if reuse else []
+        chunks = {
+            chunk.chunk_id: chunk
+            for chunk in self.index.get_chunks([match.chunk_id for match in matches])
+        }
+        layout = lay_out(
+            text,
+            self.index.tokenizer,
+            matches,
+            chunks,
+            self.index.prefix_ids,
+            add_special_tokens=add_special_tokens,
+        )
+        if not layout.token_ids:
+            raise ParameterError("the prompt is empty: there is nothing to answer")
+        found = dict.fromkeys(match.chunk_id for match in matches if match.chunk_id in chunks)
+        return _LaidOut(layout, [chunks[chunk_id] for chunk_id in found])
+
+    # -- fusing -------------------------------------------------------------------------------
+
+    def fuse(
+        self,
+        prompt: Prompt,
+        *,
+        policy: str | RecomputePolicy | None = None,
+        ratio: float | None = None,
+        boundary_tokens: int | None = None,
+        max_tokens: int | None = None,
+        hints: Sequence[str] = (),
+    ) -> FusedPrompt:
+        """Return the prompt's KV and first logits, without generating.
+
+        ``kvrag.models.caches.FusedCache(fused.kv, fused.kv.num_tokens - 1)`` continues it in
+        ``transformers`` ``generate``.
+
+        Parameters
+        ----------
+        prompt, policy, ratio, boundary_tokens, hints
+            As in `generate`; a policy object is taken as it is.
+        max_tokens
+            Room left in the buffer behind the prompt.
+        """
+        started = time.perf_counter()
+        chosen = self._resolve_policy(policy, ratio, boundary_tokens)
+        laid_out = self._lay_out(prompt, hints, reuse=True)
+        return self._fuse(laid_out.layout, chosen, self._room(max_tokens), started)
+
+    def _fuse(
+        self, layout: Layout, policy: RecomputePolicy, max_tokens: int, started: float
+    ) -> FusedPrompt:
+        model = self.index.model
+        num_tokens = len(layout.token_ids)
+        if num_tokens >= model.max_positions:
+            raise PromptTooLongError(
+                f"the prompt has {num_tokens} tokens, but {model.name} holds "
+                f"{model.max_positions} with at least one to answer in; retrieve fewer chunks"
+            )
+        capacity = min(num_tokens + max_tokens, model.max_positions)
+        layout_seconds = time.perf_counter() - started
+        fused = fuse(model, layout, self.index.open_kv, policy, capacity=capacity)
+        seconds = {"layout": layout_seconds, **fused.report.seconds}
+        return replace(fused, report=replace(fused.report, seconds=seconds))
+
+    def _resolve_policy(
+        self,
+        policy: str | RecomputePolicy | None,
+        ratio: float | None,
+        boundary_tokens: int | None,
+    ) -> RecomputePolicy:
+        if isinstance(policy, RecomputePolicy):
+            return policy
+        name = policy if policy is not None else self._policy
+        if name == self._policy:
+            # The engine's own parameters belong to the engine's own policy only.
+            ratio = self._ratio if ratio is None else ratio
+            boundary_tokens = self._boundary_tokens if boundary_tokens is None else boundary_tokens
+        return make_policy(name, ratio=ratio, boundary_tokens=boundary_tokens)
+
+    def _room(self, max_tokens: int | None) -> int:
+        return self._max_tokens if max_tokens is None else _checked_max_tokens(max_tokens)
+
+    # -- generating ---------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        policy: str | RecomputePolicy | None = None,
+        ratio: float | None = None,
+        boundary_tokens: int | None = None,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        timeout_seconds: float | None = None,
+        hints: Sequence[str] = (),
+        reuse: bool = True,
+    ) -> Answer:
+        """Answer a prompt.
+
+        Parameters
+        ----------
+        prompt
+            One string, or messages (``{"role": ..., "content": ...}``) for the chat template.
+        policy, ratio, boundary_tokens
+            Override the engine's (see the class).
+        max_tokens
+            Tokens of the answer at the most; the context window may end it earlier.
+        temperature, top_p, top_k, repetition_penalty, seed
+            How tokens are drawn (see `Sampling`); the default takes the likeliest.
+        stop
+            Strings that end the answer; they are not part of it, even across tokens.
+        timeout_seconds
+            Ends the answer after that time, with ``finish_reason="timeout"``.
+        hints
+            Ids of chunks likely in the prompt. They may speed recognition, nothing else.
+        reuse
+            False computes every token, as a plain pipeline would: for comparison.
+
+        Raises
+        ------
+        ParameterError
+            For a value out of range or an unknown policy.
+        PromptTooLongError
+            When the prompt leaves no room in the context window.
+        """
+        answer = None
+        for delta in self.stream(
+            prompt,
+            policy=policy,
+            ratio=ratio,
+            boundary_tokens=boundary_tokens,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop=stop,
+            timeout_seconds=timeout_seconds,
+            hints=hints,
+            reuse=reuse,
+        ):
+            answer = delta.answer
+        assert answer is not None
+        return answer
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        policy: str | RecomputePolicy | None = None,
+        ratio: float | None = None,
+        boundary_tokens: int | None = None,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        timeout_seconds: float | None = None,
+        hints: Sequence[str] = (),
+        reuse: bool = True,
+    ) -> Iterator[AnswerDelta]:
+        """Answer a prompt piece by piece; parameters and errors as in `generate`.
+
+        Arguments are checked by the call itself, before the first piece is asked for.
+
+        Yields
+        ------
+        AnswerDelta
+            Pieces of text as they are certain; the last carries the whole `Answer`.
+        """
+        started = time.perf_counter()
+        sampling = Sampling(temperature, top_p, top_k, repetition_penalty, seed)
+        if isinstance(stop, str) or not all(stop):
+            raise ParameterError(f"stop {stop!r}: expected a list of non-empty strings")
+        if timeout_seconds is not None and timeout_seconds <= 0:
+            raise ParameterError(f"timeout_seconds {timeout_seconds}: expected more than 0")
+        chosen = self._resolve_policy(policy, ratio, boundary_tokens)
+        room = self._room(max_tokens)
+        laid_out = self._lay_out(prompt, hints, reuse)
+        if reuse:
+            self._warn_if_nothing_matched(laid_out)
+        return self._stream(laid_out, chosen, room, sampling, stop, timeout_seconds, started)
+
+    def _stream(
+        self,
+        laid_out: _LaidOut,
+        policy: RecomputePolicy,
+        room: int,
+        sampling: Sampling,
+        stop: Sequence[str],
+        timeout_seconds: float | None,
+        started: float,
+    ) -> Iterator[AnswerDelta]:
+        model = self.index.model
+        fused = self._fuse(laid_out.layout, policy, room, started)
+        num_prompt = len(laid_out.layout.token_ids)
+        limit = min(room, model.max_positions - num_prompt)
+        end_ids = _end_ids(model.hf.generation_config, model.tokenizer)
+        sampler = Sampler(sampling, fused.logits.device)
+        text = TextStream(model.tokenizer, stop)
+        cache = FusedCache(fused.kv, num_prompt)
+        token_ids = torch.tensor(laid_out.layout.token_ids, device=fused.logits.device)
+
+        token = sampler.next_token(fused.logits, token_ids)
+        ttft_seconds = time.perf_counter() - started
+        num_generated = 1
+        finish: FinishReason = "length"
+        while True:
+            if token in end_ids:
+                finish = "stop"
+                break
+            if piece := text.push(token):
+                yield AnswerDelta(piece)
+            if text.stopped:
+                finish = "stop"
+                break
+            if num_generated == limit:
+                break
+            if timeout_seconds is not None and time.perf_counter() - started > timeout_seconds:
+                finish = "timeout"
+                break
+            token_ids = torch.cat([token_ids, token_ids.new_tensor([token])])
+            with model.lock, torch.no_grad():
+                output = model.hf(
+                    input_ids=token_ids[None, -1:], past_key_values=cache, use_cache=True
+                )
+            token = sampler.next_token(output.logits[0, -1], token_ids)
+            num_generated += 1
+
+        tail = "" if text.stopped else text.finish()
+        answer = Answer(
+            text=text.text,
+            sources=tuple(_as_source(chunk) for chunk in laid_out.chunks),
+            report=fused.report,
+            usage=Usage(num_prompt, fused.report.num_cached, num_generated),
+            finish_reason=finish,
+            ttft_seconds=ttft_seconds,
+            total_seconds=time.perf_counter() - started,
+        )
+        yield AnswerDelta(tail, answer)
+
+    def plain_ttft_seconds(self, prompt: Prompt) -> float:
+        """Measure plain Transformers: seconds from the prompt's ids to its first token."""
+        model = self.index.model
+        ids = torch.tensor([self.prompt_ids(prompt)], device=model.device)
+        with model.lock, torch.no_grad():
+            started = time.perf_counter()
+            int(model.hf(input_ids=ids, logits_to_keep=1).logits[0, -1].argmax())
+            return time.perf_counter() - started
+
+    def _warn_if_nothing_matched(self, laid_out: _LaidOut) -> None:
+        if laid_out.layout.spans or self._warned or not self.index.recent_chunk_ids:
+            return
+        self._warned = True
+        logger.warning(
+            "chunks were retrieved, but none of their texts stands in the prompt, so all of it is "
+            "computed. Usual causes: no formatter between retriever and prompt (the prompt holds "
+            "the repr of the documents), a template that escapes characters (mustache turns & "
+            "into &amp;), or chunks rewritten before they reach the prompt."
+        )
+
+
+class _LaidOut:
+    """A layout and the chunks found in it, each once, in prompt order."""
+
+    def __init__(self, layout: Layout, chunks: list[Chunk]) -> None:
+        self.layout = layout
+        self.chunks = chunks
+
+
+def _checked_max_tokens(max_tokens: int) -> int:
+    if max_tokens < 1:
+        raise ParameterError(f"max_tokens {max_tokens}: expected at least 1")
+    return max_tokens
+
+
+def _end_ids(generation_config: object, tokenizer: object) -> frozenset[int]:
+    """Return the tokens that end a text, as the model and its tokenizer declare them."""
+    declared = getattr(generation_config, "eos_token_id", None)
+    ids = set(declared if isinstance(declared, list) else [declared])
+    ids.add(getattr(tokenizer, "eos_token_id", None))
+    return frozenset(ids - {None})
+
+
+def _as_source(chunk: Chunk) -> Source:
+    return Source(chunk.chunk_id, chunk.source, chunk.ordinal, chunk.text, dict(chunk.metadata))

@@ -1,0 +1,71 @@
+"""From token ids to text, piece by piece, never showing what may still be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+
+class TextStream:
+    """The text of one answer as its tokens arrive.
+
+    Characters whose bytes are incomplete and text that may be the beginning of a stop string are
+    held back until they are settled.
+
+    Parameters
+    ----------
+    tokenizer
+        Decodes the tokens; special tokens are left out.
+    stop
+        Strings that end the answer and are not part of it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._token_ids: list[int] = []
+        self._shown = 0
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """Add a token; return the text that is now certain."""
+        self._token_ids.append(token_id)
+        self.text = self._decode()
+        cut = min((at for s in self._stop if (at := self.text.find(s)) >= 0), default=-1)
+        if cut >= 0:
+            self.text, self.stopped = self.text[:cut], True
+            return self._show(cut)
+        settled = len(self.text)
+        while settled > self._shown and self.text[settled - 1] == "\ufffd":
+            settled -= 1
+        return self._show(settled - self._undecided(self.text[:settled]))
+
+    def finish(self) -> str:
+        """Return what was held back; nothing more will come."""
+        return self._show(len(self.text))
+
+    def _decode(self) -> str:
+        # The whole answer each time: byte-level and SentencePiece decoders both need their left
+        # neighbours. Quadratic, yet a thousand-token answer costs milliseconds in all.
+        return str(
+            self._tokenizer.decode(
+                self._token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _undecided(self, text: str) -> int:
+        """Return how many characters at the end could begin a stop string."""
+        longest = max((len(s) for s in self._stop), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(s.startswith(text[-length:]) for s in self._stop):
+                return length
+        return 0
+
+    def _show(self, end: int) -> str:
+        if end <= self._shown:
+            return ""
+        piece = self.text[self._shown : end]
+        self._shown = end
+        return piece
