@@ -1,0 +1,44 @@
+"""Index a folder of text files and ask about it: kvrag alone, no framework.
+
+    python examples/plain_python.py [MODEL]
+
+MODEL is a folder or hub name of a Hugging Face decoder; by default the small model that comes
+with kvrag, so that this runs offline in seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import kvrag
+
+DOCUMENTS = Path(__file__).parent / "documents"
+QUESTION = "Where was Romutho born?"
+
+
+def main(model: str = "kvrag-tiny") -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        kvrag.Index.create(Path(folder) / "index", model=model, chunk_tokens=64) as index,
+    ):
+        # Once, offline: every chunk's KV is computed and stored.
+        index.add([DOCUMENTS])
+
+        # At each question: any prompt that contains chunks of the index reuses their KV.
+        chunks = [hit.chunk.text for hit in index.search(QUESTION, k=4)]
+        prompt = "\n\n".join([*chunks, f"Question: {QUESTION}\nAnswer:"])
+        engine = kvrag.KVEngine(index)
+        answer = engine.generate(prompt, max_tokens=24)
+
+        print(QUESTION)
+        print(answer.text.strip())
+        for source in answer.sources:
+            print(f"  from {Path(source.source).name}, chunk {source.ordinal}")
+        print(f"  first token after {1000 * answer.ttft_seconds:.1f} ms")
+        print(f"  {answer.report.one_line()}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])
