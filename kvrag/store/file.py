@@ -39,6 +39,7 @@ _REMEDIES = {
     errno.EPERM: "permission is missing: change the owner or mode, or use another folder",
     errno.EMFILE: "this process has too many files open: raise its limit (ulimit -n)",
     errno.ENFILE: "the system has too many files open: close some programs",
+    errno.EEXIST: "a file is where a folder should be: move it away, or use another folder",
     errno.ENOTDIR: "a file is where a folder should be: move it away, or use another folder",
     errno.EISDIR: "a folder is where a file should be: move it away, or use another folder",
     errno.EIO: "the disk reports a defect: check it, then ingest again elsewhere",

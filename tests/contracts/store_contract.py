@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -42,7 +41,7 @@ class StoreContract:
     """Override `store`, `plant` and `peek`."""
 
     @pytest.fixture
-    def store(self) -> Iterator[Store]:
+    def store(self) -> Store:
         raise NotImplementedError
 
     def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import RecordError, StoreError
+from kvrag.store import file as file_module
+from kvrag.store.base import Store
+from kvrag.store.file import FileStore
+from tests.contracts.store_contract import StoreContract, key_number, read_all, record_of, stored
+
+KEY = key_number(0)
+
+
+def path_of(folder: Path, key: ChunkKey) -> Path:
+    return folder / key.digest[:2] / f"{key.digest}.kv"
+
+
+def files_under(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+class TestFileStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return FileStore(tmp_path / "records")
+
+    def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
+        path = path_of(Path(store.url.removeprefix("file:")), key)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(record)
+
+    def peek(self, store: Store, key: ChunkKey) -> bytes:
+        return path_of(Path(store.url.removeprefix("file:")), key).read_bytes()
+
+
+def num_open_files() -> int:
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("needs /proc to count open files")
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "records"
+
+
+@pytest.fixture
+def store(folder: Path) -> FileStore:
+    return FileStore(folder)
+
+
+def test_reading_makes_no_folder(store: FileStore, folder: Path) -> None:
+    assert not store.contains(KEY)
+    assert store.open(KEY) is None
+    assert list(store.keys()) == []
+    assert not folder.exists()
+
+
+def test_another_store_on_the_folder_sees_the_records(store: FileStore, folder: Path) -> None:
+    store.put(KEY, record_of(KEY))
+    assert stored(FileStore(str(folder)), KEY) == record_of(KEY)
+
+
+def test_foreign_files_are_left_alone(store: FileStore, folder: Path) -> None:
+    store.put(KEY, b"record")
+    shard = path_of(folder, KEY).parent
+    name = KEY.digest
+    foreign = [
+        folder / "README",
+        folder / f"{name}.kv",
+        folder / "zz" / f"{name}.kv",
+        folder / ("ff" if shard.name != "ff" else "fe") / f"{name}.kv",
+        shard / "notes.txt",
+        shard / f"{name[:-1]}.kv",
+        shard / f"{name.upper()}X.kv",
+        shard / f"{name}.kv.bak",
+        shard / f".{name}.kv.swp",
+        shard / f".{name}.tmp",
+    ]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"foreign")
+    (shard / f"{name[:2]}{'0' * 38}.kv").mkdir()
+    (shard / f"{name[:2]}{'1' * 38}.kv").symlink_to(shard / "notes.txt")
+    assert list(store.keys()) == [KEY]
+    assert store.size_bytes() == 6
+    assert store.collect_garbage(0.0) == 0
+    assert all(path.read_bytes() == b"foreign" for path in foreign)
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+def test_a_name_that_is_no_record(store: FileStore, folder: Path, kind: str) -> None:
+    path = path_of(folder, KEY)
+    path.parent.mkdir(parents=True)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        (folder / "secret").write_bytes(b"secret")
+        path.symlink_to(folder / "secret")
+    else:
+        os.mkfifo(path)
+    assert store.open(KEY) is None  # and a pipe is not waited for
+    assert not store.contains(KEY)
+    assert not store.delete(KEY)
+    if kind == "folder":
+        with pytest.raises(StoreError, match="a folder is where a file should be"):
+            store.put(KEY, b"record")
+    else:
+        store.put(KEY, b"record")
+        assert stored(store, KEY) == b"record"
+    if kind == "link":
+        assert (folder / "secret").read_bytes() == b"secret"
+    assert store.collect_garbage(0.0) == 0
+
+
+def test_a_file_in_place_of_a_folder(store: FileStore, folder: Path) -> None:
+    folder.mkdir()
+    path_of(folder, KEY).parent.write_bytes(b"")
+    assert store.open(KEY) is None
+    assert not store.contains(KEY)
+    assert not store.delete(KEY)
+    assert list(store.keys()) == []
+    with pytest.raises(StoreError, match="a file is where a folder should be"):
+        store.put(KEY, b"record")
+
+
+def test_a_record_cut_short_while_open(store: FileStore, folder: Path) -> None:
+    store.put(KEY, record_of(KEY))
+    record = store.open(KEY)
+    assert record is not None
+    os.truncate(path_of(folder, KEY), 500)
+    with pytest.raises(RecordError, match=f"record {KEY}: expected 1000 bytes.*found 500"):
+        read_all(record)
+    record.close()
+
+
+def test_short_reads_are_continued(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put(KEY, record_of(KEY))
+    whole = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, offset: whole(fd, [buffers[0][:7]], offset)
+    )
+    assert stored(store, KEY) == record_of(KEY)
+
+
+def test_short_writes_are_continued(
+    store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: whole(fd, data[:7]))
+    store.put(KEY, record_of(KEY))
+    assert path_of(folder, KEY).read_bytes() == record_of(KEY)
+
+
+def test_records_close_themselves(store: FileStore) -> None:
+    store.put(KEY, b"record")
+    gc.collect()
+    before = num_open_files()
+    for _ in range(50):
+        assert store.open(KEY) is not None
+    gc.collect()
+    assert num_open_files() == before
+
+
+def test_reading_a_closed_record(store: FileStore) -> None:
+    store.put(KEY, b"record")
+    record = store.open(KEY)
+    assert record is not None
+    record.close()
+    with pytest.raises(StoreError, match="was closed"):
+        read_all(record)
+
+
+def test_a_put_is_flushed_before_it_is_visible(
+    store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """File before name, name before return, and the new folders' names as well."""
+    synced: list[tuple[str, bool]] = []
+    whole = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        target = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append((target.suffix or target.name, path_of(folder, KEY).exists()))
+        whole(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("needs /proc to tell what is flushed")
+    store.put(KEY, b"record")
+    assert synced == [
+        (folder.parent.name, False),
+        (folder.name, False),
+        (".tmp", False),
+        (KEY.digest[:2], True),
+    ]
+
+
+def test_folders_that_cannot_be_flushed(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):  # noqa: PTH112
+            raise OSError(errno.EINVAL, "Invalid argument")
+        whole(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store.put(KEY, b"record")
+    assert stored(store, KEY) == b"record"
+
+
+def test_leftovers_are_collected_once_they_are_old(store: FileStore, folder: Path) -> None:
+    store.put(KEY, b"record")
+    old, new = (path_of(folder, KEY).with_name(f".{KEY}.{n:016x}.tmp") for n in range(2))
+    for path in (old, new):
+        path.write_bytes(b"half a rec")
+    an_hour_ago = time.time() - 3601
+    os.utime(old, (an_hour_ago, an_hour_ago))
+    assert list(store.keys()) == [KEY]
+    assert store.size_bytes() == 6
+    assert store.collect_garbage() == 1
+    assert files_under(folder) == sorted([new, path_of(folder, KEY)])
+    assert store.collect_garbage(0.0) == 1
+    assert files_under(folder) == [path_of(folder, KEY)]
+
+
+def test_two_puts_of_one_key_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have looked, both write: one whole record stays."""
+    both_have_looked = threading.Barrier(2)
+    whole = file_module._make_folder
+
+    def make_folder(path: Path) -> None:
+        both_have_looked.wait(10)
+        whole(path)
+
+    monkeypatch.setattr(file_module, "_make_folder", make_folder)
+    records = [bytes([number]) * 100_000 for number in range(2)]
+    threads = [
+        threading.Thread(target=FileStore(folder).put, args=(KEY, record)) for record in records
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert stored(FileStore(folder), KEY) in records
+    assert files_under(folder) == [path_of(folder, KEY)]

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import StoreError
+from kvrag.store.base import Store
+from kvrag.store.memory import MemoryStore
+from tests.contracts.store_contract import StoreContract, key_number, read_all
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def store(self) -> Store:
+        return MemoryStore()
+
+    def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
+        assert isinstance(store, MemoryStore)
+        store._records[key] = record
+
+    def peek(self, store: Store, key: ChunkKey) -> bytes:
+        assert isinstance(store, MemoryStore)
+        return store._records[key]
+
+
+def test_what_is_kept_is_not_the_callers_buffer() -> None:
+    store = MemoryStore()
+    buffer = bytearray(b"record")
+    store.put(key_number(0), buffer)  # type: ignore[arg-type]
+    buffer[:] = b"xxxxxx"
+    record = store.open(key_number(0))
+    assert record is not None
+    assert read_all(record) == b"record"
+
+
+def test_reading_a_closed_record() -> None:
+    store = MemoryStore()
+    store.put(key_number(0), b"record")
+    record = store.open(key_number(0))
+    assert record is not None
+    record.close()
+    with pytest.raises(StoreError, match="was closed"):
+        record.read_into(0, memoryview(bytearray(1)))
+
+
+def test_closing_the_store_forgets_all_but_open_records() -> None:
+    store = MemoryStore()
+    store.put(key_number(0), b"record")
+    record = store.open(key_number(0))
+    assert record is not None
+    store.close()
+    assert not store.contains(key_number(0))
+    assert read_all(record) == b"record"
