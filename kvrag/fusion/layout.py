@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from transformers import PreTrainedTokenizerBase
 
@@ -164,7 +164,7 @@ class _PromptTokens:
         """Return the longest stretch of equal tokens at equal offsets, of length 0 if none.
 
         Several tokens can start at one character (the bytes of an emoji), so a start leads to
-        a list of the chunk's tokens, and runs are told apart by their shift between the two.
+        a list of the chunk's tokens.
         """
         begin = max(first, bisect_left(self._ascending_starts, match.start))
         end = min(bisect_left(self._ascending_starts, match.end), len(self._ids) - 1)
@@ -172,29 +172,32 @@ class _PromptTokens:
         for index, start in enumerate(chunk.token_starts):
             by_start.setdefault(start, []).append(index)
         best = ReusedSpan(chunk.chunk_id, begin, 0, 0)
-        examined: dict[int, int] = {}  # shift -> the first prompt token not yet examined
-        for prompt_start in range(begin, end):
+        prompt_start = begin
+        while prompt_start + best.length < end:
+            longest = 0
             for chunk_start in by_start.get(self._starts[prompt_start] - match.start, ()):
-                shift = prompt_start - chunk_start
-                if prompt_start < examined.get(shift, 0):
-                    continue
                 length = self._run_length(match, chunk, prompt_start, chunk_start, end)
-                examined[shift] = prompt_start + max(length, 1)
+                longest = max(longest, length)
                 if length > best.length:
                     best = ReusedSpan(chunk.chunk_id, prompt_start, chunk_start, length)
+            prompt_start += max(longest, 1)
         return best
 
     def _run_length(
         self, match: Match, chunk: Chunk, prompt_start: int, chunk_start: int, end: int
     ) -> int:
         length = 0
-        limit = min(end - prompt_start, len(chunk.token_ids) - chunk_start)
-        while (
-            length < limit
-            and self._ids[prompt_start + length] == chunk.token_ids[chunk_start + length]
-            and self._starts[prompt_start + length] - match.start
-            == chunk.token_starts[chunk_start + length]
-            and self._ends[prompt_start + length] <= match.end
-        ):
+        own = zip(
+            islice(chunk.token_ids, chunk_start, None),
+            islice(chunk.token_starts, chunk_start, None),
+            strict=False,
+        )
+        for index, (token_id, start) in zip(range(prompt_start, end), own, strict=False):
+            if (
+                self._ids[index] != token_id
+                or self._starts[index] - match.start != start
+                or self._ends[index] > match.end
+            ):
+                break
             length += 1
         return length
