@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from random import Random
+from itertools import groupby
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from kvrag.bench.corpus.context import sample_context
-from kvrag.bench.corpus.grammar import Grammar
-from kvrag.bench.corpus.names import NameSource, Split
-from kvrag.bench.corpus.questions import TYPE_SHARES, QuestionType
+from kvrag.bench.corpus.corpus import Corpus
+from kvrag.bench.corpus.questions import Question
 from kvrag.training.batches import Item, pack
 from kvrag.training.model import answer_logits, questions_right
 from kvrag.training.prompts import PLAIN, PromptFormat
@@ -31,25 +29,13 @@ class Score:
         return self.right / max(1, self.asked)
 
 
-def held_out_items(
-    split: Split,
-    num_questions: int,
-    num_documents: int = 5,
-    seed: int = 0,
-    prompt_format: PromptFormat = PLAIN,
-    questions_per_context: int = 5,
-    shares: Mapping[QuestionType, float] = TYPE_SHARES,
-) -> list[Item]:
-    """Return items of `split` with `num_questions` questions in all."""
-    rng = Random(f"evaluation {split} {seed}")
-    names = NameSource(split, rng)
-    items: list[Item] = []
-    missing = num_questions
-    while missing > 0:
-        count = min(questions_per_context, missing)
-        context = sample_context(rng, names, num_documents, count, shares, Grammar())
-        items.append(Item(context.texts, context.questions, prompt_format))
-        missing -= len(context.questions)
+def corpus_items(corpus: Corpus, prompt_format: PromptFormat = PLAIN) -> list[Item]:
+    """Return the questions of `corpus`, those that share their chunks in one item."""
+    items = []
+    for chunks, questions in groupby(corpus.questions, key=lambda question: question.chunks):
+        texts = tuple(chunk.text for chunk in chunks)
+        asked = tuple(Question(q.type, q.question, q.answer, q.supporting) for q in questions)
+        items.append(Item(texts, asked, prompt_format))
     return items
 
 

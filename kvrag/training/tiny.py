@@ -16,12 +16,13 @@ from random import Random
 import torch
 from transformers import LlamaForCausalLM
 
+from kvrag.bench.corpus.generate import generate_corpus
 from kvrag.bench.corpus.names import NameSource
 from kvrag.training.batches import pack
 from kvrag.training.checkpoint import Progress, load_checkpoint, save_checkpoint
 from kvrag.training.copying import copying_loss
 from kvrag.training.curriculum import PASS_MARK, STAGES, sample_items
-from kvrag.training.evaluate import evaluate, held_out_items
+from kvrag.training.evaluate import corpus_items, evaluate
 from kvrag.training.model import answer_logits, build_config, questions_right
 from kvrag.training.schedule import Schedule
 from kvrag.training.tokenizer import build_tokenizer, name_token_ids
@@ -70,6 +71,8 @@ class Trainer:
         self.schedule = Schedule(options.learning_rate, options.steps, options.decay_steps)
         self.progress = Progress()
         options.out.mkdir(parents=True, exist_ok=True)
+        written = {name: value for name, value in vars(options).items() if name != "out"}
+        (options.out / "options.json").write_text(json.dumps(written, indent=1) + "\n")
         self.checkpoint = options.out / "checkpoint.safetensors"
         if self.checkpoint.exists():
             self.progress = load_checkpoint(self.checkpoint, self.model, self.optimizer)
@@ -125,7 +128,7 @@ class Trainer:
         return record
 
     def _evaluate(self) -> dict[str, float]:
-        items = held_out_items("validation", 200)
+        items = corpus_items(generate_corpus(0, "validation", 200))
         found = {}
         for label, isolate in (("full", False), ("reuse", True)):
             scores = evaluate(self.model, self.tokenizer, items, isolate)

@@ -139,12 +139,10 @@ class Questioner:
             if other is None or other is person or first.relation in corrected:
                 continue
             later = [fact.relation for fact in other.facts.get(ChunkKind.UPDATE, ())]
-            places = (
-                self._index[(id(person), ChunkKind.INTRO)],
-                self._index[(id(other), ChunkKind.INTRO)],
-            )
+            both = (self._index[(id(who), ChunkKind.INTRO)] for who in (person, other))
+            places = tuple(sorted(both))
             for second in other.facts[ChunkKind.INTRO]:
-                if second.relation not in later:
+                if second.relation not in later and second.value != person.name:
                     subject = f"the {first.relation.role} of {person.name}"
                     text = self._wording(second.relation, subject)
                     questions.append(Question(QuestionType.TWO_HOP, text, second.value, places))

@@ -1,0 +1,67 @@
+"""The training curve as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+_LINES = (
+    ("full/overall", "full prefill, all questions", "tab:blue", "-"),
+    ("full/carried_over", "full prefill, carried over", "tab:blue", "--"),
+    ("reuse/overall", "plain reuse, all questions", "tab:red", "-"),
+    ("reuse/carried_over", "plain reuse, carried over", "tab:red", "--"),
+)
+
+
+def _running_mean(values: Sequence[float], weight: float = 0.05) -> list[float]:
+    means: list[float] = []
+    for value in values:
+        means.append(value if not means else means[-1] + weight * (value - means[-1]))
+    return means
+
+
+def draw_curve(records: Sequence[dict[str, float]], path: Path) -> None:
+    """Draw loss, training accuracy and validation scores over steps.
+
+    Parameters
+    ----------
+    records
+        The lines of ``log.jsonl``.
+    path
+        PNG to write.
+    """
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 8), sharex=True)
+    for label, key in (("copying", "copying_accuracy"), ("questions", "accuracy")):
+        chosen = [record for record in records if key in record]
+        steps = [record["step"] for record in chosen]
+        top.plot(steps, _running_mean([r["loss"] for r in chosen]), label=f"loss, {label}")
+        bottom.plot(
+            steps,
+            _running_mean([record[key] for record in chosen]),
+            label=f"training batch, {label}",
+            color="tab:gray",
+            linestyle=":" if key == "copying_accuracy" else "-",
+        )
+    stages = {record["stage"]: record["step"] for record in reversed(records) if "stage" in record}
+    for stage, step in stages.items():
+        top.axvline(step, color="lightgray", zorder=0)
+        top.annotate(f"stage {stage + 1}", (step, top.get_ylim()[1]), fontsize=8, va="top")
+    for key, label, colour, style in _LINES:
+        chosen = [record for record in records if key in record]
+        steps = [record["step"] for record in chosen]
+        bottom.plot(steps, [r[key] for r in chosen], style, color=colour, label=label)
+    top.set_ylabel("cross-entropy of answer tokens (nats)")
+    bottom.set_ylabel("exact match (five documents)")
+    bottom.set_xlabel("step")
+    bottom.set_ylim(0, 1.02)
+    for axis in (top, bottom):
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,102 @@
+"""Turn a run into the files that ship: ``python -m kvrag.training.export --run FOLDER``.
+
+Writes weights, configuration, tokenizer, chat template, log, curve, measured scores, model
+card and checksums into ``kvrag/models/tiny``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM
+
+from kvrag.bench.corpus import generate_corpus
+from kvrag.training.card import write_card
+from kvrag.training.curve import draw_curve
+from kvrag.training.evaluate import corpus_items, evaluate
+from kvrag.training.prompts import FORMATS, PLAIN
+from kvrag.training.tiny import Trainer, TrainingOptions
+from kvrag.training.tokenizer import save_tokenizer
+
+SHIPPED = Path(__file__).parent.parent / "models" / "tiny"
+TEST_SEED = 2024
+
+
+def measure(model: LlamaForCausalLM, trainer: Trainer, num_questions: int) -> dict[str, object]:
+    """Score `model` on held-out questions: by type, by number of documents, by format."""
+    table: dict[str, object] = {"questions": num_questions, "seed": TEST_SEED}
+
+    def scores(count: int, documents: int, **options: object) -> dict[str, list[float]]:
+        items = corpus_items(
+            generate_corpus(TEST_SEED, "test", count, documents),
+            options.pop("format", PLAIN),  # type: ignore[arg-type]
+        )
+        found = evaluate(model, trainer.tokenizer, items, bool(options.get("isolate", False)))
+        return {name: [score.exact_match, score.asked] for name, score in found.items()}
+
+    table["full_prefill"] = scores(num_questions, 5)
+    table["plain_reuse"] = scores(num_questions, 5, isolate=True)
+    fewer = max(100, num_questions // 4)
+    table["by_documents"] = {n: scores(fewer, n)["overall"] for n in range(1, 7)}
+    table["by_format"] = {f.name: scores(fewer, 5, format=f)["overall"] for f in FORMATS}
+    return table
+
+
+def export(run: Path, folder: Path, num_questions: int, dtype: torch.dtype) -> None:
+    """Write the model of `run` into `folder`.
+
+    Parameters
+    ----------
+    run
+        A folder of `kvrag.training.tiny`.
+    folder
+        Where to write.
+    num_questions
+        How many held-out questions to measure with.
+    dtype
+        Of the shipped weights; scores are measured with them, in float32 arithmetic.
+    """
+    options = TrainingOptions(**json.loads((run / "options.json").read_text()) | {"out": run})
+    trainer = Trainer(options)
+    folder.mkdir(parents=True, exist_ok=True)
+    trainer.model.to(dtype).save_pretrained(str(folder), safe_serialization=True)
+    save_tokenizer(folder)
+    model = LlamaForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    table = measure(model, trainer, num_questions)
+    (folder / "scores.json").write_text(json.dumps(table, indent=1) + "\n")
+    lines = (run / "log.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    kept = [line for line, r in zip(lines, records, strict=True) if _is_kept(r)]
+    (folder / "training_log.jsonl").write_text("\n".join(kept) + "\n")
+    draw_curve(records, folder / "training_curve.png")
+    name = str(dtype).removeprefix("torch.")
+    write_card(folder / "README.md", options, trainer.progress, model, table, records, name)
+    sums = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}"
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name not in ("SHA256SUMS", "__init__.py")
+    ]
+    (folder / "SHA256SUMS").write_text("\n".join(sums) + "\n")
+
+
+def _is_kept(record: dict[str, float]) -> bool:
+    return record["step"] % 10 == 0 or "full/overall" in record
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="folder of the training run")
+    parser.add_argument("--to", type=Path, default=SHIPPED, help="folder to write")
+    parser.add_argument("--questions", type=int, default=2000, help="held-out questions")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    chosen = parser.parse_args()
+    export(chosen.run, chosen.to, chosen.questions, getattr(torch, chosen.dtype))
+
+
+if __name__ == "__main__":
+    main()

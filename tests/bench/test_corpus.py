@@ -1,0 +1,175 @@
+"""The corpus generator: reproducible, labelled, with answers that stand in the chunks."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from kvrag.bench.corpus import (
+    SPLITS,
+    TYPE_SHARES,
+    UNKNOWN_ANSWER,
+    Corpus,
+    QuestionType,
+    generate_corpus,
+    names_of_split,
+    split_of_name,
+)
+from kvrag.bench.corpus.names import name_heads, name_tails
+
+ANSWERABLE = {
+    QuestionType.INSIDE,
+    QuestionType.CARRIED_OVER,
+    QuestionType.TWO_HOP,
+    QuestionType.SUPERSEDED,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return generate_corpus(seed=7, split="test", num_questions=1000)
+
+
+def names_in(corpus: Corpus) -> set[str]:
+    words = {
+        word.strip(".,")
+        for document in corpus.documents
+        for paragraph in document.paragraphs
+        for word in paragraph.split()
+    }
+    heads = tuple(name_heads())
+    every = {head + tail for head in heads for tail in name_tails()}
+    return words & every
+
+
+def test_same_seed_gives_the_same_corpus(corpus: Corpus) -> None:
+    assert generate_corpus(seed=7, split="test", num_questions=1000) == corpus
+    assert generate_corpus(seed=8, split="test", num_questions=1000) != corpus
+
+
+def test_splits_share_no_names() -> None:
+    names = [set(names_of_split(split)) for split in SPLITS]
+    assert sum(map(len, names)) == len(set.union(*names)) == len(name_heads()) * len(name_tails())
+    for split in SPLITS:
+        used = names_in(generate_corpus(seed=1, split=split, num_questions=100))
+        assert len(used) > 100
+        assert {split_of_name(name) for name in used} == {split}
+
+
+def test_types_come_in_the_promised_shares(corpus: Corpus) -> None:
+    counts = Counter(question.type for question in corpus.questions)
+    assert sum(counts.values()) == 1000
+    assert set(counts) == set(TYPE_SHARES)
+    assert counts[QuestionType.CARRIED_OVER] >= 400
+    for kind in ANSWERABLE | {QuestionType.UNANSWERABLE}:
+        assert counts[kind] >= 50
+
+
+def test_answers_are_copied_from_a_supporting_chunk(corpus: Corpus) -> None:
+    for question in corpus.questions:
+        texts = [chunk.text for chunk in question.chunks]
+        if question.type in ANSWERABLE:
+            assert any(question.answer in texts[index] for index in question.supporting)
+        else:
+            assert question.answer == UNKNOWN_ANSWER
+
+
+def subject_of(question: str) -> str:
+    return next(
+        word.strip("?")
+        for word in reversed(question.split())
+        if word[0].isupper() and word not in ("Where", "Who", "Which")
+    )
+
+
+def test_a_carried_over_answer_stands_apart_from_its_subject(corpus: Corpus) -> None:
+    orphans = 0
+    for question in corpus.questions:
+        name = subject_of(question.question)
+        texts = [chunk.text for chunk in question.chunks]
+        if question.type is QuestionType.CARRIED_OVER:
+            earlier, later = question.supporting
+            assert earlier < later
+            assert name in texts[earlier]
+            assert question.answer in texts[later]
+            assert name not in texts[later]
+        if question.type is QuestionType.CARRIED_OVER_ORPHAN:
+            orphans += 1
+            assert not any(name in text for text in texts)
+    assert orphans > 0
+
+
+def test_the_nearest_named_person_of_the_trade_is_the_one_meant(corpus: Corpus) -> None:
+    for question in corpus.questions:
+        if question.type is not QuestionType.CARRIED_OVER:
+            continue
+        later = question.supporting[1]
+        trade = question.chunks[later].text.split()[1]
+        named = [c.text for c in question.chunks[:later] if f" the {trade} " in c.text]
+        assert f"{subject_of(question.question)} the {trade} " in named[-1]
+
+
+def test_other_chunks_stand_between_and_share_trades(corpus: Corpus) -> None:
+    carried = [q for q in corpus.questions if q.type is QuestionType.CARRIED_OVER]
+    apart = sum(q.supporting[1] - q.supporting[0] > 1 for q in carried)
+    shared = sum(
+        sum(f" the {q.chunks[q.supporting[1]].text.split()[1]} " in c.text for c in q.chunks) > 1
+        for q in carried
+    )
+    assert apart / len(carried) > 0.2
+    assert shared / len(carried) > 0.5
+
+
+def test_superseded_values_are_corrected_later(corpus: Corpus) -> None:
+    for question in corpus.questions:
+        if question.type is QuestionType.SUPERSEDED:
+            old, new = question.supporting
+            assert old < new
+            assert " now " in question.chunks[new].text
+            assert question.answer not in question.chunks[old].text
+
+
+def test_no_chunk_begins_with_a_name(corpus: Corpus) -> None:
+    first_words = {document.paragraphs[0].split()[0] for document in corpus.documents}
+    assert not first_words & names_in(corpus)
+
+
+def test_files_read_back_as_written(corpus: Corpus, tmp_path) -> None:
+    corpus.write(tmp_path)
+    assert Corpus.read(tmp_path) == corpus
+    rows = json.loads((tmp_path / "questions.json").read_text("utf-8"))
+    assert {"question", "answers", "ctxs", "type", "id"} <= set(rows[0])
+    assert {"title", "text"} <= set(rows[0]["ctxs"][0])
+
+
+def test_chunks_are_the_paragraphs_of_the_files(corpus: Corpus, tmp_path) -> None:
+    corpus.write(tmp_path)
+    for question in corpus.questions[:100]:
+        for chunk in question.chunks:
+            text = (tmp_path / "documents" / f"{chunk.document_id}.txt").read_text("utf-8")
+            assert text.strip().split("\n\n")[chunk.paragraph] == chunk.text
+
+
+def test_a_missing_field_is_named(corpus: Corpus, tmp_path) -> None:
+    generate_corpus(seed=0, num_questions=2).write(tmp_path)
+    path = tmp_path / "questions.json"
+    rows = json.loads(path.read_text("utf-8"))
+    del rows[1]["answers"]
+    path.write_text(json.dumps(rows), "utf-8")
+    with pytest.raises(ValueError, match=r"question 1 .* lacks 'answers'"):
+        Corpus.read(tmp_path)
+
+
+@pytest.mark.parametrize("count", range(1, 7))
+def test_every_number_of_documents(count: int) -> None:
+    corpus = generate_corpus(seed=3, num_questions=20, docs_per_question=count)
+    assert {len(question.chunks) for question in corpus.questions} == {count}
+
+
+def test_bad_requests_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_questions"):
+        generate_corpus(seed=0, num_questions=0)
+    with pytest.raises(ValueError, match="docs_per_question"):
+        generate_corpus(seed=0, docs_per_question=7)
+    with pytest.raises(ValueError, match="split"):
+        generate_corpus(seed=0, split="dev")  # type: ignore[arg-type]
