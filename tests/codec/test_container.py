@@ -123,6 +123,20 @@ def test_lying_fields(field: str, value: int | bytes, message: str) -> None:
         RawCodec().open(KEY, BytesSource(forge.reseal(record, header_size(3))), SPEC)
 
 
+@pytest.mark.parametrize("num_layers", [10, 2728, 100_000_000])
+def test_a_long_header_is_not_believed(num_layers: int) -> None:
+    """Longer than the record, longer than the cap, longer than the memory."""
+    record = make_record() + bytes(100_000 if num_layers == 2728 else 0)
+    record = record if num_layers != 10 else record[: header_size(1)]
+    forge.set_field(record, "num_layers", num_layers)
+    forge.set_field(record, "header_bytes", header_size(num_layers))
+    forge.set_field(record, "record_bytes", len(record))
+    source = BytesSource(bytes(record))
+    with pytest.raises(RecordError, match=f"header length.*found {header_size(num_layers)} bytes"):
+        RawCodec().open(KEY, source, SPEC)
+    assert source.largest_read <= container._FIRST_READ_BYTES
+
+
 @pytest.mark.parametrize(
     ("layer_index", "field", "value", "message"),
     [
