@@ -70,7 +70,7 @@ names its person: keep retrieved chunks of one file in their order.
 - Tokenizer: byte-level BPE with written-down merges: each half of a name and each word of
   the grammar is one token, all other text falls back to bytes.
 - Phase 1: copying of random name tokens (6 to 24, repeated once, loss on the repetition),
-  until 95 % of tokens were right: step {copying_done}. A tenth of all later steps stays
+  until 90 % of tokens were right: step {copying_done}. A tenth of all later steps stays
   copying.
 - Phase 2: {num_stages} stages, each begun when {pass_mark:.0%} of the training questions were
   answered exactly: {stages}. Loss on answer tokens only; up to {max_questions} questions share the

@@ -1,0 +1,61 @@
+"""The training script: reproducible, and a run that stops goes on as if it had not."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from kvrag.training.batches import IGNORED
+from kvrag.training.checkpoint import save_checkpoint
+from kvrag.training.copying import copying_batch
+from kvrag.training.curriculum import STAGES
+from kvrag.training.schedule import Schedule
+from kvrag.training.tiny import Trainer, TrainingOptions
+
+
+def small_run(folder: Path) -> Trainer:
+    options = TrainingOptions(
+        folder, rows=2, questions=3, copying_rows=2, hidden_size=32, num_layers=1, steps=8
+    )
+    return Trainer(options)
+
+
+def weights(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("stage", range(len(STAGES)))
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, stage: int) -> None:
+    first = small_run(tmp_path)
+    first.progress.copying_done, first.progress.stage = 0, stage
+    first.advance()
+    save_checkpoint(first.checkpoint, first.model, first.optimizer, first.progress)
+    first.advance()
+    second = small_run(tmp_path)
+    assert second.progress.step == 1
+    second.advance()
+    assert torch.equal(weights(first), weights(second))
+
+
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    save_checkpoint(run.checkpoint, run.model, run.optimizer, run.progress)
+    with pytest.raises(KeyError, match=r"no parameter model\.layers\.1"):
+        Trainer(TrainingOptions(tmp_path, hidden_size=32, num_layers=2))
+
+
+def test_copying_learns_the_repetition_only() -> None:
+    input_ids, targets = copying_batch(range(10, 20), 3, Random(0))
+    half = input_ids.shape[1] // 2
+    assert torch.equal(input_ids[:, :half], input_ids[:, half:])
+    assert (targets[:, :half] == IGNORED).all()
+    assert torch.equal(targets[:, half:-1], input_ids[:, half + 1 :])
+
+
+def test_the_rate_rises_stays_and_falls() -> None:
+    schedule = Schedule(peak=1.0, total_steps=1000, decay_steps=200, warmup_steps=100)
+    assert schedule.rate(0) == pytest.approx(0.01)
+    assert schedule.rate(500) == 1.0
+    assert schedule.rate(900) == pytest.approx(0.5)
+    assert schedule.rate(1000) == pytest.approx(0.02)
