@@ -1,0 +1,533 @@
+"""The catalog: documents and chunks in one SQLite file.
+
+Everything but the KV itself is here, so whatever else lies in the index folder (the vectors'
+cache) can be made again from it. Each change is one transaction that raises the generation by
+one; readers compare generations to see that what they hold is old.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrag.chunk import Chunk, ChunkKey
+from kvrag.errors import IndexFormatError, StoreError
+
+FILE_NAME = "catalog.sqlite"
+SCHEMA_VERSION = 1
+_APPLICATION_ID = 0x6B765247  # "kvRG"
+_BATCH = 500  # below SQLite's limit on parameters of one statement
+
+_SCHEMA = """
+CREATE TABLE state (generation INTEGER NOT NULL);
+INSERT INTO state VALUES (0);
+CREATE TABLE files (
+    path TEXT PRIMARY KEY,
+    digest TEXT NOT NULL,
+    size_bytes INTEGER NOT NULL,
+    mtime_ns INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE documents (
+    source TEXT PRIMARY KEY,
+    file TEXT,
+    digest TEXT NOT NULL,
+    metadata TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX documents_by_file ON documents (file);
+CREATE TABLE chunks (
+    row INTEGER PRIMARY KEY AUTOINCREMENT,
+    chunk_id TEXT NOT NULL UNIQUE,
+    source TEXT NOT NULL REFERENCES documents (source) ON DELETE CASCADE,
+    ordinal INTEGER NOT NULL,
+    text TEXT NOT NULL,
+    token_ids BLOB NOT NULL,
+    token_starts BLOB NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    kv_key TEXT NOT NULL,
+    embedding BLOB NOT NULL,
+    metadata TEXT NOT NULL
+);
+CREATE INDEX chunks_by_source ON chunks (source, ordinal);
+CREATE INDEX chunks_by_key ON chunks (kv_key);
+"""
+
+_CHUNK_COLUMNS = "chunk_id, text, token_ids, token_starts, source, ordinal, metadata"
+
+
+@dataclass(frozen=True)
+class FileState:
+    """A file as it was when it was last read whole."""
+
+    path: str
+    digest: str
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class DocumentRow:
+    """One indexed document.
+
+    Attributes
+    ----------
+    source
+        Its absolute path (``path#row`` for rows of a table) or the id it was given.
+    num_chunks, num_tokens
+        How many it was cut into.
+    size_bytes
+        Uncompressed bytes of its KV. Documents that share chunks share records.
+    metadata
+        Plain JSON values.
+    """
+
+    source: str
+    num_chunks: int
+    num_tokens: int
+    size_bytes: int
+    metadata: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ChunkRow:
+    """One chunk to be written, with the name of its KV and its vector ``[dim]``."""
+
+    chunk: Chunk
+    key: ChunkKey
+    embedding: NDArray[np.float32]
+
+
+@dataclass
+class Change:
+    """What one transaction writes, in this order.
+
+    Attributes
+    ----------
+    forget_files, put_files
+        Files whose state is no longer, or from now on, known.
+    remove
+        Sources of documents to remove with their chunks.
+    put
+        ``(source, file, digest, metadata, rows)`` of documents to write; they replace those of
+        the same source.
+    """
+
+    forget_files: list[str] = field(default_factory=list)
+    remove: list[str] = field(default_factory=list)
+    put: list[tuple[str, str | None, str, Mapping[str, Any], list[ChunkRow]]] = field(
+        default_factory=list
+    )
+    put_files: list[FileState] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.forget_files or self.remove or self.put or self.put_files)
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _checked(
+    method: Callable[Concatenate[Catalog, _P], _R],
+) -> Callable[Concatenate[Catalog, _P], _R]:
+    """Hold the connection during a method, and name SQLite's errors."""
+
+    @functools.wraps(method)
+    def call(self: Catalog, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._lock:
+            try:
+                return method(self, *args, **kwargs)
+            except sqlite3.Error as error:
+                raise _catalog_error(self.path, error) from error
+
+    return cast("Callable[Concatenate[Catalog, _P], _R]", call)
+
+
+class Catalog:
+    """Documents and chunks of one index. Safe to use from several threads.
+
+    Parameters
+    ----------
+    path
+        The file; it must exist (see `Catalog.create`).
+
+    Raises
+    ------
+    IndexFormatError
+        When it is missing, damaged, or of another schema.
+    StoreError
+        When it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        if not path.is_file():
+            raise IndexFormatError(f"{path} is missing: the index is incomplete; ingest again")
+        try:
+            self._connection = _connect(path)
+            application = self._connection.execute("PRAGMA application_id").fetchone()[0]
+            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.Error as error:
+            raise _catalog_error(path, error) from error
+        if (application, version) != (_APPLICATION_ID, SCHEMA_VERSION):
+            self._connection.close()
+            raise IndexFormatError(
+                f"{path} is not a catalog of this version of kvrag: expected schema "
+                f"{SCHEMA_VERSION}, found application {application:#x} schema {version}; "
+                "ingest into a new folder"
+            )
+
+    @classmethod
+    def create(cls, path: Path) -> Catalog:
+        """Make an empty catalog; an unfinished one left by a killed process is replaced."""
+        try:
+            for leftover in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))):
+                leftover.unlink(missing_ok=True)
+            connection = sqlite3.connect(path, isolation_level=None)
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
+                connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            finally:
+                connection.close()
+        except (sqlite3.Error, OSError) as error:
+            raise _catalog_error(path, error) from error
+        return cls(path)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._connection.close()
+
+    # -- reading -----------------------------------------------------------------------------
+
+    @_checked
+    def generation(self) -> int:
+        """Return how many transactions have changed the catalog."""
+        return int(self._connection.execute("SELECT generation FROM state").fetchone()[0])
+
+    @_checked
+    def file(self, path: str) -> FileState | None:
+        """Return the state in which a file was last read, if it was."""
+        row = self._connection.execute(
+            "SELECT path, digest, size_bytes, mtime_ns FROM files WHERE path = ?", (path,)
+        ).fetchone()
+        return FileState(*row) if row else None
+
+    @_checked
+    def files_under(self, folder: str) -> list[str]:
+        """Return the known files at any depth under a folder."""
+        start = folder.rstrip("/") + "/"
+        rows = self._connection.execute(
+            "SELECT path FROM files WHERE substr(path, 1, ?1) = ?2 UNION "
+            "SELECT file FROM documents WHERE substr(file, 1, ?1) = ?2",
+            (len(start), start),
+        )
+        return sorted(path for (path,) in rows)
+
+    @_checked
+    def documents_of_file(self, path: str) -> dict[str, str]:
+        """Return source and digest of the documents read from a file."""
+        return dict(
+            self._connection.execute("SELECT source, digest FROM documents WHERE file = ?", (path,))
+        )
+
+    @_checked
+    def digest_of(self, source: str) -> str | None:
+        """Return a document's digest, or None when it is not indexed."""
+        row = self._connection.execute(
+            "SELECT digest FROM documents WHERE source = ?", (source,)
+        ).fetchone()
+        return row[0] if row else None
+
+    @_checked
+    def documents(self, bytes_per_token: int) -> list[DocumentRow]:
+        """Return all documents, by source."""
+        rows = self._connection.execute(
+            "SELECT d.source, COUNT(c.row), COALESCE(SUM(c.num_tokens), 0), d.metadata "
+            "FROM documents d LEFT JOIN chunks c ON c.source = d.source "
+            "GROUP BY d.source ORDER BY d.source"
+        )
+        return [
+            DocumentRow(source, chunks, tokens, tokens * bytes_per_token, json.loads(metadata))
+            for source, chunks, tokens, metadata in rows
+        ]
+
+    @_checked
+    def counts(self) -> tuple[int, int, int]:
+        """Return the numbers of documents, chunks and tokens."""
+        (documents,) = self._connection.execute("SELECT COUNT(*) FROM documents").fetchone()
+        chunks, tokens = self._connection.execute(
+            "SELECT COUNT(*), COALESCE(SUM(num_tokens), 0) FROM chunks"
+        ).fetchone()
+        return documents, chunks, tokens
+
+    @_checked
+    def chunks(self, chunk_ids: Sequence[str]) -> list[Chunk]:
+        """Return chunks in the order of the ids; ids that are not known are skipped."""
+        found = {
+            row[0]: _chunk(row)
+            for row in self._select_in(_CHUNK_COLUMNS, "chunk_id", list(dict.fromkeys(chunk_ids)))
+        }
+        return [found[chunk_id] for chunk_id in chunk_ids if chunk_id in found]
+
+    @_checked
+    def chunks_at(self, rows: Sequence[int]) -> dict[int, Chunk]:
+        """Return chunks by row number."""
+        return {
+            row[0]: _chunk(row[1:])
+            for row in self._select_in(f"row, {_CHUNK_COLUMNS}", "row", list(rows))
+        }
+
+    @_checked
+    def text_of(self, chunk_id: str) -> str | None:
+        """Return a chunk's text, or None when it is not known."""
+        row = self._connection.execute(
+            "SELECT text FROM chunks WHERE chunk_id = ?", (chunk_id,)
+        ).fetchone()
+        return row[0] if row else None
+
+    @_checked
+    def key_of(self, chunk_id: str) -> ChunkKey | None:
+        """Return the name of a chunk's KV, or None when the chunk is not known."""
+        row = self._connection.execute(
+            "SELECT kv_key FROM chunks WHERE chunk_id = ?", (chunk_id,)
+        ).fetchone()
+        return ChunkKey(row[0]) if row else None
+
+    @_checked
+    def chunk_ids_of(self, source: str) -> list[str]:
+        """Return the chunks of a document, in order."""
+        rows = self._connection.execute(
+            "SELECT chunk_id FROM chunks WHERE source = ? ORDER BY ordinal", (source,)
+        )
+        return [chunk_id for (chunk_id,) in rows]
+
+    @_checked
+    def texts(self) -> tuple[int, list[tuple[str, str]]]:
+        """Return the generation, and id and text of every chunk."""
+        with self._snapshot():
+            rows = self._connection.execute("SELECT chunk_id, text FROM chunks ORDER BY row")
+            return self.generation(), rows.fetchall()
+
+    @_checked
+    def vectors(self, dim: int) -> tuple[int, NDArray[np.int64], NDArray[np.float32]]:
+        """Return the generation, the row numbers ``[n]`` and vectors ``[n, dim]`` of all chunks."""
+        with self._snapshot():
+            (count,) = self._connection.execute("SELECT COUNT(*) FROM chunks").fetchone()
+            rows = np.empty(count, dtype=np.int64)
+            vectors = np.empty((count, dim), dtype=np.float32)
+            for place, (row, blob) in enumerate(
+                self._connection.execute("SELECT row, embedding FROM chunks ORDER BY row")
+            ):
+                if len(blob) != 4 * dim:
+                    raise IndexFormatError(
+                        f"{self.path}: a vector of {len(blob)} bytes, expected {4 * dim}; the "
+                        "catalog is damaged, ingest into a new folder"
+                    )
+                rows[place] = row
+                vectors[place] = np.frombuffer(blob, dtype="<f4")
+            return self.generation(), rows, vectors
+
+    @_checked
+    def keys(self) -> dict[str, int]:
+        """Return the names of all KV that chunks refer to, each with its number of tokens."""
+        return dict(self._connection.execute("SELECT DISTINCT kv_key, num_tokens FROM chunks"))
+
+    @_checked
+    def chunk_ids_of_key(self, key: str) -> list[str]:
+        """Return the chunks that share one record."""
+        rows = self._connection.execute(
+            "SELECT chunk_id FROM chunks WHERE kv_key = ? ORDER BY row", (key,)
+        )
+        return [chunk_id for (chunk_id,) in rows]
+
+    @_checked
+    def damage(self) -> list[str]:
+        """Return what SQLite's own check finds wrong with the file; empty when it is sound."""
+        rows = self._connection.execute("PRAGMA quick_check(10)").fetchall()
+        return [text for (text,) in rows if text != "ok"]
+
+    # -- writing -----------------------------------------------------------------------------
+
+    @_checked
+    def apply(self, change: Change) -> None:
+        """Write a change whole or not at all.
+
+        Raises
+        ------
+        StoreError
+            When the medium refuses; the catalog is then as before.
+        """
+        with self._transaction():
+            for path in change.forget_files:
+                self._connection.execute("DELETE FROM files WHERE path = ?", (path,))
+            for source in change.remove:
+                self._drop_document(source)
+            for source, file, digest, metadata, rows in change.put:
+                self._drop_document(source)
+                self._connection.execute(
+                    "INSERT INTO documents VALUES (?, ?, ?, ?)",
+                    (source, file, digest, _json(metadata)),
+                )
+                self._put_chunks(rows)
+            for state in change.put_files:
+                self._connection.execute(
+                    "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?)",
+                    (state.path, state.digest, state.size_bytes, state.mtime_ns),
+                )
+            self._connection.execute("UPDATE state SET generation = generation + 1")
+
+    @_checked
+    def remove_chunks(self, chunk_ids: Iterable[str]) -> int:
+        """Remove single chunks, and documents of which none is left; return how many."""
+        num_removed = 0
+        with self._transaction():
+            for chunk_id in chunk_ids:
+                row = self._connection.execute(
+                    "DELETE FROM chunks WHERE chunk_id = ? RETURNING source", (chunk_id,)
+                ).fetchone()
+                if row is None:
+                    continue
+                num_removed += 1
+                (source,) = row
+                if self._connection.execute(
+                    "SELECT 1 FROM chunks WHERE source = ? LIMIT 1", (source,)
+                ).fetchone():
+                    # It is no longer what its digest says: adding it again must mend it.
+                    self._forget_file_of(source)
+                    self._connection.execute(
+                        "UPDATE documents SET digest = '' WHERE source = ?", (source,)
+                    )
+                else:
+                    self._drop_document(source)
+            self._connection.execute("UPDATE state SET generation = generation + 1")
+        return num_removed
+
+    def _drop_document(self, source: str) -> None:
+        self._forget_file_of(source)
+        self._connection.execute("DELETE FROM documents WHERE source = ?", (source,))
+
+    def _forget_file_of(self, source: str) -> None:
+        """Make the next ingestion read the file again of which a document is changed."""
+        self._connection.execute(
+            "DELETE FROM files WHERE path = (SELECT file FROM documents WHERE source = ?)",
+            (source,),
+        )
+
+    def _put_chunks(self, rows: list[ChunkRow]) -> None:
+        self._connection.executemany(
+            "INSERT INTO chunks (chunk_id, source, ordinal, text, token_ids, token_starts, "
+            "num_tokens, kv_key, embedding, metadata) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                (
+                    row.chunk.chunk_id,
+                    row.chunk.source,
+                    row.chunk.ordinal,
+                    row.chunk.text,
+                    _pack(row.chunk.token_ids),
+                    _pack(row.chunk.token_starts),
+                    len(row.chunk.token_ids),
+                    row.key.digest,
+                    row.embedding.astype("<f4").tobytes(),
+                    _json(row.chunk.metadata),
+                )
+                for row in rows
+            ),
+        )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[None]:
+        """Let several reads see one generation, whatever others write meanwhile."""
+        self._connection.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._connection.execute("COMMIT")
+
+    def _select_in(self, columns: str, column: str, values: list[Any]) -> Iterator[tuple[Any, ...]]:
+        for begin in range(0, len(values), _BATCH):
+            batch = values[begin : begin + _BATCH]
+            marks = ",".join("?" * len(batch))
+            yield from self._connection.execute(
+                f"SELECT {columns} FROM chunks WHERE {column} IN ({marks})", batch
+            )
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
+    try:
+        connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError:
+        # A folder that cannot be written has no room for WAL's shared memory; since then
+        # nobody can write, the file may be read as it is.
+        connection.close()
+        connection = sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode=ro&immutable=1",
+            uri=True,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+    connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute("PRAGMA synchronous = FULL")
+    return connection
+
+
+def _catalog_error(path: Path, error: Exception) -> StoreError | IndexFormatError:
+    text = str(error)
+    if isinstance(error, sqlite3.DatabaseError) and (
+        "not a database" in text or "malformed" in text or "no such table" in text
+    ):
+        return IndexFormatError(f"{path} is damaged or not a catalog ({text}); ingest again")
+    if "full" in text:
+        text += "; free some space and ingest again, nothing committed so far is lost"
+    elif "readonly" in text or "unable to open" in text:
+        text += "; change the folder's permissions, or use another folder"
+    return StoreError(f"cannot use {path}: {text}")
+
+
+def _pack(values: Sequence[int]) -> bytes:
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def _unpack(blob: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(blob, dtype="<i4").tolist())
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(dict(values), ensure_ascii=False, allow_nan=False)
+
+
+def _chunk(row: Sequence[Any]) -> Chunk:
+    chunk_id, text, token_ids, token_starts, source, ordinal, metadata = row
+    return Chunk(
+        chunk_id=chunk_id,
+        text=text,
+        token_ids=_unpack(token_ids),
+        token_starts=_unpack(token_starts),
+        source=source,
+        ordinal=ordinal,
+        metadata=json.loads(metadata),
+    )

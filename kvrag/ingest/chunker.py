@@ -1,0 +1,228 @@
+"""Documents to chunks: cut where the text itself has its seams, never above a token limit.
+
+The places where a text may be cut have ranks: before a heading, between paragraphs, between
+sentences, between lines, between words. Each chunk takes as much as fits and is then cut at
+the highest-ranking place in its last half, the latest one of that rank.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvrag.chunk import Chunk, Document, content_hash, normalise_text
+from kvrag.errors import DocumentError, ParameterError
+
+PAGE_BREAK = "\f"
+"""Loaders put it between the pages of a document; chunks carry the page on which they begin."""
+
+MIN_CHUNK_TOKENS = 16
+
+# Tokenised at once: long enough that few chunks straddle two stretches, short enough that the
+# offsets of a whole book never stand in memory.
+_STRETCH_CHARACTERS = 65_536
+_MAX_CHARACTERS_PER_TOKEN = 16
+_FENCE = re.compile(r"^(?:```|~~~)", re.MULTILINE)
+_HEADING = re.compile(r"^#{1,6}[ \t]+(\S.*?)[ \t#]*$", re.MULTILINE)
+_PARAGRAPH = re.compile(r"\n[ \t]*\n\s*")
+_SENTENCE = re.compile("[.!?\u2026][\"'\u201d\u2019)\\]]*\\s+|[\u3002\uff01\uff1f](?=\\S)")
+_LINE = re.compile(r"\n")
+_WORD = re.compile(r"\s+")
+
+
+# Offsets at which a chunk may begin, one ascending list for each rank, the highest first.
+_Seams = tuple[list[int], ...]
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A normalised document with the offsets and titles of its headings, and of its pages."""
+
+    text: str
+    headings: list[tuple[int, str]]
+    page_starts: list[int]
+
+    def seams(self, begin: int, end: int) -> _Seams:
+        """Return the seams in a stretch."""
+        return (
+            [start for start, _ in self.headings if begin <= start < end],
+            *(
+                [match.end() for match in pattern.finditer(self.text, begin, end)]
+                for pattern in (_PARAGRAPH, _SENTENCE, _LINE, _WORD)
+            ),
+        )
+
+
+def chunk_document(document: Document, tokenizer: Any, chunk_tokens: int) -> list[Chunk]:
+    """Cut one document.
+
+    Parameters
+    ----------
+    document
+        Its text is normalised first; page breaks become paragraph breaks.
+    tokenizer
+        The model's fast tokenizer.
+    chunk_tokens
+        Most tokens a chunk may have.
+
+    Returns
+    -------
+    list of Chunk
+        In the order of the text, without overlap; empty when the text holds no tokens.
+
+    Raises
+    ------
+    DocumentError
+        When the text cannot be encoded as UTF-8 (lone surrogates).
+    """
+    if chunk_tokens < MIN_CHUNK_TOKENS:
+        raise ParameterError(f"chunk_tokens is at least {MIN_CHUNK_TOKENS}, found {chunk_tokens}")
+    try:
+        document.text.encode()
+    except UnicodeEncodeError as error:
+        raise DocumentError(
+            f"{document.source}: the text holds half a surrogate pair at character "
+            f"{error.start}; decode it correctly before it is added"
+        ) from error
+    prepared = _prepare(document.text)
+    chunks: list[Chunk] = []
+    for start, text, ids, starts in _cut(prepared, tokenizer, chunk_tokens):
+        ordinal = len(chunks)
+        chunks.append(
+            Chunk(
+                chunk_id=content_hash(f"{document.source}\0{ordinal}\0{text}"),
+                text=text,
+                token_ids=tuple(ids),
+                token_starts=tuple(starts),
+                source=document.source,
+                ordinal=ordinal,
+                metadata={**_place(prepared, start), **document.metadata},
+            )
+        )
+    return chunks
+
+
+def _prepare(raw: str) -> _Text:
+    page_starts: list[int] = []
+    pages: list[str] = []
+    length = 0
+    for page in raw.split(PAGE_BREAK):
+        page_starts.append(length)
+        page = normalise_text(page)
+        if page:
+            pages.append(page)
+            length += len(page) + 2
+    text = "\n\n".join(pages)
+    return _Text(text, _headings(text), page_starts if len(page_starts) > 1 else [])
+
+
+def _headings(text: str) -> list[tuple[int, str]]:
+    """Return offset and title of the headings outside code fences."""
+    fences = [match.start() for match in _FENCE.finditer(text)]
+    return [
+        (match.start(), match[1])
+        for match in _HEADING.finditer(text)
+        if bisect_left(fences, match.start()) % 2 == 0
+    ]
+
+
+def _place(prepared: _Text, start: int) -> dict[str, Any]:
+    """Return the page and the heading under which a chunk begins."""
+    place: dict[str, Any] = {}
+    last = bisect_right(prepared.headings, start, key=lambda heading: heading[0])
+    if last:
+        place["heading"] = prepared.headings[last - 1][1]
+    if prepared.page_starts:
+        place["page"] = bisect_right(prepared.page_starts, start)
+    return place
+
+
+def _tokenise(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], list[int]]]:
+    """Return ids and first characters of the tokens of each text, without special tokens."""
+    encoded = tokenizer(
+        texts,
+        add_special_tokens=False,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        padding=False,
+        truncation=False,
+        verbose=False,
+    )
+    return [
+        (list(ids), [start for start, _ in offsets])
+        for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    ]
+
+
+def _cut(
+    prepared: _Text, tokenizer: Any, chunk_tokens: int
+) -> Iterator[tuple[int, str, list[int], list[int]]]:
+    """Yield offset, text, ids and token starts of each chunk."""
+    text = prepared.text
+    stretch = max(_STRETCH_CHARACTERS, _MAX_CHARACTERS_PER_TOKEN * chunk_tokens)
+    position = 0
+    while position < len(text):
+        end = min(len(text), position + stretch)
+        seams = prepared.seams(position, end)
+        ((_, starts),) = _tokenise(tokenizer, [text[position:end]])
+        starts = [position + start for start in starts]
+        spans = list(_plan(seams, starts, position, end, chunk_tokens))
+        # What is left of a stretch that is not the last begins the next one.
+        if end < len(text) and len(spans) > 1:
+            spans.pop()
+        pieces = [normalise_text(text[begin:stop]) for begin, stop in spans]
+        for (begin, stop), piece, (ids, piece_starts) in zip(
+            spans, pieces, _tokenise(tokenizer, pieces), strict=True
+        ):
+            if len(ids) > chunk_tokens:
+                # Tokens at a cut differ from those inside the whole text; a few more may result.
+                yield from _split(text, seams, tokenizer, begin, stop, chunk_tokens)
+            elif ids:
+                yield begin, piece, ids, piece_starts
+        position = spans[-1][1]
+
+
+def _plan(
+    seams: _Seams, starts: Sequence[int], position: int, end: int, chunk_tokens: int
+) -> Iterator[tuple[int, int]]:
+    """Yield spans of at most `chunk_tokens` tokens that cover ``position .. end``."""
+    while position < end:
+        first = bisect_left(starts, position)
+        if len(starts) - first <= chunk_tokens:
+            yield position, end
+            return
+        limit = max(position + 1, starts[first + chunk_tokens])
+        middle = max(position + 1, starts[first + chunk_tokens // 2])
+        cut = _best_seam(seams, middle, limit)
+        yield position, cut
+        position = cut
+
+
+def _best_seam(seams: _Seams, middle: int, limit: int) -> int:
+    """Return the last seam of the highest rank in ``middle .. limit``, or `limit`."""
+    for offsets in seams:
+        place = bisect_right(offsets, limit)
+        if place and offsets[place - 1] >= middle:
+            return offsets[place - 1]
+    return limit
+
+
+def _split(
+    text: str, seams: _Seams, tokenizer: Any, begin: int, stop: int, chunk_tokens: int
+) -> Iterator[tuple[int, str, list[int], list[int]]]:
+    """Yield the chunks of a span whose tokens, taken alone, are slightly too many."""
+    piece = normalise_text(text[begin:stop])
+    ((ids, starts),) = _tokenise(tokenizer, [piece])
+    if len(ids) <= chunk_tokens or len(piece) == 1:
+        if ids:
+            yield begin, piece, ids, starts
+        return
+    origin = text.index(piece[0], begin)
+    middle = origin + max(1, starts[len(ids) // 2])
+    cut = _best_seam(seams, origin + max(1, starts[len(ids) // 4]), middle)
+    yield from _split(text, seams, tokenizer, begin, cut, chunk_tokens)
+    yield from _split(text, seams, tokenizer, cut, stop, chunk_tokens)

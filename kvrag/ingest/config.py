@@ -1,0 +1,164 @@
+"""What an index was made with, recorded once in ``index.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvrag.errors import IndexFormatError, IndexNotFoundError, StoreError
+from kvrag.kvcache import KVSpec
+
+FORMAT_VERSION = 1
+FILE_NAME = "index.json"
+_KIND = "kvrag index"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class IndexConfig:
+    """The settings of an index; none of them can change after it was made.
+
+    Attributes
+    ----------
+    model
+        Where the model is found again: a folder, a hub name, or "" for an object built in memory.
+    model_fingerprint, tokenizer_fingerprint
+        Digests of weights with config, and of the tokenizer.
+    num_layers, num_kv_heads, head_dim, dtype
+        Shape and element type of its KV.
+    max_positions
+        Its context window in tokens.
+    prefix_ids
+        Token ids every chunk is encoded behind.
+    embedding, embedding_dim
+        Name and number of dimensions of the embedding.
+    codec
+        Name of the codec of the records.
+    chunk_tokens
+        Most tokens a chunk may have.
+    tenant_salt
+        Hexadecimal digits of the salt that keys the chunk keys.
+    """
+
+    model: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    max_positions: int
+    prefix_ids: tuple[int, ...]
+    embedding: str
+    embedding_dim: int
+    codec: str
+    chunk_tokens: int
+    tenant_salt: str
+
+    @property
+    def spec(self) -> KVSpec:
+        """Shape and type of the model's KV."""
+        return KVSpec(self.num_layers, self.num_kv_heads, self.head_dim, _DTYPES[self.dtype])
+
+    def save(self, folder: Path) -> None:
+        """Write ``index.json`` atomically. Raises StoreError when the folder refuses it."""
+        values = {"kind": _KIND, "format_version": FORMAT_VERSION, **asdict(self)}
+        write_atomically(folder / FILE_NAME, json.dumps(values, indent=2).encode() + b"\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> IndexConfig:
+        """Read and check ``index.json``.
+
+        Raises
+        ------
+        IndexNotFoundError
+            When there is no such file.
+        IndexFormatError
+            When it is not one of this version of kvrag.
+        """
+        path = folder / FILE_NAME
+        try:
+            raw = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise IndexNotFoundError(
+                f"there is no index in {folder} (no {FILE_NAME}); make one with "
+                f"'kvrag ingest PATH... --index {folder} --model MODEL' or Index.create"
+            ) from error
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+        try:
+            values = json.loads(raw)
+        except ValueError as error:
+            raise _foreign(path, f"it is not JSON ({error})") from error
+        return cls(**_checked(path, values))
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that readers see the old one or the new one, never a part.
+
+    Raises
+    ------
+    StoreError
+        When the folder refuses it; the old file is then unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        try:
+            with temporary.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {path}: {error.strerror or error}; free some space, change the "
+            "folder's permissions, or use another folder"
+        ) from error
+
+
+def _foreign(path: Path, what: str) -> IndexFormatError:
+    return IndexFormatError(
+        f"{path} does not describe an index that this version of kvrag can read: {what}; "
+        "expected a file written by Index.create. Use another folder, or ingest again into a "
+        "new one"
+    )
+
+
+def _checked(path: Path, values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict) or values.get("kind") != _KIND:
+        raise _foreign(path, f"its 'kind' is not {_KIND!r}")
+    if values.get("format_version") != FORMAT_VERSION:
+        raise _foreign(
+            path, f"format version {FORMAT_VERSION} expected, found {values.get('format_version')}"
+        )
+    checked: dict[str, Any] = {}
+    for field in fields(IndexConfig):
+        value = values.get(field.name)
+        if field.name == "prefix_ids":
+            is_valid = isinstance(value, list) and all(type(item) is int for item in value)
+            value = tuple(value) if isinstance(value, list) else value
+        elif field.type == "int":
+            is_valid = type(value) is int and value > 0
+        else:
+            is_valid = isinstance(value, str)
+        if not is_valid:
+            raise _foreign(path, f"{field.name!r} is {value!r}")
+        checked[field.name] = value
+    if checked["dtype"] not in _DTYPES:
+        raise _foreign(path, f"'dtype' is {checked['dtype']!r}")
+    try:
+        salt = bytes.fromhex(checked["tenant_salt"])
+    except ValueError as error:
+        raise _foreign(path, "'tenant_salt' is not hexadecimal") from error
+    if not 1 <= len(salt) <= 64:
+        raise _foreign(path, "'tenant_salt' is not 1 to 64 bytes")
+    return checked

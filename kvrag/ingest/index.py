@@ -1,0 +1,675 @@
+"""`Index`: a folder of documents' chunks with their KV, and the door to it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrag.chunk import Chunk, ChunkKey, Document, chunk_key
+from kvrag.codec.base import Codec, EncodedChunk
+from kvrag.codec.registry import get_codec
+from kvrag.errors import (
+    IndexFormatError,
+    IndexMismatchError,
+    ModelLoadError,
+    ParameterError,
+    StoreError,
+)
+from kvrag.fusion.segments import ChunkMatcher
+from kvrag.ingest import catalog as catalogs
+from kvrag.ingest import config as configs
+from kvrag.ingest import lock, vectors
+from kvrag.ingest.catalog import Catalog, Change, DocumentRow
+from kvrag.ingest.chunker import MIN_CHUNK_TOKENS, chunk_document
+from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.embedding import Embedding, get_embedding
+from kvrag.ingest.maintenance import collect_garbage, verify_records
+from kvrag.ingest.pipeline import Outcome, Work, check_space, run_plan
+from kvrag.ingest.plan import Plan, Planner, Sources, gather
+from kvrag.ingest.report import (
+    GcReport,
+    IndexStats,
+    IngestProgress,
+    IngestReport,
+    VerifyReport,
+)
+from kvrag.ingest.vectors import VectorIndex
+from kvrag.kvcache import ChunkKV
+from kvrag.store.base import Store
+from kvrag.store.registry import open_store
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvrag.models.kv_model import KVModel
+
+_KV_FOLDER = "kv"
+_DEFAULT_SALT = b"kvrag"
+_MAX_RECENT = 256
+_OUR_FILES = {configs.FILE_NAME, lock.FILE_NAME, vectors.FILE_NAME, _KV_FOLDER} | {
+    catalogs.FILE_NAME + end for end in ("", "-wal", "-shm", "-journal")
+}
+
+
+@dataclass(frozen=True)
+class SearchHit:
+    """A chunk found, and the inner product of its vector with the question's."""
+
+    chunk: Chunk
+    score: float
+
+
+class Index:
+    """Chunks of documents with precomputed position-free KV, in one folder.
+
+    Made by `create`, opened by `open`. Reading is safe from several threads and processes, also
+    while one process writes; writing takes the index's lock.
+
+    Attributes
+    ----------
+    path
+        The folder.
+    config
+        What it was made with.
+    catalog, store, codec
+        Where chunks and their KV are, and how the KV is encoded.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: IndexConfig,
+        catalog: Catalog,
+        *,
+        model: KVModel | PreTrainedModel | str | Path | None,
+        embedding: Embedding | None,
+    ) -> None:
+        self.path = path
+        self.config = config
+        self.catalog = catalog
+        self.store: Store = open_store(f"file:{path / _KV_FOLDER}")
+        self.codec: Codec = get_codec(config.codec)
+        self._given_model = model
+        self._given_embedding = embedding
+        self._lazy = threading.RLock()
+        self._vectors: VectorIndex | None = None
+        self._matcher: tuple[int, ChunkMatcher] | None = None
+        self._recent: deque[str] = deque(maxlen=_MAX_RECENT)
+
+    # -- making and opening ------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        *,
+        model: KVModel | PreTrainedModel | str | Path,
+        embedding: str | Path | Embedding | Any = "minilm",
+        codec: str = "raw",
+        chunk_tokens: int = 512,
+        dtype: torch.dtype | str | None = None,
+        tenant_salt: bytes | None = None,
+    ) -> Index:
+        """Make an empty index in a new or empty folder.
+
+        Parameters
+        ----------
+        path
+            The folder.
+        model
+            The decoder whose KV is stored: a folder, a hub name, a loaded object, a `KVModel`.
+        embedding
+            See `kvrag.ingest.embedding.get_embedding`.
+        codec
+            How KV is encoded.
+        chunk_tokens
+            Most tokens a chunk may have; with the shared prefix it must fit into the model's
+            context.
+        dtype
+            Type of weights and KV of a model that is loaded here; None keeps the checkpoint's.
+        tenant_salt
+            1 to 64 bytes that key the chunk keys, so that tenants who share a store cannot
+            guess each other's; None means a public one.
+
+        Raises
+        ------
+        ParameterError
+            When a value is out of range, or the folder holds something already.
+        StoreError
+            When the folder cannot be written.
+        ModelLoadError, UnsupportedModelError
+            When the model cannot be loaded or served.
+        IndexLockedError
+            When another process is making an index there.
+        """
+        from kvrag.models.kv_model import KVModel
+
+        folder = Path(path).expanduser().resolve()
+        _require_free(folder)
+        get_codec(codec)
+        if chunk_tokens < MIN_CHUNK_TOKENS:
+            raise ParameterError(f"chunk_tokens is at least {MIN_CHUNK_TOKENS}, got {chunk_tokens}")
+        salt = _DEFAULT_SALT if tenant_salt is None else tenant_salt
+        if not 1 <= len(salt) <= 64:
+            raise ParameterError(f"tenant_salt is 1 to 64 bytes, found {len(salt)}")
+        the_embedding = get_embedding(embedding)
+        loaded = KVModel.load(model, dtype=dtype)
+        prefix_ids = loaded.default_prefix_ids()
+        dtype_name = str(loaded.spec.dtype).removeprefix("torch.")
+        if dtype is not None and str(dtype).removeprefix("torch.") != dtype_name:
+            raise ParameterError(
+                f"dtype {dtype} was asked for, but the model given is loaded in {dtype_name}"
+            )
+        if chunk_tokens + len(prefix_ids) > loaded.max_positions:
+            raise ParameterError(
+                f"chunk_tokens={chunk_tokens} behind a shared prefix of {len(prefix_ids)} tokens "
+                f"exceeds the model's context of {loaded.max_positions}; choose at most "
+                f"{loaded.max_positions - len(prefix_ids)}"
+            )
+        config = IndexConfig(
+            model=_model_reference(model, loaded),
+            model_fingerprint=loaded.fingerprint,
+            tokenizer_fingerprint=loaded.tokenizer_fingerprint,
+            num_layers=loaded.spec.num_layers,
+            num_kv_heads=loaded.spec.num_kv_heads,
+            head_dim=loaded.spec.head_dim,
+            dtype=dtype_name,
+            max_positions=loaded.max_positions,
+            prefix_ids=prefix_ids,
+            embedding=the_embedding.name,
+            embedding_dim=the_embedding.dim,
+            codec=codec,
+            chunk_tokens=chunk_tokens,
+            tenant_salt=salt.hex(),
+        )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"cannot make the folder {folder}: {error.strerror or error}; use another one"
+            ) from error
+        with lock.writer_lock(folder):
+            _require_free(folder)
+            catalog = Catalog.create(folder / catalogs.FILE_NAME)
+            # Last, since it is what makes the folder an index.
+            config.save(folder)
+        return cls(folder, config, catalog, model=loaded, embedding=the_embedding)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        model: KVModel | PreTrainedModel | str | Path | None = None,
+        embedding: Embedding | Any | None = None,
+    ) -> Index:
+        """Open an index. Neither weights nor the embedding are loaded before they are needed.
+
+        Parameters
+        ----------
+        path
+            Its folder.
+        model
+            Where to take the model from; None means where the index says. It must be the model
+            the index was made with, which is checked when it is loaded.
+        embedding
+            Needed only when the index was made with an embedding object.
+
+        Raises
+        ------
+        IndexNotFoundError
+            When there is no index.
+        IndexFormatError
+            When there is one of another version, or a damaged one.
+        IndexMismatchError
+            When `model` or `embedding` are not those the index was made with.
+        """
+        folder = Path(path).expanduser().resolve()
+        config = IndexConfig.load(folder)
+        try:
+            get_codec(config.codec)
+        except ParameterError as error:
+            raise IndexFormatError(f"{folder}: {error}; a newer kvrag may know it") from error
+        the_embedding = None if embedding is None else get_embedding(embedding)
+        if the_embedding is not None:
+            _check_embedding(config, folder, the_embedding)
+        catalog = Catalog(folder / catalogs.FILE_NAME)
+        index = cls(folder, config, catalog, model=model, embedding=the_embedding)
+        if model is not None and not isinstance(model, str | Path):
+            try:
+                _ = index.model  # loaded already: a mismatch is best told at once
+            except BaseException:
+                catalog.close()
+                raise
+        return index
+
+    def close(self) -> None:
+        """Close the catalog and the store."""
+        self.catalog.close()
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Index({str(self.path)!r}, model={self.config.model!r})"
+
+    # -- what it is made of ------------------------------------------------------------------
+
+    @cached_property
+    def model(self) -> KVModel:
+        """The decoder, loaded on first use.
+
+        Raises
+        ------
+        ModelLoadError
+            When it cannot be loaded.
+        IndexMismatchError
+            When its weights or tokenizer are not those the index was made with.
+        """
+        from kvrag.models.kv_model import KVModel
+
+        with self._lazy:
+            config = self.config
+            model = KVModel.load(self._model_source(), dtype=config.dtype)
+            if model.fingerprint != config.model_fingerprint:
+                raise self._mismatch("model", model.name, model.fingerprint)
+            if model.tokenizer_fingerprint != config.tokenizer_fingerprint:
+                raise self._mismatch("tokenizer", model.name, model.tokenizer_fingerprint)
+            return model
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, loaded without the weights. Raises as `model` does."""
+        if "model" in self.__dict__:
+            return self.model.tokenizer
+        from kvrag.models.loading import load_tokenizer, tokenizer_fingerprint
+
+        with self._lazy:
+            source = self._model_source()
+            if not isinstance(source, str | Path):
+                return self.model.tokenizer
+            tokenizer = load_tokenizer(source)
+            found = tokenizer_fingerprint(tokenizer)
+            if found != self.config.tokenizer_fingerprint:
+                raise self._mismatch("tokenizer", str(source), found)
+            return tokenizer
+
+    @cached_property
+    def embedding(self) -> Embedding:
+        """The embedding, loaded on first use. Raises IndexMismatchError."""
+        if self._given_embedding is not None:
+            return self._given_embedding
+        with self._lazy:
+            try:
+                embedding = get_embedding(self.config.embedding)
+            except ParameterError as error:
+                raise IndexMismatchError(
+                    f"{self.path} was made with the embedding {self.config.embedding!r}, which "
+                    "cannot be found by name: pass it, Index.open(path, embedding=...)"
+                ) from error
+            _check_embedding(self.config, self.path, embedding)
+            return embedding
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Token ids every chunk is encoded behind."""
+        return self.config.prefix_ids
+
+    @property
+    def matcher(self) -> ChunkMatcher:
+        """Finds the index's chunks in a prompt; a new one after every change of the catalog."""
+        with self._lazy:
+            if self._matcher is None or self._matcher[0] != self.catalog.generation():
+                # Made anew rather than altered: other threads may be searching with the old one.
+                generation, texts = self.catalog.texts()
+                matcher = ChunkMatcher(self.catalog.text_of)
+                for chunk_id, text in texts:
+                    matcher.add(chunk_id, text)
+                self._matcher = generation, matcher
+            return self._matcher[1]
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def add(
+        self,
+        paths_or_documents: Any,
+        *,
+        dry_run: bool = False,
+        on_progress: Callable[[IngestProgress], None] | None = None,
+    ) -> IngestReport:
+        """Bring files and documents into the index; what is unchanged costs no model time.
+
+        Parameters
+        ----------
+        paths_or_documents
+            A path of a file or folder, a `Document`, a LangChain Document, a LlamaIndex node, or
+            any iterable of them. Folders are searched at any depth; files formerly found in one
+            that are gone are removed from the index. A document of a known source replaces it.
+        dry_run
+            Only say what would be done.
+        on_progress
+            Called from this thread as the work goes on.
+
+        Returns
+        -------
+        IngestReport
+            Files that could not be read are in its `failed`; the others are ingested.
+
+        Raises
+        ------
+        DocumentError
+            When a path does not exist; nothing is done then.
+        IndexLockedError
+            When another process is writing to the index.
+        StoreError
+            When the disk is too small, full or read-only. What was done is kept; a second call
+            completes it.
+        """
+        started = time.perf_counter()
+        sources = gather(paths_or_documents, self.path)
+        with contextlib.nullcontext() if dry_run else lock.writer_lock(self.path):
+            plan = self._plan(sources, on_progress)
+            if dry_run:
+                outcome = Outcome(
+                    num_records=plan.num_records,
+                    num_tokens_computed=plan.num_tokens_to_compute,
+                    size_bytes=plan.num_tokens_to_compute * self.config.spec.bytes_per_token,
+                )
+            else:
+                spec = self.config.spec
+                check_space(plan, self.path, spec.bytes_per_token, self.config.embedding_dim)
+                outcome = run_plan(plan, self._work(), on_progress)
+        seconds = outcome.seconds
+        return IngestReport(
+            added=tuple(plan.added),
+            changed=tuple(plan.changed),
+            removed=tuple(plan.removed),
+            unchanged=tuple(plan.unchanged),
+            failed=tuple(plan.failed),
+            num_chunks=plan.num_chunks,
+            num_tokens=plan.num_tokens,
+            num_records=outcome.num_records,
+            num_tokens_computed=outcome.num_tokens_computed,
+            size_bytes=outcome.size_bytes,
+            seconds=time.perf_counter() - started,
+            compute_seconds=seconds,
+            prefill_seconds=outcome.prefill_seconds,
+            tokens_per_second=outcome.num_tokens_computed / seconds if seconds else 0.0,
+            dry_run=dry_run,
+        )
+
+    def delete(self, *, sources: Sequence[str] = (), chunk_ids: Sequence[str] = ()) -> int:
+        """Remove documents and single chunks; their KV goes with the next `gc`.
+
+        Returns
+        -------
+        int
+            Chunks removed. Sources and ids that are not known are skipped.
+        """
+        with lock.writer_lock(self.path):
+            known = {source: self.catalog.chunk_ids_of(source) for source in dict.fromkeys(sources)}
+            num_removed = sum(map(len, known.values()))
+            if known:
+                self.catalog.apply(Change(remove=list(known)))
+            if chunk_ids:
+                num_removed += self.catalog.remove_chunks(dict.fromkeys(chunk_ids))
+            return num_removed
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def search(self, query: str, k: int = 4) -> list[SearchHit]:
+        """Return the `k` chunks nearest to a question, best first."""
+        return self.search_by_vector(self.embedding.embed([query])[0], k)
+
+    def search_by_vector(
+        self, vector: NDArray[np.float32] | Sequence[float], k: int = 4
+    ) -> list[SearchHit]:
+        """Return the `k` chunks nearest to a vector ``[dim]``, best first."""
+        if k < 1:
+            raise ParameterError(f"k is at least 1, found {k}")
+        with self._lazy:
+            if self._vectors is None:
+                self._vectors = VectorIndex.load(self.path, self.catalog, self.config.embedding_dim)
+            elif self._vectors.generation != self.catalog.generation():
+                self._vectors = VectorIndex.refresh(self.catalog, self.config.embedding_dim)
+            found = self._vectors.search(np.asarray(vector, dtype=np.float32), k)
+        chunks = self.catalog.chunks_at([row for row, _ in found])
+        hits = [SearchHit(chunks[row], score) for row, score in found if row in chunks]
+        self._recent.extend(hit.chunk.chunk_id for hit in reversed(hits))
+        return hits
+
+    @property
+    def recent_chunk_ids(self) -> tuple[str, ...]:
+        """Ids of the chunks found by the latest searches, the latest and best first."""
+        return tuple(dict.fromkeys(reversed(self._recent.copy())))
+
+    def get_chunks(self, chunk_ids: Sequence[str]) -> list[Chunk]:
+        """Return chunks by id, in that order; ids that are not known are skipped."""
+        return self.catalog.chunks(chunk_ids)
+
+    def documents(self) -> list[DocumentRow]:
+        """Return the indexed documents, by source."""
+        return self.catalog.documents(self.config.spec.bytes_per_token)
+
+    def key_of(self, chunk: Chunk) -> ChunkKey:
+        """Return the name of a chunk's KV."""
+        config = self.config
+        return chunk_key(
+            tenant_salt=bytes.fromhex(config.tenant_salt),
+            model_fingerprint=config.model_fingerprint,
+            tokenizer_fingerprint=config.tokenizer_fingerprint,
+            prefix_ids=config.prefix_ids,
+            token_ids=chunk.token_ids,
+        )
+
+    def open_kv(self, chunk_id: str) -> EncodedChunk | None:
+        """Open a chunk's KV, or return None where there is none.
+
+        Raises
+        ------
+        RecordError
+            When its record is damaged or foreign.
+        StoreError
+            When the store cannot be read.
+        """
+        key = self.catalog.key_of(chunk_id)
+        record = None if key is None else self.store.open(key)
+        if key is None or record is None:
+            return None
+        return self.codec.open(key, record, self.config.spec)
+
+    # -- upkeep ------------------------------------------------------------------------------
+
+    def stats(self) -> IndexStats:
+        """Return what the index holds, in numbers."""
+        config = self.config
+        num_documents, num_chunks, num_tokens = self.catalog.counts()
+        needed = self.catalog.keys()
+        stored = sorted(map(str, self.store.keys()))
+        return IndexStats(
+            path=str(self.path),
+            model=config.model,
+            dtype=config.dtype,
+            codec=config.codec,
+            embedding=config.embedding,
+            chunk_tokens=config.chunk_tokens,
+            num_prefix_tokens=len(config.prefix_ids),
+            num_documents=num_documents,
+            num_chunks=num_chunks,
+            num_tokens=num_tokens,
+            num_records=len(stored),
+            num_unreferenced_records=sum(digest not in needed for digest in stored),
+            size_bytes=self.store.size_bytes(),
+            bytes_per_token=config.spec.bytes_per_token,
+            catalog_bytes=_size_of(self.path / catalogs.FILE_NAME),
+            vectors_bytes=_size_of(self.path / vectors.FILE_NAME),
+            generation=self.catalog.generation(),
+        )
+
+    def verify(
+        self,
+        *,
+        repair: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> VerifyReport:
+        """Read every layer of every record and compare checksums.
+
+        Parameters
+        ----------
+        repair
+            Compute missing and damaged records anew; loads the model and takes the lock.
+        on_progress
+            Called with the number of records read, and of how many.
+        """
+        with lock.writer_lock(self.path) if repair else contextlib.nullcontext():
+            return verify_records(
+                self.catalog,
+                self.store,
+                self.codec,
+                self.config.spec,
+                repair=self._repair if repair else None,
+                on_progress=on_progress,
+            )
+
+    def gc(self) -> GcReport:
+        """Remove records that no chunk needs, and files left behind by killed processes."""
+        with lock.writer_lock(self.path):
+            return collect_garbage(self.path, self.catalog, self.store)
+
+    # -- private -----------------------------------------------------------------------------
+
+    def _chunk(self, document: Document) -> list[Chunk]:
+        return chunk_document(document, self.tokenizer, self.config.chunk_tokens)
+
+    def _missing_key(self, chunk: Chunk) -> str | None:
+        key = self.key_of(chunk)
+        return None if self.store.contains(key) else key.digest
+
+    def _prefill(self, chunk: Chunk) -> ChunkKV:
+        return self.model.prefill(self.prefix_ids, [chunk.token_ids])[0]
+
+    def _repair(self, key: ChunkKey) -> None:
+        (chunk_id, *_) = self.catalog.chunk_ids_of_key(key.digest)
+        (chunk,) = self.catalog.chunks([chunk_id])
+        record = self.codec.encode(key, self._prefill(chunk))
+        self.store.delete(key)
+        self.store.put(key, record)
+
+    def _plan(self, sources: Sources, on_progress: Callable[[IngestProgress], None] | None) -> Plan:
+        started = time.perf_counter()
+        num_inputs = len(sources.files) + len(sources.documents)
+
+        def report(num_done: int) -> None:
+            if on_progress is not None:
+                seconds = time.perf_counter() - started
+                on_progress(
+                    IngestProgress(
+                        stage="read",
+                        num_documents_done=num_done,
+                        num_documents=num_inputs,
+                        num_tokens_done=0,
+                        num_tokens=0,
+                        size_bytes_done=0,
+                        size_bytes_estimate=0,
+                        seconds=seconds,
+                        tokens_per_second=0.0,
+                        eta_seconds=seconds * (num_inputs - num_done) / num_done,
+                    )
+                )
+
+        return Planner(self.catalog, self._chunk, self._missing_key, report).run(sources)
+
+    def _work(self) -> Work:
+        return Work(
+            catalog=self.catalog,
+            store=self.store,
+            codec=self.codec,
+            embedding=self.embedding,
+            chunk=self._chunk,
+            key_of=self.key_of,
+            prefill=self._prefill,
+            bytes_per_token=self.config.spec.bytes_per_token,
+        )
+
+    def _model_source(self) -> KVModel | PreTrainedModel | str | Path:
+        if self._given_model is not None:
+            return self._given_model
+        if not self.config.model:
+            raise ModelLoadError(
+                f"{self.path} was made with a model object built in memory: pass it, "
+                "Index.open(path, model=...)"
+            )
+        return self.config.model
+
+    def _mismatch(self, what: str, name: str, found: str) -> IndexMismatchError:
+        expected = getattr(self.config, f"{what}_fingerprint")
+        return IndexMismatchError(
+            f"{self.path} was made with the {what} of {self.config.model or 'a model object'!r} "
+            f"(fingerprint {expected}), but that of {name!r} has fingerprint {found}; give the "
+            "model it was made with, or ingest into a new folder"
+        )
+
+
+def _model_reference(given: Any, loaded: KVModel) -> str:
+    """Return by what name a model can be loaded again, or "" if it cannot."""
+    name = str(given) if isinstance(given, str | Path) else loaded.name
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder.resolve())
+    return name if isinstance(given, str) or "/" in name or name == "kvrag-tiny" else ""
+
+
+def _check_embedding(config: IndexConfig, folder: Path, embedding: Embedding) -> None:
+    found = (embedding.name, embedding.dim)
+    expected = (config.embedding, config.embedding_dim)
+    if found != expected:
+        raise IndexMismatchError(
+            f"{folder} was made with the embedding {expected[0]!r} of {expected[1]} dimensions, "
+            f"found {found[0]!r} of {found[1]}; use the one it was made with"
+        )
+
+
+def _require_free(folder: Path) -> None:
+    """Raise ParameterError when a folder holds an index or anything that is not ours."""
+    try:
+        names = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
+    except OSError as error:
+        raise ParameterError(f"{folder} is not a folder that can be used: {error}") from error
+    if configs.FILE_NAME in names:
+        raise ParameterError(
+            f"there is an index in {folder} already: open it with Index.open, or use another folder"
+        )
+    # Files of ours without index.json are from a run that was killed while making the index.
+    foreign = sorted(name for name in names - _OUR_FILES if not name.endswith(".tmp"))
+    if foreign:
+        raise ParameterError(
+            f"{folder} is not empty (it holds {foreign[0]!r}): use a new folder for the index"
+        )
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

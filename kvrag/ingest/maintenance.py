@@ -1,0 +1,109 @@
+"""Checking and tidying what an index has stored."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvrag.chunk import ChunkKey
+from kvrag.codec.base import Codec
+from kvrag.errors import RecordError, StoreError
+from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.report import GcReport, RecordProblem, VerifyReport
+from kvrag.kvcache import KVSpec
+from kvrag.store.base import Store
+from kvrag.store.file import FileStore
+
+# Readers write the vectors' cache without the writer's lock.
+_TEMPORARY_AGE_SECONDS = 3600.0
+
+
+def verify_records(
+    catalog: Catalog,
+    store: Store,
+    codec: Codec,
+    spec: KVSpec,
+    *,
+    repair: Callable[[ChunkKey], None] | None,
+    on_progress: Callable[[int, int], None] | None,
+) -> VerifyReport:
+    """Read every layer of every record that a chunk refers to.
+
+    Parameters
+    ----------
+    repair
+        Replaces the record of a key; None only reports.
+    on_progress
+        Called with the number of records read, and of how many.
+    """
+    started = time.perf_counter()
+    keys = catalog.keys()
+    problems: list[RecordProblem] = []
+    num_repaired = 0
+    size_bytes = 0
+    for num_done, (digest, num_tokens) in enumerate(sorted(keys.items()), 1):
+        key = ChunkKey(digest)
+        size, reason = _read_record(key, num_tokens, store, codec, spec)
+        size_bytes += size
+        if reason is not None:
+            for chunk in catalog.chunks(catalog.chunk_ids_of_key(digest)):
+                problems.append(
+                    RecordProblem(chunk.chunk_id, chunk.source, chunk.ordinal, digest, reason)
+                )
+            if repair is not None:
+                repair(key)
+                _, still = _read_record(key, num_tokens, store, codec, spec)
+                num_repaired += still is None
+        if on_progress is not None:
+            on_progress(num_done, len(keys))
+    return VerifyReport(
+        num_chunks=catalog.counts()[1],
+        num_records=len(keys),
+        size_bytes=size_bytes,
+        problems=tuple(problems),
+        num_repaired=num_repaired,
+        catalog_problems=tuple(catalog.damage()),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _read_record(
+    key: ChunkKey, num_tokens: int, store: Store, codec: Codec, spec: KVSpec
+) -> tuple[int, str | None]:
+    """Return the bytes read, and what is wrong with the record, if anything is."""
+    try:
+        record = store.open(key)
+        if record is None:
+            return 0, "missing"
+        with contextlib.closing(record):
+            encoded = codec.open(key, record, spec)
+            if encoded.num_tokens != num_tokens:
+                return 0, f"holds {encoded.num_tokens} tokens, expected {num_tokens}"
+            for layer_index in range(spec.num_layers):
+                encoded.read_layer(layer_index)
+            return encoded.size_bytes, None
+    except (RecordError, StoreError) as error:
+        return 0, str(error)
+
+
+def collect_garbage(folder: Path, catalog: Catalog, store: Store) -> GcReport:
+    """Remove records that no chunk refers to, and files of killed processes.
+
+    Call with the writer's lock held: a record is stored before its chunk is in the catalog.
+    """
+    needed = catalog.keys()
+    before = store.size_bytes()
+    num_records = sum(store.delete(key) for key in list(store.keys()) if key.digest not in needed)
+    size_bytes = before - store.size_bytes()
+    num_temporary = 0
+    if isinstance(store, FileStore):
+        num_temporary += store.collect_garbage(min_age_seconds=0.0)
+    newest = time.time() - _TEMPORARY_AGE_SECONDS
+    for path in folder.glob(".*.tmp"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < newest:
+                path.unlink()
+                num_temporary += 1
+    return GcReport(num_records, size_bytes, num_temporary)

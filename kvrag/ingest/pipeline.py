@@ -1,0 +1,245 @@
+"""The second half of ingestion: embed, prefill, encode, store, and then write the catalog.
+
+Records first, catalog afterwards: whatever the moment at which the process is killed, the
+catalog names only chunks whose KV is stored, and a second run finds the records it needs.
+
+Each chunk is prefilled in a forward pass of its own. Measured on a CPU, the last bits of a
+chunk's KV depend on how many others share its batch and how far it is padded (the shapes choose
+the matrix kernels), so any batch would make stored bytes depend on what else was indexed at the
+time. Nor would batches be faster: one chunk of 100 tokens or more fills the matrix units, and
+no row is padding.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrag.chunk import Chunk, ChunkKey, Document
+from kvrag.codec.base import Codec
+from kvrag.errors import DocumentError, StoreError
+from kvrag.ingest.catalog import Catalog, Change, ChunkRow
+from kvrag.ingest.embedding import Embedding
+from kvrag.ingest.loaders import load_bytes, read_file
+from kvrag.ingest.plan import Plan, PlannedDocument, document_digest
+from kvrag.ingest.report import FailedDocument, IngestProgress
+from kvrag.ingest.writer import BackgroundWriter
+from kvrag.kvcache import ChunkKV
+from kvrag.store.base import Store
+
+# Tokens after which the catalog is brought up to date: what a killed run must embed again.
+_COMMIT_TOKENS = 32_768
+# A record's header, a catalog row's fixed part.
+_BYTES_PER_CHUNK = 4096
+# Text, token ids and token starts.
+_CATALOG_BYTES_PER_TOKEN = 16
+
+
+@dataclass(frozen=True)
+class Work:
+    """All that ingestion needs of an index.
+
+    Attributes
+    ----------
+    chunk
+        Cuts a document.
+    key_of
+        Returns the name of a chunk's KV.
+    prefill
+        Returns the KV of one chunk.
+    """
+
+    catalog: Catalog
+    store: Store
+    codec: Codec
+    embedding: Embedding
+    chunk: Callable[[Document], list[Chunk]]
+    key_of: Callable[[Chunk], ChunkKey]
+    prefill: Callable[[Chunk], ChunkKV]
+    bytes_per_token: int
+
+
+@dataclass
+class Outcome:
+    """What was really computed."""
+
+    num_records: int = 0
+    num_tokens_computed: int = 0
+    size_bytes: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+
+
+def check_space(plan: Plan, folder: Path, bytes_per_token: int, embedding_dim: int) -> None:
+    """Raise StoreError when the disk has no room for what a plan will write."""
+    needed = (
+        plan.num_tokens_to_compute * bytes_per_token
+        + plan.num_tokens * _CATALOG_BYTES_PER_TOKEN
+        + plan.num_chunks * (_BYTES_PER_CHUNK + 8 * embedding_dim)
+    )
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise StoreError(
+            f"the KV of {plan.num_tokens_to_compute:,} tokens needs about {needed / 1e6:,.0f} MB "
+            f"in {folder}, and {free / 1e6:,.0f} MB are free; free some space, or make the "
+            "index on another disk"
+        )
+
+
+def run_plan(
+    plan: Plan,
+    work: Work,
+    on_progress: Callable[[IngestProgress], None] | None,
+) -> Outcome:
+    """Carry out a plan. Documents that can no longer be read are added to its `failed`.
+
+    Raises
+    ------
+    StoreError
+        When the medium refuses; everything committed before stays.
+    """
+    return _Run(plan, work, on_progress).run()
+
+
+class _Run:
+    def __init__(
+        self, plan: Plan, work: Work, on_progress: Callable[[IngestProgress], None] | None
+    ) -> None:
+        self._plan = plan
+        self._work = work
+        self._on_progress = on_progress
+        self._started = time.perf_counter()
+        self._outcome = Outcome()
+        self._num_documents_done = 0
+        self._reread = _Rereader(work.chunk)
+
+    def run(self) -> Outcome:
+        plan, work = self._plan, self._work
+        first = Change(forget_files=plan.gone_files, remove=plan.removed, put_files=plan.touched)
+        if first:
+            work.catalog.apply(first)
+        with BackgroundWriter() as writer:
+            for window in self._windows():
+                self._run_window(window, writer)
+        self._outcome.seconds = time.perf_counter() - self._started
+        self._report()
+        return self._outcome
+
+    def _windows(self) -> Iterator[list[tuple[PlannedDocument, list[Chunk]]]]:
+        window: list[tuple[PlannedDocument, list[Chunk]]] = []
+        num_tokens = 0
+        for planned in self._plan.documents:
+            try:
+                chunks = self._reread(planned) if planned.chunks is None else planned.chunks
+            except DocumentError as error:
+                self._fail(planned, str(error))
+                continue
+            planned.chunks = None  # the window holds them now, and not for longer than needed
+            window.append((planned, chunks))
+            num_tokens += sum(len(chunk.token_ids) for chunk in chunks)
+            if num_tokens >= _COMMIT_TOKENS:
+                yield window
+                window, num_tokens = [], 0
+        if window:
+            yield window
+
+    def _fail(self, planned: PlannedDocument, reason: str) -> None:
+        plan = self._plan
+        plan.failed.append(FailedDocument(planned.source, reason))
+        for listed in (plan.added, plan.changed):
+            if planned.source in listed:
+                listed.remove(planned.source)
+
+    def _run_window(
+        self, window: list[tuple[PlannedDocument, list[Chunk]]], writer: BackgroundWriter
+    ) -> None:
+        work = self._work
+        keys = {chunk.chunk_id: work.key_of(chunk) for _, chunks in window for chunk in chunks}
+        by_key = {keys[chunk.chunk_id]: chunk for _, chunks in window for chunk in chunks}
+        missing = [(key, chunk) for key, chunk in by_key.items() if not work.store.contains(key)]
+        # By length, so that neighbouring passes reuse each other's buffers.
+        missing.sort(key=lambda pair: (len(pair[1].token_ids), pair[0]))
+        for key, chunk in missing:
+            self._compute(key, chunk, writer)
+        vectors = work.embedding.embed([chunk.text for _, chunks in window for chunk in chunks])
+        change = Change()
+        place = 0
+        for planned, chunks in window:
+            rows = []
+            for chunk in chunks:
+                rows.append(ChunkRow(chunk, keys[chunk.chunk_id], vectors[place]))
+                place += 1
+            file = planned.file
+            path = None if file is None else file.path
+            change.put.append((planned.source, path, planned.digest, planned.metadata, rows))
+            if file is not None and planned.is_last_of_file:
+                change.put_files.append(file)
+        num_documents = len(window)
+
+        def commit() -> None:
+            work.catalog.apply(change)
+            self._num_documents_done += num_documents
+
+        writer.submit(commit)
+
+    def _compute(self, key: ChunkKey, chunk: Chunk, writer: BackgroundWriter) -> None:
+        work = self._work
+        started = time.perf_counter()
+        kv = work.prefill(chunk)
+        self._outcome.prefill_seconds += time.perf_counter() - started
+
+        def store() -> None:
+            record = work.codec.encode(key, kv)
+            work.store.put(key, record)
+            self._outcome.size_bytes += len(record)
+
+        writer.submit(store)
+        self._outcome.num_records += 1
+        self._outcome.num_tokens_computed += len(chunk.token_ids)
+        self._report()
+
+    def _report(self) -> None:
+        if self._on_progress is None:
+            return
+        seconds = time.perf_counter() - self._started
+        done, total = self._outcome.num_tokens_computed, self._plan.num_tokens_to_compute
+        self._on_progress(
+            IngestProgress(
+                stage="compute",
+                num_documents_done=self._num_documents_done,
+                num_documents=len(self._plan.documents),
+                num_tokens_done=done,
+                num_tokens=total,
+                size_bytes_done=self._outcome.size_bytes,
+                size_bytes_estimate=total * self._work.bytes_per_token,
+                seconds=seconds,
+                tokens_per_second=done / seconds if seconds > 0 else 0.0,
+                eta_seconds=seconds * (total - done) / done if done else None,
+            )
+        )
+
+
+class _Rereader:
+    """Reads and cuts again documents whose chunks were not kept; each file once."""
+
+    def __init__(self, chunk: Callable[[Document], list[Chunk]]) -> None:
+        self._chunk = chunk
+        self._path = ""
+        self._documents: dict[str, Document] = {}
+
+    def __call__(self, planned: PlannedDocument) -> list[Chunk]:
+        if planned.document is not None:
+            return self._chunk(planned.document)
+        assert planned.file is not None
+        path = planned.file.path
+        if path != self._path:
+            documents = load_bytes(path, read_file(path))
+            self._documents = {document.source: document for document in documents}
+            self._path = path
+        document = self._documents.get(planned.source)
+        if document is None or document_digest(document) != planned.digest:
+            raise DocumentError(f"{path}: changed while it was being ingested; ingest it again")
+        return self._chunk(document)

@@ -1,0 +1,205 @@
+"""What ingestion and maintenance tell their callers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class IngestProgress:
+    """How far an ingestion is, handed to the progress callback.
+
+    Attributes
+    ----------
+    stage
+        "read" (files and cutting), then "compute" (embedding, KV, writing).
+    num_documents_done, num_documents
+        Files and documents looked at (reading) or committed (computing), and of how many.
+    num_tokens_done, num_tokens
+        Tokens whose KV was computed, and of how many; 0 while reading.
+    size_bytes_done
+        Bytes of records handed to the store.
+    size_bytes_estimate
+        Bytes that all records will take, known once reading is done.
+    seconds
+        Since the stage began.
+    tokens_per_second
+        0 before the first chunk is done.
+    eta_seconds
+        None while it cannot be told.
+    """
+
+    stage: str
+    num_documents_done: int
+    num_documents: int
+    num_tokens_done: int
+    num_tokens: int
+    size_bytes_done: int
+    size_bytes_estimate: int
+    seconds: float
+    tokens_per_second: float
+    eta_seconds: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class FailedDocument:
+    """A file or document that was not ingested, and why."""
+
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class IngestReport:
+    """What `Index.add` did; with ``dry_run``, what it would do.
+
+    Attributes
+    ----------
+    added, changed, removed, unchanged
+        Sources of documents that are new, replaced, no longer there, or as they were.
+    failed
+        Those that could not be read; what the index held of them before stays.
+    num_chunks, num_tokens
+        Of the added and changed documents.
+    num_records, num_tokens_computed
+        Chunks, and their tokens, whose KV was not in the store yet.
+    size_bytes
+        Of these records; an estimate without headers and compression for a dry run.
+    seconds
+        In all.
+    compute_seconds
+        From the first to the last chunk: embedding, prefill, encoding, writing.
+    prefill_seconds
+        Of these, the model's own time.
+    tokens_per_second
+        Tokens computed over `compute_seconds`.
+    """
+
+    added: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    unchanged: tuple[str, ...] = ()
+    failed: tuple[FailedDocument, ...] = ()
+    num_chunks: int = 0
+    num_tokens: int = 0
+    num_records: int = 0
+    num_tokens_computed: int = 0
+    size_bytes: int = 0
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    dry_run: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether every document could be read."""
+        return not self.failed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class IndexStats:
+    """What an index holds.
+
+    Attributes
+    ----------
+    num_records
+        KV records in the store.
+    num_unreferenced_records
+        Of these, records that no chunk needs any more; `Index.gc` removes them.
+    size_bytes
+        Of all records.
+    catalog_bytes, vectors_bytes
+        Of the catalog and of the vectors' cache.
+    """
+
+    path: str
+    model: str
+    dtype: str
+    codec: str
+    embedding: str
+    chunk_tokens: int
+    num_prefix_tokens: int
+    num_documents: int
+    num_chunks: int
+    num_tokens: int
+    num_records: int
+    num_unreferenced_records: int
+    size_bytes: int
+    bytes_per_token: int
+    catalog_bytes: int
+    vectors_bytes: int
+    generation: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class RecordProblem:
+    """A chunk whose KV cannot be used."""
+
+    chunk_id: str
+    source: str
+    ordinal: int
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What reading every record brought to light.
+
+    Attributes
+    ----------
+    num_records, size_bytes
+        Read whole and compared with their checksums.
+    problems
+        Chunks whose record is missing or damaged. Questions still get right answers: their
+        tokens are computed as if they had never been indexed.
+    num_repaired
+        Records among them that were computed anew.
+    catalog_problems
+        What SQLite's own check found wrong with the catalog.
+    """
+
+    num_chunks: int
+    num_records: int
+    size_bytes: int
+    problems: tuple[RecordProblem, ...]
+    num_repaired: int
+    catalog_problems: tuple[str, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong (any more)."""
+        broken = {problem.key for problem in self.problems}
+        return not self.catalog_problems and len(broken) == self.num_repaired
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, `ok` among them."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class GcReport:
+    """What `Index.gc` removed: records no chunk needs, and files left by killed processes."""
+
+    num_records: int
+    size_bytes: int
+    num_temporary_files: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)

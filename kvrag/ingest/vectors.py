@@ -1,0 +1,131 @@
+"""Nearest chunks by inner product: FAISS over the catalog's vectors, with a cache on disk.
+
+The cache spares reading every row of the catalog when an index is opened. It is never trusted:
+one of another generation, length or checksum is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvrag.errors import IndexMismatchError, StoreError
+from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.config import write_atomically
+
+FILE_NAME = "vectors.cache"
+_MAGIC = b"KVRAGVEC"
+_HEADER = struct.Struct("<8sIIQQQ")  # magic, version, dim, count, generation, checksum
+_VERSION = 1
+
+
+class VectorIndex:
+    """The vectors of one generation of the catalog.
+
+    Attributes
+    ----------
+    generation
+        The catalog's generation they are from.
+    """
+
+    def __init__(
+        self, generation: int, rows: NDArray[np.int64], vectors: NDArray[np.float32]
+    ) -> None:
+        self.generation = generation
+        self._rows = rows
+        self._dim = vectors.shape[1]
+        self._flat = _import_faiss().IndexFlatIP(self._dim)
+        if len(rows):
+            self._flat.add(vectors)
+
+    @classmethod
+    def load(cls, folder: Path, catalog: Catalog, dim: int) -> VectorIndex:
+        """Return the vectors of the catalog as it is now, from the cache where it is good.
+
+        A cache that was not is written anew, if the folder lets us.
+        """
+        cached = _read(folder / FILE_NAME, catalog.generation(), dim)
+        if cached is not None:
+            return cls(*cached)
+        read = catalog.vectors(dim)
+        with contextlib.suppress(StoreError):
+            _write(folder / FILE_NAME, *read)
+        return cls(*read)
+
+    @classmethod
+    def refresh(cls, catalog: Catalog, dim: int) -> VectorIndex:
+        """Return the vectors of the catalog as it is now, read from it."""
+        return cls(*catalog.vectors(dim))
+
+    def search(self, vector: NDArray[np.float32], k: int) -> list[tuple[int, float]]:
+        """Return row number and inner product of the `k` nearest, best first.
+
+        Parameters
+        ----------
+        vector
+            ``[dim]``; its length scales the scores only.
+        """
+        vector = np.ascontiguousarray(vector, dtype=np.float32).reshape(1, -1)
+        if vector.shape[1] != self._dim:
+            raise IndexMismatchError(
+                f"the index holds vectors of {self._dim} dimensions, the question's has "
+                f"{vector.shape[1]}: use the embedding the index was made with"
+            )
+        k = min(k, len(self._rows))
+        if k < 1:
+            return []
+        scores, places = self._flat.search(vector, k)
+        found = [
+            (int(self._rows[place]), float(score))
+            for place, score in zip(places[0], scores[0], strict=True)
+            if place >= 0
+        ]
+        # Equal scores come in the order of indexing, on every machine.
+        return sorted(found, key=lambda hit: (-hit[1], hit[0]))
+
+
+def _import_faiss() -> Any:
+    with warnings.catch_warnings():
+        # Its SWIG wrapper defines types without __module__, which Python 3.12 deprecates.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import faiss
+
+    return faiss
+
+
+def _write(
+    path: Path, generation: int, rows: NDArray[np.int64], vectors: NDArray[np.float32]
+) -> None:
+    body = rows.astype("<i8").tobytes() + vectors.astype("<f4").tobytes()
+    checksum = xxhash.xxh3_64_intdigest(body)
+    header = _HEADER.pack(_MAGIC, _VERSION, vectors.shape[1], len(rows), generation, checksum)
+    write_atomically(path, header + body)
+
+
+def _read(
+    path: Path, generation: int, dim: int
+) -> tuple[int, NDArray[np.int64], NDArray[np.float32]] | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    if len(content) < _HEADER.size:
+        return None
+    magic, version, its_dim, count, its_generation, checksum = _HEADER.unpack_from(content)
+    body = memoryview(content)[_HEADER.size :]
+    if (
+        (magic, version, its_dim, its_generation) != (_MAGIC, _VERSION, dim, generation)
+        or len(body) != count * (8 + 4 * dim)
+        or xxhash.xxh3_64_intdigest(body) != checksum
+    ):
+        return None
+    rows = np.frombuffer(body[: 8 * count], dtype="<i8").astype(np.int64)
+    vectors = np.frombuffer(body[8 * count :], dtype="<f4").astype(np.float32)
+    return generation, rows, vectors.reshape(count, dim)
