@@ -15,7 +15,7 @@ from kvrag.ingest.index import Index
 from tests.support.models import make_model, make_tokenizer
 
 PASSAGES = {
-    "ledger": "Ines keeps the harbour ledger of Varn. Every ship that enters is written down in it.",
+    "ledger": "Ines keeps the harbour ledger of Varn. Every ship that enters is written into it.",
     "clock": "Tomas repairs the tall clock of Varn, which stands beside the northern light.",
     "fox": "The quick brown fox jumps over the lazy dog near the old river bank each morning.",
     "book": "The keeper of the northern light wrote the book about the ships of the harbour.",
@@ -66,6 +66,7 @@ def save_model(folder: Path, seed: int = 0) -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def rag(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rag]:
     """The index of `PASSAGES`, one chunk each."""
+    torch.set_num_threads(1)  # a model this small only loses by sharing its work
     folder = tmp_path_factory.mktemp("rag")
     hf = save_model(folder / "model")
     with Index.create(folder / "index", model=folder / "model", embedding="hashing") as index:

@@ -1,0 +1,274 @@
+"""LangChain language models that answer from precomputed KV: `KVRagLLM` and `ChatKVRag`.
+
+They take whatever prompt a chain has built; the chunks of the index that stand in it are found
+by their text, so any chain works unchanged and no retriever of ours is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+try:
+    from langchain_core.callbacks import (
+        CallbackManagerForLLMRun,
+        Callbacks,
+    )
+    from langchain_core.language_models import BaseChatModel, BaseLLM
+    from langchain_core.language_models.base import LangSmithParams
+    from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+    from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+    from langchain_core.outputs import (
+        ChatGeneration,
+        ChatGenerationChunk,
+        ChatResult,
+        Generation,
+        GenerationChunk,
+        LLMResult,
+    )
+except ImportError as error:
+    raise ImportError(
+        "kvrag.llms.langchain needs langchain-core: pip install 'kvrag[langchain]'"
+    ) from error
+
+from pydantic import ConfigDict, model_validator
+
+from kvrag.engine.answer import Answer
+from kvrag.errors import KVRagError
+from kvrag.llms.langchain_messages import to_turns
+from kvrag.llms.results import answer_details, token_usage
+from kvrag.llms.settings import PER_CALL, EngineSettings
+
+
+class _LangChainSettings(EngineSettings):
+    """What both classes share on LangChain's side."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_api_key(cls, values: Any) -> Any:
+        # Callers that build any provider's model hand every one a key; a local model needs none.
+        if isinstance(values, Mapping):
+            return {name: value for name, value in values.items() if name != "api_key"}
+        return values
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        return True
+
+    @property
+    def _llm_type(self) -> str:
+        return "kvrag"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return self.identity()
+
+    def _traced_name(self, call: Mapping[str, Any]) -> str:
+        try:
+            return str(call.get("model") or self.model_name)
+        except (KVRagError, OSError):
+            # Tracing must not fail a call before the call itself says what is wrong.
+            return "unknown"
+
+    def _call(self, stop: list[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
+        # "stream" is LangChain's own: it has decided by now which method to call.
+        return {**{k: v for k, v in options.items() if k != "stream"}, "stop": stop}
+
+    def _details(self, answer: Answer, call: Mapping[str, Any]) -> dict[str, Any]:
+        return answer_details(answer, str(call.get("model") or self.model_name))
+
+
+class KVRagLLM(_LangChainSettings, BaseLLM):
+    """A LangChain LLM that reuses the KV of every indexed chunk found in the prompt.
+
+    The prompt string goes to the model as it is, without a chat template; for models tuned on
+    conversations use `ChatKVRag`. Parameters are those of `EngineSettings`; a call may replace
+    those in `PER_CALL` and is refused any other.
+
+    Each generation's ``generation_info`` holds ``model_name``, ``finish_reason``, ``report`` (see
+    `kvrag.FusionReport`) and ``sources``; ``llm_output["token_usage"]`` counts reused tokens as
+    ``cached_tokens``.
+
+    >>> llm = KVRagLLM(index="my-index", max_tokens=64)          # doctest: +SKIP
+    >>> (prompt | llm).invoke({"question": "..."}, ratio=0.15)   # doctest: +SKIP
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    def generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        callbacks: Callbacks | list[Callbacks] | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """Answer several prompts; see `BaseLLM.generate`."""
+        model, rest = self._for_call(kwargs)
+        return super(KVRagLLM, model).generate(prompts, stop, callbacks, **rest)
+
+    async def agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        callbacks: Callbacks | list[Callbacks] | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """Answer several prompts in a thread; see `BaseLLM.agenerate`."""
+        model, rest = self._for_call(kwargs)
+        return await super(KVRagLLM, model).agenerate(prompts, stop, callbacks, **rest)
+
+    def _for_call(self, options: dict[str, Any]) -> tuple[KVRagLLM, dict[str, Any]]:
+        """Return a copy of the model with the call's parameters, and the other options.
+
+        LangChain's cache knows an LLM's own parameters and not a call's: without the copy a
+        call with another ratio would be given the first one's cached answer.
+        """
+        given = {name: options[name] for name in PER_CALL if name in options}
+        if not given:
+            return self, options
+        rest = {name: value for name, value in options.items() if name not in given}
+        return self.model_copy(update=self.call_values(given)), rest
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> LLMResult:
+        call = self._call(stop, kwargs)
+        answers = [self.answer(prompt, call) for prompt in prompts]
+        usage = [token_usage(answer) for answer in answers]
+        return LLMResult(
+            generations=[
+                [Generation(text=answer.text, generation_info=self._details(answer, call))]
+                for answer in answers
+            ],
+            llm_output={
+                "token_usage": {name: sum(one[name] for one in usage) for name in usage[0]}
+                if usage
+                else {},
+                "model_name": str(call.get("model") or self.model_name),
+            },
+        )
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        call = self._call(stop, kwargs)
+        for delta in self.deltas(prompt, call):
+            chunk = GenerationChunk(text=delta.text)
+            if delta.answer is not None:
+                chunk.generation_info = {
+                    **self._details(delta.answer, call),
+                    "token_usage": token_usage(delta.answer),
+                }
+            if run_manager is not None and delta.text:
+                run_manager.on_llm_new_token(delta.text, chunk=chunk)
+            yield chunk
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return the model's token ids of `text`, without special tokens."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        return self.token_ids(text)
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        named = {**kwargs, "model": self._traced_name(kwargs)}
+        return LangSmithParams(
+            **{**super()._get_ls_params(stop=stop, **named), "ls_provider": "kvrag"}
+        )
+
+
+class ChatKVRag(_LangChainSettings, BaseChatModel):
+    """A LangChain chat model that reuses the KV of every indexed chunk found in the messages.
+
+    Messages are rendered with the model's own chat template; neighbouring messages of one role
+    become one turn. Text only: images, tool calls and their results raise ParameterError, and
+    binding tools raises NotImplementedError. Parameters are those of `EngineSettings`; a call
+    may replace those in `PER_CALL` and is refused any other.
+
+    ``response_metadata`` holds ``model_name``, ``finish_reason``, ``report`` (see
+    `kvrag.FusionReport`) and ``sources``; reused tokens are
+    ``usage_metadata["input_token_details"]["cache_read"]``.
+
+    Attributes
+    ----------
+    streaming
+        Whether `invoke` too hands tokens to callbacks as they come.
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    streaming: bool = False
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> ChatResult:
+        call = self._call(stop, kwargs)
+        answer = self.answer(to_turns(messages), call)
+        details = self._details(answer, call)
+        message = AIMessage(
+            content=answer.text, response_metadata=details, usage_metadata=_usage_metadata(answer)
+        )
+        return ChatResult(
+            generations=[ChatGeneration(message=message)],
+            llm_output={
+                "token_usage": token_usage(answer),
+                "model_name": details["model_name"],
+            },
+        )
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        call = self._call(stop, kwargs)
+        for delta in self.deltas(to_turns(messages), call):
+            message = AIMessageChunk(content=delta.text)
+            if delta.answer is not None:
+                message.response_metadata = self._details(delta.answer, call)
+                message.usage_metadata = _usage_metadata(delta.answer)
+                message.chunk_position = "last"
+            chunk = ChatGenerationChunk(message=message)
+            if run_manager is not None and delta.text:
+                run_manager.on_llm_new_token(delta.text, chunk=chunk)
+            yield chunk
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return the model's token ids of `text`, without special tokens."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        return self.token_ids(text)
+
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        # A serialisable class's default cache key holds its constructor's arguments only, not
+        # the fingerprints that the index records.
+        return str(sorted(self._get_invocation_params(stop=stop, **kwargs).items()))
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        named = {**kwargs, "model": self._traced_name(kwargs)}
+        return LangSmithParams(
+            **{**super()._get_ls_params(stop=stop, **named), "ls_provider": "kvrag"}
+        )
+
+
+def _usage_metadata(answer: Answer) -> UsageMetadata:
+    usage = token_usage(answer)
+    return UsageMetadata(
+        input_tokens=usage["prompt_tokens"],
+        output_tokens=usage["completion_tokens"],
+        total_tokens=usage["total_tokens"],
+        input_token_details=InputTokenDetails(cache_read=usage["cached_tokens"]),
+    )

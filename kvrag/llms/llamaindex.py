@@ -1,0 +1,209 @@
+"""The LlamaIndex language model that answers from precomputed KV: `KVRagLLM`.
+
+It takes whatever prompt a query engine has built; the chunks of the index that stand in it are
+found by their text, so any index, retriever or response mode works unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any, TypeVar
+
+try:
+    from llama_index.core.base.llms.generic_utils import (
+        completion_response_to_chat_response,
+        stream_completion_response_to_chat_response,
+    )
+    from llama_index.core.base.llms.generic_utils import (
+        messages_to_prompt as generic_messages_to_prompt,
+    )
+    from llama_index.core.base.llms.types import (
+        ChatMessage,
+        ChatResponse,
+        ChatResponseAsyncGen,
+        ChatResponseGen,
+        CompletionResponse,
+        CompletionResponseAsyncGen,
+        CompletionResponseGen,
+        LLMMetadata,
+        TextBlock,
+    )
+    from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+    from llama_index.core.llms.custom import CustomLLM
+except ImportError as error:
+    raise ImportError(
+        "kvrag.llms.llamaindex needs llama-index-core: pip install 'kvrag[llama-index]'"
+    ) from error
+
+from pydantic import ConfigDict
+
+from kvrag.engine.answer import Answer
+from kvrag.engine.shared import shared_index
+from kvrag.errors import ParameterError
+from kvrag.llms.results import answer_details, token_usage
+from kvrag.llms.settings import EngineSettings, Prompt
+
+T = TypeVar("T")
+
+_TURN_SEPARATOR = "\n\n"
+
+
+class KVRagLLM(EngineSettings, CustomLLM):
+    """A LlamaIndex LLM that reuses the KV of every indexed chunk found in the prompt.
+
+    Where the model has a chat template, query engines talk to it through that template
+    (`is_chat_model`); `complete` always hands the string on as it is. A `messages_to_prompt` of
+    your own replaces the template. Parameters are those of `EngineSettings`; a call may replace
+    those in `PER_CALL` and is refused any other.
+
+    A response's ``raw`` holds ``usage`` (with ``cached_tokens``), ``model_name``,
+    ``finish_reason``, ``report`` (see `kvrag.FusionReport`) and ``sources``. It is not put in
+    ``additional_kwargs``, which LlamaIndex writes into later prompts.
+
+    Let LlamaIndex count tokens as the model does, so that it cuts nodes only where it must:
+
+    >>> llm = KVRagLLM(index="my-index")                         # doctest: +SKIP
+    >>> Settings.tokenizer = llm.token_ids                       # doctest: +SKIP
+    >>> index.as_query_engine(llm=llm).query("...")              # doctest: +SKIP
+
+    Attributes
+    ----------
+    is_chat_model
+        Whether query engines send conversations; None means where there is a chat template.
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    is_chat_model: bool | None = None
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "KVRagLLM"
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """What LlamaIndex plans its prompts with."""
+        chat = self.is_chat_model
+        return LLMMetadata(
+            context_window=self.context_window(),
+            num_output=self.max_tokens,
+            is_chat_model=self._has_template() if chat is None else chat,
+            model_name=str(self.model_name),
+        )
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """Answer one prompt."""
+        return self._complete(self._formatted(prompt, formatted), kwargs)
+
+    @llm_completion_callback()
+    def stream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseGen:
+        """Answer one prompt piece by piece."""
+        return self._stream_complete(self._formatted(prompt, formatted), kwargs)
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """Answer a conversation."""
+        return completion_response_to_chat_response(self._complete(self._turns(messages), kwargs))
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """Answer a conversation piece by piece."""
+        return stream_completion_response_to_chat_response(
+            self._stream_complete(self._turns(messages), kwargs)
+        )
+
+    # The defaults of CustomLLM run the model on the event loop's own thread.
+
+    @llm_completion_callback()
+    async def acomplete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponse:
+        """Answer one prompt in a thread."""
+        return await asyncio.to_thread(self._complete, self._formatted(prompt, formatted), kwargs)
+
+    @llm_completion_callback()
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseAsyncGen:
+        """Answer one prompt piece by piece, each computed in a thread."""
+        return _in_thread(self._stream_complete(self._formatted(prompt, formatted), kwargs))
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """Answer a conversation in a thread."""
+        return completion_response_to_chat_response(
+            await asyncio.to_thread(self._complete, self._turns(messages), kwargs)
+        )
+
+    @llm_chat_callback()
+    async def astream_chat(
+        self, messages: Sequence[ChatMessage], **kwargs: Any
+    ) -> ChatResponseAsyncGen:
+        """Answer a conversation piece by piece, each computed in a thread."""
+        return _in_thread(
+            stream_completion_response_to_chat_response(
+                self._stream_complete(self._turns(messages), kwargs)
+            )
+        )
+
+    def _complete(self, prompt: Prompt, call: dict[str, Any]) -> CompletionResponse:
+        answer = self.answer(prompt, call)
+        return CompletionResponse(text=answer.text, raw=self._raw(answer, call))
+
+    def _stream_complete(self, prompt: Prompt, call: dict[str, Any]) -> CompletionResponseGen:
+        text = ""
+        for delta in self.deltas(prompt, call):
+            text += delta.text
+            raw = None if delta.answer is None else self._raw(delta.answer, call)
+            yield CompletionResponse(text=text, delta=delta.text, raw=raw)
+
+    def _raw(self, answer: Answer, call: dict[str, Any]) -> dict[str, Any]:
+        name = str(call.get("model") or self.model_name)
+        return {"usage": token_usage(answer), **answer_details(answer, name)}
+
+    def _has_template(self) -> bool:
+        return bool(getattr(shared_index(self.index).tokenizer, "chat_template", None))
+
+    def _formatted(self, prompt: str, formatted: bool) -> str:
+        to_prompt = self.completion_to_prompt
+        return prompt if formatted or to_prompt is None else to_prompt(prompt)
+
+    def _turns(self, messages: Sequence[ChatMessage]) -> Prompt:
+        to_prompt = self.messages_to_prompt or generic_messages_to_prompt
+        if to_prompt is not generic_messages_to_prompt or not self._has_template():
+            return to_prompt(messages)
+        turns: list[dict[str, str]] = []
+        for message in messages:
+            role, text = message.role.value, _text(message)
+            if turns and turns[-1]["role"] == role:
+                turns[-1]["content"] += _TURN_SEPARATOR + text
+            else:
+                turns.append({"role": role, "content": text})
+        return turns
+
+
+def _text(message: ChatMessage) -> str:
+    if message.role.value in ("tool", "function") or message.additional_kwargs.get("tool_calls"):
+        raise ParameterError(
+            f"a message of role {message.role.value!r} with tool calls or their results cannot be "
+            "rendered: this model does not call tools. Hand the result on as text"
+        )
+    texts = []
+    for block in message.blocks:
+        if not isinstance(block, TextBlock):
+            raise ParameterError(
+                f"a {type(block).__name__} cannot be rendered: this model reads text only"
+            )
+        texts.append(block.text)
+    return "\n".join(texts)
+
+
+async def _in_thread(items: Iterator[T]) -> AsyncGenerator[T, None]:
+    """Yield `items`, waiting for each in a thread so that the event loop goes on."""
+    done = object()
+    while (item := await asyncio.to_thread(next, items, done)) is not done:
+        yield item  # type: ignore[misc]

@@ -1,0 +1,242 @@
+"""The constructor parameters and per-call parameters that all language-model classes share.
+
+One pydantic model is mixed into LangChain's and LlamaIndex's classes, so that a parameter has
+one name, one range and one meaning in both.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+
+from kvrag.engine.answer import Answer, AnswerDelta
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.shared import shared_index
+from kvrag.errors import IndexLockedError, KVRagError, ParameterError, StoreError
+from kvrag.ingest.index import Index
+
+INDEX_VARIABLE = "KVRAG_INDEX"
+"""Environment variable that names the index folder where the constructor does not."""
+
+PER_CALL = (
+    "model",
+    "policy",
+    "ratio",
+    "boundary_tokens",
+    "temperature",
+    "max_tokens",
+    "top_p",
+    "top_k",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "timeout",
+)
+"""Constructor parameters that a single call may replace."""
+
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 2.0
+
+T = TypeVar("T")
+Prompt = str | Sequence[Mapping[str, str]]
+
+
+def _index_from_environment() -> str:
+    folder = os.environ.get(INDEX_VARIABLE)
+    if not folder:
+        raise ParameterError(
+            f"no index: pass index='FOLDER' (made by 'kvrag ingest') or set {INDEX_VARIABLE}"
+        )
+    return folder
+
+
+class EngineSettings(BaseModel):
+    """Parameters of a kvrag language model; every one may change the answer or when it comes.
+
+    Attributes
+    ----------
+    index
+        The folder of an index, or an opened `kvrag.Index`. Taken from the environment variable
+        ``KVRAG_INDEX`` if absent. Opened, and its model loaded, at the first call; classes given
+        the same folder share both.
+    model
+        Where to take the model from (a folder or a hub name) if not from where the index says.
+        It must be the model the index was made with; anything else raises IndexMismatchError.
+    policy, ratio, boundary_tokens
+        How much of the reused KV is recomputed; see `kvrag.KVEngine`.
+    temperature, top_p, top_k, repetition_penalty, seed
+        Sampling; temperature 0 is greedy.
+    max_tokens
+        Tokens to generate at most.
+    stop
+        Texts before which the answer ends.
+    timeout
+        Seconds after which generation ends with what there is (finish reason "timeout").
+    max_retries
+        How often a call that fails before its first token because the store cannot be reached
+        (StoreError) or the index is being written (IndexLockedError) is tried again, after 0.1,
+        0.2, 0.4 ... seconds. A local model has nothing else to retry.
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    index: Index | str | Path = Field(default_factory=_index_from_environment)
+    model: str | None = None
+    policy: str = "deviation"
+    ratio: float | None = Field(default=None, ge=0.0, le=1.0)
+    boundary_tokens: int | None = Field(default=None, ge=0)
+    temperature: float = Field(default=0.0, ge=0.0)
+    max_tokens: int = Field(default=256, ge=1)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    seed: int | None = None
+    stop: list[str] | None = None
+    timeout: float | None = Field(default=None, gt=0.0)
+    max_retries: int = Field(default=2, ge=0)
+
+    _engines: dict[str | None, KVEngine] = PrivateAttr(default_factory=dict)
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("index", mode="after")
+    @classmethod
+    def _path_as_text(cls, value: Index | str | Path) -> Index | str:
+        return str(value) if isinstance(value, Path) else value
+
+    @property
+    def model_name(self) -> str:
+        """What the model is called: as constructed, or as the index records it."""
+        if self.model is not None:
+            return self.model
+        index = shared_index(self.index)
+        return index.config.model or index.model.name
+
+    def call_values(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of all per-call parameters: the constructor's, replaced by `call`'s.
+
+        Parameters
+        ----------
+        call
+            What one call was given; ``stop=None`` and ``model=None`` mean "as constructed".
+
+        Raises
+        ------
+        ParameterError
+            When `call` holds a name that is not in `PER_CALL`, or a value outside its range.
+        """
+        unknown = sorted(set(call) - set(PER_CALL))
+        if unknown:
+            raise ParameterError(
+                f"unknown parameter {', '.join(map(repr, unknown))}: "
+                f"a call takes {', '.join(PER_CALL)}"
+            )
+        values = {name: getattr(self, name) for name in PER_CALL}
+        for name, value in call.items():
+            if value is not None or name not in ("stop", "model"):
+                values[name] = value
+        try:
+            checked = EngineSettings(index="", **values)
+        except ValueError as error:
+            raise ParameterError(str(error)) from error
+        return {name: getattr(checked, name) for name in PER_CALL}
+
+    def answer(self, prompt: Prompt, call: Mapping[str, Any]) -> Answer:
+        """Return the engine's answer to one prompt.
+
+        Parameters
+        ----------
+        prompt
+            The rendered prompt, or the turns of a conversation (role and content).
+        call
+            Per-call parameters, as the framework handed them on.
+        """
+        engine, arguments = self._prepare(call)
+        return self._retrying(lambda: engine().generate(prompt, **arguments))
+
+    def deltas(self, prompt: Prompt, call: Mapping[str, Any]) -> Iterator[AnswerDelta]:
+        """Yield the engine's answer piece by piece; the last piece carries the whole answer."""
+        engine, arguments = self._prepare(call)
+
+        def start() -> tuple[AnswerDelta, Iterator[AnswerDelta]]:
+            stream = iter(engine().stream(prompt, **arguments))
+            return next(stream), stream
+
+        first, rest = self._retrying(start)
+        yield first
+        yield from rest
+
+    def _prepare(self, call: Mapping[str, Any]) -> tuple[Callable[[], KVEngine], dict[str, Any]]:
+        values = self.call_values(call)
+        model = values.pop("model")
+        arguments = {
+            **values,
+            "stop": tuple(values["stop"] or ()),
+            "timeout_seconds": values["timeout"],
+        }
+        del arguments["timeout"]
+        return lambda: self.engine(model), arguments
+
+    def engine(self, model: str | None = None) -> KVEngine:
+        """Return the engine that answers, opening index and model if this is the first call."""
+        model = model or self.model
+        if model not in self._engines:
+            # Two threads may both get here; their engines are interchangeable.
+            self._engines[model] = KVEngine(shared_index(self.index, model=model))
+        return self._engines[model]
+
+    def context_window(self) -> int:
+        """Return how many tokens prompt and answer may have together."""
+        return shared_index(self.index).config.max_positions
+
+    def token_ids(self, text: str) -> list[int]:
+        """Return the model's token ids of `text`, without special tokens; loads no weights."""
+        tokenizer = shared_index(self.index).tokenizer
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _retrying(self, attempt: Callable[[], T]) -> T:
+        for number in range(self.max_retries):
+            try:
+                return attempt()
+            except (StoreError, IndexLockedError):
+                time.sleep(min(_FIRST_PAUSE_SECONDS * 2**number, _LONGEST_PAUSE_SECONDS))
+        return attempt()
+
+    def identity(self) -> dict[str, Any]:
+        """Return everything that changes an answer, without loading weights.
+
+        LangChain's caches key on it. What the index records is left out while the index cannot
+        be opened, so that an object can be printed before its index exists.
+        """
+        identity: dict[str, Any] = {
+            name: getattr(self, name) for name in PER_CALL if name not in ("stop", "timeout")
+        }
+        # LangChain overwrites "stop" with the call's own, which may be None.
+        identity["default_stop"] = self.stop
+        identity["timeout"] = self.timeout
+        try:
+            identity |= recorded_identity(shared_index(self.index))
+        except (KVRagError, OSError):
+            identity["index"] = str(self.index)
+        return identity
+
+
+def recorded_identity(index: Index) -> dict[str, str]:
+    """Return what an index fixes of the answers given from it."""
+    return {
+        "index": str(index.path),
+        "store": index.store.url,
+        "model_fingerprint": index.config.model_fingerprint,
+        "tokenizer_fingerprint": index.config.tokenizer_fingerprint,
+        "dtype": index.config.dtype,
+        "codec": index.config.codec,
+    }

@@ -1,0 +1,302 @@
+"""LangChain doors to an index: a retriever, a vector store and its embeddings.
+
+Whatever they return carries a chunk's text exactly as it was encoded, so that the language
+models of `kvrag.llms.langchain` find it again in the prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+try:
+    from langchain_core.callbacks import CallbackManagerForRetrieverRun
+    from langchain_core.documents import Document
+    from langchain_core.embeddings import Embeddings
+    from langchain_core.retrievers import BaseRetriever
+    from langchain_core.vectorstores import VectorStore
+    from langchain_core.vectorstores.utils import maximal_marginal_relevance
+except ImportError as error:
+    raise ImportError(
+        "kvrag.retrievers.langchain needs langchain-core: pip install 'kvrag[langchain]'"
+    ) from error
+
+from pydantic import ConfigDict, Field
+
+from kvrag.chunk import Chunk
+from kvrag.chunk import Document as KVRagDocument
+from kvrag.engine.shared import shared_index
+from kvrag.errors import IndexNotFoundError, ParameterError
+from kvrag.ingest.embedding import Embedding, get_embedding
+from kvrag.ingest.index import Index, SearchHit
+
+
+class KVRagRetriever(BaseRetriever):
+    """Returns the chunks of an index nearest to a query.
+
+    A document's ``page_content`` is the chunk's text and nothing else, its ``id`` the chunk's id;
+    ``metadata`` holds what the source document carried, and ``source`` and ``ordinal`` (the
+    chunk's place in it) unless the document brought its own.
+
+    Attributes
+    ----------
+    index
+        The folder of an index, or an opened `kvrag.Index`.
+    k
+        Documents to return; `invoke(query, k=...)` replaces it for one call.
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    index: Index | str | Path
+    k: int = Field(default=4, ge=1)
+
+    def _get_relevant_documents(
+        self,
+        query: str,
+        *,
+        run_manager: CallbackManagerForRetrieverRun,  # noqa: ARG002
+        k: int | None = None,
+    ) -> list[Document]:
+        hits = shared_index(self.index).search(query, _checked_k(self.k if k is None else k))
+        return [
+            Document(
+                id=hit.chunk.chunk_id,
+                page_content=hit.chunk.text,
+                metadata={
+                    "source": hit.chunk.source,
+                    "ordinal": hit.chunk.ordinal,
+                    **hit.chunk.metadata,
+                },
+            )
+            for hit in hits
+        ]
+
+
+class KVRagEmbeddings(Embeddings):
+    """The embedding of an index as LangChain embeddings.
+
+    Parameters
+    ----------
+    embedding
+        The name of a built-in embedding, or the `embedding` of an index.
+    """
+
+    def __init__(self, embedding: str | Embedding = "minilm") -> None:
+        self.embedding = get_embedding(embedding)
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """Return one vector for each text."""
+        if not texts:
+            return []
+        vectors: list[list[float]] = self.embedding.embed(texts).tolist()
+        return vectors
+
+    def embed_query(self, text: str) -> list[float]:
+        """Return the vector of a question."""
+        return self.embed_documents([text])[0]
+
+
+class KVRagVectorStore(VectorStore):
+    """An index as a LangChain vector store.
+
+    What `add_documents` is given is chunked, embedded and prefilled like any other document.
+    An id names one added document; adding under the same id replaces it, and a document without
+    an id gets one derived from its content, so that adding it again changes nothing. A document
+    that was cut into several chunks is found by its chunks, each under the chunk's own id;
+    `get_by_ids` and `delete` take either kind. Texts are normalised (see
+    `kvrag.chunk.normalise_text`).
+
+    Parameters
+    ----------
+    index
+        The folder of an index, or an opened `kvrag.Index`.
+
+    Examples
+    --------
+    >>> store = KVRagVectorStore("my-index")                     # doctest: +SKIP
+    >>> store.as_retriever(search_type="mmr").invoke("...")      # doctest: +SKIP
+    """
+
+    def __init__(self, index: Index | str | Path) -> None:
+        self._index = index
+
+    @property
+    def index(self) -> Index:
+        """The index, opened at first use."""
+        return shared_index(self._index)
+
+    @property
+    def embeddings(self) -> Embeddings:
+        """The embedding of the index."""
+        return KVRagEmbeddings(self.index.embedding)
+
+    @classmethod
+    def from_texts(  # type: ignore[override]  # named parameters in place of **kwargs
+        cls,
+        texts: list[str],
+        embedding: Embeddings,
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        path: str | Path,
+        model: str | Path,
+        codec: str = "raw",
+        chunk_tokens: int = 512,
+    ) -> Self:
+        """Make an index in `path`, or take the one that is there, and add `texts` to it.
+
+        Parameters
+        ----------
+        embedding
+            Any LangChain embeddings. An index made with embeddings other than `KVRagEmbeddings`
+            can be opened only by handing the same ones in again.
+        path
+            Folder of the index.
+        model, codec, chunk_tokens
+            As in `Index.create`; those of an index that is there must be the same.
+
+        Raises
+        ------
+        IndexMismatchError
+            When the index there was made with another model or embedding.
+        """
+        chosen = embedding.embedding if isinstance(embedding, KVRagEmbeddings) else embedding
+        try:
+            index = Index.open(path, model=model, embedding=chosen)
+        except IndexNotFoundError:
+            index = Index.create(
+                path, model=model, embedding=chosen, codec=codec, chunk_tokens=chunk_tokens
+            )
+        store = cls(index)
+        store.add_texts(texts, metadatas, ids=ids)
+        return store
+
+    def add_documents(
+        self, documents: list[Document], *, ids: list[str] | None = None, **kwargs: Any
+    ) -> list[str]:
+        """Add documents, or replace those of the same ids; return one id for each.
+
+        Raises
+        ------
+        ParameterError
+            When `ids` has another length, or an option is unknown.
+        DocumentError
+            When a document holds no text.
+        """
+        _refuse(kwargs)
+        if ids is not None and len(ids) != len(documents):
+            raise ParameterError(f"{len(documents)} documents but {len(ids)} ids: expected as many")
+        given_ids: Sequence[str | None] = [None] * len(documents) if ids is None else ids
+        names = [
+            given or document.id or _content_id(document)
+            for given, document in zip(given_ids, documents, strict=True)
+        ]
+        self.index.add(
+            [
+                KVRagDocument(name, document.page_content, document.metadata)
+                for name, document in zip(names, documents, strict=True)
+            ]
+        )
+        return names
+
+    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
+        """Delete documents or chunks by id; None deletes everything. Unknown ids are ignored."""
+        _refuse(kwargs)
+        if ids is None:
+            ids = [row.source for row in self.index.documents()]
+        self.index.delete(sources=ids, chunk_ids=ids)
+        return True
+
+    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """Return the documents or chunks of these ids, in that order; unknown ids are skipped."""
+        index = self.index
+        chunk_ids: dict[str, None] = {}
+        for name in ids:
+            chunk_ids |= dict.fromkeys(index.catalog.chunk_ids_of(name) or [name])
+        return [self._to_document(chunk) for chunk in index.get_chunks(list(chunk_ids))]
+
+    def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
+        """Return the `k` chunks nearest to `query`, best first."""
+        return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
+
+    def similarity_search_with_score(
+        self, query: str, k: int = 4, **kwargs: Any
+    ) -> list[tuple[Document, float]]:
+        """Return the nearest chunks with their cosine similarities, best first."""
+        _refuse(kwargs)
+        return self._scored(self.index.search(query, _checked_k(k)))
+
+    def similarity_search_by_vector(
+        self, embedding: list[float], k: int = 4, **kwargs: Any
+    ) -> list[Document]:
+        """Return the `k` chunks nearest to a vector, best first."""
+        _refuse(kwargs)
+        hits = self.index.search_by_vector(embedding, _checked_k(k))
+        return [document for document, _ in self._scored(hits)]
+
+    def max_marginal_relevance_search(
+        self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
+    ) -> list[Document]:
+        """Return `k` chunks that are near to `query` and unlike one another.
+
+        They are chosen among the `fetch_k` nearest; `lambda_mult` 1 looks at nearness only, 0 at
+        difference only.
+        """
+        vector = self.embeddings.embed_query(query)
+        return self.max_marginal_relevance_search_by_vector(
+            vector, k, fetch_k, lambda_mult, **kwargs
+        )
+
+    def max_marginal_relevance_search_by_vector(
+        self,
+        embedding: list[float],
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        **kwargs: Any,
+    ) -> list[Document]:
+        """Return `k` chunks that are near to a vector and unlike one another."""
+        _refuse(kwargs)
+        hits = self.index.search_by_vector(embedding, max(_checked_k(k), fetch_k))
+        if not hits:
+            return []
+        vectors = self.embeddings.embed_documents([hit.chunk.text for hit in hits])
+        chosen = maximal_marginal_relevance(np.asarray(embedding), vectors, lambda_mult, k)
+        return [document for document, _ in self._scored([hits[place] for place in chosen])]
+
+    def _select_relevance_score_fn(self) -> Callable[[float], float]:
+        # Texts that point away from the question are as irrelevant as those at right angles.
+        return lambda cosine: min(max(cosine, 0.0), 1.0)
+
+    def _scored(self, hits: Iterable[SearchHit]) -> list[tuple[Document, float]]:
+        return [(self._to_document(hit.chunk), float(hit.score)) for hit in hits]
+
+    def _to_document(self, chunk: Chunk) -> Document:
+        is_whole = len(self.index.catalog.chunk_ids_of(chunk.source)) == 1
+        return Document(
+            id=chunk.source if is_whole else chunk.chunk_id,
+            page_content=chunk.text,
+            metadata=dict(chunk.metadata),
+        )
+
+
+def _content_id(document: Document) -> str:
+    content = json.dumps([document.page_content, document.metadata], sort_keys=True, default=str)
+    return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _checked_k(k: int) -> int:
+    if k < 1:
+        raise ParameterError(f"k is at least 1, found {k}")
+    return k
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    if options:
+        raise ParameterError(f"unknown option {', '.join(map(repr, sorted(options)))}")

@@ -1,0 +1,3 @@
+from tests.support.rag import rag
+
+__all__ = ["rag"]

@@ -1,0 +1,256 @@
+"""What LangChain's suites do not ask: identity, caches, retries, refusals, usage."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.messages import (
+    AIMessage,
+    ChatMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
+from langchain_core.tools import tool
+
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import (
+    IndexMismatchError,
+    IndexNotFoundError,
+    ParameterError,
+    StoreError,
+)
+from kvrag.llms.langchain import ChatKVRag, KVRagLLM
+from kvrag.llms.langchain_messages import to_turns
+from kvrag.llms.settings import PER_CALL
+from tests.support.models import make_tokenizer
+from tests.support.rag import PASSAGES, Rag, save_model
+
+PROMPT = f"{PASSAGES['ledger']}\n\n{PASSAGES['clock']}\n\nWho keeps the ledger?"
+
+
+@pytest.fixture
+def llm(rag: Rag) -> KVRagLLM:
+    return KVRagLLM(index=rag.path, max_tokens=8)
+
+
+@pytest.fixture
+def chat(rag: Rag) -> ChatKVRag:
+    return ChatKVRag(index=rag.path, max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    "call", [{"ratio": 1.0}, {"ratio": 0.0}, {"policy": "none"}, {"max_tokens": 5}]
+)
+def test_call_parameters_reach_the_engine(llm: KVRagLLM, call: dict[str, Any]) -> None:
+    result = llm.generate([PROMPT], **call)
+    info = result.generations[0][0].generation_info
+    assert info is not None
+    report = info["report"]
+    if call.get("ratio") == 1.0:
+        assert report["num_recomputed"] > 0
+        assert report["num_reused"] == 0
+    elif "max_tokens" not in call:
+        assert report["num_recomputed"] == 0
+        assert report["num_cached"] > 50
+    assert result.llm_output is not None
+    usage = result.llm_output["token_usage"]
+    assert usage["completion_tokens"] == call.get("max_tokens", 8)
+    assert usage["cached_tokens"] == report["num_cached"]
+    assert {source["source"] for source in info["sources"]} == {"ledger", "clock"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ratio", 1.5), ("policy", "magic"), ("top_p", 0.0), ("max_tokens", 0), ("temperature", -1)],
+)
+def test_values_out_of_range(rag: Rag, llm: KVRagLLM, name: str, value: Any) -> None:
+    with pytest.raises(ParameterError, match=str(value)):
+        llm.invoke("Hello", **{name: value})
+    with pytest.raises(ValueError, match=str(value)):
+        KVRagLLM(index=rag.path, **{name: value}).invoke("Hello")
+
+
+def test_identity_holds_all_that_changes_an_answer(rag: Rag, llm: KVRagLLM) -> None:
+    identity = llm._identifying_params
+    assert identity["model_fingerprint"] == rag.index.model.fingerprint
+    assert identity["index"] == str(rag.path)
+    assert identity["dtype"] == "float32"
+    others = {
+        "policy": "none",
+        "ratio": 0.5,
+        "boundary_tokens": 4,
+        "temperature": 1.0,
+        "max_tokens": 9,
+        "top_p": 0.5,
+        "top_k": 3,
+        "repetition_penalty": 1.5,
+        "seed": 3,
+        "stop": ["x"],
+        "timeout": 9.0,
+        "model": str(rag.model_folder),
+    }
+    assert set(others) == set(PER_CALL)
+    for name, value in others.items():
+        other = KVRagLLM(**{"index": rag.path, "max_tokens": 8, name: value})
+        assert other._identifying_params != identity, name
+
+
+def test_identity_needs_no_weights_and_no_index(tmp_path: Path) -> None:
+    llm = KVRagLLM(index=tmp_path / "nowhere")
+    assert "nowhere" in str(llm)
+    with pytest.raises(IndexNotFoundError, match="nowhere"):
+        llm.invoke("Hello")
+
+
+def test_no_index_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVRAG_INDEX", raising=False)
+    with pytest.raises(ValueError, match="KVRAG_INDEX"):
+        KVRagLLM()
+
+
+@pytest.mark.parametrize("model_class", [KVRagLLM, ChatKVRag])
+def test_cache_tells_ratios_apart(rag: Rag, model_class: Any, monkeypatch: Any) -> None:
+    cache = InMemoryCache()
+    asked = []
+    generate = KVEngine.generate
+
+    def counted(self: KVEngine, prompt: Any, **arguments: Any) -> Any:
+        asked.append(arguments["ratio"])
+        return generate(self, prompt, **arguments)
+
+    monkeypatch.setattr(KVEngine, "generate", counted)
+    for ratio in (0.0, 1.0, 0.0):
+        model_class(index=rag.path, max_tokens=4, ratio=ratio, cache=cache).invoke(PROMPT)
+    assert asked == [0.0, 1.0]
+    one = model_class(index=rag.path, max_tokens=4, cache=cache)
+    for ratio in (0.25, 0.75, 0.25, None, None):
+        one.invoke(PROMPT, **({} if ratio is None else {"ratio": ratio}))
+    assert asked == [0.0, 1.0, 0.25, 0.75, None]
+    for stop in (["x"], ["y"], ["x"]):
+        model_class(index=rag.path, max_tokens=4, cache=cache, stop=stop).invoke(PROMPT)
+    assert len(asked) == 7
+
+
+def test_retries_when_the_store_is_away(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = 2
+    generate = KVEngine.generate
+
+    def shaky(self: KVEngine, prompt: Any, **arguments: Any) -> Any:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise StoreError("away")
+        return generate(self, prompt, **arguments)
+
+    monkeypatch.setattr(KVEngine, "generate", shaky)
+    assert llm.invoke("Hello")
+    failures = 3
+    with pytest.raises(StoreError):
+        llm.invoke("Hello")
+    failures = 1
+    with pytest.raises(StoreError):
+        llm.model_copy(update={"max_retries": 0}).invoke("Hello")
+
+
+def test_timeout(llm: KVRagLLM) -> None:
+    result = llm.generate(["Hello"], timeout=1e-6, max_tokens=200)
+    info = result.generations[0][0].generation_info
+    assert info is not None
+    assert info["finish_reason"] == "timeout"
+
+
+def test_another_model_is_refused(rag: Rag, llm: KVRagLLM, tmp_path: Path) -> None:
+    save_model(tmp_path / "other", seed=1)
+    with pytest.raises(IndexMismatchError):
+        llm.invoke("Hello", model=str(tmp_path / "other"))
+
+
+def test_index_and_model_are_shared(rag: Rag) -> None:
+    first, second = KVRagLLM(index=rag.path), ChatKVRag(index=str(rag.path))
+    assert first.engine().index is second.engine().index
+    assert KVRagLLM(index=rag.index).engine().index is rag.index
+
+
+def test_counts_tokens_as_the_model_does(llm: KVRagLLM, chat: ChatKVRag) -> None:
+    ids = make_tokenizer()("the harbour", add_special_tokens=False)["input_ids"]
+    assert llm.get_token_ids("the harbour") == chat.get_token_ids("the harbour") == ids
+    assert llm.get_num_tokens("the harbour") == len(ids)
+
+
+# -- conversations -----------------------------------------------------------------------------
+
+
+def test_turns_of_one_role_are_merged() -> None:
+    turns = to_turns(
+        [
+            SystemMessage("a"),
+            SystemMessage([{"type": "text", "text": "b"}, "c"]),
+            HumanMessage("d", name="someone"),
+            AIMessage("e"),
+            ChatMessage(role="user", content="f"),
+            HumanMessage("g"),
+        ]
+    )
+    assert turns == [
+        {"role": "system", "content": "a\n\nbc"},
+        {"role": "user", "content": "d"},
+        {"role": "assistant", "content": "e"},
+        {"role": "user", "content": "f\n\ng"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        (HumanMessage([{"type": "image_url", "image_url": {"url": "data:,"}}]), "image"),
+        (AIMessage("", tool_calls=[{"name": "t", "args": {}, "id": "1"}]), "tool calls"),
+        (ToolMessage("done", tool_call_id="1"), "ToolMessage"),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused(chat: ChatKVRag, message: Any, named: str) -> None:
+    with pytest.raises(ParameterError, match=named):
+        chat.invoke([HumanMessage("hello"), message])
+
+
+def test_empty_conversation(chat: ChatKVRag) -> None:
+    with pytest.raises(ParameterError, match="at least one message"):
+        chat.invoke([])
+
+
+def test_tools_and_structured_output_are_refused(chat: ChatKVRag) -> None:
+    @tool
+    def add(a: int, b: int) -> int:
+        """Add."""
+        return a + b
+
+    with pytest.raises(NotImplementedError):
+        chat.bind_tools([add])
+    with pytest.raises(NotImplementedError):
+        chat.with_structured_output({"title": "A", "description": "a", "type": "object"})
+
+
+def test_usage_and_report(rag: Rag, chat: ChatKVRag) -> None:
+    message = chat.invoke(PROMPT)
+    report = message.response_metadata["report"]
+    assert report["num_cached"] > 50
+    assert message.usage_metadata is not None
+    assert message.usage_metadata["input_token_details"] == {"cache_read": report["num_cached"]}
+    assert message.usage_metadata["input_tokens"] == report["num_tokens"]
+    assert message.response_metadata["model_name"] == str(rag.model_folder)
+    streamed = list(chat.stream(PROMPT))
+    whole = sum(streamed[1:], streamed[0])
+    assert whole.text == message.text
+    assert whole.response_metadata["report"]["num_cached"] == report["num_cached"]
+
+
+def test_no_chat_template(rag: Rag, tmp_path: Path) -> None:
+    shutil.copytree(rag.model_folder, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    chat = ChatKVRag(index=rag.path, model=str(tmp_path / "model"))
+    with pytest.raises(ParameterError, match="chat template"):
+        chat.invoke("Hello")

@@ -1,0 +1,158 @@
+"""What LangChain's suites do not ask of retriever, vector store and embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+
+from kvrag.errors import IndexMismatchError, IndexNotFoundError, ParameterError
+from kvrag.llms.langchain import KVRagLLM
+from kvrag.retrievers.langchain import KVRagEmbeddings, KVRagRetriever, KVRagVectorStore
+from tests.support.rag import PASSAGES, Rag
+
+
+@pytest.fixture
+def store(rag: Rag, tmp_path: Path) -> Iterator[KVRagVectorStore]:
+    store = KVRagVectorStore.from_texts(
+        list(PASSAGES.values()),
+        KVRagEmbeddings("hashing"),
+        [{"title": name} for name in PASSAGES],
+        ids=list(PASSAGES),
+        path=tmp_path / "index",
+        model=rag.model_folder,
+        chunk_tokens=64,
+    )
+    yield store
+    store.index.close()
+
+
+def test_retriever_returns_chunks_as_they_are(rag: Rag) -> None:
+    retriever = KVRagRetriever(index=rag.index, k=5)
+    documents = retriever.invoke("harbour ledger of Varn, ships that enter")
+    assert {document.page_content for document in documents} == set(PASSAGES.values())
+    best = documents[0]
+    assert best.page_content == PASSAGES["ledger"]
+    assert best.metadata == {"source": "ledger", "ordinal": 0}
+    (chunk,) = rag.index.get_chunks([str(best.id)])
+    assert chunk.text == best.page_content
+
+
+def test_retriever_from_many_threads(rag: Rag) -> None:
+    retriever = KVRagRetriever(index=rag.path)
+    alone = retriever.invoke("Who repairs the clock?")
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(retriever.invoke, ["Who repairs the clock?"] * 32))
+    assert all(result == alone for result in results)
+
+
+@pytest.mark.parametrize("k", [0, -1])
+def test_retriever_k_out_of_range(rag: Rag, k: int) -> None:
+    with pytest.raises(ValueError, match="k"):
+        KVRagRetriever(index=rag.path, k=k)
+    with pytest.raises(ParameterError, match="k is at least 1"):
+        KVRagRetriever(index=rag.path).invoke("q", k=k)
+
+
+def test_retriever_unknown_parameters(rag: Rag) -> None:
+    with pytest.raises(ValueError, match="top_k"):
+        KVRagRetriever(index=rag.path, top_k=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="top_k"):
+        KVRagRetriever(index=rag.path).invoke("q", top_k=3)
+
+
+def test_retriever_without_an_index(tmp_path: Path) -> None:
+    with pytest.raises(IndexNotFoundError):
+        KVRagRetriever(index=tmp_path / "nowhere").invoke("q")
+
+
+def test_store_answers_with_reuse(store: KVRagVectorStore) -> None:
+    documents = store.as_retriever(search_kwargs={"k": 2}).invoke("harbour ledger of Varn")
+    llm = KVRagLLM(index=store.index, max_tokens=2)
+    prompt = "\n\n".join(document.page_content for document in documents)
+    info = llm.generate([prompt]).generations[0][0].generation_info
+    assert info is not None
+    assert info["report"]["num_cached"] > 20
+
+
+def test_store_scores(store: KVRagVectorStore) -> None:
+    query = PASSAGES["clock"]
+    scored = store.similarity_search_with_score(query, k=3)
+    assert [score for _, score in scored] == sorted((s for _, s in scored), reverse=True)
+    assert scored[0][0] == Document(id="clock", page_content=query, metadata={"title": "clock"})
+    assert scored[0][1] == pytest.approx(1.0, abs=1e-5)
+    relevant = store.similarity_search_with_relevance_scores(query, k=3, score_threshold=0.99)
+    assert [document.id for document, _ in relevant] == ["clock"]
+    vector = store.embeddings.embed_query(query)
+    assert store.similarity_search_by_vector(vector, k=1)[0].id == "clock"
+
+
+def test_store_mmr(store: KVRagVectorStore) -> None:
+    near = store.max_marginal_relevance_search(PASSAGES["clock"], k=3, lambda_mult=1.0)
+    assert near == store.similarity_search(PASSAGES["clock"], k=3)
+    retriever = store.as_retriever(search_type="mmr", search_kwargs={"k": 2, "lambda_mult": 0.0})
+    assert len({document.id for document in retriever.invoke(PASSAGES["clock"])}) == 2
+    store.delete()
+    assert store.max_marginal_relevance_search("anything") == []
+
+
+def test_store_long_document_is_found_by_chunks(store: KVRagVectorStore) -> None:
+    store.delete()
+    text = "\n\n".join(PASSAGES.values())
+    assert store.add_documents([Document(page_content=text, metadata={"a": 1}, id="all")]) == [
+        "all"
+    ]
+    found = store.similarity_search(PASSAGES["clock"], k=10)
+    assert len(found) > 1
+    assert "all" not in {document.id for document in found}
+    assert {document.id for document in store.get_by_ids(["all"])} == {d.id for d in found}
+    assert store.get_by_ids([str(found[0].id)]) == [found[0]]
+    store.delete([str(found[0].id)])
+    assert len(store.get_by_ids(["all"])) == len(found) - 1
+    store.delete(["all"])
+    assert store.similarity_search("anything") == []
+
+
+def test_store_ids_from_content(store: KVRagVectorStore) -> None:
+    document = Document(page_content="A new passage about the quay.", metadata={"page": 3})
+    first = store.add_documents([document])
+    assert store.add_documents([document]) == first
+    assert len(store.similarity_search("quay", k=20)) == len(PASSAGES) + 1
+    with pytest.raises(ParameterError, match="2 ids"):
+        store.add_documents([document], ids=["a", "b"])
+
+
+def test_store_refuses_unknown_options(store: KVRagVectorStore) -> None:
+    for call in (
+        lambda: store.similarity_search("q", filter={"a": 1}),
+        lambda: store.delete(["a"], force=True),
+        lambda: store.add_documents([], batch=3),
+    ):
+        with pytest.raises(ParameterError, match="unknown option"):
+            call()
+
+
+def test_store_reopens(rag: Rag, store: KVRagVectorStore) -> None:
+    again = KVRagVectorStore.from_texts(
+        [], KVRagEmbeddings("hashing"), path=store.index.path, model=rag.model_folder
+    )
+    assert again.similarity_search("clock", k=10) == store.similarity_search("clock", k=10)
+    again.index.close()
+
+
+def test_store_made_with_foreign_embeddings(rag: Rag, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"path": tmp_path / "index", "model": rag.model_folder}
+    foreign = DeterministicFakeEmbedding(size=6)
+    store = KVRagVectorStore.from_texts(["one fish", "two fish"], foreign, **options)
+    assert len(store.embeddings.embed_query("red")) == 6
+    store.index.close()
+    again = KVRagVectorStore.from_texts([], foreign, **options)
+    assert again.similarity_search("two fish", k=1)[0].page_content == "two fish"
+    again.index.close()
+    with pytest.raises(IndexMismatchError):
+        KVRagVectorStore(tmp_path / "index").similarity_search("fish")

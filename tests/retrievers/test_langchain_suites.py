@@ -1,0 +1,75 @@
+"""The retriever, vector-store and embeddings suites that LangChain ships."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.embeddings import Embeddings
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.vectorstores import VectorStore
+from langchain_tests.integration_tests import (
+    EmbeddingsIntegrationTests,
+    RetrieversIntegrationTests,
+    VectorStoreIntegrationTests,
+)
+from langchain_tests.unit_tests import EmbeddingsUnitTests
+
+from kvrag.retrievers.langchain import KVRagEmbeddings, KVRagRetriever, KVRagVectorStore
+from tests.support.rag import Rag
+
+
+class TestKVRagRetriever(RetrieversIntegrationTests):
+    @pytest.fixture(autouse=True)
+    def _use_index(self, rag: Rag) -> None:
+        self.rag = rag
+
+    @property
+    def retriever_constructor(self) -> type[BaseRetriever]:
+        return KVRagRetriever
+
+    @property
+    def retriever_constructor_params(self) -> dict[str, Any]:
+        return {"index": str(self.rag.path)}
+
+    @property
+    def retriever_query_example(self) -> str:
+        return "Who keeps the harbour ledger?"
+
+
+class TestKVRagVectorStore(VectorStoreIntegrationTests):
+    @pytest.fixture
+    def vectorstore(self, rag: Rag, tmp_path: Path) -> Iterator[VectorStore]:
+        store = KVRagVectorStore.from_texts(
+            [], self.get_embeddings(), path=tmp_path / "index", model=rag.model_folder
+        )
+        yield store
+        store.index.close()
+
+
+class TestMiniLMUnit(EmbeddingsUnitTests):
+    @property
+    def embeddings_class(self) -> type[Embeddings]:
+        return KVRagEmbeddings
+
+
+class TestMiniLMIntegration(EmbeddingsIntegrationTests):
+    @property
+    def embeddings_class(self) -> type[Embeddings]:
+        return KVRagEmbeddings
+
+
+class TestIndexEmbeddingIntegration(EmbeddingsIntegrationTests):
+    @pytest.fixture(autouse=True)
+    def _use_index(self, rag: Rag) -> None:
+        self.rag = rag
+
+    @property
+    def embeddings_class(self) -> type[Embeddings]:
+        return KVRagEmbeddings
+
+    @property
+    def embedding_model_params(self) -> dict[str, Any]:
+        return {"embedding": self.rag.index.embedding}

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from llama_index.core.schema import MetadataMode, QueryBundle
+
+from kvrag.errors import IndexNotFoundError, ParameterError
+from kvrag.retrievers.llamaindex import KVRagRetriever
+from tests.support.rag import PASSAGES, Rag
+
+
+def test_nodes_read_as_the_chunks(rag: Rag) -> None:
+    nodes = KVRagRetriever(rag.path, k=5).retrieve("harbour ledger of Varn, ships that enter")
+    texts = [node.node.get_content(MetadataMode.LLM) for node in nodes]
+    assert texts[0] == PASSAGES["ledger"]
+    assert set(texts) == set(PASSAGES.values())
+    assert [node.score for node in nodes] == sorted((n.score for n in nodes), reverse=True)
+    best = nodes[0].node
+    assert best.ref_doc_id == "ledger"
+    assert best.metadata == {"source": "ledger", "ordinal": 0}
+    (chunk,) = rag.index.get_chunks([best.node_id])
+    assert chunk.text == texts[0]
+
+
+async def test_async(rag: Rag) -> None:
+    retriever = KVRagRetriever(rag.index, k=2)
+    query = "Who repairs the clock?"
+    later = await retriever.aretrieve(query)
+    assert [n.node_id for n in later] == [n.node_id for n in retriever.retrieve(query)]
+
+
+def test_query_by_vector_and_by_several_texts(rag: Rag) -> None:
+    retriever = KVRagRetriever(rag.path, k=1)
+    (vector,) = rag.index.embedding.embed([PASSAGES["fox"]])
+    (node,) = retriever.retrieve(QueryBundle("unrelated", embedding=vector.tolist()))
+    assert node.text == PASSAGES["fox"]
+    (node,) = retriever.retrieve(QueryBundle("x", custom_embedding_strs=[PASSAGES["book"]] * 2))
+    assert node.text == PASSAGES["book"]
+
+
+def test_bad_arguments(rag: Rag, tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="k is at least 1"):
+        KVRagRetriever(rag.path, k=0)
+    with pytest.raises(IndexNotFoundError):
+        KVRagRetriever(tmp_path / "nowhere").retrieve("q")
