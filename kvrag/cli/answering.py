@@ -1,0 +1,147 @@
+"""One question, from retrieval to the report under its answer; shared by query, chat and demo."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvrag.cli import console
+from kvrag.cli.prompts import Messages, chat_messages, plain_prompt, reading_order
+
+if TYPE_CHECKING:
+    from kvrag.engine.answer import Answer, Source
+    from kvrag.engine.engine import KVEngine
+    from kvrag.ingest.index import Index
+
+_SNIPPET_CHARACTERS = 90
+# A model without a chat template may go on to invent the next question.
+_PLAIN_STOP = ("\nQuestion:",)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How answers are made; `None` leaves a value to the engine."""
+
+    top_k: int
+    max_tokens: int
+    policy: str
+    ratio: float | None = None
+    boundary_tokens: int | None = None
+    temperature: float = 0.0
+    seed: int | None = None
+    use_chat_template: bool = True
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """A prompt built around the chunks found for a question.
+
+    Attributes
+    ----------
+    question, prompt
+        What was asked, and the text or messages made of it and the chunks.
+    stop
+        Strings that end the answer.
+    chunk_ids
+        The chunks in the prompt.
+    seconds
+        Embedding the question and searching.
+    """
+
+    question: str
+    prompt: str | Messages
+    stop: tuple[str, ...]
+    chunk_ids: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A question, its answer, and how long finding its chunks took."""
+
+    question: str
+    answer: Answer
+    retrieval_seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, the answer's text under ``answer``."""
+        fields = self.answer.to_dict()
+        text = fields.pop("text")
+        return {
+            "question": self.question,
+            "answer": text,
+            **fields,
+            "retrieval_seconds": self.retrieval_seconds,
+        }
+
+
+def retrieve(
+    index: Index,
+    question: str,
+    settings: Settings,
+    history: Sequence[tuple[str, str]] = (),
+) -> Retrieved:
+    """Search the index and build the prompt; `history` is shown to chat models only."""
+    started = time.perf_counter()
+    hits = index.search(question, settings.top_k)
+    seconds = time.perf_counter() - started
+    chunks = reading_order([hit.chunk for hit in hits])
+    texts = [chunk.text for chunk in chunks]
+    chunk_ids = tuple(chunk.chunk_id for chunk in chunks)
+    if settings.use_chat_template and getattr(index.tokenizer, "chat_template", None):
+        messages = chat_messages(question, texts, history)
+        return Retrieved(question, messages, (), chunk_ids, seconds)
+    return Retrieved(question, plain_prompt(question, texts), _PLAIN_STOP, chunk_ids, seconds)
+
+
+def answer(
+    engine: KVEngine,
+    retrieved: Retrieved,
+    settings: Settings,
+    on_text: Callable[[str], None] = lambda _text: None,
+) -> Outcome:
+    """Answer from the prompt, handing each piece of text to `on_text` as it comes."""
+    final: Answer | None = None
+    for delta in engine.stream(
+        retrieved.prompt,
+        policy=settings.policy,
+        ratio=settings.ratio,
+        boundary_tokens=settings.boundary_tokens,
+        max_tokens=settings.max_tokens,
+        temperature=settings.temperature,
+        stop=retrieved.stop,
+        seed=settings.seed,
+        hints=retrieved.chunk_ids,
+    ):
+        if delta.text:
+            on_text(delta.text)
+        final = delta.answer or final
+    if final is None:
+        raise RuntimeError("the engine's stream ended without an answer")
+    return Outcome(retrieved.question, final, retrieved.seconds)
+
+
+def print_below(outcome: Outcome) -> None:
+    """Print the sources and the one-line report under an answer that was streamed."""
+    out = console.out()
+    for number, source in enumerate(outcome.answer.sources, start=1):
+        out.print(f"  [{number}] {_source_line(source)}", style="dim", markup=False, soft_wrap=True)
+    out.print(f"  {report_line(outcome.answer)}", style="dim", markup=False, soft_wrap=True)
+
+
+def report_line(answer: Answer) -> str:
+    """Return the time to the first token, then the engine's own line."""
+    return f"first token {console.format_seconds(answer.ttft_seconds)} | {answer.report.one_line()}"
+
+
+def _source_line(source: Source) -> str:
+    text = " ".join(source.text.split())
+    snippet = text if len(text) <= _SNIPPET_CHARACTERS else text[: _SNIPPET_CHARACTERS - 1] + "…"
+    place = f"{console.short_path(source.source)}#{source.ordinal}"
+    return f"{place}{_page(source.metadata)}: {snippet}"
+
+
+def _page(metadata: Mapping[str, Any]) -> str:
+    return f" p.{metadata['page']}" if "page" in metadata else ""

@@ -1,0 +1,110 @@
+"""`kvrag bench`: kvrag against plain prefill on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+from kvrag.errors import ParameterError
+
+if TYPE_CHECKING:
+    from kvrag.bench.ttft import TTFTRow
+
+
+def bench_ttft(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.", show_default=False),
+    ] = None,
+    random_shape: Annotated[
+        str,
+        typer.Option(help="Without --model: random weights in the shape of this model."),
+    ] = "qwen2.5-0.5b",
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 10,
+    chunk_tokens: Annotated[
+        str, typer.Option(help="Tokens of each chunk; several, with commas, make several rows.")
+    ] = "100,250,500",
+    policies: Annotated[
+        str, typer.Option(help="Policies to time, with commas.")
+    ] = "none,deviation",
+    ratio: Annotated[float, typer.Option(help="Share that 'deviation' recomputes.")] = 0.15,
+    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 30,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs; the median counts.")] = 3,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Time to first token: plain prefill over kvrag, and the floor this machine allows."""
+    lengths = _numbers(chunk_tokens, "--chunk-tokens")
+    names = _names(policies, "--policies")
+    from kvrag.bench.ttft import TTFTOptions, run_ttft_bench
+    from kvrag.cli.opening import quiet_libraries
+
+    quiet_libraries()
+    options = TTFTOptions(
+        model=model,
+        shape=random_shape,
+        num_chunks=chunks,
+        chunk_tokens=lengths,
+        policies=names,
+        ratio=ratio,
+        question_tokens=question_tokens,
+        repeats=repeats,
+    )
+    with console.err().status("measuring") as status:
+        rows = list(run_ttft_bench(options, on_progress=status.update))
+    if as_json:
+        console.print_json(rows)
+    else:
+        _print_rows(rows)
+
+
+def _names(text: str, option: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
+        raise ParameterError(f"{option} is empty: expected names with commas between them")
+    return names
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in _names(text, option))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise ParameterError(
+            f"{option} {text!r}: expected whole numbers from 1 with commas between them"
+        )
+    return numbers
+
+
+def _print_rows(rows: Sequence[TTFTRow]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("policy", no_wrap=True)
+    for name in ("context", "plain", "kvrag", "speedup", "floor", "x floor", "peak", "KV"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        policy = row.policy if row.ratio is None else f"{row.policy} {row.ratio:.0%}"
+        table.add_row(
+            policy,
+            f"{row.context_tokens:,} tokens",
+            console.format_seconds(row.plain_ttft_seconds),
+            console.format_seconds(row.ttft_seconds),
+            f"{row.speedup:.1f}x",
+            console.format_seconds(row.floor_seconds),
+            f"{row.floor_ratio:.2f}",
+            console.format_bytes(row.peak_bytes),
+            console.format_bytes(row.kv_bytes),
+        )
+    out = console.out()
+    out.print(table)
+    if rows:
+        out.print(
+            f"{rows[0].model}, {rows[0].num_chunks} chunks; time to first token, median",
+            style="dim",
+            markup=False,
+        )

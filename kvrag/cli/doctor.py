@@ -1,0 +1,49 @@
+"""`kvrag doctor`: what this machine and an index are, what is wrong, and how to mend it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+from kvrag.cli.failures import EXIT_FAILURE
+
+_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
+
+
+def doctor(
+    index: Annotated[
+        Path | None,
+        typer.Option("--index", "-i", metavar="DIR", help="Also look at this index."),
+    ] = None,
+    model: o.ModelOption = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Look over versions, processor, disk, index and model; exit 1 when something is wrong."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvrag.cli.checkup import check_all
+
+    with console.working("looking around"):
+        findings = check_all(index, model)
+    failed = any(finding.status == "problem" for finding in findings)
+    if as_json:
+        console.print_json({"ok": not failed, "findings": findings})
+    else:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for finding in findings:
+            style = _STYLES[finding.status]
+            detail = finding.detail
+            if finding.remedy:
+                detail += f"\n-> {finding.remedy}"
+            table.add_row(Text(finding.status, style), finding.name, Text(detail))
+        console.out().print(table)
+    if failed:
+        raise typer.Exit(EXIT_FAILURE)

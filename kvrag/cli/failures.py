@@ -1,0 +1,60 @@
+"""One clear line for whatever goes wrong, and the exit code: 1, or 130 on interrupt."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import typer
+
+from kvrag.errors import KVRagError
+
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130
+DEBUG_VARIABLE = "KVRAG_DEBUG"
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def fail(message: str) -> typer.Exit:
+    """Print `message` as an error and return the exit to raise."""
+    text = " ".join(message.split()) or "no message was given"
+    print(f"error: {text}", file=sys.stderr)
+    return typer.Exit(EXIT_FAILURE)
+
+
+def guarded(command: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a command so that a user sees a sentence where a program would see a traceback."""
+
+    @functools.wraps(command)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except KeyboardInterrupt:
+            print("\ninterrupted", file=sys.stderr)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except (typer.Exit, typer.Abort, typer.BadParameter):
+            raise
+        except Exception as error:
+            if os.environ.get(DEBUG_VARIABLE):
+                raise
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+                raise  # The reader of stdout has left: not worth a word.
+            raise fail(_describe(error)) from None
+
+    return wrapper
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, KVRagError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror}{where}"
+    kind = type(error).__name__
+    return f"unexpected {kind}: {error} (`kvrag --debug ...` shows where; please report it)"

@@ -1,0 +1,18 @@
+"""`kvrag gc`: free what no chunk needs any more."""
+
+from __future__ import annotations
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+
+
+def gc(index: o.IndexOption, as_json: o.JsonOption = False) -> None:
+    """Delete records that no chunk refers to, such as those of an interrupted run."""
+    from kvrag.cli.opening import open_index
+
+    with open_index(index) as opened:
+        report = opened.gc()
+    if as_json:
+        console.print_json(report)
+    else:
+        console.print_fields(console.plain(report))

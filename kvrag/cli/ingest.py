@@ -1,0 +1,148 @@
+"""`kvrag ingest`: documents in, an index out."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+from kvrag.cli.failures import EXIT_FAILURE
+from kvrag.errors import DocumentError, IndexNotFoundError, ParameterError
+
+if TYPE_CHECKING:
+    from kvrag.ingest.index import Index
+    from kvrag.ingest.report import IngestReport
+
+_DEFAULT_MODEL = "kvrag-tiny"
+_DEFAULT_EMBEDDING = "minilm"
+_DEFAULT_CODEC = "raw"
+_DEFAULT_CHUNK_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What an index is made with; None means the default, or whatever the index has."""
+
+    embedding: str | None
+    codec: str | None
+    chunk_tokens: int | None
+
+
+def ingest(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="Files and folders of documents.")
+    ],
+    index: o.IndexOption,
+    model: o.ModelOption = None,
+    embedding: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Embedding for retrieval (new index: {_DEFAULT_EMBEDDING}).", show_default=False
+        ),
+    ] = None,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Longest chunk, in tokens (new index: {_DEFAULT_CHUNK_TOKENS}).",
+            show_default=False,
+        ),
+    ] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(help=f"How KV is stored (new index: {_DEFAULT_CODEC}).", show_default=False),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done, write nothing.")
+    ] = False,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Read documents, compute the KV of their chunks once, and store it in an index.
+
+    Runs again at the cost of what changed: files that stayed the same take no model time,
+    changed and vanished ones are replaced. A run that was killed is completed by the next.
+    """
+    from kvrag.cli.opening import quiet_libraries
+    from kvrag.cli.progress import IngestBar
+
+    for path in paths:
+        if not path.expanduser().exists():  # before an index is made for nothing
+            raise DocumentError(f"{path}: there is no such file or folder")
+    quiet_libraries()
+    settings = _Settings(embedding, codec, chunk_tokens)
+    with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
+        opened = _open_or_create(index, model, settings, Path(scratch) if dry_run else None)
+        with opened, IngestBar(opened.path) as bar:
+            report = opened.add(paths, dry_run=dry_run, on_progress=bar.update)
+    if as_json:
+        console.print_json(report)
+    else:
+        _print_report(report)
+    if not report.ok:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _print_report(report: IngestReport) -> None:
+    for failed in report.failed:
+        place = console.short_path(failed.source)
+        reason = failed.reason.removeprefix(f"{failed.source}: ")
+        print(f"left out: {place}: {reason}", file=sys.stderr)
+    size = console.format_bytes(report.size_bytes)
+    if report.dry_run:
+        work = (
+            f"would compute {report.num_tokens_computed:,} tokens "
+            f"and write about {size} of KV; nothing was written"
+        )
+    else:
+        work = (
+            f"{report.num_tokens_computed:,} tokens computed, {size} of KV written "
+            f"in {console.format_seconds(report.seconds)}"
+        )
+        if report.num_tokens_computed:
+            work += f" ({report.tokens_per_second:,.0f} tokens/s)"
+    console.write(
+        f"documents: {len(report.added):,} new, {len(report.changed):,} changed, "
+        f"{len(report.removed):,} removed, {len(report.unchanged):,} unchanged, "
+        f"{len(report.failed):,} left out\n{work}\n"
+    )
+
+
+def _open_or_create(
+    path: Path, model: str | None, settings: _Settings, scratch: Path | None
+) -> Index:
+    """Open the index at `path`, or make one; a dry run makes it in `scratch`, to be thrown away."""
+    from kvrag.ingest.index import Index
+
+    try:
+        opened = Index.open(path, model=model)
+    except IndexNotFoundError:
+        if model is None:
+            console.note(f"no --model given: the index is made with the embedded {_DEFAULT_MODEL}")
+        return Index.create(
+            scratch / "index" if scratch is not None else path,
+            model=model or _DEFAULT_MODEL,
+            embedding=settings.embedding or _DEFAULT_EMBEDDING,
+            codec=settings.codec or _DEFAULT_CODEC,
+            chunk_tokens=(
+                _DEFAULT_CHUNK_TOKENS if settings.chunk_tokens is None else settings.chunk_tokens
+            ),
+        )
+    for name, wanted in asdict(settings).items():
+        recorded = getattr(opened.config, name)
+        if wanted is not None and recorded not in (wanted, _as_folder(wanted)):
+            opened.close()
+            raise ParameterError(
+                f"the index at {path} was made with {name}={recorded}, asked for {wanted}: "
+                "leave the option out, or make a new index in another folder"
+            )
+    return opened
+
+
+def _as_folder(value: str | int) -> str:
+    """Return how an index records an embedding that was given as a folder."""
+    return str(Path(str(value)).expanduser().resolve())

@@ -1,0 +1,35 @@
+"""`kvrag ls`: the documents of an index."""
+
+from __future__ import annotations
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+
+
+def ls(index: o.IndexOption, as_json: o.JsonOption = False) -> None:
+    """List the documents with their chunks, tokens and bytes of KV."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvrag.cli.opening import open_index
+
+    with open_index(index) as opened:
+        rows = opened.documents()
+    if as_json:
+        console.print_json(rows)
+        return
+    if not rows:
+        console.note("the index is empty; fill it with: kvrag ingest PATH... --index DIR")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("document", overflow="fold")
+    for name in ("chunks", "tokens", "KV"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            Text(console.short_path(row.source)),
+            f"{row.num_chunks:,}",
+            f"{row.num_tokens:,}",
+            console.format_bytes(row.size_bytes),
+        )
+    console.out().print(table)

@@ -1,0 +1,66 @@
+"""The entry point `kvrag`: commands are registered here and live one a file."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+import kvrag
+from kvrag.cli.bench import bench_ttft
+from kvrag.cli.chat import chat
+from kvrag.cli.demo import demo
+from kvrag.cli.doctor import doctor
+from kvrag.cli.failures import DEBUG_VARIABLE, guarded
+from kvrag.cli.gc import gc
+from kvrag.cli.ingest import ingest
+from kvrag.cli.ls import ls
+from kvrag.cli.query import query
+from kvrag.cli.stats import stats
+from kvrag.cli.verify import verify
+
+app = typer.Typer(
+    name="kvrag",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench_app = typer.Typer(no_args_is_help=True, help="Measure kvrag against plain prefill.")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvrag {kvrag.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[  # noqa: ARG001
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Answer questions over your documents from KV computed once, at indexing."""
+    if debug:
+        os.environ[DEBUG_VARIABLE] = "1"
+
+
+app.command("ingest")(guarded(ingest))
+app.command("query")(guarded(query))
+app.command("chat")(guarded(chat))
+app.command("ls")(guarded(ls))
+app.command("stats")(guarded(stats))
+app.command("verify")(guarded(verify))
+app.command("gc")(guarded(gc))
+app.command("doctor")(guarded(doctor))
+app.command("demo")(guarded(demo))
+bench_app.command("ttft")(guarded(bench_ttft))
+app.add_typer(bench_app, name="bench")
+
+
+def run() -> None:
+    """Run the command line and exit with its code."""
+    app()

@@ -1,0 +1,36 @@
+"""Opening an index and what it needs, with a word on stderr for what takes long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvrag.cli import console
+
+if TYPE_CHECKING:
+    from kvrag.ingest.index import Index
+
+
+def quiet_libraries() -> None:
+    """Silence the progress bars and notes that Transformers writes while it loads a model."""
+    from transformers.utils import logging
+
+    quiet: Any = logging  # untyped in Transformers
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+
+
+def open_index(path: Path, model: str | None = None) -> Index:
+    """Open an index without loading its model."""
+    from kvrag.ingest.index import Index
+
+    quiet_libraries()
+    return Index.open(path, model=model)
+
+
+def warm_up(index: Index) -> None:
+    """Load model, embedding and matcher, so that no answer's time contains their loading."""
+    with console.working("loading the model"):
+        _ = index.model
+        index.embedding.embed(["warm-up"])
+        _ = index.matcher

@@ -1,0 +1,62 @@
+"""Options that several commands share, so that they read the same everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+IndexOption = Annotated[
+    Path, typer.Option("--index", "-i", metavar="DIR", help="Folder of the index.")
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Folder or hub name of a Hugging Face decoder, or 'kvrag-tiny'. "
+        "Default: the one the index was made with.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+]
+TopKOption = Annotated[int, typer.Option("-k", min=1, help="Chunks to retrieve.")]
+PolicyOption = Annotated[
+    str,
+    typer.Option(
+        help="How reused chunks are repaired: none, boundary (first tokens of each chunk) or "
+        "deviation (the tokens whose KV is furthest off)."
+    ),
+]
+RatioOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of reused tokens that 'deviation' recomputes, 0 to 1.", show_default=False
+    ),
+]
+BoundaryTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--boundary-tokens",
+        help="Tokens that 'boundary' recomputes at the head of each chunk.",
+        show_default=False,
+    ),
+]
+MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
+TemperatureOption = Annotated[
+    float, typer.Option(help="0 takes the likeliest token; above, tokens are drawn.")
+]
+SeedOption = Annotated[
+    int | None, typer.Option(help="Makes drawn answers repeatable.", show_default=False)
+]
+NoChatOption = Annotated[
+    bool,
+    typer.Option("--no-chat", help="A plain prompt even where the model has a chat template."),
+]
+
+DEFAULT_POLICY = "deviation"
+DEFAULT_TOP_K = 4
+DEFAULT_MAX_TOKENS = 256

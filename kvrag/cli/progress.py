@@ -1,0 +1,84 @@
+"""What `kvrag ingest` shows meanwhile, on stderr: an estimate, then tokens/s and time left."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from kvrag.cli import console
+
+if TYPE_CHECKING:
+    from kvrag.ingest.report import IngestProgress
+
+
+class IngestBar:
+    """A context manager whose `update` is handed to `Index.add` as `on_progress`.
+
+    Parameters
+    ----------
+    place
+        Folder the index is in, to tell how much room there is.
+    """
+
+    def __init__(self, place: Path) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._place = place
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}% {task.fields[detail]}"),
+            console=console.err(),
+            transient=True,
+        )
+        self._task = self._bar.add_task("reading", total=None, detail="")
+        self._stage = ""
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, progress: IngestProgress) -> None:
+        """Show how far ingestion is; say once, before anything is written, what it will take."""
+        if progress.stage == "read":
+            done, total = progress.num_documents_done, progress.num_documents
+            detail = f"{done:,} of {total:,} documents"
+        else:
+            if self._stage != progress.stage and progress.num_tokens:
+                self._say_estimate(progress)
+            done, total = progress.num_tokens_done, progress.num_tokens
+            detail = f"{done:,} of {total:,} tokens{_speed(progress)}"
+        self._stage = progress.stage
+        description = "reading" if progress.stage == "read" else "computing"
+        self._bar.update(
+            self._task,
+            description=description,
+            completed=done,
+            total=max(total, 1),
+            detail=detail,
+        )
+
+    def _say_estimate(self, progress: IngestProgress) -> None:
+        size = console.format_bytes(progress.size_bytes_estimate)
+        free = console.format_bytes(shutil.disk_usage(self._place).free)
+        self._bar.console.print(
+            f"{progress.num_tokens:,} tokens to compute, about {size} of KV to write, {free} free",
+            style="dim",
+        )
+
+
+def _speed(progress: IngestProgress) -> str:
+    if progress.eta_seconds is None:
+        return ""
+    left = console.format_seconds(progress.eta_seconds)
+    return f", {progress.tokens_per_second:,.0f} tokens/s, {left} left"

@@ -1,0 +1,96 @@
+"""`kvrag query`: one question, one answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+
+if TYPE_CHECKING:
+    from kvrag.cli.answering import Retrieved
+    from kvrag.engine.engine import KVEngine
+
+
+def query(
+    question: Annotated[str, typer.Argument(help="The question.")],
+    index: o.IndexOption,
+    model: o.ModelOption = None,
+    top_k: o.TopKOption = o.DEFAULT_TOP_K,
+    policy: o.PolicyOption = o.DEFAULT_POLICY,
+    ratio: o.RatioOption = None,
+    boundary_tokens: o.BoundaryTokensOption = None,
+    max_tokens: o.MaxTokensOption = o.DEFAULT_MAX_TOKENS,
+    temperature: o.TemperatureOption = 0.0,
+    seed: o.SeedOption = None,
+    plain: Annotated[
+        bool,
+        typer.Option("--plain", help="Answer by plain prefill instead, greedily, to compare."),
+    ] = False,
+    no_chat: o.NoChatOption = False,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Answer one question from the index, with its sources and a report."""
+    from kvrag.cli.answering import Settings, answer, print_below, retrieve
+    from kvrag.cli.opening import open_index, warm_up
+    from kvrag.engine.engine import KVEngine
+    from kvrag.errors import ParameterError
+
+    if not question.strip():
+        raise ParameterError("the question is empty: give one in quotes")
+    settings = Settings(
+        top_k=top_k,
+        policy=policy,
+        ratio=ratio,
+        boundary_tokens=boundary_tokens,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        use_chat_template=not no_chat,
+    )
+    with open_index(index, model) as opened:
+        engine = KVEngine(opened, policy=policy, ratio=ratio, boundary_tokens=boundary_tokens)
+        warm_up(opened)
+        retrieved = retrieve(opened, question, settings)
+        if plain:
+            _answer_plainly(engine, retrieved, max_tokens, as_json)
+            return
+        outcome = answer(engine, retrieved, settings, _discard if as_json else console.write)
+        if as_json:
+            console.print_json(outcome.to_dict())
+        else:
+            console.write("\n")
+            print_below(outcome)
+
+
+def _answer_plainly(engine: KVEngine, retrieved: Retrieved, max_tokens: int, as_json: bool) -> None:
+    from kvrag.cli.plain import answer_plainly
+
+    model = engine.index.model
+    token_ids = engine.prompt_ids(retrieved.prompt)
+    on_text = _discard if as_json else console.write
+    given = answer_plainly(model, token_ids, max_tokens, retrieved.stop, on_text)
+    if as_json:
+        fields = console.plain(given)
+        console.print_json(
+            {
+                "question": retrieved.question,
+                "answer": fields.pop("text"),
+                "policy": "plain",
+                **fields,
+                "retrieval_seconds": retrieved.seconds,
+            }
+        )
+    else:
+        ttft = console.format_seconds(given.ttft_seconds)
+        console.write("\n")
+        console.out().print(
+            f"  first token {ttft} | {given.prompt_tokens} prompt tokens, plain prefill",
+            style="dim",
+        )
+
+
+def _discard(_text: str) -> None:
+    pass

@@ -1,0 +1,76 @@
+"""A small random model on disk, a corpus, and a way to run commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvrag.cli.main import app
+from tests.support.models import make_model, make_tokenizer
+
+TEXTS = {
+    "harbour.txt": "Ines keeps the harbour ledger. She writes down every boat.\n\n"
+    "Tomas repairs the tall clock of Varn.\n",
+    "river.md": "# The river\n\nThe old river bank was built by the keeper of the light.\n",
+    "notes/fox.txt": "The quick brown fox jumps over the lazy dog.\n",
+}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run() -> Run:
+    def run_command(*args: object, stdin: str | None = None) -> Ran:
+        result = CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
+        return Ran(result.exit_code, result.stdout, result.stderr)
+
+    return run_command
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model("llama").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "documents"
+    for name, text in TEXTS.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.fixture
+def index_folder(tmp_path: Path, documents: Path, model_folder: Path, run: Run) -> Path:
+    """Return the folder of an index of `documents`, made by the command line."""
+    folder = tmp_path / "index"
+    done = run(
+        "ingest", documents, "--index", folder, "--model", model_folder, "--embedding", "hashing"
+    )
+    assert done.code == 0, done.err
+    return folder

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import kvrag
+from tests.cli.conftest import Run
+
+
+def test_a_conversation_from_a_pipe(run: Run, index_folder: Path) -> None:
+    lines = "Who keeps the ledger?\n\n/new\n/help\nAnd the clock?\n"
+    done = run("chat", "--index", index_folder, "--max-tokens", 3, stdin=lines)
+    assert done.code == 0, done.err
+    assert done.out.count("first token") == 2
+
+
+def test_json_is_one_document(run: Run, index_folder: Path) -> None:
+    lines = "Who keeps the ledger?\nAnd the clock?\n/quit\nNever asked\n"
+    done = run("chat", "--index", index_folder, "--max-tokens", 3, "--json", stdin=lines)
+    assert done.code == 0, done.err
+    assert [turn["question"] for turn in done.json["turns"]] == [
+        "Who keeps the ledger?",
+        "And the clock?",
+    ]
+
+
+def test_history_makes_the_prompt_longer(run: Run, index_folder: Path) -> None:
+    lines = "Who keeps the ledger?\nAnd the clock?\n"
+    common = ("chat", "--index", index_folder, "--max-tokens", 3, "--json")
+    alone = run(*common, stdin=lines).json["turns"]
+    together = run(*common, "--history", 2, stdin=lines).json["turns"]
+    assert alone[0]["usage"]["prompt_tokens"] == together[0]["usage"]["prompt_tokens"]
+    assert alone[1]["usage"]["prompt_tokens"] < together[1]["usage"]["prompt_tokens"]
+
+
+def test_a_question_too_long_is_said_and_survived(run: Run, index_folder: Path) -> None:
+    lines = "why " * 3000 + "\nWho keeps the ledger?\n"
+    done = run("chat", "--index", index_folder, "--max-tokens", 3, stdin=lines)
+    assert done.code == 0
+    assert done.err.startswith("error: ")
+    assert done.out.count("first token") == 1
+
+
+def test_ctrl_c_at_the_prompt_leaves_with_130(index_folder: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvrag.cli", "chat", "--index", str(index_folder)],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        start_new_session=True,
+        cwd=Path(kvrag.__file__).parent.parent,
+    )
+    os.close(theirs)
+    shown = b""
+    deadline = time.monotonic() + 120
+    while b"> " not in shown and time.monotonic() < deadline:
+        shown += os.read(ours, 1024)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    os.close(ours)
+    assert process.returncode == 130
+    assert out == b""
+    assert b"Traceback" not in shown

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvrag.cli import console
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (3 * 2**40, "3.0 TiB")],
+)
+def test_bytes_for_a_person(size: int, shown: str) -> None:
+    assert console.format_bytes(size) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.00042, "420 us"), (0.0123, "12.3 ms"), (1.239, "1.24 s"), (185, "3 min 05 s")],
+)
+def test_seconds_for_a_person(seconds: float, shown: str) -> None:
+    assert console.format_seconds(seconds) == shown
+
+
+@dataclass(frozen=True)
+class Inner:
+    path: Path
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    by_name: dict[str, Inner]
+
+
+def test_dataclasses_become_json_values() -> None:
+    inner = Inner(Path("a/b"), (1, 2))
+    expected = {"path": "a/b", "ids": [1, 2]}
+    shown = console.plain(Outer(inner, {"x": inner}))
+    assert shown == {"inner": expected, "by_name": {"x": expected}}
+
+
+def test_fields_are_printed_with_units(capsys: pytest.CaptureFixture[str]) -> None:
+    values = {
+        "num_chunks": 1234,
+        "size_bytes": 2048,
+        "load_seconds": 0.5,
+        "ok": True,
+        "empty": [],
+        "misses": {"flipped": 2},
+        "nothing": None,
+    }
+    console.print_fields(values)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "chunks 1,234",
+        "size 2.0 KiB",
+        "load 500.0 ms",
+        "ok yes",
+        "empty none",
+        "misses flipped 2",
+        "nothing none",
+    ]
+
+
+def test_brackets_in_values_are_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_fields({"policy": "[bold]x[/bold] [/]"})
+    assert "[bold]x[/bold] [/]" in capsys.readouterr().out

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kvrag.cli.checkup import MINIMUM_VERSIONS, Finding
+from tests.cli.conftest import Run
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def findings(run: Run, *args: object) -> dict[str, Finding]:
+    done = run("doctor", *args, "--json")
+    return {row["name"]: Finding(**row) for row in done.json["findings"]}
+
+
+def test_minimum_versions_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {}
+    for requirement in project["dependencies"]:
+        name, major, minor = re.match(r"([\w-]+)>=(\d+)\.(\d+)", requirement).groups()
+        declared[name] = (int(major), int(minor))
+    assert MINIMUM_VERSIONS.items() <= declared.items()
+
+
+def test_this_machine_is_sound(run: Run) -> None:
+    done = run("doctor")
+    assert done.code == 0, done.out
+    for word in ("torch", "transformers", "threads", "disk", "network"):
+        assert word in done.out
+
+
+def test_index_and_model(run: Run, index_folder: Path) -> None:
+    found = findings(run, "--index", index_folder)
+    assert found["index"].status == "ok"
+    assert "3 documents" in found["index"].detail
+    assert found["model"].status == "ok"
+    assert "llama" in found["model"].detail
+
+
+def test_missing_index_is_a_problem_with_a_remedy(run: Run, tmp_path: Path) -> None:
+    done = run("doctor", "--index", tmp_path / "nowhere")
+    assert done.code == 1
+    assert "problem" in done.out
+    assert "kvrag ingest" in done.out
+
+
+def test_missing_model_is_a_problem(run: Run, tmp_path: Path) -> None:
+    found = findings(run, "--model", tmp_path / "gone")
+    assert found["model"].status == "problem"
+    assert "gone" in found["model"].detail
+
+
+def test_too_many_threads_are_warned_of(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1000)
+    found = findings(run)["threads"]
+    assert found.status == "warning"
+    assert "OMP_NUM_THREADS" in found.remedy
+
+
+def test_an_old_package_is_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MINIMUM_VERSIONS, "numpy", (99, 0))
+    found = findings(run)["numpy"]
+    assert found.status == "problem"
+    assert found.remedy == "pip install 'numpy>=99.0'"
+
+
+def test_forced_offline_is_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE" in findings(run)["network"].detail

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def common(tmp_path: Path, documents: Path, model_folder: Path) -> tuple[object, ...]:
+    return (
+        *("ingest", documents, "--index", tmp_path / "index", "--model", model_folder),
+        *("--embedding", "hashing"),
+    )
+
+
+def test_second_run_finds_nothing_to_do(
+    run: Run, common: tuple[object, ...], documents: Path
+) -> None:
+    assert run(*common, "--json").code == 0
+    again = run(*common, "--json")
+    assert again.code == 0, again.err
+    (documents / "river.md").write_text("The bridge fell.\n")
+    changed = run(*common)
+    assert changed.code == 0, changed.err
+
+
+def test_dry_run_leaves_nothing(run: Run, common: tuple[object, ...], tmp_path: Path) -> None:
+    done = run(*common, "--dry-run", "--json")
+    assert done.code == 0, done.err
+    assert done.json["dry_run"] is True
+    assert not (tmp_path / "index").exists()
+
+
+def test_settings_of_an_index_cannot_change(run: Run, common: tuple[object, ...]) -> None:
+    assert run(*common).code == 0
+    done = run(*common, "--chunk-tokens", 64)
+    assert done.code == 1
+    assert "chunk_tokens=512" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--codec", "zip"), "raw"),
+        (("--embedding", "nope"), "minilm"),
+        (("--chunk-tokens", "0"), "chunk_tokens"),
+    ],
+)
+def test_bad_settings_are_named(
+    run: Run,
+    documents: Path,
+    model_folder: Path,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    expected: str,
+) -> None:
+    folder = tmp_path / "index"
+    done = run("ingest", documents, "--index", folder, "--model", model_folder, *arguments)
+    assert done.code == 1
+    assert done.err.startswith("error: ")
+    assert expected in done.err
+
+
+def test_missing_path(run: Run, tmp_path: Path, model_folder: Path) -> None:
+    done = run("ingest", tmp_path / "gone", "--index", tmp_path / "i", "--model", model_folder)
+    assert done.code == 1
+    assert "gone" in done.err
+    assert not (tmp_path / "i").exists()
+
+
+def test_missing_model(run: Run, tmp_path: Path, documents: Path) -> None:
+    done = run("ingest", documents, "--index", tmp_path / "i", "--model", tmp_path / "gone")
+    assert done.code == 1
+    assert "gone" in done.err
+
+
+def test_unreadable_files_are_named_and_the_rest_is_kept(
+    run: Run, common: tuple[object, ...], documents: Path
+) -> None:
+    (documents / "empty.txt").write_text("")
+    (documents / "broken.pdf").write_bytes(b"%PDF-1.4 nothing")
+    done = run(*common)
+    assert "empty.txt" in done.out + done.err
+    assert "broken.pdf" in done.out + done.err
+    listed = run("ls", "--index", common[3])
+    assert "harbour.txt" in listed.out

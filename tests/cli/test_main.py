@@ -1,0 +1,61 @@
+"""The entry point: help, version, and what is loaded before any work begins."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvrag
+from tests.cli.conftest import Run
+from tests.test_packaging import heavy_modules_after
+
+COMMANDS = ["ingest", "query", "chat", "ls", "stats", "verify", "gc", "doctor", "demo", "bench"]
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["bench", "ttft"]])
+def test_help_of_every_command(run: Run, command: list[str]) -> None:
+    done = run(*command, "--help")
+    assert done.code == 0
+    assert "Usage" in done.out
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['kvrag', '--help']\n"
+        "from kvrag.cli.main import run\n"
+        "try: run()\n"
+        "except SystemExit: pass\n"
+    )
+    assert heavy_modules_after(code) == []
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").out == f"kvrag {kvrag.__version__}\n"
+
+
+def test_no_arguments_show_help(run: Run) -> None:
+    assert "ingest" in run().out
+
+
+def test_unknown_command_is_a_usage_error(run: Run) -> None:
+    done = run("ingset")
+    assert done.code == 2
+    assert "ingset" in done.err
+
+
+def test_runs_as_a_module(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvrag.cli", "ls", "--index", str(tmp_path / "nowhere")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(kvrag.__file__).parent.parent,
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert "nowhere" in done.stderr
+    assert "Traceback" not in done.stderr

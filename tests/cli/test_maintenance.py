@@ -1,0 +1,60 @@
+"""`ls`, `stats`, `verify` and `gc`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import TEXTS, Run
+
+
+def test_ls_lists_every_document(run: Run, index_folder: Path) -> None:
+    done = run("ls", "--index", index_folder)
+    assert done.code == 0, done.err
+    for name in TEXTS:
+        assert name in done.out
+
+
+def test_ls_json(run: Run, index_folder: Path) -> None:
+    rows = run("ls", "--index", index_folder, "--json").json
+    assert len(rows) == len(TEXTS)
+    assert all(row["num_chunks"] > 0 and row["num_tokens"] > 0 for row in rows)
+
+
+def test_stats(run: Run, index_folder: Path) -> None:
+    assert run("stats", "--index", index_folder).code == 0
+    values = run("stats", "--index", index_folder, "--json").json
+    assert values["num_documents"] == len(TEXTS)
+
+
+def test_verify_of_a_sound_index(run: Run, index_folder: Path) -> None:
+    done = run("verify", "--index", index_folder)
+    assert done.code == 0, done.err
+
+
+def test_verify_finds_a_flipped_bit(run: Run, index_folder: Path) -> None:
+    record = next(path for path in (index_folder / "kv").rglob("*") if path.is_file())
+    content = bytearray(record.read_bytes())
+    content[len(content) // 2] ^= 1
+    record.chmod(0o600)
+    record.write_bytes(content)
+    done = run("verify", "--index", index_folder, "--json")
+    assert done.code == 1
+    assert done.json["ok"] is False
+
+
+def test_gc_of_a_clean_index_frees_nothing(run: Run, index_folder: Path) -> None:
+    done = run("gc", "--index", index_folder, "--json")
+    assert done.code == 0, done.err
+    assert run("verify", "--index", index_folder).code == 0
+
+
+@pytest.mark.parametrize("command", ["ls", "stats", "verify", "gc"])
+def test_missing_index(run: Run, tmp_path: Path, command: str) -> None:
+    done = run(command, "--index", tmp_path / "nowhere")
+    assert done.code == 1
+    assert done.out == ""
+    assert done.err.startswith("error: ")
+    assert "nowhere" in done.err
+    assert not (tmp_path / "nowhere").exists()

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.support.models import make_model, make_tokenizer
+
+QUESTION = "Who keeps the harbour ledger?"
+
+
+def test_answer_sources_and_report(run: Run, index_folder: Path) -> None:
+    done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 4)
+    assert done.code == 0, done.err
+    assert "[1]" in done.out
+    assert "harbour.txt#0" in done.out
+    assert "first token" in done.out
+    assert "recomputed" in done.out
+
+
+def test_json_is_one_document(run: Run, index_folder: Path) -> None:
+    done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 4, "--json")
+    assert done.code == 0, done.err
+    document = done.json
+    assert document["question"] == QUESTION
+    assert document["sources"][0]["text"]
+    assert document["report"]["num_cached"] > 0
+    assert document["usage"]["completion_tokens"] <= 4
+    assert document["ttft_seconds"] > 0
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-chat",)])
+def test_everything_recomputed_equals_plain(
+    run: Run, index_folder: Path, flags: tuple[str, ...]
+) -> None:
+    common = ("query", "--index", index_folder, QUESTION, "--max-tokens", 8, "--json", *flags)
+    plain = run(*common, "--plain").json
+    fused = run(*common, "--ratio", "1.0").json
+    assert plain["answer"] == fused["answer"]
+    assert plain["prompt_tokens"] == fused["usage"]["prompt_tokens"]
+    assert plain["policy"] == "plain"
+
+
+def test_plain_for_a_person(run: Run, index_folder: Path) -> None:
+    done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 4, "--plain")
+    assert done.code == 0, done.err
+    assert "plain prefill" in done.out
+
+
+def test_k_chunks_are_used(run: Run, index_folder: Path) -> None:
+    done = run("query", "--index", index_folder, QUESTION, "-k", 1, "--max-tokens", 2, "--json")
+    assert len(done.json["sources"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--policy", "magic"), "none, boundary, deviation"),
+        (("--ratio", "1.5"), "1.5"),
+        (("--ratio", "-0.1"), "-0.1"),
+        (("--policy", "none", "--ratio", "0.5"), "none"),
+        (("--max-tokens", "0"), "max_tokens"),
+        (("--temperature", "-1"), "temperature"),
+        (("--boundary-tokens", "3"), "boundary_tokens"),
+    ],
+)
+def test_bad_values_are_named(
+    run: Run, index_folder: Path, arguments: tuple[str, ...], expected: str
+) -> None:
+    done = run("query", "--index", index_folder, QUESTION, *arguments)
+    assert done.code == 1
+    assert done.out == ""
+    assert done.err.startswith("error: ")
+    assert expected in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_empty_question(run: Run, index_folder: Path) -> None:
+    done = run("query", "--index", index_folder, "  ")
+    assert done.code == 1
+    assert "question" in done.err
+
+
+def test_missing_index(run: Run, tmp_path: Path) -> None:
+    done = run("query", "--index", tmp_path / "nowhere", QUESTION)
+    assert done.code == 1
+    assert "nowhere" in done.err
+    assert "kvrag ingest" in done.err
+
+
+def test_foreign_folder_is_no_index(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text('{"name": "something else"}')
+    done = run("query", "--index", tmp_path, QUESTION)
+    assert done.code == 1
+    assert "index.json" in done.err
+
+
+def test_another_model_is_refused(run: Run, index_folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other-model"
+    make_model("llama", seed=1).save_pretrained(other)
+    make_tokenizer().save_pretrained(other)
+    done = run("query", "--index", index_folder, QUESTION, "--model", other)
+    assert done.code == 1
+    assert "model" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_missing_model_folder(run: Run, index_folder: Path, tmp_path: Path) -> None:
+    done = run("query", "--index", index_folder, QUESTION, "--model", tmp_path / "gone")
+    assert done.code == 1
+    assert "gone" in done.err
+
+
+def test_prompt_longer_than_the_context(run: Run, index_folder: Path) -> None:
+    done = run("query", "--index", index_folder, "why " * 3000)
+    assert done.code == 1
+    assert "tokens" in done.err
