@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate
 
 from transformers import PreTrainedTokenizerBase
 
@@ -133,38 +133,35 @@ def lay_out(
     spans: list[ReusedSpan] = []
     if tokenizer.is_fast:
         tokens = _PromptTokens(token_ids, encoding["offset_mapping"])
-        first = prefix_length
         for match in matches:
             chunk = chunks.get(match.chunk_id)
             if chunk is None:
                 misses[MISS_UNKNOWN_CHUNK] += 1
                 continue
-            span = tokens.longest_run(match, chunk, first)
+            span = tokens.longest_run(match, chunk, prefix_length)
             if span.length < min_run_length:
                 misses[MISS_TOKENS_DIFFER] += 1
                 continue
             spans.append(span)
-            first = span.prompt_end
     elif matches:
         misses[MISS_NO_OFFSETS] += len(matches)
     return Layout(token_ids, tuple(spans), prefix_length, has_prefix, dict(misses))
 
 
 class _PromptTokens:
-    """The prompt's tokens with the characters that each stands for."""
+    """The prompt's tokens with the characters that they start at."""
 
     def __init__(self, token_ids: tuple[int, ...], offsets: Sequence[tuple[int, int]]) -> None:
         self._ids = token_ids
         self._starts = [start for start, _ in offsets]
-        self._ends = [end for _, end in offsets]
-        # Special tokens have the offsets (0, 0), also at the end of a prompt.
+        # A special token has the offsets (0, 0), also at the end; bisection wants order.
         self._ascending_starts = list(accumulate(self._starts, max))
 
     def longest_run(self, match: Match, chunk: Chunk, first: int) -> ReusedSpan:
-        """Return the longest stretch of equal tokens at equal offsets, of length 0 if none.
+        """Return the longest run of the chunk's tokens in its place, of length 0 if none.
 
-        Several tokens can start at one character (the bytes of an emoji), so a start leads to
-        a list of the chunk's tokens.
+        A run begins where both have a token of one id at one character. Several tokens can
+        start there (the bytes of an emoji), so a start leads to a list of the chunk's tokens.
         """
         begin = max(first, bisect_left(self._ascending_starts, match.start))
         end = min(bisect_left(self._ascending_starts, match.end), len(self._ids) - 1)
@@ -176,28 +173,17 @@ class _PromptTokens:
         while prompt_start + best.length < end:
             longest = 0
             for chunk_start in by_start.get(self._starts[prompt_start] - match.start, ()):
-                length = self._run_length(match, chunk, prompt_start, chunk_start, end)
+                length = _num_equal(self._ids[prompt_start:end], chunk.token_ids[chunk_start:])
                 longest = max(longest, length)
                 if length > best.length:
                     best = ReusedSpan(chunk.chunk_id, prompt_start, chunk_start, length)
             prompt_start += max(longest, 1)
         return best
 
-    def _run_length(
-        self, match: Match, chunk: Chunk, prompt_start: int, chunk_start: int, end: int
-    ) -> int:
-        length = 0
-        own = zip(
-            islice(chunk.token_ids, chunk_start, None),
-            islice(chunk.token_starts, chunk_start, None),
-            strict=False,
-        )
-        for index, (token_id, start) in zip(range(prompt_start, end), own, strict=False):
-            if (
-                self._ids[index] != token_id
-                or self._starts[index] - match.start != start
-                or self._ends[index] > match.end
-            ):
-                break
-            length += 1
-        return length
+
+def _num_equal(ids: tuple[int, ...], others: tuple[int, ...]) -> int:
+    """Return how many ids agree from the beginning."""
+    for index, (one, other) in enumerate(zip(ids, others, strict=False)):
+        if one != other:
+            return index
+    return min(len(ids), len(others))

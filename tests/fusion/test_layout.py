@@ -230,7 +230,7 @@ def test_empty_prompt(add_special_tokens):
 
 
 @pytest.mark.parametrize("name", TOKENIZER_NAMES)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_ids_are_plain_and_spans_are_chunk_tokens(name, data):
     tokenizer = get_tokenizer(name)
@@ -267,7 +267,7 @@ def test_separated_chunks_are_reused_whole(data):
 
 
 @pytest.mark.parametrize("name", TOKENIZER_NAMES)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_text_around_and_between(name, data):
     tokenizer = get_tokenizer(name)

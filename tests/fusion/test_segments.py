@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvrag.chunk import normalise_text
 from kvrag.errors import ParameterError
+from kvrag.fusion import segments
 from kvrag.fusion.segments import MIN_PREFIX_LENGTH, ChunkMatcher, Match
 from tests.fusion.prompts import corpora, prompts
 
@@ -95,6 +96,12 @@ def test_contained_chunk_does_not_break_the_longer_one():
     assert make_matcher({**texts, "head": ""}).find(A[:-5]) == [Match("a", 0, len(A) - 5, True)]
 
 
+def test_contained_chunk_far_inside_a_cut_one_does_not_break_it():
+    longer = f"{A} {B}"
+    matcher = make_matcher({"longer": longer, "inner": B[:50]})
+    assert matcher.find(longer[:-1]) == [Match("longer", 0, len(longer) - 1, True)]
+
+
 def test_cut_chunk_that_goes_on_far_beyond_a_whole_one_wins():
     longer = f"{A} {B}"
     matcher = make_matcher({"a": A, "longer": longer})
@@ -121,6 +128,20 @@ def test_cut_chunk_too_short_once_it_gave_way_is_dropped():
     cut = "Once more: " + B[:60] + " and so on"
     prompt = "Once more: " + B
     assert make_matcher({"a": cut, "b": B}).find(prompt) == [Match("b", 11, len(prompt), False)]
+
+
+def test_cut_chunk_gives_way_to_a_smaller_one_that_is_whole():
+    whole = B[:45]
+    cut = A[:40] + whole[:35] + "..."
+    prompt = A[:40] + whole
+    assert make_matcher({"a": cut, "b": whole}).find(prompt) == [Match("b", 40, 85, False)]
+
+
+def test_cut_chunk_stays_where_giving_way_would_leave_less_than_the_whole_one():
+    prompt = f"{A} {B} Question"
+    texts = {"a": A, "longer": f"{A} {B} Answer", "across": f"{A[50:]} {B} Question"}
+    end = len(A) + 1 + len(B) + 1
+    assert make_matcher(texts).find(prompt) == [Match("longer", 0, end, True)]
 
 
 def test_equal_texts_report_the_hinted_chunk():
@@ -179,16 +200,20 @@ def test_chunk_whose_text_is_gone_or_changed_is_not_found(now):
     assert matcher.find(A) == []
 
 
-def test_prompt_of_repeated_characters_is_bounded_work():
-    matcher = make_matcher({str(n): "-" * n + "x" for n in range(100, 400)})
-    prompt = "-" * 20_000
-    check(prompt, matcher.find(prompt), {str(n): "-" * n + "x" for n in range(100, 400)})
+def test_work_on_a_hostile_prompt_is_bounded(monkeypatch):
+    texts = {str(length): "-" * length + "x" for length in range(100, 400)}
+    prompt = "-" * 5000
+    check(prompt, make_matcher(texts).find(prompt), texts)
+    monkeypatch.setattr(segments, "_MAX_COMPARISONS", 0)
+    assert make_matcher({"a": A, "b": B}).find(f"{A} {B[:-1]}") == [Match("a", 0, len(A), False)]
+    monkeypatch.setattr(segments, "_MAX_HASHES", 0)
+    assert make_matcher({"a": A, "b": B}).find(f"{A} {B}") == []
 
 
 # --- properties -------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
 def test_every_separated_chunk_is_found(data):
     corpus = data.draw(corpora())
@@ -205,7 +230,7 @@ def test_every_separated_chunk_is_found(data):
             assert any(m.start == item.start for m in matches)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
 def test_hints_and_fetching_change_no_place(data):
     corpus = data.draw(corpora())
@@ -221,7 +246,7 @@ def test_hints_and_fetching_change_no_place(data):
     assert places(hinted) == places(plain)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
 def test_discarding_leaves_no_trace(data):
     corpus = data.draw(corpora())
@@ -245,7 +270,7 @@ def search_naively(prompt: str, corpus: dict[str, str]) -> list[tuple[int, int]]
     return places
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     st.lists(st.text("ab", min_size=32, max_size=48), min_size=1, max_size=5),
     st.lists(st.one_of(st.integers(0, 4), st.text("ab", max_size=4)), max_size=8),
@@ -257,7 +282,7 @@ def test_whole_chunks_are_those_of_a_naive_search(texts, pieces):
     assert [(m.start, m.end) for m in matches] == search_naively(prompt, corpus)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_text_around_and_between(data):
     corpus = data.draw(corpora())
