@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 
 def copying_batch(
-    token_ids: Sequence[int], num_rows: int, rng: Random
+    token_ids: Sequence[int], num_rows: int, length: int, rng: Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows of a random sequence and its repetition, and the targets of the repetition.
 
@@ -19,7 +19,9 @@ def copying_batch(
     token_ids
         Where tokens are drawn from: those of names, which are what answers copy.
     num_rows
-        How many rows; all have the same length, 6 to 24 tokens twice.
+        How many rows.
+    length
+        Tokens of the sequence that is repeated.
     rng
         Where randomness comes from.
 
@@ -28,7 +30,6 @@ def copying_batch(
     tuple of torch.Tensor
         Input ids and targets, int64, (rows, tokens); -100 where nothing is learned.
     """
-    length = rng.randint(6, 24)
     half = torch.tensor([rng.choices(token_ids, k=length) for _ in range(num_rows)])
     input_ids = torch.cat([half, half], dim=1)
     targets = input_ids.roll(-1, dims=1)
@@ -38,10 +39,13 @@ def copying_batch(
 
 
 def copying_loss(
-    model: LlamaForCausalLM, token_ids: Sequence[int], num_rows: int, rng: Random
+    model: LlamaForCausalLM, token_ids: Sequence[int], num_rows: int, rng: Random, own_rng: Random
 ) -> tuple[torch.Tensor, float]:
-    """Return the loss and the share of right tokens on a fresh batch of copying."""
-    input_ids, targets = copying_batch(token_ids, num_rows, rng)
+    """Return the loss and the share of right tokens on a fresh batch of copying.
+
+    The length, 6 to 24 tokens, is drawn from `rng`, which workers share.
+    """
+    input_ids, targets = copying_batch(token_ids, num_rows, rng.randint(6, 24), own_rng)
     wanted = targets != -100
     hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
     logits = model.lm_head(hidden[wanted])

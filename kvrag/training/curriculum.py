@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from kvrag.bench.corpus.context import sample_context
@@ -11,7 +11,7 @@ from kvrag.bench.corpus.grammar import Grammar
 from kvrag.bench.corpus.names import NameSource
 from kvrag.bench.corpus.questions import QuestionType
 from kvrag.training.batches import Item
-from kvrag.training.prompts import FORMAT_SHARES, FORMATS, PLAIN
+from kvrag.training.prompts import FORMAT_SHARES, FORMATS, PLAIN, PromptFormat
 
 TRAINING_SHARES: Mapping[QuestionType, float] = {
     QuestionType.INSIDE: 0.2,
@@ -33,37 +33,75 @@ class Stage:
         How many documents, as weights by count.
     grammar
         How varied the text is.
+    shares
+        Relative frequency of each question type.
     all_formats
         Whether every prompt format is used, or the plain one alone.
     """
 
     num_documents: Mapping[int, float]
     grammar: Grammar
+    shares: Mapping[QuestionType, float]
     all_formats: bool = False
 
 
-STAGES: tuple[Stage, ...] = (
-    Stage({2: 1}, Grammar(wordings=1, facts_per_chunk=(2, 3), pronoun_share=0.0)),
-    Stage({2: 1, 3: 2}, Grammar(wordings=1, facts_per_chunk=(2, 3), pronoun_share=0.1)),
-    Stage({3: 1, 4: 2}, Grammar(facts_per_chunk=(2, 4), pronoun_share=0.1)),
-    Stage({3: 1, 5: 3}, Grammar()),
-    Stage({1: 0.3, 2: 0.5, 3: 1, 4: 1.5, 5: 5, 6: 1.2}, Grammar(), all_formats=True),
+_BINDING = Grammar(
+    wordings=1,
+    facts_per_chunk=(2, 3),
+    pronoun_share=0.0,
+    name_share=1.0,
+    relations_per_context=3,
+    continuation_share=0.0,
 )
-PASS_MARK = 0.9
+_CARRYING = replace(_BINDING, facts_per_chunk=(2, 2), name_share=0.6, relations_per_context=4)
+
+_BINDING_SHARES = {
+    QuestionType.INSIDE: 0.9,
+    QuestionType.SUPERSEDED: 0.1,
+}
+_CARRYING_SHARES = {
+    QuestionType.INSIDE: 0.3,
+    QuestionType.CARRIED_OVER: 0.55,
+    QuestionType.SUPERSEDED: 0.15,
+}
+_VARIED = Grammar(facts_per_chunk=(2, 3), pronoun_share=0.1)
+
+STAGES: tuple[Stage, ...] = (
+    Stage({2: 1}, _BINDING, _BINDING_SHARES),
+    Stage({2: 1, 3: 2}, replace(_CARRYING, continuation_share=0.8), _CARRYING_SHARES),
+    Stage({3: 1, 4: 2}, _VARIED, TRAINING_SHARES),
+    Stage({3: 1, 5: 3}, Grammar(), TRAINING_SHARES),
+    Stage(
+        {1: 0.3, 2: 0.5, 3: 1, 4: 1.5, 5: 5, 6: 1.2}, Grammar(), TRAINING_SHARES, all_formats=True
+    ),
+)
+PASS_MARK = 0.85
 """The accuracy (running mean) at which the next stage begins."""
 
 
-def sample_items(
-    stage: Stage, names: NameSource, num_rows: int, num_questions: int, rng: Random
-) -> list[Item]:
-    """Return `num_rows` fresh items of `stage`, all with the same prompt format."""
+def choose_prompt(stage: Stage, rng: Random) -> tuple[int, PromptFormat]:
+    """Draw the number of documents and the prompt format of one step."""
     prompt_format = PLAIN
     if stage.all_formats:
         prompt_format = rng.choices(FORMATS, FORMAT_SHARES)[0]
     counts = list(stage.num_documents)
-    count = rng.choices(counts, list(stage.num_documents.values()))[0]
+    return rng.choices(counts, list(stage.num_documents.values()))[0], prompt_format
+
+
+def sample_items(
+    stage: Stage,
+    names: NameSource,
+    num_documents: int,
+    prompt_format: PromptFormat,
+    num_rows: int,
+    num_questions: int,
+    rng: Random,
+) -> list[Item]:
+    """Return `num_rows` fresh items of `stage`."""
     items = []
     for _ in range(num_rows):
-        context = sample_context(rng, names, count, num_questions, TRAINING_SHARES, stage.grammar)
+        context = sample_context(
+            rng, names, num_documents, num_questions, stage.shares, stage.grammar
+        )
         items.append(Item(context.texts, context.questions, prompt_format))
     return items

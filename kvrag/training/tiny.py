@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +23,10 @@ from kvrag.bench.corpus.names import NameSource
 from kvrag.training.batches import pack
 from kvrag.training.checkpoint import Progress, load_checkpoint, save_checkpoint
 from kvrag.training.copying import copying_loss
-from kvrag.training.curriculum import PASS_MARK, STAGES, sample_items
+from kvrag.training.curriculum import PASS_MARK, STAGES, Stage, choose_prompt, sample_items
 from kvrag.training.evaluate import corpus_items, evaluate
 from kvrag.training.model import answer_logits, build_config, questions_right
+from kvrag.training.parallel import average_over_workers, join_workers
 from kvrag.training.schedule import Schedule
 from kvrag.training.tokenizer import build_tokenizer, name_token_ids
 
@@ -37,7 +40,7 @@ class TrainingOptions:
     out: Path
     steps: int = 4000
     decay_steps: int = 700
-    rows: int = 16
+    rows: int = 16  # of five documents; more rows where documents are fewer
     questions: int = 14
     copying_rows: int = 64
     learning_rate: float = 3e-3
@@ -45,6 +48,7 @@ class TrainingOptions:
     num_layers: int = 5
     seed: int = 0
     threads: int = 1
+    workers: int = 1
     evaluate_every: int = 100
     save_every: int = 25
 
@@ -52,8 +56,9 @@ class TrainingOptions:
 class Trainer:
     """One run: a copying phase, then the curriculum with a tenth of copying kept in."""
 
-    def __init__(self, options: TrainingOptions) -> None:
+    def __init__(self, options: TrainingOptions, rank: int = 0) -> None:
         self.options = options
+        self.rank = rank
         torch.set_num_threads(options.threads)
         torch.manual_seed(options.seed)
         self.tokenizer = build_tokenizer()
@@ -70,8 +75,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
         self.schedule = Schedule(options.learning_rate, options.steps, options.decay_steps)
         self.progress = Progress()
-        options.out.mkdir(parents=True, exist_ok=True)
         written = {name: value for name, value in vars(options).items() if name != "out"}
+        options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "options.json").write_text(json.dumps(written, indent=1) + "\n")
         self.checkpoint = options.out / "checkpoint.safetensors"
         if self.checkpoint.exists():
@@ -84,6 +89,8 @@ class Trainer:
             record = self.advance()
             record["seconds"] = round(time.perf_counter() - started, 3)
             step = self.progress.step
+            if self.rank > 0:
+                continue
             if step % self.options.evaluate_every == 0 and self.progress.copying_done >= 0:
                 record.update(self._evaluate())
             self._log(record)
@@ -92,41 +99,56 @@ class Trainer:
 
     def advance(self) -> dict[str, float]:
         """Take one optimizer step and return its log record."""
-        options, progress = self.options, self.progress
-        rng = Random(f"step {options.seed} {progress.step}")
+        progress = self.progress
+        rng = Random(f"step {self.options.seed} {progress.step}")
+        own_rng = Random(f"step {self.options.seed} {progress.step} worker {self.rank}")
         rate = self.schedule.rate(progress.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        record: dict[str, float] = {"step": progress.step, "rate": rate}
-        copying = progress.copying_done < 0
-        if copying or rng.random() < 0.1:
-            loss, accuracy = copying_loss(self.model, self.name_tokens, options.copying_rows, rng)
-            record["copying_accuracy"] = accuracy
-            if copying:
-                progress.accuracy = 0.9 * progress.accuracy + 0.1 * accuracy
-                if progress.accuracy > COPYING_PASS_MARK:
-                    progress.copying_done, progress.accuracy = progress.step, 0.0
+        copying = progress.copying_done < 0 or rng.random() < 0.1
+        stage = STAGES[progress.stage]
+        if copying:
+            rows = self.options.copying_rows
+            loss, accuracy = copying_loss(self.model, self.name_tokens, rows, rng, own_rng)
         else:
-            names = NameSource("train", rng)
-            items = sample_items(
-                STAGES[progress.stage], names, options.rows, options.questions, rng
-            )
-            logits, targets, ids = answer_logits(self.model, pack(items, self.tokenizer))
-            loss = torch.nn.functional.cross_entropy(logits, targets)
-            accuracy = float(questions_right(logits, targets, ids).float().mean())
-            record["accuracy"] = accuracy
-            record["stage"] = progress.stage
-            progress.accuracy = 0.95 * progress.accuracy + 0.05 * accuracy
-            if progress.accuracy > PASS_MARK and progress.stage < len(STAGES) - 1:
-                progress.stage, progress.accuracy = progress.stage + 1, 0.0
+            loss, accuracy = self._question_loss(stage, rng, own_rng)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        parameters = list(self.model.parameters())
+        mean_loss, accuracy = average_over_workers(parameters, [float(loss.detach()), accuracy])
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        record = {"step": progress.step, "rate": rate, "loss": mean_loss}
+        if not copying:
+            record["stage"] = progress.stage
+        record["copying_accuracy" if copying else "accuracy"] = accuracy
         progress.step += 1
         progress.optimizer_steps += 1
-        record["loss"] = float(loss.detach())
+        self._note(copying, accuracy)
         return record
+
+    def _question_loss(
+        self, stage: Stage, rng: Random, own_rng: Random
+    ) -> tuple[torch.Tensor, float]:
+        count, prompt_format = choose_prompt(stage, rng)
+        names = NameSource("train", own_rng)
+        rows, questions = self.options.rows * 6 // (count + 1), self.options.questions
+        items = sample_items(stage, names, count, prompt_format, rows, questions, own_rng)
+        logits, targets, ids = answer_logits(self.model, pack(items, self.tokenizer))
+        loss = torch.nn.functional.cross_entropy(logits, targets)
+        return loss, float(questions_right(logits, targets, ids).float().mean())
+
+    def _note(self, copying: bool, accuracy: float) -> None:
+        """Keep the running accuracy of the present phase, and go on to the next when due."""
+        progress = self.progress
+        if progress.copying_done < 0:
+            progress.accuracy += 0.1 * (accuracy - progress.accuracy)
+            if progress.accuracy > COPYING_PASS_MARK:
+                progress.copying_done, progress.accuracy = progress.step, 0.0
+        elif not copying:
+            progress.accuracy += 0.05 * (accuracy - progress.accuracy)
+            if progress.accuracy > PASS_MARK and progress.stage < len(STAGES) - 1:
+                progress.stage, progress.accuracy = progress.stage + 1, 0.0
 
     def _evaluate(self) -> dict[str, float]:
         items = corpus_items(generate_corpus(0, "validation", 200))
@@ -151,5 +173,23 @@ def _parse(arguments: list[str] | None) -> TrainingOptions:
     return TrainingOptions(**vars(parser.parse_args(arguments)))
 
 
+def _work(rank: int, options: TrainingOptions) -> None:
+    trainer = Trainer(options, rank)
+    join_workers(options.out, rank, options.workers)
+    trainer.run()
+
+
+def main() -> None:
+    """Run the command line."""
+    options = _parse(None)
+    (options.out / "rendezvous").unlink(missing_ok=True)
+    # A terminated run takes its workers along: daemons end when this process exits.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    if options.workers == 1:
+        _work(0, options)
+    else:
+        torch.multiprocessing.spawn(_work, (options,), nprocs=options.workers, daemon=True)  # type: ignore[no-untyped-call]
+
+
 if __name__ == "__main__":
-    Trainer(_parse(None)).run()
+    main()

@@ -148,6 +148,8 @@ class Grammar:
     relations_per_context
         How many relations the documents of one question draw from; few, so that the
         relation alone never tells the answer.
+    continuation_share
+        How often a context has continuations at all.
     shared_trade_share
         How often two persons of one context have the same trade.
     """
@@ -157,4 +159,5 @@ class Grammar:
     pronoun_share: float = 0.2
     name_share: float = 0.6
     relations_per_context: int = 7
+    continuation_share: float = 1.0
     shared_trade_share: float = 0.7

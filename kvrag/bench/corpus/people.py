@@ -59,12 +59,16 @@ class PlannedChunk:
         return self.person.facts[self.kind]
 
 
-def _kinds_per_person(num_chunks: int, rng: Random) -> list[list[ChunkKind]]:
+def _kinds_per_person(
+    num_chunks: int, continuation_share: float, rng: Random
+) -> list[list[ChunkKind]]:
     """Share `num_chunks` chunks out: who has a continuation, who an update."""
     num_updates = int(num_chunks >= 2 and rng.random() < (0.25 if num_chunks == 2 else 0.45))
     num_others = num_chunks - num_updates
     num_continuations = num_others // 2
-    if num_continuations > 1 and rng.random() < 0.2:
+    if rng.random() >= continuation_share:
+        num_continuations = 0
+    elif num_continuations > 1 and rng.random() < 0.2:
         num_continuations -= 1
     elif num_continuations == 1 and rng.random() < 0.15:
         num_continuations = 0
@@ -105,6 +109,7 @@ def _give_facts(
         corrected = rng.sample(changeable, min(2, len(changeable)))
         facts = [Fact(fact.relation, names.draw(), changed=True) for fact in corrected]
         facts += new_facts(max(1, grammar.facts_per_chunk[0] - len(facts)))
+        facts = facts or [Fact(person.facts[ChunkKind.INTRO][0].relation, names.draw(), True)]
         rng.shuffle(facts)
         person.facts[ChunkKind.UPDATE] = facts
 
@@ -154,7 +159,7 @@ def plan_people(
         Their chunks, one for each key of `facts` (the intro of an orphan left out), are
         `num_chunks` in number.
     """
-    shares = _kinds_per_person(num_chunks, rng)
+    shares = _kinds_per_person(num_chunks, grammar.continuation_share, rng)
     orphan = num_chunks >= 3 and rng.random() < orphan_share
     if orphan:
         # The predecessor that is left out makes room for one more person.

@@ -79,6 +79,9 @@ class Questioner:
         for questions in candidates.values():
             self._rng.shuffle(questions)
         asked: list[Question] = []
+        # A context always allows many unanswerable questions; they never fill up for others.
+        unknown = candidates[QuestionType.UNANSWERABLE]
+        del unknown[max(1, round(1.5 * count * shares.get(QuestionType.UNANSWERABLE, 0.0))) :]
         while len(asked) < count:
             types = [kind for kind, left in candidates.items() if left and shares.get(kind, 0) > 0]
             if not types:
