@@ -64,6 +64,7 @@ def export(run: Path, folder: Path, num_questions: int, dtype: torch.dtype) -> N
     trainer = Trainer(options)
     folder.mkdir(parents=True, exist_ok=True)
     trainer.model.to(dtype).save_pretrained(str(folder), safe_serialization=True)
+    (folder / "model.safetensors").chmod(0o644)
     save_tokenizer(folder)
     model = LlamaForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     table = measure(model, trainer, num_questions)

@@ -8,6 +8,7 @@ tokens, and any other text falls back to bytes.
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -136,3 +137,8 @@ def name_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def save_tokenizer(folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and the chat template into `folder`."""
     build_tokenizer().save_pretrained(str(folder))
+    # The class name that every version of Transformers knows, not only the newest.
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text("utf-8"))
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
