@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvrag.engine.engine import KVEngine
     from kvrag.ingest.index import Index
 
-_SNIPPET_CHARACTERS = 90
+_SNIPPET_CHARACTERS = 200  # more than fits a line, which is cut where the terminal ends
 # A model without a chat template may go on to invent the next question.
 _PLAIN_STOP = ("\nQuestion:",)
 
@@ -127,7 +127,8 @@ def print_below(outcome: Outcome) -> None:
     """Print the sources and the one-line report under an answer that was streamed."""
     out = console.out()
     for number, source in enumerate(outcome.answer.sources, start=1):
-        out.print(f"  [{number}] {_source_line(source)}", style="dim", markup=False, soft_wrap=True)
+        line = f"  [{number}] {_source_line(source)}"
+        out.print(line, style="dim", markup=False, no_wrap=True, overflow="ellipsis")
     out.print(f"  {report_line(outcome.answer)}", style="dim", markup=False, soft_wrap=True)
 
 
@@ -137,10 +138,9 @@ def report_line(answer: Answer) -> str:
 
 
 def _source_line(source: Source) -> str:
-    text = " ".join(source.text.split())
-    snippet = text if len(text) <= _SNIPPET_CHARACTERS else text[: _SNIPPET_CHARACTERS - 1] + "…"
+    text = console.harmless(" ".join(source.text.split()))
     place = f"{console.short_path(source.source)}#{source.ordinal}"
-    return f"{place}{_page(source.metadata)}: {snippet}"
+    return f"{place}{_page(source.metadata)}: {text[:_SNIPPET_CHARACTERS]}"
 
 
 def _page(metadata: Mapping[str, Any]) -> str:

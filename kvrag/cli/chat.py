@@ -113,7 +113,7 @@ def _turn(
 
     def show(text: str) -> None:
         if not quiet:
-            console.write(text)
+            console.stream(text)
 
     while True:
         try:

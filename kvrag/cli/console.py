@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
 
 # A table written to a pipe is read by a program or kept in a file: no line is cut to fit.
 _PIPE_WIDTH = 240
+
+# Control characters but tab and line feed: escape sequences can rewrite a screen or its title.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def out() -> Console:
@@ -32,9 +37,19 @@ def err() -> Console:
 
 
 def write(text: str) -> None:
-    """Write raw text to stdout at once, untouched by markup or wrapping."""
+    """Write text to stdout at once, untouched by markup or wrapping."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def stream(text: str) -> None:
+    """Write a piece of an answer to stdout at once."""
+    write(harmless(text))
+
+
+def harmless(text: str) -> str:
+    """Return text from a model or a document without what a terminal would obey."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def note(text: str) -> None:
@@ -94,11 +109,10 @@ def format_seconds(seconds: float) -> str:
 
 
 def short_path(source: str) -> str:
-    """Return `source` relative to the working directory where it lies below it."""
-    try:
-        return str(Path(source).relative_to(Path.cwd()))
-    except ValueError:
+    """Return `source` as it is, or relative to the working directory where that is shorter."""
+    if not os.path.isabs(source):  # noqa: PTH117  (a source may be any text)
         return source
+    return min(os.path.relpath(source), source, key=len)
 
 
 def print_fields(values: Mapping[str, Any]) -> None:
@@ -111,7 +125,8 @@ def print_fields(values: Mapping[str, Any]) -> None:
     table.add_column(overflow="fold")
     for name, value in values.items():
         # Text, since a path or a message may hold what would pass for markup.
-        table.add_row(*map(Text, _field(name, value)))
+        label, shown = _field(name, value)
+        table.add_row(label, Text(harmless(shown)))
     out().print(table)
 
 
@@ -121,8 +136,8 @@ def _field(name: str, value: Any) -> tuple[str, str]:
         return label, "yes" if value else "no"
     if isinstance(value, (int, float)) and name.endswith("_bytes"):
         return label.removesuffix(" bytes"), format_bytes(value)
-    if isinstance(value, (int, float)) and name.endswith("_seconds"):
-        return label.removesuffix(" seconds"), format_seconds(value)
+    if isinstance(value, (int, float)) and name.endswith("seconds"):
+        return label.removesuffix("seconds").strip() or "time", format_seconds(value)
     if isinstance(value, int):
         return label, f"{value:,}"
     if isinstance(value, float):

@@ -27,7 +27,7 @@ def ls(index: o.IndexOption, as_json: o.JsonOption = False) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            Text(console.short_path(row.source)),
+            Text(console.harmless(console.short_path(row.source))),
             f"{row.num_chunks:,}",
             f"{row.num_tokens:,}",
             console.format_bytes(row.size_bytes),

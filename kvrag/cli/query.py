@@ -57,7 +57,7 @@ def query(
         if plain:
             _answer_plainly(engine, retrieved, max_tokens, as_json)
             return
-        outcome = answer(engine, retrieved, settings, _discard if as_json else console.write)
+        outcome = answer(engine, retrieved, settings, _discard if as_json else console.stream)
         if as_json:
             console.print_json(outcome.to_dict())
         else:
@@ -70,7 +70,7 @@ def _answer_plainly(engine: KVEngine, retrieved: Retrieved, max_tokens: int, as_
 
     model = engine.index.model
     token_ids = engine.prompt_ids(retrieved.prompt)
-    on_text = _discard if as_json else console.write
+    on_text = _discard if as_json else console.stream
     given = answer_plainly(model, token_ids, max_tokens, retrieved.stop, on_text)
     if as_json:
         fields = console.plain(given)

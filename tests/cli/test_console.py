@@ -69,3 +69,8 @@ def test_fields_are_printed_with_units(capsys: pytest.CaptureFixture[str]) -> No
 def test_brackets_in_values_are_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
     console.print_fields({"policy": "[bold]x[/bold] [/]"})
     assert "[bold]x[/bold] [/]" in capsys.readouterr().out
+
+
+def test_escape_sequences_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    console.stream("a\x1b]0;title\x07b\tc\nd\x9b2Je é")
+    assert capsys.readouterr().out == "a\ufffd]0;title\ufffdb\tc\nd\ufffd2Je é"
