@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrag.chunk import Document, content_hash
-from kvrag.errors import DocumentError
+from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest.html import html_to_text
 from kvrag.ingest.office import docx_to_text, pdf_to_text
 
@@ -217,8 +217,10 @@ def to_document(value: Any) -> Document:
 
     Raises
     ------
+    ParameterError
+        When `value` is nothing of the kind.
     DocumentError
-        When `value` is nothing of the kind, or holds no text.
+        When it holds no text.
     """
     if isinstance(value, Document):
         document = Document(value.source, value.text, plain_metadata(value.metadata))
@@ -231,7 +233,7 @@ def to_document(value: Any) -> Document:
         metadata = plain_metadata(getattr(value, "metadata", None) or {})
         document = Document(str(value.node_id), str(value.get_content()), metadata)
     else:
-        raise DocumentError(
+        raise ParameterError(
             f"cannot ingest a {type(value).__name__}: expected a path, a kvrag.Document, a "
             "LangChain Document or a LlamaIndex node"
         )

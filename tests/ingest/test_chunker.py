@@ -1,0 +1,114 @@
+"""Chunks cover the text, respect the limit, and are cut at its seams."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrag.chunk import Document, normalise_text
+from kvrag.errors import DocumentError, ParameterError
+from kvrag.ingest import chunker
+from kvrag.ingest.chunker import chunk_document
+from tests.support.models import make_tokenizer
+
+
+def cut(text: str, chunk_tokens: int = 32) -> list[str]:
+    return [c.text for c in chunk_document(Document("d", text), make_tokenizer(), chunk_tokens)]
+
+
+def squeeze(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+words = st.text(
+    st.sampled_from("abc éß.!?\n\r\t #-`。東京😀e\u0301\u00a0\u2028\f"), min_size=0, max_size=400
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=words, limit=st.integers(16, 64))
+def test_chunks_cover_the_text_within_the_limit(text: str, limit: int) -> None:
+    tokenizer = make_tokenizer()
+    chunks = chunk_document(Document("d", text, {"k": 1}), tokenizer, limit)
+    joined = squeeze("".join(chunk.text for chunk in chunks))
+    assert joined == squeeze(normalise_text(text))
+    for ordinal, chunk in enumerate(chunks):
+        assert chunk.text == normalise_text(chunk.text) != ""
+        alone = tokenizer(chunk.text, add_special_tokens=False, return_offsets_mapping=True)
+        assert list(chunk.token_ids) == alone["input_ids"]
+        assert list(chunk.token_starts) == [start for start, _ in alone["offset_mapping"]]
+        assert 1 <= len(chunk.token_ids) <= limit
+        assert (chunk.source, chunk.ordinal) == ("d", ordinal)
+        assert chunk.metadata["k"] == 1
+    assert len({chunk.chunk_id for chunk in chunks}) == len(chunks)
+
+
+def test_long_texts_are_cut_alike_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = " ".join(f"Sentence number {i} of the book stands here." for i in range(300))
+    whole = cut(text)
+    monkeypatch.setattr(chunker, "_STRETCH_CHARACTERS", 700)
+    monkeypatch.setattr(chunker, "_MAX_CHARACTERS_PER_TOKEN", 8)
+    stretched = cut(text)
+    assert squeeze("".join(stretched)) == squeeze(text)
+    assert all(piece.endswith(".") for piece in whole)
+    assert len(stretched) <= len(whole) * 1.1
+
+
+def test_cuts_prefer_headings_then_paragraphs_then_sentences() -> None:
+    filler = "the old bridge of the river "
+    text = f"{filler * 2}\n\n{filler}end.\n\n# Next\n\n{filler * 2}"
+    pieces = cut(text, 40)
+    assert pieces[1].startswith("# Next")
+    pieces = cut(f"{filler * 2}one. Two\n\n{filler * 3}", 40)
+    assert pieces[0].endswith("Two")
+    pieces = cut(f"{filler * 2}one. Two {filler * 3}", 40)
+    assert pieces[0].endswith("one.")
+    pieces = cut(filler * 9, 40)
+    assert all(not piece.endswith(("th", "ol", "bri", "riv")) for piece in pieces)
+
+
+def test_a_small_document_is_one_chunk() -> None:
+    assert cut("# A\n\nx\n\n# B\n\ny") == ["# A\n\nx\n\n# B\n\ny"]
+
+
+def test_headings_and_pages_go_with_the_chunks() -> None:
+    filler = "the old bridge crosses the river at Varn. " * 4
+    text = f"# One\n\n{filler}\n```\n# no heading\n```\n\f{filler}\n\n## Two ##\n\n{filler}"
+    chunks = chunk_document(Document("d", text), make_tokenizer(), 32)
+    assert chunks[0].metadata == {"heading": "One", "page": 1}
+    assert chunks[-1].metadata == {"heading": "Two", "page": 2}
+    assert "\f" not in "".join(chunk.text for chunk in chunks)
+    assert {chunk.metadata["heading"] for chunk in chunks} == {"One", "Two"}
+
+
+def test_a_documents_own_metadata_wins() -> None:
+    (chunk,) = chunk_document(
+        Document("d", "# One\n\ntext", {"heading": "mine"}), make_tokenizer(), 32
+    )
+    assert chunk.metadata == {"heading": "mine"}
+
+
+@pytest.mark.parametrize("text", ["", "  \n\f\r\n "])
+def test_texts_without_tokens_give_no_chunk(text: str) -> None:
+    assert cut(text) == []
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(DocumentError, match="d: the text holds half a surrogate pair at char"):
+        cut("ok \ud83d")
+
+
+def test_a_tiny_limit_is_refused() -> None:
+    with pytest.raises(ParameterError, match="at least 16, found 8"):
+        cut("x", 8)
+
+
+def test_same_text_elsewhere_has_another_id_but_the_same_tokens() -> None:
+    first, second = (
+        chunk_document(Document(source, "same text"), make_tokenizer(), 32)[0] for source in "ab"
+    )
+    assert first.chunk_id != second.chunk_id
+    assert first.token_ids == second.token_ids

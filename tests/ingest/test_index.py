@@ -1,0 +1,322 @@
+"""An index from making to answering: incremental, shared records, search, upkeep of rows."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvrag.chunk import Document
+from kvrag.errors import DocumentError, IndexMismatchError, ParameterError
+from kvrag.ingest.index import Index
+from kvrag.ingest.report import IngestProgress, IngestReport
+from kvrag.models.kv_model import KVModel
+from tests.ingest.conftest import MakeIndex
+from tests.ingest.test_embedding import FromElsewhere
+
+
+def names(sources: tuple[str, ...]) -> set[str]:
+    return {Path(source).name for source in sources}
+
+
+def test_a_folder_is_indexed_and_found(index: Index, docs: Path, model: KVModel) -> None:
+    report = index.add(docs)
+    assert names(report.added) == {"ledger.txt", "clock.md", "fox.txt"}
+    assert report.ok
+    assert report.num_chunks == report.num_records == 3
+    assert report.num_tokens == report.num_tokens_computed
+    assert report.size_bytes == index.stats().size_bytes
+    best = index.search("Who repairs the tall clock?", 2)
+    assert Path(best[0].chunk.source).name == "clock.md"
+    assert best[0].score >= best[1].score
+    assert best[0].chunk.metadata == {"heading": "The clock"}
+    assert index.get_chunks([best[1].chunk.chunk_id, "absent", best[0].chunk.chunk_id]) == [
+        best[1].chunk,
+        best[0].chunk,
+    ]
+    assert index.recent_chunk_ids == tuple(hit.chunk.chunk_id for hit in best)
+
+
+def test_stored_kv_is_what_the_model_gives(index: Index, docs: Path, model: KVModel) -> None:
+    index.add(docs)
+    for hit in index.search("the", 3):
+        record = index.open_kv(hit.chunk.chunk_id)
+        assert record is not None
+        (expected,) = model.prefill(index.prefix_ids, [hit.chunk.token_ids])
+        for layer_index in range(model.spec.num_layers):
+            keys, values = record.read_layer(layer_index)
+            assert torch.equal(keys, expected.keys[layer_index])
+            assert torch.equal(values, expected.values[layer_index])
+    assert index.open_kv("absent") is None
+
+
+def test_unchanged_files_cost_no_model_time(
+    index: Index, docs: Path, model: KVModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = index.add(docs)
+    monkeypatch.setattr(KVModel, "prefill", None)
+    monkeypatch.setattr(type(index.embedding), "embed", lambda self, texts: np.zeros((0, 1024)))
+    assert names(index.add(docs).unchanged) == names(first.added)
+    os.utime(docs / "ledger.txt", ns=(1, 1))  # content decides, not time
+    generation = index.catalog.generation()
+    again = index.add(docs)
+    assert names(again.unchanged) == names(first.added)
+    assert not (again.added or again.changed or again.num_tokens_computed)
+    assert index.catalog.generation() == generation + 1
+    index.add(docs)
+    assert index.catalog.generation() == generation + 1  # the new time was noted
+
+
+def test_changed_and_deleted_files_are_replaced_and_collected(index: Index, docs: Path) -> None:
+    index.add(docs)
+    (docs / "clock.md").write_text("Nobody repairs the clock now; it stands still.")
+    (docs / "deep" / "fox.txt").unlink()
+    (docs / "new.txt").write_text("A new page.")
+    report = index.add(docs)
+    assert names(report.changed) == {"clock.md"}
+    assert names(report.removed) == {"fox.txt"}
+    assert names(report.added) == {"new.txt"}
+    assert names(report.unchanged) == {"ledger.txt"}
+    assert report.num_records == 2
+    assert "stands still" in index.search("clock repairs", 1)[0].chunk.text
+    assert {Path(row.source).name for row in index.documents()} == {
+        "clock.md",
+        "new.txt",
+        "ledger.txt",
+    }
+    before = index.stats()
+    assert before.num_unreferenced_records == 2
+    collected = index.gc()
+    assert collected.num_records == 2
+    after = index.stats()
+    assert collected.size_bytes == before.size_bytes - after.size_bytes
+    assert after.num_unreferenced_records == 0
+    assert index.verify().ok
+
+
+def test_files_elsewhere_are_not_taken_for_deleted(index: Index, docs: Path) -> None:
+    index.add(docs)
+    other = docs.with_name("docs2")
+    other.mkdir()
+    (other / "x.txt").write_text("another folder")
+    assert not index.add(other).removed
+    assert not index.add(docs / "ledger.txt").removed
+    (docs / "deep" / "fox.txt").unlink()
+    assert not index.add(docs / "clock.md").removed
+    assert names(index.add(docs).removed) == {"fox.txt"}
+
+
+def test_rows_of_a_table_change_one_by_one(index: Index, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(f"row number {i}") for i in range(4)))
+    assert len(index.add(path).added) == 4
+    path.write_text("\n".join(json.dumps(f"row number {i}") for i in (0, 9, 2)))
+    report = index.add(path)
+    assert names(report.unchanged) == {"rows.jsonl#1", "rows.jsonl#3"}
+    assert names(report.changed) == {"rows.jsonl#2"}
+    assert names(report.removed) == {"rows.jsonl#4"}
+    path.write_text("\n".join(json.dumps(f"row number {i}") for i in (0, 9)))
+    assert names(index.add(path).removed) == {"rows.jsonl#3"}
+    assert len(index.add(path).unchanged) == 2
+
+
+def test_documents_with_the_same_tokens_share_one_record(index: Index) -> None:
+    report = index.add([Document("a", "the same text"), Document("b", " the same text\n")])
+    assert (report.num_chunks, report.num_records) == (2, 1)
+    assert index.stats().num_records == 1
+    assert index.add(Document("c", "the same text")).num_records == 0
+    assert index.delete(sources=["a"]) == 1
+    assert index.gc().num_records == 0
+    assert len(index.search("same", 4)) == 2
+
+
+def test_a_document_of_a_known_source_replaces_it(index: Index) -> None:
+    index.add([Document("a", "first"), Document("a", "second"), Document("b", "third")])
+    assert {hit.chunk.text for hit in index.search("x", 9)} == {"second", "third"}
+    report = index.add([Document("a", "second", {"lang": "en"}), Document("b", "third")])
+    assert (report.changed, report.unchanged, report.num_records) == (("a",), ("b",), 0)
+    assert index.search("second", 1)[0].chunk.metadata == {"lang": "en"}
+
+
+def test_everything_that_can_be_added_at_once(index: Index, docs: Path) -> None:
+    documents = pytest.importorskip("langchain_core.documents")
+    schema = pytest.importorskip("llama_index.core.schema")
+    given = (
+        value
+        for value in (
+            str(docs),
+            docs / "clock.md",
+            Document("own", "an own document"),
+            [documents.Document(page_content="a page", id="lc")],
+            schema.TextNode(text="a node", id_="li"),
+        )
+    )
+    report = index.add(given)
+    assert names(report.added) == {"ledger.txt", "clock.md", "fox.txt", "own", "lc", "li"}
+
+
+def test_a_dry_run_writes_nothing_and_foretells(index: Index, docs: Path) -> None:
+    foretold = index.add(docs, dry_run=True)
+    assert foretold.dry_run
+    assert index.stats().num_documents == index.stats().num_records == 0
+    report = index.add(docs)
+    assert foretold.added == report.added
+    for name in ("num_chunks", "num_tokens", "num_records", "num_tokens_computed"):
+        assert getattr(foretold, name) == getattr(report, name)
+    estimate = report.num_tokens * index.config.spec.bytes_per_token
+    assert foretold.size_bytes == estimate <= report.size_bytes
+
+
+def test_progress_reaches_the_end(index: Index, docs: Path) -> None:
+    seen: list[IngestProgress] = []
+    report = index.add(docs, on_progress=seen.append)
+    assert [p.num_documents_done for p in seen if p.stage == "read"] == [1, 2, 3]
+    computed = [p for p in seen if p.stage == "compute"]
+    assert computed[-1].num_tokens_done == computed[-1].num_tokens == report.num_tokens
+    assert computed[-1].num_documents_done == computed[-1].num_documents == 3
+    assert computed[-1].eta_seconds == 0.0
+    assert computed[-1].tokens_per_second > 0
+    assert computed[-1].size_bytes_done == report.size_bytes
+    json.dumps(seen[0].to_dict())
+
+
+def test_reports_are_plain_json(index: Index, docs: Path) -> None:
+    (docs / "bad.txt").write_bytes(b"\xff\xff\xff")
+    for report in (index.add(docs), index.stats(), index.verify(), index.gc()):
+        json.dumps(report.to_dict(), allow_nan=False)
+
+
+def test_documents_too_many_to_keep_are_cut_again(
+    index: Index, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrag.ingest.plan._MAX_KEPT_TOKENS", 0)
+    monkeypatch.setattr("kvrag.ingest.pipeline._COMMIT_TOKENS", 8)
+
+    def disturb(progress: IngestProgress) -> None:
+        if progress.stage == "read" and progress.num_documents_done == 3:
+            (docs / "ledger.txt").write_text("changed after it was planned")
+
+    report = index.add([docs, Document("own", "an own document")], on_progress=disturb)
+    assert names(report.added) == {"clock.md", "fox.txt", "own"}
+    assert "changed while it was being ingested" in report.failed[0].reason
+    assert names(index.add(docs).added) == {"ledger.txt"}
+
+
+def test_single_chunks_and_sources_are_deleted(index: Index, docs: Path) -> None:
+    path = docs / "long.txt"
+    path.write_text("The keeper of the northern light wrote the book. " * 12)
+    index.add(docs)
+    (row,) = [row for row in index.documents() if row.source == str(path)]
+    chunk_ids = index.catalog.chunk_ids_of(str(path))
+    assert row.num_chunks == len(chunk_ids) > 1
+    assert index.delete(chunk_ids=[chunk_ids[0], "absent"]) == 1
+    assert index.get_chunks(chunk_ids) == index.get_chunks(chunk_ids[1:])
+    assert index.matcher.find(path.read_text()) is not None
+    # What is left of it is not what the file says, so adding it again mends it.
+    assert names(index.add(docs).changed) == {"long.txt"}
+    assert len(index.get_chunks(chunk_ids)) == len(chunk_ids)
+    assert index.delete(sources=[str(path), "absent"]) == len(chunk_ids)
+    assert names(index.add(docs).added) == {"long.txt"}
+    index.delete(chunk_ids=index.catalog.chunk_ids_of(str(docs / "clock.md")))
+    assert "clock.md" not in {Path(row.source).name for row in index.documents()}
+
+
+def test_search_and_matcher_follow_what_another_index_object_writes(
+    index: Index, docs: Path, model: KVModel
+) -> None:
+    with Index.open(index.path, model=model) as reader:
+        assert reader.search("clock") == []
+        assert len(reader.matcher) == 0
+        index.add(docs)
+        (hit, *_) = reader.search("clock repairs")
+        (match,) = reader.matcher.find(f"Context: {hit.chunk.text} Question")
+        assert match.chunk_id == hit.chunk.chunk_id
+        matcher = reader.matcher
+        assert reader.matcher is matcher
+        index.delete(sources=[hit.chunk.source])
+        assert len(reader.matcher) == 2
+        assert hit.chunk not in [other.chunk for other in reader.search("clock", 9)]
+
+
+def test_the_vectors_cache_is_only_a_cache(index: Index, docs: Path, model: KVModel) -> None:
+    index.add(docs)
+    expected = index.search("the harbour", 3)
+    cache = index.path / "vectors.cache"
+    good = cache.read_bytes()
+    flipped = bytearray(good)
+    flipped[-1] ^= 1
+    for content in (good, b"", good[:-4], bytes(flipped), b"\0" * len(good)):
+        cache.write_bytes(content)
+        with Index.open(index.path, model=model) as opened:
+            assert opened.search("the harbour", 3) == expected
+        assert cache.read_bytes() == good
+    cache.unlink()
+    with Index.open(index.path, model=model) as opened:
+        assert opened.search("the harbour", 3) == expected
+
+
+def test_an_index_opens_without_weights(
+    tmp_path: Path, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.support.rag import save_model
+
+    save_model(tmp_path / "model")
+    with Index.create(tmp_path / "i", model=tmp_path / "model", embedding="hashing") as index:
+        index.add(docs)
+    assert index.config.model == str((tmp_path / "model").resolve())
+    monkeypatch.setattr(KVModel, "load", None)
+    with Index.open(tmp_path / "i") as opened:
+        (hit, *_) = opened.search("clock", 1)
+        assert opened.open_kv(hit.chunk.chunk_id) is not None
+        assert opened.add(docs, dry_run=True).unchanged
+        assert opened.tokenizer(hit.chunk.text, add_special_tokens=False)["input_ids"] == list(
+            hit.chunk.token_ids
+        )
+        assert opened.verify().ok
+        assert opened.stats().num_documents == 3
+
+
+def test_an_embedding_object_is_asked_for_again(
+    make_index: MakeIndex, docs: Path, model: KVModel
+) -> None:
+    index = make_index(embedding=FromElsewhere())
+    index.add(docs)
+    with Index.open(index.path, model=model, embedding=FromElsewhere()) as opened:
+        assert opened.search("x", 3) == index.search("x", 3)
+    with Index.open(index.path, model=model) as opened:
+        with pytest.raises(IndexMismatchError, match="cannot be found by name: pass it"):
+            opened.search("x")
+        with pytest.raises(IndexMismatchError, match="vectors of 3 dimensions"):
+            opened.search_by_vector([1.0, 0.0])
+    with pytest.raises(IndexMismatchError, match="'hashing' of 1024"):
+        Index.open(index.path, embedding="hashing")
+
+
+def test_a_salt_changes_every_key(make_index: MakeIndex, docs: Path) -> None:
+    plain, salted = make_index("plain"), make_index("salted", tenant_salt=b"tenant a")
+    plain.add(docs)
+    salted.add(docs)
+    assert not set(plain.store.keys()) & set(salted.store.keys())
+
+
+def test_questions_about_an_empty_index(index: Index) -> None:
+    assert index.search("anything") == []
+    assert index.documents() == []
+    assert index.verify().ok
+    assert index.add([]).to_dict()["added"] == ()
+    with pytest.raises(ParameterError, match="k is at least 1"):
+        index.search("x", 0)
+
+
+def test_a_missing_path_stops_before_any_work(index: Index, docs: Path) -> None:
+    with pytest.raises(DocumentError, match=r"absent\.txt: there is no such file or folder"):
+        index.add([docs, docs / "absent.txt"])
+    assert index.stats().num_documents == 0
+
+
+def test_report_defaults() -> None:
+    assert IngestReport().ok

@@ -1,0 +1,218 @@
+"""Every kind of file, and every way in which one can be bad."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvrag.chunk import Document
+from kvrag.errors import DocumentError, ParameterError
+from kvrag.ingest.html import html_to_text
+from kvrag.ingest.loaders import find_files, load_bytes, plain_metadata, to_document
+
+
+def load(name: str, content: bytes) -> list[Document]:
+    return load_bytes(f"/docs/{name}", content)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [
+        ("utf-8", "Zürich, 東京"),
+        ("utf-8-sig", "Zürich, 東京"),
+        ("utf-16", "Zürich, 東京"),
+        ("utf-32", "Zürich, 東京"),
+    ],
+)
+def test_marked_encodings_are_read(encoding: str, text: str) -> None:
+    assert load("a.txt", text.encode(encoding)) == [Document("/docs/a.txt", text)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("Zürich".encode("latin-1"), r"not valid utf-8 at byte 1 \(0xfc\).*iconv"),
+        ("Zürich".encode("utf-16")[:-1], "not valid utf-16"),
+        ("Varn".encode("utf-16-le"), "NUL characters"),
+        (b"", "the file is empty"),
+        (b" \n\t\n", "holds no text"),
+    ],
+)
+def test_text_that_cannot_be_read_is_refused(content: bytes, message: str) -> None:
+    with pytest.raises(DocumentError, match=message):
+        load("a.txt", content)
+
+
+@pytest.mark.parametrize("name", ["a.exe", "README"])
+def test_unknown_kinds_are_refused(name: str) -> None:
+    with pytest.raises(DocumentError, match=r"are not read; expected one of .*\.pdf"):
+        load(name, b"text")
+
+
+def test_html_keeps_structure_and_drops_what_is_not_seen() -> None:
+    title, text = html_to_text(
+        "<html><head><title>Varn &amp; sea</title><style>p{}</style></head><body>"
+        "<nav>Home</nav><h2>The  clock</h2><p>Tomas <b>repairs</b>\n it.<br>Daily.</p>"
+        "<script>var x = '<p>no</p>';</script><ul><li>one<li>two</ul>"
+        "<table><tr><th>ship</th><th>day</th></tr><tr><td>Ria</td><td>3</td></tr></table>"
+        "<pre>a\n  b</pre></body></html>"
+    )
+    assert title == "Varn & sea"
+    assert text.split("\n\n") == [
+        "Home",
+        "## The clock",
+        "Tomas repairs it.\nDaily.",
+        "- one\n- two",
+        "ship | day\nRia | 3",
+        "a\n  b",
+    ]
+
+
+def test_html_with_an_open_head_still_has_a_body() -> None:
+    assert html_to_text("<head><meta x><body><p>seen</p>")[1] == "seen"
+
+
+def test_html_is_read_in_the_encoding_it_declares() -> None:
+    markup = '<meta charset="iso-8859-1"><p>Zürich</p>'
+    (document,) = load("a.html", markup.encode("latin-1"))
+    assert document.text == "Zürich"
+    with pytest.raises(DocumentError, match="unknown encoding"):
+        load("a.html", b'<meta charset="martian"><p>x</p>')
+
+
+def test_jsonl_rows_are_documents() -> None:
+    rows = [
+        {"text": "first\u2028line", "id": 7, "metadata": {"lang": "en"}},
+        {"page_content": "second", "tags": ["a"]},
+        "third",
+    ]
+    content = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode()
+    assert load("a.jsonl", content) == [
+        Document("/docs/a.jsonl#1", "first\u2028line", {"id": 7, "lang": "en"}),
+        Document("/docs/a.jsonl#3", "second", {"tags": ["a"]}),
+        Document("/docs/a.jsonl#5", "third"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "a"}\n{"text"', "line 2: not JSON"),
+        (b'{"name": "a"}', "line 1: expected an object with its text under one of text"),
+        (b"[1]", "line 1: expected an object"),
+        (b"[" * 100_000, "line 1: not JSON"),
+    ],
+)
+def test_bad_jsonl_names_the_line(content: bytes, message: str) -> None:
+    with pytest.raises(DocumentError, match=message):
+        load("a.jsonl", content)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", 'ship,day\n"Ria, old",3\n,\nVega,4,late\n'),
+        ("a.csv", 'ship;day\r\n"Ria, old";3\r\n;\r\nVega;4;late\r\n'),
+        ("a.tsv", 'ship\tday\n"Ria, old"\t3\n\t\nVega\t4\tlate\n'),
+    ],
+)
+def test_csv_rows_are_documents(name: str, content: str) -> None:
+    path = f"/docs/{name}"
+    assert load(name, content.encode()) == [
+        Document(f"{path}#1", "ship: Ria, old\nday: 3", {"row": 1}),
+        Document(f"{path}#3", "ship: Vega\nday: 4\ncolumn 3: late", {"row": 3}),
+    ]
+
+
+def test_bad_csv_names_the_line() -> None:
+    with pytest.raises(DocumentError, match="line 2"):
+        load("a.csv", b'a,b\n"x" y,1\n')
+
+
+@pytest.mark.parametrize("name", ["a.pdf", "a.docx"])
+@pytest.mark.parametrize("content", [b"not one", b"%PDF-1.4\n1 0 obj\n<<", b"PK\x03\x04rest"])
+def test_damaged_pdf_and_docx_are_refused(name: str, content: bytes) -> None:
+    with pytest.raises(DocumentError, match=r"damaged|no text layer"):
+        load(name, content)
+
+
+def test_hidden_files_other_kinds_and_the_index_are_not_found(docs: Path) -> None:
+    (docs / ".hidden.txt").write_text("x")
+    (docs / ".git").mkdir()
+    (docs / ".git" / "x.txt").write_text("x")
+    (docs / "photo.png").write_bytes(b"x")
+    (docs / "index").mkdir()
+    (docs / "index" / "x.txt").write_text("x")
+    (docs / "loop").symlink_to(docs)
+    found = [Path(path).relative_to(docs).as_posix() for path in find_files(docs, docs / "index")]
+    assert found == ["clock.md", "ledger.txt", "deep/fox.txt"]
+
+
+@dataclass
+class PageContent:
+    """The shape of a LangChain Document."""
+
+    page_content: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+    id: str | None = None
+
+
+class Node:
+    """The shape of a LlamaIndex node."""
+
+    node_id = "n1"
+    metadata = {"page": 3}  # noqa: RUF012
+
+    def get_content(self) -> str:
+        return "node text"
+
+
+def test_framework_objects_are_accepted_by_shape() -> None:
+    assert to_document(PageContent("text", {"a": 1}, "x")) == Document("x", "text", {"a": 1})
+    assert to_document(Node()) == Document("n1", "node text", {"page": 3})
+    first = to_document(PageContent("text", {"source": "book"}))
+    assert first.source.startswith("book#")
+    assert first == to_document(PageContent("text", {"source": "book"}))
+    assert first.source != to_document(PageContent("other", {"source": "book"})).source
+
+
+def test_objects_of_other_shapes_are_refused() -> None:
+    with pytest.raises(ParameterError, match="cannot ingest a dict"):
+        to_document({"text": "x"})
+    with pytest.raises(DocumentError, match="x: holds no text"):
+        to_document(Document("x", "  "))
+
+
+def test_real_framework_objects_are_accepted() -> None:
+    documents = pytest.importorskip("langchain_core.documents")
+    schema = pytest.importorskip("llama_index.core.schema")
+    lang = documents.Document(page_content="text", metadata={"a": 1}, id="x")
+    assert to_document(lang) == Document("x", "text", {"a": 1})
+    node = schema.TextNode(text="text", id_="y", metadata={"a": 1})
+    assert to_document(node) == Document("y", "text", {"a": 1})
+
+
+def test_metadata_becomes_plain_json() -> None:
+    values = {
+        "path": Path("/a"),
+        1: np.float32(0.5),
+        "nan": float("nan"),
+        "set": {3},
+        "half": "\ud800",
+        "deep": {"x": (1, None, True)},
+    }
+    plain = plain_metadata(values)
+    assert plain == {
+        "path": "/a",
+        "1": 0.5,
+        "nan": "nan",
+        "set": [3],
+        "half": "?",
+        "deep": {"x": [1, None, True]},
+    }
+    json.dumps(plain, allow_nan=False)
