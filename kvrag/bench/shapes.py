@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
 
-SHAPES: dict[str, dict[str, int | bool | dict[str, float | str]]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     # The published configuration of Qwen2.5-0.5B.
     "qwen2.5-0.5b": {
         "vocab_size": 151936,

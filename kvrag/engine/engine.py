@@ -69,7 +69,7 @@ class KVEngine:
         self._ratio = ratio
         self._boundary_tokens = boundary_tokens
         self._max_tokens = _checked_max_tokens(max_tokens)
-        self._warned = False
+        self._watching = True  # for retrieved chunks that never arrive in a prompt
         self._resolve_policy(None, None, None)
 
     # -- prompts ------------------------------------------------------------------------------
@@ -373,9 +373,13 @@ class KVEngine:
             return time.perf_counter() - started
 
     def _warn_if_nothing_matched(self, laid_out: _LaidOut) -> None:
-        if laid_out.layout.spans or self._warned or not self.index.recent_chunk_ids:
+        # Once a chunk has arrived the pipeline is sound: later prompts may well hold none (a
+        # chain that rephrases the question first, say).
+        if not self._watching or not (laid_out.chunks or self.index.recent_chunk_ids):
             return
-        self._warned = True
+        self._watching = False
+        if laid_out.chunks:
+            return
         logger.warning(
             "chunks were retrieved, but none of their texts stands in the prompt, so all of it is "
             "computed. Usual causes: no formatter between retriever and prompt (the prompt holds "

@@ -6,14 +6,16 @@ embedding model and one set of weights.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from pathlib import Path
 
+from kvrag.ingest.config import FILE_NAME
 from kvrag.ingest.index import Index
 
-# The folder's device and inode are part of the entry: a folder that was deleted and made again
-# is another index.
-_opened: dict[tuple[str, str | None], tuple[tuple[int, int], Index]] = {}
+# What was opened is told by its index.json, which is written once: a folder that was deleted and
+# made again is another index.
+_opened: dict[tuple[str, str | None], tuple[tuple[int, ...] | None, Index]] = {}
 _opening = threading.Lock()
 
 
@@ -37,15 +39,24 @@ def shared_index(index: Index | str | Path, *, model: str | None = None) -> Inde
     path = Path(index).expanduser().resolve()
     key = (str(path), model)
     with _opening:
-        if key in _opened and path.is_dir():
-            identity, opened = _opened[key]
-            if identity == _identity(path):
-                return opened
+        identity = _identity(path)
+        known = _opened.get(key)
+        if known is not None and known[0] == identity:
+            return known[1]
         opened = Index.open(path, model=model)
-        _opened[key] = (_identity(path), opened)
+        _opened[key] = (identity, opened)
         return opened
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_dev, status.st_ino
+def _identity(path: Path) -> tuple[int, ...] | None:
+    try:
+        status = (path / FILE_NAME).stat()
+    except OSError:
+        return None  # opening says what is wrong
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+@atexit.register
+def _close_all() -> None:
+    for _, index in _opened.values():
+        index.close()

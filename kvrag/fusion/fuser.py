@@ -98,6 +98,7 @@ def fuse(
         last_layer = model.spec.num_layers - 1
         for layer_index, table in enumerate(tables):
             if layer_index == policy.check_layer and bool(optional.any()):
+                clock.lap("compute")
                 chosen = _choose(model, layer_index, hidden, rows, optional, fused, table, policy)
                 rows, hidden, optional = rows[chosen], hidden[chosen], optional[chosen]
                 clock.lap("select")

@@ -1,0 +1,282 @@
+"""The engine answers as plain Transformers does, from stored KV, and says what it did."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvrag
+from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine, Message
+from kvrag.errors import ParameterError, PromptTooLongError
+from kvrag.ingest.index import Index
+from kvrag.models.caches import FusedCache
+from kvrag.models.kv_model import KVModel
+from tests.support.bench_top import TEXTS
+from tests.support.models import make_model, make_tokenizer
+
+PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"
+MESSAGES: list[Message] = [
+    {"role": "system", "content": "Use this:\n\n" + "\n\n".join(TEXTS[:2])},
+    {"role": "user", "content": "Who keeps the ledger?"},
+]
+
+
+@pytest.fixture(scope="module")
+def engine(index: Index) -> KVEngine:
+    return KVEngine(index, max_tokens=12)
+
+
+def plain_answer(model: KVModel, ids: tuple[int, ...], max_tokens: int) -> str:
+    """Return what Transformers generates greedily."""
+    given = torch.tensor([ids])
+    output = model.hf.generate(
+        given,
+        attention_mask=torch.ones_like(given),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        pad_token_id=2,
+    )
+    return str(model.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True))
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, MESSAGES], ids=["string", "messages"])
+def test_ratio_one_answers_as_transformers_does(
+    engine: KVEngine, prompt: str | list[Message]
+) -> None:
+    answer = engine.generate(prompt, ratio=1.0)
+    assert answer.text == plain_answer(engine.index.model, engine.prompt_ids(prompt), 12)
+    assert answer.report.num_recomputed > 0
+    assert answer.report.num_reused == 0
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, MESSAGES], ids=["string", "messages"])
+def test_prompt_ids_are_those_of_the_plain_pipeline(
+    engine: KVEngine, prompt: str | list[Message]
+) -> None:
+    tokenizer = engine.index.tokenizer
+    if isinstance(prompt, str):
+        expected = tokenizer(prompt)["input_ids"]
+    else:
+        expected = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+    assert engine.prompt_ids(prompt) == tuple(expected)
+    fused = engine.fuse(prompt)
+    assert fused.report.num_tokens == len(expected)
+
+
+def test_answer_names_its_sources_and_counts_its_tokens(engine: KVEngine) -> None:
+    answer = engine.generate(PROMPT, policy="none")
+    assert [source.source for source in answer.sources] == [f"text-{i}" for i in range(4)]
+    assert answer.usage.prompt_tokens == len(engine.prompt_ids(PROMPT))
+    assert answer.usage.cached_tokens == answer.report.num_reused > 0
+    assert 0 < answer.ttft_seconds <= answer.total_seconds
+    assert json.loads(json.dumps(answer.to_dict()))["report"]["policy"] == "none"
+
+
+def test_without_reuse_everything_is_computed(engine: KVEngine) -> None:
+    answer = engine.generate(PROMPT, reuse=False)
+    assert answer.report.num_fresh == answer.report.num_tokens
+    assert answer.text == plain_answer(engine.index.model, engine.prompt_ids(PROMPT), 12)
+
+
+def test_pieces_of_a_stream_are_the_answer(engine: KVEngine) -> None:
+    deltas = list(engine.stream(PROMPT))
+    assert all(delta.answer is None for delta in deltas[:-1])
+    answer = deltas[-1].answer
+    assert answer is not None
+    assert "".join(delta.text for delta in deltas) == answer.text
+    assert len(deltas) > 3
+
+
+def test_stop_strings_end_the_answer_across_tokens(engine: KVEngine) -> None:
+    whole = engine.generate(PROMPT, max_tokens=12).text
+    stop = whole[4:7]
+    answer = engine.generate(PROMPT, stop=[stop])
+    assert answer.text == whole[: whole.index(stop)]
+    assert answer.finish_reason == "stop"
+    pieces = "".join(delta.text for delta in engine.stream(PROMPT, stop=[stop]))
+    assert pieces == answer.text
+
+
+def test_max_tokens_and_timeout_end_the_answer(engine: KVEngine) -> None:
+    short = engine.generate(PROMPT, max_tokens=2)
+    assert short.usage.completion_tokens == 2
+    assert short.finish_reason == "length"
+    late = engine.generate(PROMPT, max_tokens=12, timeout_seconds=1e-9)
+    assert late.finish_reason == "timeout"
+    assert late.usage.completion_tokens == 1
+
+
+def test_seeds_repeat_draws_and_leave_the_global_generator_alone(engine: KVEngine) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3).tolist()
+    torch.manual_seed(7)
+    first = engine.generate(PROMPT, temperature=1.5, seed=3).text
+    assert torch.rand(3).tolist() == expected
+    assert engine.generate(PROMPT, temperature=1.5, seed=3).text == first
+    drawn = {engine.generate(PROMPT, temperature=1.5, seed=seed).text for seed in range(4)}
+    assert len(drawn) > 1
+
+
+def test_sampling_parameters_change_the_draw(engine: KVEngine) -> None:
+    greedy = engine.generate(PROMPT).text
+    assert engine.generate(PROMPT, temperature=1.5, top_k=1, seed=1).text == greedy
+    assert engine.generate(PROMPT, temperature=1.5, top_p=1e-6, seed=1).text == greedy
+    assert engine.generate(PROMPT, repetition_penalty=5.0).text != greedy
+
+
+def test_the_fused_cache_continues_in_transformers(engine: KVEngine) -> None:
+    ids = engine.prompt_ids(PROMPT)
+    fused = engine.fuse(PROMPT, ratio=1.0, max_tokens=12)
+    given = torch.tensor([ids])
+    output = engine.index.model.hf.generate(
+        given,
+        attention_mask=torch.ones_like(given),
+        past_key_values=FusedCache(fused.kv, len(ids) - 1),
+        max_new_tokens=12,
+        do_sample=False,
+        pad_token_id=2,
+    )
+    text = engine.index.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+    assert text == engine.generate(PROMPT, ratio=1.0).text
+
+
+def test_threads_and_open_streams_do_not_mix(engine: KVEngine) -> None:
+    prompts = [PROMPT, "Context:\n\n" + TEXTS[2] + "\n\nQuestion: what?\nAnswer:"]
+    expected = [engine.generate(prompt).text for prompt in prompts]
+    streams = [engine.stream(prompt) for prompt in prompts]
+    texts = ["", ""]
+    open_streams = {0, 1}
+    while open_streams:
+        for i in sorted(open_streams):
+            delta = next(streams[i], None)
+            if delta is None:
+                open_streams.discard(i)
+            else:
+                texts[i] += delta.text
+    assert texts == expected
+
+    found: dict[int, str] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: engine.generate(prompts[i % 2]).text}))
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(4)] == [expected[i % 2] for i in range(4)]
+
+
+def test_an_abandoned_stream_leaves_the_model_free(engine: KVEngine) -> None:
+    stream = engine.stream(PROMPT)
+    next(stream)
+    stream.close()
+    acquired: list[bool] = []
+
+    def try_lock() -> None:
+        lock = engine.index.model.lock
+        acquired.append(lock.acquire(blocking=False))
+        if acquired[-1]:
+            lock.release()
+
+    thread = threading.Thread(target=try_lock)
+    thread.start()
+    thread.join()
+    assert acquired == [True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"policy": "best"}, "unknown policy 'best'; known: none, boundary, deviation"),
+        ({"ratio": 1.5}, "ratio 1.5: expected a share between 0 and 1"),
+        ({"policy": "none", "ratio": 0.5}, "policy 'none' takes no ratio"),
+        ({"policy": "boundary", "boundary_tokens": 0}, "expected at least 1"),
+        ({"max_tokens": 0}, "max_tokens 0: expected at least 1"),
+        ({"temperature": -1.0}, "temperature -1.0: expected 0 or more"),
+        ({"top_p": 0.0}, "top_p 0.0: expected more than 0"),
+        ({"top_k": -1}, "top_k -1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty 0.0"),
+        ({"stop": "end"}, "expected a list of non-empty strings"),
+        ({"stop": [""]}, "expected a list of non-empty strings"),
+        ({"timeout_seconds": 0.0}, "timeout_seconds 0.0: expected more than 0"),
+    ],
+)
+def test_bad_parameters_are_refused_by_the_call(
+    engine: KVEngine, arguments: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ParameterError, match=said.replace("(", r"\(")):
+        engine.stream(PROMPT, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_ratio_for_the_default_policy_does_not_leak_into_another(index: Index) -> None:
+    engine = KVEngine(index, policy="deviation", ratio=0.5)
+    assert engine.fuse(PROMPT).report.policy == "deviation(ratio=0.5, on=v)"
+    assert engine.fuse(PROMPT, policy="none").report.policy == "none"
+    assert engine.fuse(PROMPT, policy="boundary").report.policy == "boundary(tokens=16)"
+
+
+def test_a_prompt_beyond_the_context_window_is_refused(tmp_path: Path) -> None:
+    model = KVModel(make_model(max_position_embeddings=128), make_tokenizer())
+    with Index.create(tmp_path / "i", model=model, embedding="hashing", chunk_tokens=64) as index:
+        engine = KVEngine(index)
+        with pytest.raises(PromptTooLongError, match=r"the prompt has .* but .* holds 128"):
+            engine.generate("word " * 200)
+        nearly = "a " * 60
+        answer = engine.generate(nearly, max_tokens=500)
+        assert answer.usage.prompt_tokens + answer.usage.completion_tokens <= 128
+        assert answer.finish_reason == "length"
+
+
+def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(make_tokenizer())
+    tokenizer.chat_template = None
+    model = KVModel(make_model(), tokenizer)
+    with Index.create(tmp_path / "i", model=model, embedding="hashing") as index:
+        engine = KVEngine(index)
+        with pytest.raises(ParameterError, match="has no chat template: pass the prompt as one"):
+            engine.generate(MESSAGES)
+        tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+        with pytest.raises(ParameterError, match="refuses these messages: roles must alternate"):
+            engine.generate(MESSAGES)
+
+
+def test_an_empty_prompt_is_refused_where_no_token_remains(tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(make_tokenizer())
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    model = KVModel(make_model(), tokenizer)
+    with (
+        Index.create(tmp_path / "i", model=model, embedding="hashing") as index,
+        pytest.raises(ParameterError, match="the prompt is empty"),
+    ):
+        KVEngine(index).generate([{"role": "user", "content": ""}])
+
+
+def test_retrieval_that_never_reaches_a_prompt_is_said_once(
+    tmp_path: Path, model: KVModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Index.create(tmp_path / "i", model=model, embedding="hashing") as index:
+        index.add([Document(source="a", text=TEXTS[0])])
+        engine = KVEngine(index, max_tokens=1)
+        with caplog.at_level(logging.WARNING, logger="kvrag"):
+            engine.generate("no retrieval, no chunk, no warning")
+            assert not caplog.records
+            index.search("ledger", k=1)
+            engine.generate("[Document(page_content='" + TEXTS[0].replace(" ", "&nbsp;") + "')]")
+            engine.generate("nothing here either")
+        assert len(caplog.records) == 1
+        assert "mustache" in caplog.records[0].message
+
+
+def test_the_public_names_are_all_there() -> None:
+    for name in kvrag.__all__:
+        assert getattr(kvrag, name).__name__ == name
