@@ -69,5 +69,32 @@ CHAT_SYSTEM = PromptFormat(
     "{question}<eos>\n<|assistant|>\n",
 )
 
-FORMATS: tuple[PromptFormat, ...] = (PLAIN, LLAMAINDEX, LANGCHAIN, CHAT_USER, CHAT_SYSTEM)
-FORMAT_SHARES: tuple[float, ...] = (0.6, 0.1, 0.1, 0.1, 0.1)
+CHAT_LANGCHAIN = PromptFormat(
+    "chat_langchain",
+    "<|system|>\nUse the following pieces of context to answer the user's question.\nIf you don't "
+    "know the answer, just say that you don't know, don't try to make up an answer.\n"
+    "----------------\n",
+    CHAT_SYSTEM.after_documents,
+    CHAT_SYSTEM.question,
+)
+CHAT_LLAMAINDEX = PromptFormat(
+    "chat_llamaindex",
+    "<|system|>\nYou are an expert Q&A system that is trusted around the world.\n"
+    "Always answer the query using the provided context information, and not prior knowledge.\n"
+    "Some rules to follow:\n1. Never directly reference the given context in your answer.\n"
+    "2. Avoid statements like 'Based on the context, ...' or 'The context information ...' or "
+    f"anything along those lines.<eos>\n<|user|>\n{LLAMAINDEX.before_documents}",
+    LLAMAINDEX.after_documents,
+    f"{LLAMAINDEX.question}<eos>\n<|assistant|>\n",
+)
+
+FORMATS: tuple[PromptFormat, ...] = (
+    PLAIN,
+    LLAMAINDEX,
+    LANGCHAIN,
+    CHAT_USER,
+    CHAT_SYSTEM,
+    CHAT_LANGCHAIN,
+    CHAT_LLAMAINDEX,
+)
+FORMAT_SHARES: tuple[float, ...] = (0.55, 0.08, 0.08, 0.08, 0.07, 0.07, 0.07)

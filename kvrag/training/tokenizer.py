@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from kvrag.bench.corpus.grammar import (
     UPDATE_OPENINGS,
 )
 from kvrag.bench.corpus.names import name_heads, name_tails
-from kvrag.training.prompts import FORMATS
+from kvrag.training.prompts import CHAT_LANGCHAIN, CHAT_LLAMAINDEX, FORMATS, PromptFormat
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>")
 # Words with their leading space, numbers, runs of newlines, runs of punctuation.
@@ -63,15 +64,27 @@ class _Merges:
 
 
 def _grammar_words() -> list[str]:
-    """Return the words of the grammar and the prompts as they stand, with leading space."""
-    texts = [prompt.render(["The", "The"], "Who?") for prompt in FORMATS]
+    """Return the words of the grammar and the prompts as they stand, with leading space.
+
+    Token ids are append-only: words of the frameworks' chat prompts come after all others.
+    """
+    chat = (CHAT_LANGCHAIN, CHAT_LLAMAINDEX)
+    texts = [_sample(prompt) for prompt in FORMATS if prompt not in chat]
     for relation in RELATIONS:
         texts += [f"The {text}" for text in (*relation.statements, relation.role)]
         texts += [*relation.questions, *(f"Question: {q}" for q in relation.questions)]
     texts += [*OPENINGS, *UPDATE_OPENINGS, *(f"the {trade}" for trade in TRADES)]
     texts += [f" {UNKNOWN_ANSWER}", ". She now . He", " The", "context: documents. Question? I"]
-    pieces = {piece for text in texts for piece in re.findall(_SPLIT, _drop_fields(text))}
-    return sorted(pieces)
+    words = _split_words(texts)
+    return words + [word for word in _split_words(map(_sample, chat)) if word not in words]
+
+
+def _sample(prompt: PromptFormat) -> str:
+    return prompt.render(["The", "The"], "Who?")
+
+
+def _split_words(texts: Iterable[str]) -> list[str]:
+    return sorted({piece for text in texts for piece in re.findall(_SPLIT, _drop_fields(text))})
 
 
 def _drop_fields(text: str) -> str:
