@@ -83,6 +83,9 @@ class FusedKV:
         C, room for the prompt and for the tokens to be generated.
     device
         Where the buffer lives.
+    storage
+        Memory to use instead of allocating: one-dimensional, of the spec's dtype, at least
+        `storage_elements` long. Its contents are overwritten.
 
     Attributes
     ----------
@@ -92,13 +95,28 @@ class FusedKV:
     """
 
     def __init__(
-        self, spec: KVSpec, num_tokens: int, capacity: int, device: torch.device | str = "cpu"
+        self,
+        spec: KVSpec,
+        num_tokens: int,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        storage: torch.Tensor | None = None,
     ) -> None:
-        shape = (spec.num_layers, 1, spec.num_kv_heads, capacity, spec.head_dim)
+        num_elements = self.storage_elements(spec, capacity)
+        if storage is None:
+            storage = torch.empty(num_elements, dtype=spec.dtype, device=device)
         self.spec = spec
         self.num_tokens = num_tokens
-        self.keys = list(torch.empty(shape, dtype=spec.dtype, device=device).unbind())
-        self.values = list(torch.empty(shape, dtype=spec.dtype, device=device).unbind())
+        self.storage = storage
+        shape = (2, spec.num_layers, 1, spec.num_kv_heads, capacity, spec.head_dim)
+        keys, values = storage[:num_elements].view(shape)
+        self.keys = list(keys)
+        self.values = list(values)
+
+    @staticmethod
+    def storage_elements(spec: KVSpec, capacity: int) -> int:
+        """Return the elements a buffer of that capacity needs."""
+        return 2 * spec.num_layers * spec.num_kv_heads * capacity * spec.head_dim
 
     @property
     def capacity(self) -> int:

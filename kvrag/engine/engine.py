@@ -11,6 +11,7 @@ import torch
 
 from kvrag.chunk import Chunk
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Source, Usage
+from kvrag.engine.buffers import BufferPool
 from kvrag.engine.sampling import Sampler, Sampling
 from kvrag.engine.text_stream import TextStream
 from kvrag.errors import ParameterError, PromptTooLongError
@@ -69,6 +70,7 @@ class KVEngine:
         self._ratio = ratio
         self._boundary_tokens = boundary_tokens
         self._max_tokens = _checked_max_tokens(max_tokens)
+        self._buffers = BufferPool()
         self._watching = True  # for retrieved chunks that never arrive in a prompt
         self._resolve_policy(None, None, None)
 
@@ -174,7 +176,8 @@ class KVEngine:
             )
         capacity = min(num_tokens + max_tokens, model.max_positions)
         layout_seconds = time.perf_counter() - started
-        fused = fuse(model, layout, self.index.open_kv, policy, capacity=capacity)
+        buffer = self._buffers.take(model.spec, num_tokens, capacity, model.device)
+        fused = fuse(model, layout, self.index.open_kv, policy, buffer)
         seconds = {"layout": layout_seconds, **fused.report.seconds}
         return replace(fused, report=replace(fused.report, seconds=seconds))
 
@@ -315,8 +318,25 @@ class KVEngine:
         timeout_seconds: float | None,
         started: float,
     ) -> Iterator[AnswerDelta]:
-        model = self.index.model
         fused = self._fuse(laid_out.layout, policy, room, started)
+        try:
+            yield from self._continue(
+                laid_out, fused, room, sampling, stop, timeout_seconds, started
+            )
+        finally:
+            self._buffers.give_back(fused.kv)
+
+    def _continue(
+        self,
+        laid_out: _LaidOut,
+        fused: FusedPrompt,
+        room: int,
+        sampling: Sampling,
+        stop: Sequence[str],
+        timeout_seconds: float | None,
+        started: float,
+    ) -> Iterator[AnswerDelta]:
+        model = self.index.model
         num_prompt = len(laid_out.layout.token_ids)
         limit = min(room, model.max_positions - num_prompt)
         end_ids = _end_ids(model.hf.generation_config, model.tokenizer)

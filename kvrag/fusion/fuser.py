@@ -47,10 +47,9 @@ def fuse(
     layout: Layout,
     open_kv: OpenKV,
     policy: RecomputePolicy,
-    *,
-    capacity: int,
+    fused: FusedKV,
 ) -> FusedPrompt:
-    """Build the KV of a whole prompt from stored chunks, computing only what is needed.
+    """Fill a buffer with the KV of a whole prompt, computing only what is not stored.
 
     Parameters
     ----------
@@ -62,8 +61,8 @@ def fuse(
         Opens a chunk's record by chunk id; what it cannot deliver is prefilled and counted.
     policy
         Which reused tokens are computed again (CacheBlend §4, and others).
-    capacity
-        Tokens the buffer has room for, at least those of the prompt.
+    fused
+        The buffer, on the model's device, made for the layout's number of tokens.
 
     Raises
     ------
@@ -77,7 +76,6 @@ def fuse(
         )
     clock = _Clock()
     num_tokens = len(layout.token_ids)
-    fused = FusedKV(model.spec, num_tokens, capacity, model.device)
     tables = model.tables(num_tokens)
     loaded = load_spans(layout.spans, open_kv, fused, tables)
     clock.lap("load")

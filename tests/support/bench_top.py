@@ -14,6 +14,7 @@ from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.segments import ChunkMatcher
+from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from kvrag.store.memory import MemoryStore
 
@@ -83,9 +84,9 @@ class Bench:
 
     def fuse(self, prompt: str, policy: RecomputePolicy, spare: int = 16) -> FusedPrompt:
         layout = self.lay_out(prompt)
-        return fuse(
-            self.model, layout, self.open_kv, policy, capacity=len(layout.token_ids) + spare
-        )
+        num_tokens = len(layout.token_ids)
+        buffer = FusedKV(self.model.spec, num_tokens, num_tokens + spare)
+        return fuse(self.model, layout, self.open_kv, policy, buffer)
 
     @torch.no_grad()
     def plain_logits(self, prompt: str) -> torch.Tensor:

@@ -1,0 +1,37 @@
+"""One spare KV buffer between prompts.
+
+A fresh buffer of a hundred megabytes costs a page fault for every four kilobytes, which on a CPU
+can take longer than loading the KV into it. The memory of the last prompt is therefore kept for
+the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from kvrag.kvcache import FusedKV, KVSpec
+
+
+class BufferPool:
+    """Hands out fused buffers and keeps the memory of one that came back."""
+
+    def __init__(self) -> None:
+        self._spare: torch.Tensor | None = None
+        self._lock = threading.Lock()
+
+    def take(self, spec: KVSpec, num_tokens: int, capacity: int, device: torch.device) -> FusedKV:
+        """Return a buffer, in spare memory if there is enough of it."""
+        with self._lock:
+            storage, self._spare = self._spare, None
+        needed = FusedKV.storage_elements(spec, capacity)
+        if storage is not None and storage.numel() < needed:
+            storage = None
+        return FusedKV(spec, num_tokens, capacity, device, storage)
+
+    def give_back(self, fused: FusedKV) -> None:
+        """Keep the buffer's memory; nobody may use the buffer afterwards."""
+        with self._lock:
+            if self._spare is None or self._spare.numel() < fused.storage.numel():
+                self._spare = fused.storage
