@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -76,3 +78,12 @@ def test_dependencies_are_bounded_on_both_sides() -> None:
         listed += [name for name in extra if not name.startswith("kvrag[")]
     loose = [name for name in listed if ">=" not in name or "<" not in name]
     assert loose == []
+
+
+def test_readme_names_things_that_exist() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        for line in ast.parse(block).body:
+            if isinstance(line, ast.Import | ast.ImportFrom):
+                exec(ast.unparse(line), {})

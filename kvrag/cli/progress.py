@@ -26,12 +26,14 @@ class IngestBar:
         from rich.progress import BarColumn, Progress, TextColumn
 
         self._place = place
+        stderr = console.err()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f}% {task.fields[detail]}"),
-            console=console.err(),
+            console=stderr,
             transient=True,
+            disable=not stderr.is_terminal,
         )
         self._task = self._bar.add_task("reading", total=None, detail="")
         self._stage = ""

@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE
 
+if TYPE_CHECKING:
+    from kvrag.ingest.report import VerifyReport
 
-def verify(index: o.IndexOption, as_json: o.JsonOption = False) -> None:
+
+def verify(
+    index: o.IndexOption,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Compute missing and damaged records anew.")
+    ] = False,
+    as_json: o.JsonOption = False,
+) -> None:
     """Check every stored record against its checksums; exit 1 when something is wrong."""
     from kvrag.cli.opening import open_index
 
-    with open_index(index) as opened, console.working("reading every record"):
-        report = opened.verify()
+    with open_index(index) as opened, console.err().status("reading every record") as status:
+
+        def show(done: int, total: int) -> None:
+            status.update(f"{done:,} of {total:,} records read")
+
+        report = opened.verify(repair=repair, on_progress=show)
     if as_json:
         console.print_json(report)
     else:
-        console.print_fields(console.plain(report))
+        _print_report(report)
     if not report.ok:
         raise typer.Exit(EXIT_FAILURE)
+
+
+def _print_report(report: VerifyReport) -> None:
+    size = console.format_bytes(report.size_bytes)
+    time = console.format_seconds(report.seconds)
+    console.write(
+        f"{report.num_chunks:,} chunks, {report.num_records:,} records ({size}) read in {time}\n"
+    )
+    for problem in report.problems:
+        place = f"{console.short_path(problem.source)}#{problem.ordinal}"
+        console.stream(f"damaged: {place}: {problem.reason}\n")
+    for text in report.catalog_problems:
+        console.stream(f"catalog: {text}\n")
+    if report.ok:
+        repaired = f", {report.num_repaired:,} records computed anew" if report.problems else ""
+        console.write(f"sound{repaired}\n")
+    else:
+        console.write(
+            "Questions still get right answers: damaged chunks are prefilled. "
+            "`kvrag verify --repair` computes them anew.\n"
+        )

@@ -42,6 +42,14 @@ def test_verify_finds_a_flipped_bit(run: Run, index_folder: Path) -> None:
     done = run("verify", "--index", index_folder, "--json")
     assert done.code == 1
     assert done.json["ok"] is False
+    told = run("verify", "--index", index_folder)
+    assert told.code == 1
+    assert told.out.count("damaged: ") == 1
+    assert "--repair" in told.out
+    mended = run("verify", "--index", index_folder, "--repair")
+    assert mended.code == 0, mended.out + mended.err
+    assert "1 records computed anew" in mended.out
+    assert run("verify", "--index", index_folder).out.endswith("sound\n")
 
 
 def test_gc_of_a_clean_index_frees_nothing(run: Run, index_folder: Path) -> None:

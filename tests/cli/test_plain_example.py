@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "plain_python.py"
+
+
+def test_the_plain_example_runs(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE))["main"](str(model_folder))
+    shown = capsys.readouterr().out
+    assert "cached chunks" in shown
+    assert ".txt, chunk" in shown
