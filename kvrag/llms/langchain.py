@@ -56,6 +56,11 @@ class _LangChainSettings(EngineSettings):
         return True
 
     @property
+    def lc_attributes(self) -> dict[str, str]:
+        """An opened index is written as its folder, so that the object can be loaded again."""
+        return {"index": self._index_as_path(self.index)}
+
+    @property
     def _llm_type(self) -> str:
         return "kvrag"
 

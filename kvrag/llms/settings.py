@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer, field_validator
 
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.engine import KVEngine
@@ -112,6 +112,10 @@ class EngineSettings(BaseModel):
     def _path_as_text(cls, value: Index | str | Path) -> Index | str:
         return str(value) if isinstance(value, Path) else value
 
+    @field_serializer("index")
+    def _index_as_path(self, value: Index | str | Path) -> str:
+        return str(value.path if isinstance(value, Index) else value)
+
     @property
     def model_name(self) -> str:
         """What the model is called: as constructed, or as the index records it."""
@@ -188,10 +192,12 @@ class EngineSettings(BaseModel):
     def engine(self, model: str | None = None) -> KVEngine:
         """Return the engine that answers, opening index and model if this is the first call."""
         model = model or self.model
-        if model not in self._engines:
+        index = shared_index(self.index, model=model)
+        engine = self._engines.get(model)
+        if engine is None or engine.index is not index:
             # Two threads may both get here; their engines are interchangeable.
-            self._engines[model] = KVEngine(shared_index(self.index, model=model))
-        return self._engines[model]
+            engine = self._engines[model] = KVEngine(index)
+        return engine
 
     def context_window(self) -> int:
         """Return how many tokens prompt and answer may have together."""

@@ -31,7 +31,7 @@ from pydantic import ConfigDict, Field
 from kvrag.chunk import Chunk
 from kvrag.chunk import Document as KVRagDocument
 from kvrag.engine.shared import shared_index
-from kvrag.errors import IndexNotFoundError, ParameterError
+from kvrag.errors import DocumentError, IndexNotFoundError, ParameterError
 from kvrag.ingest.embedding import Embedding, get_embedding
 from kvrag.ingest.index import Index, SearchHit
 
@@ -187,7 +187,7 @@ class KVRagVectorStore(VectorStore):
         ParameterError
             When `ids` has another length, or an option is unknown.
         DocumentError
-            When a document holds no text.
+            When a document holds no text; the others are added.
         """
         _refuse(kwargs)
         if ids is not None and len(ids) != len(documents):
@@ -197,12 +197,15 @@ class KVRagVectorStore(VectorStore):
             given or document.id or _content_id(document)
             for given, document in zip(given_ids, documents, strict=True)
         ]
-        self.index.add(
+        report = self.index.add(
             [
                 KVRagDocument(name, document.page_content, document.metadata)
                 for name, document in zip(names, documents, strict=True)
             ]
         )
+        if report.failed:
+            refused = "; ".join(f"{failed.source!r}: {failed.reason}" for failed in report.failed)
+            raise DocumentError(f"added all but {len(report.failed)} documents: {refused}")
         return names
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:

@@ -29,7 +29,7 @@ from langchain_core.tools import create_retriever_tool
 
 from kvrag.llms.langchain import ChatKVRag, KVRagLLM
 from kvrag.retrievers.langchain import KVRagRetriever
-from tests.support.rag import Rag
+from tests.support.rag import PASSAGES, Rag
 
 QUESTION = "Who keeps the harbour ledger?"
 MAX_TOKENS = 8
@@ -235,6 +235,19 @@ def test_agent_with_retriever_tool(rag: Rag, retriever: KVRagRetriever, chat: Ch
     if chat.ratio == 1.0:
         content = f"{join(retriever.invoke(QUESTION))}\n\nQuestion: {QUESTION}"
         assert message.text == rag.plain_answer([{"role": "user", "content": content}], MAX_TOKENS)
+
+
+def test_escaped_chunks_are_answered_and_told_once(
+    rag: Rag, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = KVRagLLM(index=rag.path, max_tokens=MAX_TOKENS)
+    prompt = PromptTemplate.from_template("{{context}}\n\nAnswer:", template_format="mustache")
+    chain = {"context": KVRagRetriever(index=rag.path, k=1) | join} | prompt | llm
+    answers = [chain.invoke(PASSAGES["bridge"]) for _ in range(2)]
+    escaped = PASSAGES["bridge"].replace("&", "&amp;")
+    assert answers == [rag.plain_answer(f"{escaped}\n\nAnswer:", MAX_TOKENS)] * 2
+    told = [r for r in caplog.records if "none of their texts" in r.message]
+    assert len(told) == 1
 
 
 def test_batch_of_chains(retriever: KVRagRetriever, llm: KVRagLLM) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from langchain_core.caches import InMemoryCache
+from langchain_core.load import dumpd, load
 from langchain_core.messages import (
     AIMessage,
     ChatMessage,
@@ -17,6 +18,7 @@ from langchain_core.messages import (
 )
 from langchain_core.tools import tool
 
+from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import (
     IndexMismatchError,
@@ -24,6 +26,7 @@ from kvrag.errors import (
     ParameterError,
     StoreError,
 )
+from kvrag.ingest.index import Index
 from kvrag.llms.langchain import ChatKVRag, KVRagLLM
 from kvrag.llms.langchain_messages import to_turns
 from kvrag.llms.settings import PER_CALL
@@ -174,6 +177,29 @@ def test_index_and_model_are_shared(rag: Rag) -> None:
     first, second = KVRagLLM(index=rag.path), ChatKVRag(index=str(rag.path))
     assert first.engine().index is second.engine().index
     assert KVRagLLM(index=rag.index).engine().index is rag.index
+
+
+def test_a_folder_made_anew_is_another_index(rag: Rag, tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    llm = KVRagLLM(index=path, max_tokens=2)
+    reused = []
+    for source in ("ledger", "clock"):
+        with Index.create(path, model=rag.model_folder, embedding="hashing") as index:
+            index.add(Document(source, PASSAGES[source]))
+        info = llm.generate([PROMPT]).generations[0][0].generation_info
+        assert info is not None
+        reused.append([found["source"] for found in info["sources"]])
+        llm.engine().index.close()
+        shutil.rmtree(path)
+    assert reused == [["ledger"], ["clock"]]
+
+
+@pytest.mark.filterwarnings("ignore:The function `load` is in beta")
+def test_opened_index_is_serialised_as_its_folder(rag: Rag) -> None:
+    llm = KVRagLLM(index=rag.index)
+    restored = load(dumpd(llm), valid_namespaces=["kvrag"], allowed_objects=[KVRagLLM])
+    assert restored.index == str(rag.path)
+    assert restored._identifying_params == llm._identifying_params
 
 
 def test_counts_tokens_as_the_model_does(llm: KVRagLLM, chat: ChatKVRag) -> None:

@@ -26,6 +26,8 @@ from kvrag.llms.llamaindex import KVRagLLM
 from kvrag.retrievers.llamaindex import KVRagRetriever
 from tests.support.rag import PASSAGES, Rag
 
+pytestmark = pytest.mark.usefixtures("own_event_loop")
+
 QUESTION = "Who keeps the harbour ledger?"
 MAX_TOKENS = 8
 

@@ -11,7 +11,7 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
-from kvrag.errors import IndexMismatchError, IndexNotFoundError, ParameterError
+from kvrag.errors import DocumentError, IndexMismatchError, IndexNotFoundError, ParameterError
 from kvrag.llms.langchain import KVRagLLM
 from kvrag.retrievers.langchain import KVRagEmbeddings, KVRagRetriever, KVRagVectorStore
 from tests.support.rag import PASSAGES, Rag
@@ -125,6 +125,11 @@ def test_store_ids_from_content(store: KVRagVectorStore) -> None:
     assert len(store.similarity_search("quay", k=20)) == len(PASSAGES) + 1
     with pytest.raises(ParameterError, match="2 ids"):
         store.add_documents([document], ids=["a", "b"])
+
+
+def test_store_document_without_text(store: KVRagVectorStore) -> None:
+    with pytest.raises(DocumentError, match="blank"):
+        store.add_documents([Document(page_content=" \n", id="blank")])
 
 
 def test_store_refuses_unknown_options(store: KVRagVectorStore) -> None:
