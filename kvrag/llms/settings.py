@@ -144,6 +144,9 @@ class EngineSettings(BaseModel):
                 f"a call takes {', '.join(PER_CALL)}"
             )
         values = {name: getattr(self, name) for name in PER_CALL}
+        if call.get("policy", self.policy) != self.policy:
+            # The constructor's parameters belong to the constructor's policy.
+            values |= {"ratio": None, "boundary_tokens": None}
         for name, value in call.items():
             if value is not None or name not in ("stop", "model"):
                 values[name] = value

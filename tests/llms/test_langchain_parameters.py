@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.load import dumpd, load
 from langchain_core.messages import (
     AIMessage,
@@ -65,6 +66,15 @@ def test_call_parameters_reach_the_engine(llm: KVRagLLM, call: dict[str, Any]) -
     assert usage["completion_tokens"] == call.get("max_tokens", 8)
     assert usage["cached_tokens"] == report["num_cached"]
     assert {source["source"] for source in info["sources"]} == {"ledger", "clock"}
+
+
+def test_another_policy_has_its_own_parameters(rag: Rag) -> None:
+    llm = KVRagLLM(index=rag.path, max_tokens=2, ratio=0.5)
+    for policy in ("none", "boundary", "deviation"):
+        info = llm.generate([PROMPT], policy=policy).generations[0][0].generation_info
+        assert info is not None
+        assert info["report"]["policy"].startswith(policy)
+    assert "0.5" in info["report"]["policy"]
 
 
 @pytest.mark.parametrize(
@@ -272,6 +282,24 @@ def test_usage_and_report(rag: Rag, chat: ChatKVRag) -> None:
     whole = sum(streamed[1:], streamed[0])
     assert whole.text == message.text
     assert whole.response_metadata["report"]["num_cached"] == report["num_cached"]
+
+
+def test_streaming_hands_tokens_to_callbacks_of_invoke(rag: Rag) -> None:
+    class Tokens(BaseCallbackHandler):
+        pieces: ClassVar[list[str]] = []
+
+        def on_llm_new_token(self, token: Any, **kwargs: Any) -> None:
+            self.pieces.append(token)
+
+    chat = ChatKVRag(index=rag.path, max_tokens=8, streaming=True)
+    message = chat.invoke(PROMPT, config={"callbacks": [Tokens()]})
+    assert "".join(Tokens.pieces) == message.text
+    assert len(Tokens.pieces) > 2
+
+
+def test_many_threads(llm: KVRagLLM) -> None:
+    prompts = [f"{PROMPT} {number}" for number in range(8)]
+    assert llm.batch(prompts, {"max_concurrency": 8}) == [llm.invoke(p) for p in prompts]
 
 
 def test_no_chat_template(rag: Rag, tmp_path: Path) -> None:
