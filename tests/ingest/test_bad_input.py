@@ -1,0 +1,462 @@
+"""What can be wrong with files, folders, disks and indexes: clear messages, nothing lost."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import resource
+import shutil
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvrag.chunk import Document
+from kvrag.errors import (
+    IndexFormatError,
+    IndexLockedError,
+    IndexMismatchError,
+    IndexNotFoundError,
+    ModelLoadError,
+    ParameterError,
+    StoreError,
+)
+from kvrag.ingest.index import Index
+from kvrag.ingest.lock import writer_lock
+from kvrag.models.kv_model import KVModel
+from kvrag.store.file import FileStore
+from tests.ingest.conftest import MakeIndex
+from tests.support.models import make_model, make_tokenizer
+
+# -- files -----------------------------------------------------------------------------------
+
+
+def test_files_that_cannot_be_read_are_reported_and_the_others_ingested(
+    index: Index, docs: Path
+) -> None:
+    bad = {
+        "empty.txt": (b"", "empty"),
+        "latin.txt": ("Zürich".encode("latin-1"), "not valid utf-8"),
+        "broken.pdf": (b"%PDF-1.7 nothing", "damaged PDF"),
+        "broken.docx": (b"PK nothing", "damaged Word file"),
+        "broken.jsonl": (b"{", "line 1: not JSON"),
+    }
+    for name, (content, _) in bad.items():
+        (docs / name).write_bytes(content)
+    report = index.add(docs)
+    assert len(report.added) == 3
+    assert not report.ok
+    reasons = {Path(failed.source).name: failed.reason for failed in report.failed}
+    assert set(reasons) == set(bad)
+    for name, (_, message) in bad.items():
+        assert message in reasons[name]
+        assert name in reasons[name]
+
+
+def test_an_unreadable_file_is_reported(
+    index: Index, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_bytes = Path.read_bytes
+
+    def refuse(self: Path) -> bytes:
+        if self.name == "ledger.txt":
+            raise PermissionError(13, "Permission denied")
+        return read_bytes(self)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    report = index.add(docs)
+    (failed,) = report.failed
+    assert "ledger.txt: cannot be read (Permission denied)" in failed.reason
+    assert len(report.added) == 2
+
+
+def test_a_file_that_became_unreadable_keeps_its_last_version(index: Index, docs: Path) -> None:
+    index.add(docs)
+    (docs / "ledger.txt").write_bytes(b"\xff\xfe\xff")
+    report = index.add(docs)
+    assert len(report.failed) == 1
+    assert not report.removed
+    assert "ledger" in index.search("harbour ledger", 1)[0].chunk.text
+    (docs / "ledger.txt").write_text("A new ledger.")
+    assert len(index.add(docs).changed) == 1
+
+
+def test_an_explicit_file_of_an_unknown_kind_is_reported(index: Index, docs: Path) -> None:
+    (docs / "photo.png").write_bytes(b"x")
+    assert not index.add(docs).failed
+    assert "'.png' are not read" in index.add(docs / "photo.png").failed[0].reason
+
+
+def test_documents_without_text_are_reported(index: Index) -> None:
+    report = index.add([Document("a", "\n "), Document("b", "half \ud800"), Document("c", "text")])
+    assert report.added == ("c",)
+    assert [failed.source for failed in report.failed] == ["a", "b"]
+
+
+def test_chunks_without_tokens_are_skipped(index: Index, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": " "}\n{"text": "text"}')
+    report = index.add(path)
+    assert len(report.added) == 2
+    assert report.num_chunks == 1
+    assert len(index.add(path).unchanged) == 2
+
+
+# -- settings --------------------------------------------------------------------------------
+
+
+def test_chunks_longer_than_the_context_are_refused(make_index: MakeIndex) -> None:
+    model = KVModel.load(
+        make_model("llama", max_position_embeddings=100), tokenizer=make_tokenizer()
+    )
+    with pytest.raises(ParameterError, match=r"exceeds the model's context of 100.*at most 99"):
+        make_index("a", model=model, chunk_tokens=100)
+    index = make_index("b", model=model, chunk_tokens=99)
+    index.add(Document("d", "the keeper of the northern light " * 40))
+    assert max(len(hit.chunk.token_ids) for hit in index.search("light", 99)) <= 99
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"chunk_tokens": 4}, "at least 16"),
+        ({"tenant_salt": b""}, "1 to 64 bytes"),
+        ({"tenant_salt": b"x" * 65}, "1 to 64 bytes"),
+        ({"codec": "zip"}, "no codec 'zip'"),
+        ({"embedding": "zip"}, "no embedding 'zip'"),
+        ({"dtype": "float16"}, "float16 was asked for, but the model given is loaded in float32"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_made(
+    make_index: MakeIndex, tmp_path: Path, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ParameterError, match=message):
+        make_index(**settings)
+    assert not (tmp_path / "index").exists()
+
+
+# -- missing and foreign indexes -------------------------------------------------------------
+
+
+def test_a_missing_index(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    for name in ("absent", "empty", "file"):
+        with pytest.raises(IndexNotFoundError, match=f"no index in .*{name}.*kvrag ingest"):
+            Index.open(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("{", "", "not JSON"),
+        ('"kvrag index"', '"other"', "'kind' is not"),
+        ('"format_version": 1', '"format_version": 2', "version 1 expected, found 2"),
+        ('"chunk_tokens": 64', '"chunk_tokens": "64"', "'chunk_tokens' is '64'"),
+        ('"num_layers": 2', '"num_layers": -2', "'num_layers' is -2"),
+        ('"float32"', '"float8"', "'dtype' is 'float8'"),
+        ('"tenant_salt": "', '"tenant_salt": "zz', "not hexadecimal"),
+        ('"raw"', '"later"', "no codec 'later'.*newer kvrag"),
+    ],
+)
+def test_a_foreign_index(index: Index, old: str, new: str, message: str) -> None:
+    path = index.path / "index.json"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(IndexFormatError, match=message):
+        Index.open(index.path)
+
+
+def test_a_damaged_catalog(index: Index, docs: Path) -> None:
+    index.add(docs)
+    index.close()
+    path = index.path / "catalog.sqlite"
+    content = path.read_bytes()
+    path.write_bytes(b"not a database, but long enough to be read as one" * 10)
+    with pytest.raises(IndexFormatError, match="damaged or not a catalog"):
+        Index.open(index.path)
+    path.write_bytes(content)
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(IndexFormatError, match=r"expected schema 1, found .* schema 99"):
+        Index.open(index.path)
+    path.unlink()
+    with pytest.raises(IndexFormatError, match="is missing"):
+        Index.open(index.path)
+
+
+def test_an_index_is_not_made_over_something_else(index: Index, docs: Path, model: KVModel) -> None:
+    with pytest.raises(ParameterError, match="there is an index in"):
+        Index.create(index.path, model=model, embedding="hashing")
+    with pytest.raises(ParameterError, match="is not empty"):
+        Index.create(docs, model=model, embedding="hashing")
+    with pytest.raises(ParameterError, match="not a folder"):
+        Index.create(docs / "ledger.txt", model=model, embedding="hashing")
+
+
+def test_what_a_killed_create_left_is_replaced(tmp_path: Path, docs: Path, model: KVModel) -> None:
+    folder = tmp_path / "index"
+    folder.mkdir()
+    (folder / "catalog.sqlite").write_bytes(b"half")
+    (folder / "writer.lock").touch()
+    with Index.create(folder, model=model, embedding="hashing") as index:
+        assert index.add(docs).ok
+
+
+# -- another model ---------------------------------------------------------------------------
+
+
+def test_another_model_or_tokenizer_is_refused(index: Index, docs: Path) -> None:
+    index.add(docs)
+    other = KVModel.load(
+        make_model("llama", num_hidden_layers=2, seed=5), tokenizer=make_tokenizer()
+    )
+    with pytest.raises(IndexMismatchError) as caught:
+        Index.open(index.path, model=other)
+    assert other.fingerprint in str(caught.value)
+    assert index.config.model_fingerprint in str(caught.value)
+    tokenizer = copy.deepcopy(make_tokenizer())
+    tokenizer.add_tokens(["<one-more>"])
+    hf = make_model("llama", num_hidden_layers=2)
+    with pytest.raises(IndexMismatchError, match="with the tokenizer of"):
+        Index.open(index.path, model=KVModel.load(hf, tokenizer=tokenizer))
+
+
+def test_another_model_by_path_is_refused_when_it_is_loaded(tmp_path: Path, docs: Path) -> None:
+    from tests.support.rag import save_model
+
+    save_model(tmp_path / "one")
+    save_model(tmp_path / "two", seed=1)
+    Index.create(tmp_path / "i", model=tmp_path / "one", embedding="hashing").close()
+    with Index.open(tmp_path / "i", model=tmp_path / "two") as index:
+        with pytest.raises(IndexMismatchError, match=r"one.*two.*ingest into a new folder"):
+            index.add(docs)
+        assert index.stats().num_documents == 0
+    shutil.rmtree(tmp_path / "one")
+    with Index.open(tmp_path / "i") as index, pytest.raises(ModelLoadError, match="one"):
+        _ = index.tokenizer
+
+
+def test_a_model_made_in_memory_is_asked_for_again(index: Index, docs: Path) -> None:
+    with Index.open(index.path) as opened, pytest.raises(ModelLoadError, match="pass it"):
+        opened.add(docs)
+
+
+# -- disks and permissions -------------------------------------------------------------------
+
+
+def test_too_small_a_disk_is_told_before_anything_is_written(
+    index: Index, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000))
+    with pytest.raises(StoreError, match=r"needs about .* MB in .*, and 0 MB are free"):
+        index.add(docs)
+    monkeypatch.undo()
+    assert index.stats().num_records == 0
+    assert index.add(docs).ok
+
+
+def test_a_disk_that_fills_up_loses_nothing(
+    index: Index, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.add(docs / "ledger.txt")
+    put = FileStore.put
+    num_left = [1]
+
+    def fill_up(self: FileStore, key: object, record: bytes) -> None:
+        num_left[0] -= 1
+        if num_left[0] < 0:
+            raise StoreError("cannot write: No space left on device; the disk is full")
+        put(self, key, record)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FileStore, "put", fill_up)
+    with pytest.raises(StoreError, match="disk is full"):
+        index.add(docs)
+    monkeypatch.undo()
+    assert index.stats().num_documents == 1
+    assert index.verify().ok
+    report = index.add(docs)
+    assert (len(report.added), report.num_records) == (2, 1)
+    assert index.verify().ok
+
+
+def test_a_full_disk_under_the_catalog_loses_nothing(index: Index, docs: Path) -> None:
+    index.add(docs)
+    connection = index.catalog._connection
+    (pages,) = connection.execute("PRAGMA page_count").fetchone()
+    connection.execute(f"PRAGMA max_page_count = {pages}")
+    given = [Document(f"d{i}", f"{i} {word} " * 30) for i, word in enumerate(("light", "Varn"))]
+    with pytest.raises(StoreError, match="full; free some space and ingest again"):
+        index.add(given)
+    assert index.stats().num_documents == 3
+    assert index.verify().ok
+    connection.execute("PRAGMA max_page_count = 1000000")
+    assert index.add(given).num_tokens_computed == 0  # the records were there already
+    assert index.stats().num_documents == 5
+
+
+def test_a_file_size_limit_is_a_store_error(index: Index, docs: Path) -> None:
+    code = (
+        "import resource, signal, sys\n"
+        "from kvrag.chunk import Document\n"
+        "from kvrag.errors import StoreError\n"
+        "from kvrag.ingest.index import Index\n"
+        "from tests.ingest.test_kill import tiny_model\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "index = Index.open(sys.argv[1], model=tiny_model())\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))\n"
+        "try:\n"
+        "    index.add(Document('a', 'the keeper of the northern light ' * 20))\n"
+        "except StoreError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(index.path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert "cannot write" in done.stdout
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 8192
+    assert index.verify().ok
+    assert index.stats().num_documents == 0
+
+
+@contextlib.contextmanager
+def read_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make a folder refuse writing, for the superuser too (by refusing as the system would)."""
+    if os.geteuid():
+        paths = [folder, *folder.rglob("*")]
+        modes = {path: path.stat().st_mode for path in paths}
+        for path in paths:
+            path.chmod(modes[path] & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
+        try:
+            yield
+        finally:
+            for path in paths:
+                path.chmod(modes[path])
+        return
+    system_open = os.open
+
+    def refuse(path: object, flags: int, *args: object, **named: object) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR) and str(path).startswith(str(folder)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return system_open(path, flags, *args, **named)  # type: ignore[call-overload]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        yield
+
+
+def test_a_read_only_index_answers_and_refuses_to_be_written(
+    index: Index, docs: Path, model: KVModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.add(docs)
+    index.close()
+    with read_only(index.path, monkeypatch), Index.open(index.path, model=model) as opened:
+        (hit, *_) = opened.search("clock", 1)
+        assert opened.open_kv(hit.chunk.chunk_id) is not None
+        assert opened.verify().ok
+        assert opened.add(docs, dry_run=True).unchanged
+        for write in (lambda: opened.add(docs), opened.gc, lambda: opened.delete(sources=["x"])):
+            with pytest.raises(StoreError, match=r"cannot write to the index .*Permission denied"):
+                write()
+
+
+def test_a_catalog_whose_folder_refuses_files_is_still_read(
+    index: Index, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.add(docs)
+    index.close()
+    connect = sqlite3.connect
+
+    def refuse(path: object, *args: object, **named: object) -> sqlite3.Connection:
+        if named.get("uri"):
+            return connect(path, *args, **named)  # type: ignore[call-overload,no-any-return]
+
+        class Refusing:
+            def execute(self, *_: object) -> None:
+                raise sqlite3.OperationalError("unable to open database file")
+
+            def close(self) -> None:
+                pass
+
+        return Refusing()  # type: ignore[return-value]
+
+    monkeypatch.setattr(sqlite3, "connect", refuse)
+    with Index.open(index.path) as opened:
+        assert len(opened.search("clock", 3)) == 3
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder nobody can write to")
+def test_a_folder_that_cannot_be_made(model: KVModel) -> None:
+    with pytest.raises(StoreError, match="cannot make the folder /proc/kvrag"):
+        Index.create("/proc/kvrag", model=model, embedding="hashing")
+
+
+# -- two at once -----------------------------------------------------------------------------
+
+
+def test_two_ingests_at_once(index: Index, docs: Path, model: KVModel) -> None:
+    with Index.open(index.path, model=model) as second:
+        refused: list[str] = []
+
+        def try_the_second(_: object) -> None:
+            with pytest.raises(IndexLockedError) as caught:
+                second.add(docs)
+            refused.append(str(caught.value))
+
+        report = index.add(docs, on_progress=try_the_second)
+        assert report.ok
+        assert refused
+        assert f"being written to by process {os.getpid()};" in refused[0]
+        assert len(second.add(docs).unchanged) == 3
+
+
+def test_another_process_holds_the_lock(index: Index, docs: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from kvrag.ingest.lock import writer_lock\n"
+        "with writer_lock(Path(sys.argv[1])):\n"
+        "    print('held', flush=True); sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(index.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        for write in (lambda: index.add(docs), index.gc, lambda: index.verify(repair=True)):
+            with pytest.raises(IndexLockedError, match=f"by process {holder.pid};"):
+                write()
+        assert index.add(docs, dry_run=True).added
+        holder.kill()
+        holder.communicate()
+    assert index.add(docs).ok
+
+
+def test_a_released_lock_is_free_for_other_threads(tmp_path: Path) -> None:
+    with writer_lock(tmp_path):
+        pass
+    taken: list[bool] = []
+
+    def take() -> None:
+        with writer_lock(tmp_path):
+            taken.append(True)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    assert taken

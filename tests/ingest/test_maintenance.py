@@ -1,0 +1,106 @@
+"""verify, repair and gc."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrag.chunk import Document
+from kvrag.errors import RecordError
+from kvrag.ingest.index import Index
+from tests.ingest.conftest import stored_bytes
+
+
+def record_paths(index: Index) -> list[Path]:
+    return sorted((index.path / "kv").rglob("*.kv"))
+
+
+def test_damaged_and_missing_records_are_reported_by_chunk_and_repaired(
+    index: Index, docs: Path
+) -> None:
+    index.add([docs, Document("copy", "Ines keeps the harbour ledger of Varn.")])
+    good = stored_bytes(index)
+    assert index.verify().to_dict()["ok"]
+    paths = {
+        name: index.path
+        / "kv"
+        / (key := index.key_of(index.search(name, 1)[0].chunk).digest)[:2]
+        / f"{key}.kv"
+        for name in ("ledger", "clock", "fox")
+    }
+    content = bytearray(paths["ledger"].read_bytes())
+    content[-100] ^= 4  # in the last layer
+    paths["ledger"].write_bytes(content)
+    paths["clock"].write_bytes(paths["clock"].read_bytes()[:-64])
+    paths["fox"].unlink()
+
+    seen: list[tuple[int, int]] = []
+    report = index.verify(on_progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert not report.ok
+    assert (report.num_chunks, report.num_records, report.num_repaired) == (4, 3, 0)
+    assert {Path(problem.source).name for problem in report.problems} == {
+        "ledger.txt",
+        "copy",
+        "clock.md",
+        "fox.txt",
+    }
+    assert [p.reason for p in report.problems if "fox" in p.source] == ["missing"]
+
+    repaired = index.verify(repair=True)
+    assert (repaired.num_repaired, len(repaired.problems)) == (3, 4)
+    assert repaired.ok
+    assert stored_bytes(index) == good
+    assert not index.verify().problems
+
+
+def test_a_record_of_another_chunk_is_noticed(index: Index, docs: Path) -> None:
+    index.add(docs)
+    first, second, _ = record_paths(index)
+    first.write_bytes(second.read_bytes())
+    (problem,) = index.verify().problems
+    assert problem.key == first.stem
+    with pytest.raises(RecordError):
+        index.open_kv(problem.chunk_id)
+
+
+def test_gc_removes_what_nobody_needs_and_nothing_else(index: Index, docs: Path) -> None:
+    index.add(docs)
+    index.search("x", 1)
+    good = stored_bytes(index)
+    folder = record_paths(index)[0].parent
+    left = folder / f".{'0' * 40}.{'1' * 16}.tmp"
+    left.write_bytes(b"half a record")
+    (folder / "notes.txt").write_text("not ours")
+    old = index.path / ".vectors.cache.0123.tmp"
+    young = index.path / ".vectors.cache.4567.tmp"
+    for path in (old, young):
+        path.write_bytes(b"x")
+    os.utime(old, (time.time() - 9999,) * 2)
+    orphan = index.codec.encode(
+        key := index.key_of(index.search("clock", 1)[0].chunk).__class__("ab" * 20),
+        index.model.prefill((0,), [[5, 6]])[0],
+    )
+    index.store.put(key, orphan)
+    assert index.stats().num_unreferenced_records == 1
+    report = index.gc()
+    assert (report.num_records, report.size_bytes) == (1, len(orphan))
+    assert report.num_temporary_files == 2
+    assert young.exists()
+    assert not old.exists()
+    assert not left.exists()
+    (folder / "notes.txt").unlink()
+    assert stored_bytes(index) == good
+    again = index.gc()
+    assert (again.num_records, again.size_bytes, again.num_temporary_files) == (0, 0, 0)
+
+
+def test_a_damaged_catalog_row_is_told_by_verify(index: Index, docs: Path) -> None:
+    index.add(docs)
+    index.catalog._connection.execute("PRAGMA ignore_check_constraints = 1")
+    assert index.verify().catalog_problems == ()
+    assert torch.is_tensor(index.open_kv(index.search("fox", 1)[0].chunk.chunk_id).read_layer(0)[0])  # type: ignore[union-attr]

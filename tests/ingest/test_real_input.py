@@ -1,0 +1,176 @@
+"""Real passages and real file formats, with the embedding people will use."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrag.chunk import Document, normalise_text
+from kvrag.errors import DocumentError
+from kvrag.ingest.index import Index
+from kvrag.ingest.loaders import load_bytes
+from kvrag.models.kv_model import KVModel
+from tests.ingest.conftest import MakeIndex
+from tests.support.models import make_model, make_tokenizer
+
+MUSIQUE = Path(__file__).parents[2] / "../shared/data/musique/musique_75.json"
+PASSAGE = (
+    "The lighthouse of Varn was built in 1871 by the engineer Oda Klein. Its lamp burns whale oil."
+)
+
+
+@pytest.fixture
+def _all_threads() -> Iterator[None]:
+    """Undo the package's single thread: the embedding is a model of real size."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.skipif(not MUSIQUE.exists(), reason="the MuSiQue passages are not beside this folder")
+def test_every_musique_passage_is_retrievable(make_index: MakeIndex, _all_threads: None) -> None:
+    items = json.loads(MUSIQUE.read_text())
+    passages = [passage["text"] for item in items for passage in item["ctxs"]]
+    assert len(passages) == 750
+    # One layer: this is about passages, not about the model.
+    model = KVModel.load(
+        make_model("llama", num_hidden_layers=1, max_position_embeddings=8192),
+        tokenizer=make_tokenizer(),
+    )
+    index = make_index(model=model, embedding="minilm", chunk_tokens=4096)
+    report = index.add([Document(f"p{i}", text) for i, text in enumerate(passages)])
+    assert len(report.added) == 750
+    assert not report.failed
+    assert report.num_chunks == 750
+
+    # Every passage is the nearest to its own vector (some are the same text word for word).
+    _, rows, vectors = index.catalog.vectors(index.embedding.dim)
+    chunks = index.catalog.chunks_at(rows.tolist())
+    texts = {normalise_text(text) for text in passages}
+    for row, vector in zip(rows.tolist(), vectors, strict=True):
+        hit = index.search_by_vector(vector, 1)[0]
+        assert hit.chunk.text == chunks[row].text
+        texts.discard(hit.chunk.text)
+    assert not texts
+
+    # Every passage is found in a prompt, and its KV can be read.
+    for i, text in enumerate(passages):
+        (match,) = index.matcher.find(f"Passage {i}:\n\n{text}\n\nQuestion: who?")
+        (chunk,) = index.get_chunks([match.chunk_id])
+        assert chunk.text == normalise_text(text)
+        record = index.open_kv(match.chunk_id)
+        assert record is not None
+        assert record.num_tokens == len(chunk.token_ids)
+
+    # A sentence of a passage leads to it.
+    asked = random.Random(0).sample(passages, 20)
+    found = [
+        any(" ".join(text.split()[20:50]) in hit.chunk.text for hit in index.search(query, 10))
+        for text, query in ((text, " ".join(text.split()[20:50])) for text in asked)
+    ]
+    assert sum(found) >= 18
+    assert index.verify().ok
+
+
+def make_pdf(path: Path, password: str | None = None) -> None:
+    fpdf = pytest.importorskip("fpdf")
+    pdf = fpdf.FPDF()
+    pdf.set_title("Varn by the sea")
+    for text in ("The first page tells of ships.", PASSAGE):
+        pdf.add_page()
+        pdf.set_font("helvetica", size=12)
+        pdf.multi_cell(0, 8, text)
+    if password:
+        pdf.set_encryption(owner_password=password, user_password=password)
+    pdf.output(str(path))
+
+
+def make_docx(path: Path) -> None:
+    docx = pytest.importorskip("docx")
+    document = docx.Document()
+    document.core_properties.title = "Varn by the sea"
+    document.add_heading("Buildings", level=1)
+    document.add_heading("The lighthouse", level=2)
+    document.add_paragraph(PASSAGE)
+    table = document.add_table(rows=2, cols=2)
+    for cell, text in zip(
+        (cell for row in table.rows for cell in row.cells), ("ship", "day", "Ria", "3"), strict=True
+    ):
+        cell.text = text
+    document.save(str(path))
+
+
+def test_real_file_formats_end_to_end(make_index: MakeIndex, tmp_path: Path) -> None:
+    index = make_index(chunk_tokens=512)
+    folder = tmp_path / "formats"
+    folder.mkdir()
+    make_pdf(folder / "a.pdf")
+    make_docx(folder / "b.docx")
+    (folder / "c.html").write_text(f"<title>Varn</title><h1>Lighthouse</h1><p>{PASSAGE}</p>")
+    (folder / "d.md").write_text(f"# Lighthouse\r\n\r\n{PASSAGE}\r\n")
+    report = index.add(folder)
+    assert len(report.added) == 4
+    assert not report.failed
+    hits = {Path(hit.chunk.source).name: hit.chunk for hit in index.search(PASSAGE, 4)}
+    assert set(hits) == {"a.pdf", "b.docx", "c.html", "d.md"}
+    for chunk in hits.values():
+        assert "Oda Klein" in " ".join(chunk.text.split())
+    assert hits["a.pdf"].metadata["title"] == "Varn by the sea"
+    assert hits["b.docx"].metadata["title"] == "Varn by the sea"
+    assert hits["c.html"].metadata == {"title": "Varn", "heading": "Lighthouse"}
+
+
+def test_pdf_pages_and_docx_structure(tmp_path: Path) -> None:
+    make_pdf(tmp_path / "a.pdf")
+    (pdf,) = load_bytes("/a.pdf", (tmp_path / "a.pdf").read_bytes())
+    first, second = pdf.text.split("\f")
+    assert "tells of ships" in first
+    assert "Oda Klein" in second
+    make_docx(tmp_path / "b.docx")
+    (docx,) = load_bytes("/b.docx", (tmp_path / "b.docx").read_bytes())
+    assert docx.text == f"# Buildings\n\n## The lighthouse\n\n{PASSAGE}\n\nship | day\nRia | 3"
+
+
+def test_pdfs_that_hide_their_text_are_refused(tmp_path: Path) -> None:
+    fpdf = pytest.importorskip("fpdf")
+    blank = fpdf.FPDF()
+    blank.add_page()
+    blank.output(str(tmp_path / "blank.pdf"))
+    with pytest.raises(DocumentError, match="1 pages but no text layer; run OCR"):
+        load_bytes("/blank.pdf", (tmp_path / "blank.pdf").read_bytes())
+    make_pdf(tmp_path / "locked.pdf", password="secret")
+    with pytest.raises(DocumentError, match=r"encrypted; remove its password"):
+        load_bytes("/locked.pdf", (tmp_path / "locked.pdf").read_bytes())
+
+
+def test_importing_ingestion_loads_no_framework() -> None:
+    code = (
+        "import sys, kvrag.ingest.index\n"
+        "heavy = {'langchain_core', 'llama_index', 'sentence_transformers', 'faiss', 'pypdf', "
+        "'docx'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_half_precision_is_stored_as_it_is(make_index: MakeIndex, docs: Path) -> None:
+    hf = make_model("qwen2", num_hidden_layers=2, dtype=torch.bfloat16)
+    model = KVModel.load(hf, tokenizer=make_tokenizer())
+    index = make_index(model=model)
+    index.add(docs)
+    chunk = index.search("clock", 1)[0].chunk
+    record = index.open_kv(chunk.chunk_id)
+    assert record is not None
+    keys, _ = record.read_layer(1)
+    assert keys.dtype == torch.bfloat16
+    (expected,) = model.prefill(index.prefix_ids, [chunk.token_ids])
+    assert torch.equal(keys, expected.keys[1])
