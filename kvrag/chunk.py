@@ -21,9 +21,9 @@ _HEX_KEY = re.compile(r"[0-9a-f]{40}")
 
 
 def normalise_text(text: str) -> str:
-    """Return the text as it is hashed, tokenised and handed to frameworks.
+    r"""Return the text as it is hashed, tokenised and handed to frameworks.
 
-    NFC, line ends as ``\\n``, outer whitespace stripped: the form in which prompt builders
+    NFC, line ends as ``\n``, outer whitespace stripped: the form in which prompt builders
     hand a chunk on, so that it can be found again in the rendered prompt.
     """
     return unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n")).strip()

@@ -33,7 +33,7 @@ class DocumentError(KVRagError):
 
 
 class RecordError(KVRagError):
-    """Stored bytes are not a valid record: foreign, truncated, flipped, oversized, another version."""
+    """Stored bytes are no valid record: foreign, truncated, flipped, oversized, too new."""
 
 
 class StoreError(KVRagError):

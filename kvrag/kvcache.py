@@ -121,7 +121,7 @@ class FusedKV:
     @property
     def capacity(self) -> int:
         """C."""
-        return self.keys[0].shape[2]
+        return int(self.keys[0].shape[2])
 
     @property
     def size_bytes(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
+from typing import cast
 
 import torch
 from torch import nn
@@ -57,7 +58,9 @@ class FloorMeter:
 
     def __init__(self, model: KVModel) -> None:
         self._model = model
-        self._linears = [list(_linears(layer)) for layer in model.hf.base_model.layers]
+        self._linears = [
+            list(_linears(layer)) for layer in cast(nn.ModuleList, model.hf.base_model.layers)
+        ]
         self._operations_per_second = cache(self._measure_operations_per_second)
 
     def measure(self, report: FusionReport) -> Floor:
@@ -73,7 +76,7 @@ class FloorMeter:
         for num_rows in report.rows_by_layer:
             operations = num_rows * (2 * per_layer_weights + 4 * query_width * mean_keys)
             seconds += operations / self._operations_per_second(min(num_rows, ROW_BLOCK))
-        head = self._model.hf.get_output_embeddings()
+        head: nn.Module = self._model.hf.get_output_embeddings()  # type: ignore[no-untyped-call]
         hidden = torch.randn(1, config.hidden_size, dtype=spec.dtype, device=self._model.device)
         with torch.no_grad():
             seconds += median_seconds(lambda: head(hidden))

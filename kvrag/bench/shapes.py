@@ -55,7 +55,7 @@ def random_model(shape: str, seed: int = 0) -> KVModel:
     config = Qwen2Config(**SHAPES[shape], bos_token_id=0, eos_token_id=1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     return KVModel(model.eval(), _word_tokenizer(), name=f"random {shape}")
 
 
@@ -72,7 +72,7 @@ def _word_tokenizer() -> PreTrainedTokenizerFast:
     backend.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", 0)]
     )
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
     )
 

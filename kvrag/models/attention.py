@@ -57,7 +57,7 @@ def _row_attention(
     value: torch.Tensor,
     attention_mask: RowMask,
     scaling: float | None = None,
-    dropout: float = 0.0,
+    dropout: float = 0.0,  # noqa: ARG001  # evaluation only
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     mask = attention_mask.dense(key.shape[2])

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvrag.kvcache import FusedKV
 
 
-class _CaptureLayer(CacheLayerMixin):
+class _CaptureLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Remembers one layer's K/V of a single forward pass and returns them as they came."""
 
     is_sliding = False
@@ -45,10 +45,11 @@ class CaptureCache(Cache):
     """
 
     def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[_CaptureLayer() for _ in range(num_layers)])
+        layers: list[Any] = [_CaptureLayer() for _ in range(num_layers)]  # type: ignore[no-untyped-call]
+        super().__init__(layers=layers)
 
 
-class ProjectionDone(Exception):
+class ProjectionDone(Exception):  # noqa: N818  # control flow, not an error
     """Leaves a decoder layer once its K/V are known, before its attention and MLP are paid."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -98,12 +99,12 @@ class RowWriter:
         return keys[:, :, self._shown], values[:, :, self._shown]
 
 
-class _FusedLayer(CacheLayerMixin):
+class _FusedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_sliding = False
     is_croppable = True
 
     def __init__(self, fused: FusedKV, layer_index: int, num_tokens: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._fused = fused
         self._layer_index = layer_index
         self._num_tokens = num_tokens
@@ -170,5 +171,6 @@ class FusedCache(Cache):
     """
 
     def __init__(self, fused: FusedKV, num_tokens: int) -> None:
-        layers = [_FusedLayer(fused, i, num_tokens) for i in range(fused.spec.num_layers)]
-        super().__init__(layers=layers)
+        super().__init__(
+            layers=[_FusedLayer(fused, i, num_tokens) for i in range(fused.spec.num_layers)]
+        )

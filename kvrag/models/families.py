@@ -87,7 +87,7 @@ def sliding_windows(model: PreTrainedModel) -> list[int | None]:
 
 def project_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """Return logits ``[..., vocabulary]`` of normed hidden states, as the model's forward does."""
-    head: nn.Module = model.get_output_embeddings()
+    head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     logits: torch.Tensor = head(hidden)
     cap = getattr(model.config, "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap

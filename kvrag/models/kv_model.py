@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
@@ -91,12 +93,13 @@ class KVModel:
         )
         self.max_positions: int = config.max_position_embeddings
         self.lock = threading.RLock()
-        self._base = hf.base_model
+        self._base: Any = hf.base_model
         self._windows = sliding_windows(hf)
         layer_types: Sequence[str | None] = [None] * self.spec.num_layers
         if self.family.rotary_per_layer_type:
             layer_types = config.layer_types
-        self._positions = RotaryPositions(self._base.rotary_emb, layer_types)
+        rotary: nn.Module = self._base.rotary_emb
+        self._positions = RotaryPositions(rotary, layer_types)
 
     @classmethod
     def load(
@@ -139,7 +142,8 @@ class KVModel:
                         "a model object built in memory carries no tokenizer: pass tokenizer=..."
                     )
                 tokenizer = load_tokenizer(folder)
-            return cls(model.eval(), tokenizer)
+            model.eval()  # type: ignore[no-untyped-call]
+            return cls(model, tokenizer)
         if isinstance(dtype, str):
             if dtype not in _DTYPES:
                 raise ParameterError(f"dtype {dtype!r}: expected one of {', '.join(_DTYPES)}")
@@ -231,7 +235,8 @@ class KVModel:
         keys = torch.empty(shape, dtype=spec.dtype, device=self.device)
         values = torch.empty_like(keys)
         rows = slice(start, start + length)
-        for layer_index, layer in enumerate(cache.layers):
+        layers: list[Any] = cache.layers
+        for layer_index, layer in enumerate(layers):
             tables[layer_index].strip(layer.keys[index, :, rows], rows, keys[layer_index])
             values[layer_index] = layer.values[index, :, rows]
         return ChunkKV(keys.cpu(), values.cpu())
@@ -323,6 +328,6 @@ class KVModel:
                 yield block, done.keys[0], done.values[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return next-token logits ``[n, vocabulary]`` of the last layer's outputs ``[n, hidden]``."""
+        """Return logits ``[n, vocabulary]`` of the last layer's outputs ``[n, hidden]``."""
         norm = getattr(self._base, self.family.final_norm)
         return project_logits(self.hf, norm(hidden))

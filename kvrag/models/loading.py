@@ -122,7 +122,10 @@ def load_weights(
         dtype="auto" if dtype is None else dtype,
         use_safetensors=True,
     )
-    return (model.to(device) if device is not None else model).eval()
+    if device is not None:
+        model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' wrapper is untyped
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
