@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -98,8 +98,7 @@ class KVModel:
         layer_types: Sequence[str | None] = [None] * self.spec.num_layers
         if self.family.rotary_per_layer_type:
             layer_types = config.layer_types
-        rotary: nn.Module = self._base.rotary_emb
-        self._positions = RotaryPositions(rotary, layer_types)
+        self._positions = RotaryPositions(cast(nn.Module, self._base.rotary_emb), layer_types)
 
     @classmethod
     def load(
