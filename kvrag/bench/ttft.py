@@ -16,6 +16,7 @@ from kvrag.bench.floor import FloorMeter
 from kvrag.bench.memory import peak_bytes
 from kvrag.bench.shapes import random_model, random_text
 from kvrag.chunk import Document
+from kvrag.engine.answer import Answer
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
@@ -140,37 +141,49 @@ def _rows(
         index.add([Document(source=f"chunk-{i}", text=text) for i, text in enumerate(texts)])
         question = random_text(model, options.question_tokens, seed=chunk_tokens)
         prompt = "\n\n".join([*texts, question])
+        say(f"plain prefill of {chunk_tokens * len(texts)} tokens, {options.repeats + 1} times")
         engine = KVEngine(index)
-        context_tokens = len(engine.prompt_ids(prompt)) - options.question_tokens
-
-        say(f"plain prefill of {context_tokens} tokens, {options.repeats + 1} times")
         plain = _median_of(lambda: engine.plain_ttft_seconds(prompt), options.repeats)
         for policy in options.policies:
-            ratio = options.ratio if policy == "deviation" else None
-            say(f"{policy} over {context_tokens} tokens")
+            say(f"{policy} over {chunk_tokens * len(texts)} tokens, {options.repeats + 2} times")
+            yield _row(index, prompt, policy, options, chunk_tokens, plain, meter)
 
-            def first_token(policy: str = policy, ratio: float | None = ratio) -> float:
-                answer = engine.generate(prompt, policy=policy, ratio=ratio, max_tokens=1)
-                return answer.ttft_seconds
 
-            ttft = _median_of(first_token, options.repeats)
-            report = engine.fuse(prompt, policy=policy, ratio=ratio, max_tokens=1).report
-            floor = meter.measure(report)
-            yield TTFTRow(
-                model=model.name,
-                policy=policy,
-                ratio=ratio,
-                num_chunks=options.num_chunks,
-                chunk_tokens=chunk_tokens,
-                context_tokens=context_tokens,
-                plain_ttft_seconds=plain,
-                ttft_seconds=ttft,
-                speedup=plain / ttft,
-                floor_seconds=floor.seconds,
-                floor_ratio=ttft / floor.seconds,
-                peak_bytes=peak_bytes(first_token),
-                kv_bytes=report.num_tokens * model.spec.bytes_per_token,
-            )
+def _row(
+    index: Index,
+    prompt: str,
+    policy: str,
+    options: TTFTOptions,
+    chunk_tokens: int,
+    plain: float,
+    meter: FloorMeter,
+) -> TTFTRow:
+    ratio = options.ratio if policy == "deviation" else None
+
+    def answer(engine: KVEngine) -> Answer:
+        return engine.generate(prompt, policy=policy, ratio=ratio, max_tokens=1)
+
+    # Another engine for memory than for time: an engine keeps the buffer of its last prompt.
+    peak = peak_bytes(lambda: answer(KVEngine(index)))
+    engine = KVEngine(index)
+    ttft = _median_of(lambda: answer(engine).ttft_seconds, options.repeats)
+    report = answer(engine).report
+    floor = meter.measure(report)
+    return TTFTRow(
+        model=index.model.name,
+        policy=policy,
+        ratio=ratio,
+        num_chunks=options.num_chunks,
+        chunk_tokens=chunk_tokens,
+        context_tokens=report.num_tokens - options.question_tokens,
+        plain_ttft_seconds=plain,
+        ttft_seconds=ttft,
+        speedup=plain / ttft,
+        floor_seconds=floor.seconds,
+        floor_ratio=ttft / floor.seconds,
+        peak_bytes=peak,
+        kv_bytes=report.num_tokens * index.model.spec.bytes_per_token,
+    )
 
 
 def _median_of(measure: Callable[[], float], repeats: int) -> float:

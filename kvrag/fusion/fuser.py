@@ -166,23 +166,22 @@ def _choose(
     The fresh K/V of every optional row replace the stored ones in this layer: they have been
     computed to be compared, and they are exact here.
     """
-    positions = rows[optional]
-    keys, values = fused.keys[layer_index], fused.values[layer_index]
-    key_deviation = torch.empty(len(positions), device=rows.device)
-    value_deviation = torch.empty(len(positions), device=rows.device)
+    which = optional.nonzero()[:, 0]
+    keys, values = fused.keys[layer_index][0], fused.values[layer_index][0]
+    key_deviation = torch.zeros(len(rows), device=rows.device)
+    value_deviation = torch.zeros(len(rows), device=rows.device)
     for block, fresh_keys, fresh_values in model.project_rows(
-        layer_index, hidden[optional], positions, table
+        layer_index, hidden, rows, table, which
     ):
-        at = positions[block]
-        for stored, new, deviation in (
+        for stored, fresh, deviation in (
             (keys, fresh_keys, key_deviation),
             (values, fresh_values, value_deviation),
         ):
-            difference = new.float() - stored[0, :, at].float()
+            difference = fresh.float() - stored[:, rows[block]].float()
             deviation[block] = difference.square().sum(dim=(0, 2))
-            stored[0].index_copy_(1, at, new)
+            stored.index_copy_(1, rows[block], fresh)
     chosen = ~optional
-    chosen[optional] = policy.keep(key_deviation, value_deviation)
+    chosen[which] = policy.keep(key_deviation[which], value_deviation[which])
     return chosen
 
 
@@ -194,6 +193,7 @@ def _write_projections(
     fused: FusedKV,
     table: RotaryTable,
 ) -> None:
-    for block, keys, values in model.project_rows(layer_index, hidden, rows, table):
+    which = torch.arange(len(rows), device=rows.device)
+    for block, keys, values in model.project_rows(layer_index, hidden, rows, table, which):
         fused.keys[layer_index][0].index_copy_(1, rows[block], keys)
         fused.values[layer_index][0].index_copy_(1, rows[block], values)

@@ -147,16 +147,19 @@ class KVModel:
             if dtype not in _DTYPES:
                 raise ParameterError(f"dtype {dtype!r}: expected one of {', '.join(_DTYPES)}")
             dtype = _DTYPES[dtype]
-        key = (resolve_model(model), str(dtype), str(device))
+        path = resolve_model(model)
         with _loading:
-            loaded = _loaded.get(key)
+            loaded = _loaded.get((path, str(dtype), str(device)))
             if loaded is None:
                 loaded = cls(
                     load_weights(model, dtype, device),
                     tokenizer or load_tokenizer(model),
                     name=str(model),
                 )
-                _loaded[key] = loaded
+                # Found again both by what was asked for and by what it turned out to be: an index
+                # is created with "the checkpoint's type" and opened with the type it recorded.
+                for found_as in (dtype, loaded.spec.dtype):
+                    _loaded[path, str(found_as), str(device)] = loaded
         return loaded
 
     @property
@@ -302,19 +305,30 @@ class KVModel:
             hidden[block] = output[0]
 
     def project_rows(
-        self, layer_index: int, hidden: torch.Tensor, rows: torch.Tensor, table: RotaryTable
-    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield one layer's fresh K/V of selected rows, without its attention and MLP.
+        self,
+        layer_index: int,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        table: RotaryTable,
+        which: torch.Tensor,
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield one layer's fresh K/V of some of the rows, without its attention and MLP.
+
+        Parameters
+        ----------
+        layer_index, hidden, rows, table
+            As in `forward_rows`; nothing is changed.
+        which
+            ``[m]`` indices into `rows`.
 
         Yields
         ------
-        slice, tensor, tensor
-            Which of the `rows` (a block at a time), their placed keys and their values
-            ``[H, n, D]``.
+        tensor, tensor, tensor
+            A block of `which` (never all of it at once, so that no second copy of `hidden`
+            exists), the placed keys and the values ``[H, m, D]`` of its rows.
         """
         layer = self._base.layers[layer_index]
-        for begin in range(0, len(rows), ROW_BLOCK):
-            block = slice(begin, begin + ROW_BLOCK)
+        for block in which.split(ROW_BLOCK):
             positions = rows[block]
             try:
                 layer(
