@@ -9,7 +9,7 @@ from typing import Any
 from transformers import LlamaForCausalLM
 
 from kvrag.training.checkpoint import Progress
-from kvrag.training.curriculum import PASS_MARK, STAGES, TRAINING_SHARES
+from kvrag.training.curriculum import STAGES, TRAINING_SHARES
 
 _TYPE_NAMES = {
     "inside": "(a) inside one chunk",
@@ -72,9 +72,9 @@ names its person: keep retrieved chunks of one file in their order.
 - Phase 1: copying of random name tokens (6 to 24, repeated once, loss on the repetition),
   until 90 % of tokens were right: step {copying_done}. A tenth of all later steps stays
   copying.
-- Phase 2: {num_stages} stages, each begun when {pass_mark:.0%} of the training questions were
-  answered exactly: {stages}. Loss on answer tokens only; up to {max_questions} questions share the
-  documents of a row, none sees another. Question types drawn {shares}.
+- Phase 2: {num_stages} stages, each left when its pass mark (running share of training questions
+  answered exactly) was reached: {stages}. Loss on answer
+  tokens only; up to {max_questions} questions share the documents of a row, none sees another. Question types drawn {shares}.
 - AdamW, peak rate {rate:g}, betas (0.9, 0.95), weight decay 0.1 on matrices, gradient norm 1,
   100 warm-up steps, linear decay over the last {decay} steps; {rows_per_batch} rows a step;
   {steps} steps in all ({minutes:.0f} minutes of step time on CPU, {threads} thread(s), beside
@@ -125,8 +125,10 @@ def write_card(
         vocabulary=config.vocab_size,
         copying_done=progress.copying_done,
         num_stages=len(STAGES),
-        pass_mark=PASS_MARK,
-        stages=", ".join(f"{stage + 1} from step {step}" for stage, step in sorted(begun.items())),
+        stages=", ".join(
+            f"{stage + 1} from step {step} (pass mark {STAGES[stage].pass_mark:.0%})"
+            for stage, step in sorted(begun.items())
+        ),
         max_questions=options.questions,
         shares=", ".join(f"{kind} {share:g}" for kind, share in TRAINING_SHARES.items()),
         rate=options.learning_rate,

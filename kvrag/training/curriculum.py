@@ -35,6 +35,8 @@ class Stage:
         How varied the text is.
     shares
         Relative frequency of each question type.
+    pass_mark
+        The accuracy (running mean) at which the next stage begins.
     all_formats
         Whether every prompt format is used, or the plain one alone.
     """
@@ -42,6 +44,7 @@ class Stage:
     num_documents: Mapping[int, float]
     grammar: Grammar
     shares: Mapping[QuestionType, float]
+    pass_mark: float
     all_formats: bool = False
 
 
@@ -67,16 +70,18 @@ _CARRYING_SHARES = {
 _VARIED = Grammar(facts_per_chunk=(2, 3), pronoun_share=0.1)
 
 STAGES: tuple[Stage, ...] = (
-    Stage({2: 1}, _BINDING, _BINDING_SHARES),
-    Stage({2: 1, 3: 2}, replace(_CARRYING, continuation_share=0.8), _CARRYING_SHARES),
-    Stage({3: 1, 4: 2}, _VARIED, TRAINING_SHARES),
-    Stage({3: 1, 5: 3}, Grammar(), TRAINING_SHARES),
+    Stage({2: 1}, _BINDING, _BINDING_SHARES, 0.85),
+    Stage({2: 1, 3: 2}, replace(_CARRYING, continuation_share=0.8), _CARRYING_SHARES, 0.85),
+    Stage({3: 1, 4: 2}, _VARIED, TRAINING_SHARES, 0.7),
+    Stage({3: 1, 5: 3}, Grammar(), TRAINING_SHARES, 0.8),
     Stage(
-        {1: 0.3, 2: 0.5, 3: 1, 4: 1.5, 5: 5, 6: 1.2}, Grammar(), TRAINING_SHARES, all_formats=True
+        {1: 0.3, 2: 0.5, 3: 1, 4: 1.5, 5: 5, 6: 1.2},
+        Grammar(),
+        TRAINING_SHARES,
+        1.0,
+        all_formats=True,
     ),
 )
-PASS_MARK = 0.85
-"""The accuracy (running mean) at which the next stage begins."""
 
 
 def choose_prompt(stage: Stage, rng: Random) -> tuple[int, PromptFormat]:
