@@ -74,7 +74,8 @@ names its person: keep retrieved chunks of one file in their order.
   copying.
 - Phase 2: {num_stages} stages, each left when its pass mark (running share of training questions
   answered exactly) was reached: {stages}. Loss on answer
-  tokens only; up to {max_questions} questions share the documents of a row, none sees another. Question types drawn {shares}.
+  tokens only; up to {max_questions} questions share the documents of a row, none sees another.
+  Question types drawn {shares}.
 - AdamW, peak rate {rate:g}, betas (0.9, 0.95), weight decay 0.1 on matrices, gradient norm 1,
   100 warm-up steps, linear decay over the last {decay} steps; {rows_per_batch} rows a step;
   {steps} steps in all ({minutes:.0f} minutes of step time on CPU, {threads} thread(s), beside
