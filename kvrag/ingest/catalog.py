@@ -315,11 +315,14 @@ class Catalog:
         return [chunk_id for (chunk_id,) in rows]
 
     @_checked
-    def texts(self) -> tuple[int, list[tuple[str, str]]]:
-        """Return the generation, and id and text of every chunk."""
+    def each_text(self, use: Callable[[str, str], None]) -> int:
+        """Call `use` with id and text of every chunk, one at a time; return the generation."""
         with self._snapshot():
-            rows = self._connection.execute("SELECT chunk_id, text FROM chunks ORDER BY row")
-            return self.generation(), rows.fetchall()
+            for chunk_id, text in self._connection.execute(
+                "SELECT chunk_id, text FROM chunks ORDER BY row"
+            ):
+                use(chunk_id, text)
+            return self.generation()
 
     @_checked
     def vectors(self, dim: int) -> tuple[int, NDArray[np.int64], NDArray[np.float32]]:
@@ -356,7 +359,10 @@ class Catalog:
     @_checked
     def damage(self) -> list[str]:
         """Return what SQLite's own check finds wrong with the file; empty when it is sound."""
-        rows = self._connection.execute("PRAGMA quick_check(10)").fetchall()
+        try:
+            rows = self._connection.execute("PRAGMA quick_check(10)").fetchall()
+        except sqlite3.DatabaseError as error:  # too damaged even to be checked
+            return [str(error)]
         return [text for (text,) in rows if text != "ok"]
 
     # -- writing -----------------------------------------------------------------------------

@@ -342,11 +342,8 @@ class Index:
         with self._lazy:
             if self._matcher is None or self._matcher[0] != self.catalog.generation():
                 # Made anew rather than altered: other threads may be searching with the old one.
-                generation, texts = self.catalog.texts()
                 matcher = ChunkMatcher(self.catalog.text_of)
-                for chunk_id, text in texts:
-                    matcher.add(chunk_id, text)
-                self._matcher = generation, matcher
+                self._matcher = self.catalog.each_text(matcher.add), matcher
             return self._matcher[1]
 
     # -- writing -----------------------------------------------------------------------------

@@ -39,6 +39,9 @@ def verify_records(
         Called with the number of records read, and of how many.
     """
     started = time.perf_counter()
+    if damage := catalog.damage():
+        # What such a catalog says of records is worth nothing.
+        return VerifyReport(0, 0, 0, (), 0, tuple(damage), time.perf_counter() - started)
     keys = catalog.keys()
     problems: list[RecordProblem] = []
     num_repaired = 0
@@ -64,7 +67,7 @@ def verify_records(
         size_bytes=size_bytes,
         problems=tuple(problems),
         num_repaired=num_repaired,
-        catalog_problems=tuple(catalog.damage()),
+        catalog_problems=(),
         seconds=time.perf_counter() - started,
     )
 

@@ -15,7 +15,6 @@ import torch
 
 from kvrag.chunk import Document, normalise_text
 from kvrag.errors import DocumentError
-from kvrag.ingest.index import Index
 from kvrag.ingest.loaders import load_bytes
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
@@ -35,8 +34,9 @@ def _all_threads() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
+@pytest.mark.usefixtures("_all_threads")
 @pytest.mark.skipif(not MUSIQUE.exists(), reason="the MuSiQue passages are not beside this folder")
-def test_every_musique_passage_is_retrievable(make_index: MakeIndex, _all_threads: None) -> None:
+def test_every_musique_passage_is_retrievable(make_index: MakeIndex) -> None:
     items = json.loads(MUSIQUE.read_text())
     passages = [passage["text"] for item in items for passage in item["ctxs"]]
     assert len(passages) == 750
