@@ -16,10 +16,10 @@ from kvrag.training.prompts import FORMAT_SHARES, FORMATS, PLAIN, PromptFormat
 TRAINING_SHARES: Mapping[QuestionType, float] = {
     QuestionType.INSIDE: 0.2,
     QuestionType.CARRIED_OVER: 0.42,
-    QuestionType.CARRIED_OVER_ORPHAN: 0.04,
+    QuestionType.CARRIED_OVER_ORPHAN: 0.06,
     QuestionType.TWO_HOP: 0.15,
-    QuestionType.SUPERSEDED: 0.08,
-    QuestionType.UNANSWERABLE: 0.11,
+    QuestionType.SUPERSEDED: 0.12,
+    QuestionType.UNANSWERABLE: 0.13,
 }
 
 
@@ -73,7 +73,7 @@ STAGES: tuple[Stage, ...] = (
     Stage({2: 1}, _BINDING, _BINDING_SHARES, 0.85),
     Stage({2: 1, 3: 2}, replace(_CARRYING, continuation_share=0.8), _CARRYING_SHARES, 0.85),
     Stage({3: 1, 4: 2}, _VARIED, TRAINING_SHARES, 0.7),
-    Stage({3: 1, 5: 3}, Grammar(), TRAINING_SHARES, 0.8),
+    Stage({3: 1, 5: 3}, Grammar(), TRAINING_SHARES, 0.75),
     Stage(
         {1: 0.3, 2: 0.5, 3: 1, 4: 1.5, 5: 5, 6: 1.2},
         Grammar(),

@@ -62,7 +62,7 @@ def test_types_come_in_the_promised_shares(corpus: Corpus) -> None:
     assert set(counts) == set(TYPE_SHARES)
     assert counts[QuestionType.CARRIED_OVER] >= 400
     for kind in ANSWERABLE | {QuestionType.UNANSWERABLE}:
-        assert counts[kind] >= 50
+        assert counts[kind] >= 60
 
 
 def test_answers_are_copied_from_a_supporting_chunk(corpus: Corpus) -> None:
@@ -96,7 +96,7 @@ def test_a_carried_over_answer_stands_apart_from_its_subject(corpus: Corpus) -> 
         if question.type is QuestionType.CARRIED_OVER_ORPHAN:
             orphans += 1
             assert not any(name in text for text in texts)
-    assert orphans > 0
+    assert orphans >= 10
 
 
 def test_the_nearest_named_person_of_the_trade_is_the_one_meant(corpus: Corpus) -> None:

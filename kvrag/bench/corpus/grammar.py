@@ -150,6 +150,9 @@ class Grammar:
         relation alone never tells the answer.
     continuation_share
         How often a context has continuations at all.
+    orphan_share
+        How often one continuation of a context of three chunks or more lacks its
+        predecessor.
     shared_trade_share
         How often two persons of one context have the same trade.
     """
@@ -160,4 +163,5 @@ class Grammar:
     name_share: float = 0.6
     relations_per_context: int = 7
     continuation_share: float = 1.0
+    orphan_share: float = 0.2
     shared_trade_share: float = 0.7

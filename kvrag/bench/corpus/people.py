@@ -133,7 +133,6 @@ def plan_people(
     names: NameSource,
     grammar: Grammar,
     rng: Random,
-    orphan_share: float = 0.05,
     subject_names: NameSource | None = None,
 ) -> list[Person]:
     """Invent the persons of one context and the facts of their chunks.
@@ -148,8 +147,6 @@ def plan_people(
         How varied the text is.
     rng
         Where randomness comes from.
-    orphan_share
-        How often one continuation lacks its predecessor.
     subject_names
         A source of its own for the persons' names, to keep them unique in a corpus.
 
@@ -160,7 +157,7 @@ def plan_people(
         `num_chunks` in number.
     """
     shares = _kinds_per_person(num_chunks, grammar.continuation_share, rng)
-    orphan = num_chunks >= 3 and rng.random() < orphan_share
+    orphan = num_chunks >= 3 and rng.random() < grammar.orphan_share
     if orphan:
         # The predecessor that is left out makes room for one more person.
         shares.append([ChunkKind.INTRO])
