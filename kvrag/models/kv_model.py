@@ -328,7 +328,7 @@ class KVModel:
             exists), the placed keys and the values ``[H, m, D]`` of its rows.
         """
         layer = self._base.layers[layer_index]
-        for block in which.split(ROW_BLOCK):
+        for block in torch.split(which, ROW_BLOCK):
             positions = rows[block]
             try:
                 layer(
