@@ -28,13 +28,19 @@ from kvrag.errors import (
 )
 from kvrag.fusion.segments import ChunkMatcher
 from kvrag.ingest import catalog as catalogs
-from kvrag.ingest import config as configs
 from kvrag.ingest import lock, vectors
-from kvrag.ingest.catalog import Catalog, Change, DocumentRow
-from kvrag.ingest.chunker import MIN_CHUNK_TOKENS, chunk_document
+from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.chunker import chunk_document
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.embedding import Embedding, get_embedding
 from kvrag.ingest.maintenance import collect_garbage, verify_records
+from kvrag.ingest.making import (
+    KV_FOLDER,
+    check_embedding,
+    check_settings,
+    make_config,
+    require_free,
+)
 from kvrag.ingest.pipeline import Outcome, Work, check_space, run_plan
 from kvrag.ingest.plan import Plan, Planner, Sources, gather
 from kvrag.ingest.report import (
@@ -44,6 +50,7 @@ from kvrag.ingest.report import (
     IngestReport,
     VerifyReport,
 )
+from kvrag.ingest.rows import Change, DocumentRow
 from kvrag.ingest.vectors import VectorIndex
 from kvrag.kvcache import ChunkKV
 from kvrag.store.base import Store
@@ -55,12 +62,8 @@ if TYPE_CHECKING:
 
     from kvrag.models.kv_model import KVModel
 
-_KV_FOLDER = "kv"
 _DEFAULT_SALT = b"kvrag"
 _MAX_RECENT = 256
-_OUR_FILES = {configs.FILE_NAME, lock.FILE_NAME, vectors.FILE_NAME, _KV_FOLDER} | {
-    catalogs.FILE_NAME + end for end in ("", "-wal", "-shm", "-journal")
-}
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class Index:
         self.path = path
         self.config = config
         self.catalog = catalog
-        self.store: Store = open_store(f"file:{path / _KV_FOLDER}")
+        self.store: Store = open_store(f"file:{path / KV_FOLDER}")
         self.codec: Codec = get_codec(config.codec)
         self._given_model = model
         self._given_embedding = embedding
@@ -157,42 +160,19 @@ class Index:
         from kvrag.models.kv_model import KVModel
 
         folder = Path(path).expanduser().resolve()
-        _require_free(folder)
-        get_codec(codec)
-        if chunk_tokens < MIN_CHUNK_TOKENS:
-            raise ParameterError(f"chunk_tokens is at least {MIN_CHUNK_TOKENS}, got {chunk_tokens}")
+        require_free(folder)
         salt = _DEFAULT_SALT if tenant_salt is None else tenant_salt
-        if not 1 <= len(salt) <= 64:
-            raise ParameterError(f"tenant_salt is 1 to 64 bytes, found {len(salt)}")
+        check_settings(codec, chunk_tokens, salt)
         the_embedding = get_embedding(embedding)
         loaded = KVModel.load(model, dtype=dtype)
-        prefix_ids = loaded.default_prefix_ids()
-        dtype_name = str(loaded.spec.dtype).removeprefix("torch.")
-        if dtype is not None and str(dtype).removeprefix("torch.") != dtype_name:
-            raise ParameterError(
-                f"dtype {dtype} was asked for, but the model given is loaded in {dtype_name}"
-            )
-        if chunk_tokens + len(prefix_ids) > loaded.max_positions:
-            raise ParameterError(
-                f"chunk_tokens={chunk_tokens} behind a shared prefix of {len(prefix_ids)} tokens "
-                f"exceeds the model's context of {loaded.max_positions}; choose at most "
-                f"{loaded.max_positions - len(prefix_ids)}"
-            )
-        config = IndexConfig(
-            model=_model_reference(model, loaded),
-            model_fingerprint=loaded.fingerprint,
-            tokenizer_fingerprint=loaded.tokenizer_fingerprint,
-            num_layers=loaded.spec.num_layers,
-            num_kv_heads=loaded.spec.num_kv_heads,
-            head_dim=loaded.spec.head_dim,
-            dtype=dtype_name,
-            max_positions=loaded.max_positions,
-            prefix_ids=prefix_ids,
-            embedding=the_embedding.name,
-            embedding_dim=the_embedding.dim,
+        config = make_config(
+            model,
+            loaded,
+            dtype=dtype,
+            embedding=the_embedding,
             codec=codec,
             chunk_tokens=chunk_tokens,
-            tenant_salt=salt.hex(),
+            tenant_salt=salt,
         )
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -201,7 +181,7 @@ class Index:
                 f"cannot make the folder {folder}: {error.strerror or error}; use another one"
             ) from error
         with lock.writer_lock(folder):
-            _require_free(folder)
+            require_free(folder)
             catalog = Catalog.create(folder / catalogs.FILE_NAME)
             # Last, since it is what makes the folder an index.
             config.save(folder)
@@ -244,7 +224,7 @@ class Index:
             raise IndexFormatError(f"{folder}: {error}; a newer kvrag may know it") from error
         the_embedding = None if embedding is None else get_embedding(embedding)
         if the_embedding is not None:
-            _check_embedding(config, folder, the_embedding)
+            check_embedding(config, folder, the_embedding)
         catalog = Catalog(folder / catalogs.FILE_NAME)
         index = cls(folder, config, catalog, model=model, embedding=the_embedding)
         if model is not None and not isinstance(model, str | Path):
@@ -328,7 +308,7 @@ class Index:
                     f"{self.path} was made with the embedding {self.config.embedding!r}, which "
                     "cannot be found by name: pass it, Index.open(path, embedding=...)"
                 ) from error
-            _check_embedding(self.config, self.path, embedding)
+            check_embedding(self.config, self.path, embedding)
             return embedding
 
     @property
@@ -625,43 +605,6 @@ class Index:
             f"{self.path} was made with the {what} of {self.config.model or 'a model object'!r} "
             f"(fingerprint {expected}), but that of {name!r} has fingerprint {found}; give the "
             "model it was made with, or ingest into a new folder"
-        )
-
-
-def _model_reference(given: Any, loaded: KVModel) -> str:
-    """Return by what name a model can be loaded again, or "" if it cannot."""
-    name = str(given) if isinstance(given, str | Path) else loaded.name
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return str(folder.resolve())
-    return name if isinstance(given, str) or "/" in name or name == "kvrag-tiny" else ""
-
-
-def _check_embedding(config: IndexConfig, folder: Path, embedding: Embedding) -> None:
-    found = (embedding.name, embedding.dim)
-    expected = (config.embedding, config.embedding_dim)
-    if found != expected:
-        raise IndexMismatchError(
-            f"{folder} was made with the embedding {expected[0]!r} of {expected[1]} dimensions, "
-            f"found {found[0]!r} of {found[1]}; use the one it was made with"
-        )
-
-
-def _require_free(folder: Path) -> None:
-    """Raise ParameterError when a folder holds an index or anything that is not ours."""
-    try:
-        names = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
-    except OSError as error:
-        raise ParameterError(f"{folder} is not a folder that can be used: {error}") from error
-    if configs.FILE_NAME in names:
-        raise ParameterError(
-            f"there is an index in {folder} already: open it with Index.open, or use another folder"
-        )
-    # Files of ours without index.json are from a run that was killed while making the index.
-    foreign = sorted(name for name in names - _OUR_FILES if not name.endswith(".tmp"))
-    if foreign:
-        raise ParameterError(
-            f"{folder} is not empty (it holds {foreign[0]!r}): use a new folder for the index"
         )
 
 

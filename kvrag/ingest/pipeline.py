@@ -21,11 +21,12 @@ from pathlib import Path
 from kvrag.chunk import Chunk, ChunkKey, Document
 from kvrag.codec.base import Codec
 from kvrag.errors import DocumentError, StoreError
-from kvrag.ingest.catalog import Catalog, Change, ChunkRow
+from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.embedding import Embedding
 from kvrag.ingest.loaders import load_bytes, read_file
 from kvrag.ingest.plan import Plan, PlannedDocument, document_digest
 from kvrag.ingest.report import FailedDocument, IngestProgress
+from kvrag.ingest.rows import Change, ChunkRow
 from kvrag.ingest.writer import BackgroundWriter
 from kvrag.kvcache import ChunkKV
 from kvrag.store.base import Store

@@ -14,9 +14,10 @@ from typing import Any
 
 from kvrag.chunk import Chunk, Document, content_hash
 from kvrag.errors import DocumentError
-from kvrag.ingest.catalog import Catalog, FileState
+from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.loaders import find_files, load_bytes, read_file, to_document
 from kvrag.ingest.report import FailedDocument
+from kvrag.ingest.rows import FileState
 
 # Chunks kept from planning for computing; what does not fit is read and cut once more.
 _MAX_KEPT_TOKENS = 1 << 20

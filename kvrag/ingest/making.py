@@ -1,0 +1,126 @@
+"""What an index may be made from, and whether a folder may become one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvrag.codec.registry import get_codec
+from kvrag.errors import IndexMismatchError, ParameterError
+from kvrag.ingest import catalog as catalogs
+from kvrag.ingest import config as configs
+from kvrag.ingest import lock, vectors
+from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
+from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.embedding import Embedding
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvrag.models.kv_model import KVModel
+
+KV_FOLDER = "kv"
+_OUR_FILES = {configs.FILE_NAME, lock.FILE_NAME, vectors.FILE_NAME, KV_FOLDER} | {
+    catalogs.FILE_NAME + end for end in ("", "-wal", "-shm", "-journal")
+}
+
+
+def check_settings(codec: str, chunk_tokens: int, tenant_salt: bytes) -> None:
+    """Raise ParameterError for values that no model could make good."""
+    get_codec(codec)
+    if chunk_tokens < MIN_CHUNK_TOKENS:
+        raise ParameterError(f"chunk_tokens is at least {MIN_CHUNK_TOKENS}, found {chunk_tokens}")
+    if not 1 <= len(tenant_salt) <= 64:
+        raise ParameterError(f"tenant_salt is 1 to 64 bytes, found {len(tenant_salt)}")
+
+
+def make_config(
+    given: Any,
+    model: KVModel,
+    *,
+    dtype: torch.dtype | str | None,
+    embedding: Embedding,
+    codec: str,
+    chunk_tokens: int,
+    tenant_salt: bytes,
+) -> IndexConfig:
+    """Return the settings of a new index.
+
+    Parameters
+    ----------
+    given
+        The model as the caller named it.
+    model
+        The same, loaded.
+
+    Raises
+    ------
+    ParameterError
+        When chunks would not fit into the model's context, or it is of another dtype.
+    """
+    prefix_ids = model.default_prefix_ids()
+    dtype_name = str(model.spec.dtype).removeprefix("torch.")
+    if dtype is not None and str(dtype).removeprefix("torch.") != dtype_name:
+        raise ParameterError(
+            f"dtype {dtype} was asked for, but the model given is loaded in {dtype_name}"
+        )
+    if chunk_tokens + len(prefix_ids) > model.max_positions:
+        raise ParameterError(
+            f"chunk_tokens={chunk_tokens} behind a shared prefix of {len(prefix_ids)} tokens "
+            f"exceeds the model's context of {model.max_positions}; choose at most "
+            f"{model.max_positions - len(prefix_ids)}"
+        )
+    return IndexConfig(
+        model=_model_reference(given, model),
+        model_fingerprint=model.fingerprint,
+        tokenizer_fingerprint=model.tokenizer_fingerprint,
+        num_layers=model.spec.num_layers,
+        num_kv_heads=model.spec.num_kv_heads,
+        head_dim=model.spec.head_dim,
+        dtype=dtype_name,
+        max_positions=model.max_positions,
+        prefix_ids=prefix_ids,
+        embedding=embedding.name,
+        embedding_dim=embedding.dim,
+        codec=codec,
+        chunk_tokens=chunk_tokens,
+        tenant_salt=tenant_salt.hex(),
+    )
+
+
+def _model_reference(given: Any, loaded: KVModel) -> str:
+    """Return by what name a model can be loaded again, or "" if it cannot."""
+    name = str(given) if isinstance(given, str | Path) else loaded.name
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder.resolve())
+    return name if isinstance(given, str) or "/" in name or name == "kvrag-tiny" else ""
+
+
+def check_embedding(config: IndexConfig, folder: Path, embedding: Embedding) -> None:
+    """Raise IndexMismatchError unless `embedding` is the one an index was made with."""
+    found = (embedding.name, embedding.dim)
+    expected = (config.embedding, config.embedding_dim)
+    if found != expected:
+        raise IndexMismatchError(
+            f"{folder} was made with the embedding {expected[0]!r} of {expected[1]} dimensions, "
+            f"found {found[0]!r} of {found[1]}; use the one it was made with"
+        )
+
+
+def require_free(folder: Path) -> None:
+    """Raise ParameterError when a folder holds an index or anything that is not ours."""
+    try:
+        names = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
+    except OSError as error:
+        raise ParameterError(f"{folder} is not a folder that can be used: {error}") from error
+    if configs.FILE_NAME in names:
+        raise ParameterError(
+            f"there is an index in {folder} already: open it with Index.open, or use another folder"
+        )
+    # Files of ours without index.json are from a run that was killed while making the index.
+    foreign = sorted(name for name in names - _OUR_FILES if not name.endswith(".tmp"))
+    if foreign:
+        raise ParameterError(
+            f"{folder} is not empty (it holds {foreign[0]!r}): use a new folder for the index"
+        )
