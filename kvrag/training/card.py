@@ -122,7 +122,7 @@ def write_card(
         layers=config.num_hidden_layers,
         width=config.hidden_size,
         mlp=config.intermediate_size,
-        theta=config.rope_parameters["rope_theta"],
+        theta=config.to_dict()["rope_parameters"]["rope_theta"],
         vocabulary=config.vocab_size,
         copying_done=progress.copying_done,
         num_stages=len(STAGES),

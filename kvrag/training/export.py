@@ -18,7 +18,7 @@ from kvrag.bench.corpus import generate_corpus
 from kvrag.training.card import write_card
 from kvrag.training.curve import draw_curve
 from kvrag.training.evaluate import corpus_items, evaluate
-from kvrag.training.prompts import FORMATS, PLAIN
+from kvrag.training.prompts import FORMATS, PLAIN, PromptFormat
 from kvrag.training.tiny import Trainer, TrainingOptions
 from kvrag.training.tokenizer import save_tokenizer
 
@@ -28,22 +28,23 @@ TEST_SEED = 2024
 
 def measure(model: LlamaForCausalLM, trainer: Trainer, num_questions: int) -> dict[str, object]:
     """Score `model` on held-out questions: by type, by number of documents, by format."""
-    table: dict[str, object] = {"questions": num_questions, "seed": TEST_SEED}
 
-    def scores(count: int, documents: int, **options: object) -> dict[str, list[float]]:
-        items = corpus_items(
-            generate_corpus(TEST_SEED, "test", count, documents),
-            options.pop("format", PLAIN),  # type: ignore[arg-type]
-        )
-        found = evaluate(model, trainer.tokenizer, items, bool(options.get("isolate", False)))
+    def scores(
+        count: int, documents: int = 5, asked: PromptFormat = PLAIN, isolate: bool = False
+    ) -> dict[str, list[float]]:
+        corpus = generate_corpus(TEST_SEED, "test", count, documents)
+        found = evaluate(model, trainer.tokenizer, corpus_items(corpus, asked), isolate)
         return {name: [score.exact_match, score.asked] for name, score in found.items()}
 
-    table["full_prefill"] = scores(num_questions, 5)
-    table["plain_reuse"] = scores(num_questions, 5, isolate=True)
     fewer = max(100, num_questions // 4)
-    table["by_documents"] = {n: scores(fewer, n)["overall"] for n in range(1, 7)}
-    table["by_format"] = {f.name: scores(fewer, 5, format=f)["overall"] for f in FORMATS}
-    return table
+    return {
+        "questions": num_questions,
+        "seed": TEST_SEED,
+        "full_prefill": scores(num_questions),
+        "plain_reuse": scores(num_questions, isolate=True),
+        "by_documents": {number: scores(fewer, number)["overall"] for number in range(1, 7)},
+        "by_format": {asked.name: scores(fewer, asked=asked)["overall"] for asked in FORMATS},
+    }
 
 
 def export(run: Path, folder: Path, num_questions: int, dtype: torch.dtype) -> None:
@@ -63,7 +64,8 @@ def export(run: Path, folder: Path, num_questions: int, dtype: torch.dtype) -> N
     options = TrainingOptions(**json.loads((run / "options.json").read_text()) | {"out": run})
     trainer = Trainer(options)
     folder.mkdir(parents=True, exist_ok=True)
-    trainer.model.to(dtype).save_pretrained(str(folder), safe_serialization=True)
+    trainer.model.to(dtype=dtype)  # type: ignore[call-arg]
+    trainer.model.save_pretrained(str(folder), safe_serialization=True)
     (folder / "model.safetensors").chmod(0o644)
     save_tokenizer(folder)
     model = LlamaForCausalLM.from_pretrained(str(folder), dtype=torch.float32)

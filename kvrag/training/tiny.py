@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 
 import torch
+from torch.multiprocessing.spawn import spawn
 from transformers import LlamaForCausalLM
 
 from kvrag.bench.corpus.generate import generate_corpus
@@ -188,7 +189,7 @@ def main() -> None:
     if options.workers == 1:
         _work(0, options)
     else:
-        torch.multiprocessing.spawn(_work, (options,), nprocs=options.workers, daemon=True)  # type: ignore[no-untyped-call]
+        spawn(_work, (options,), nprocs=options.workers, daemon=True)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":
