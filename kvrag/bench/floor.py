@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 from kvrag.fusion.report import FusionReport
-from kvrag.models.kv_model import ROW_BLOCK, KVModel
+from kvrag.models.kv_model import KVModel
+
+# From here on more rows bring no higher rate: the matrices' own size bounds it.
+_FULL_RATE_ROWS = 256
 
 
 def median_seconds(work: Callable[[], object], repeats: int = 3) -> float:
@@ -52,8 +55,8 @@ class FloorMeter:
 
     The matrix work of n rows in a layer is that of its linear maps (``2 n`` operations per
     weight) and of attention (``4 n`` times query width times the mean number of visible keys).
-    It is priced at the rate reached by the layer's linear maps alone on n rows, blocks as in
-    `KVModel.forward_rows`: everything else (norms, softmax, rotation, Python) is overhead.
+    It is priced at the rate reached by the layers' linear maps alone on n rows: everything else
+    (norms, softmax, rotation, Python, smaller blocks) is overhead.
     """
 
     def __init__(self, model: KVModel) -> None:
@@ -75,7 +78,7 @@ class FloorMeter:
         seconds = 0.0
         for num_rows in report.rows_by_layer:
             operations = num_rows * (2 * per_layer_weights + 4 * query_width * mean_keys)
-            seconds += operations / self._operations_per_second(min(num_rows, ROW_BLOCK))
+            seconds += operations / self._operations_per_second(min(num_rows, _FULL_RATE_ROWS))
         head: nn.Module = self._model.hf.get_output_embeddings()  # type: ignore[no-untyped-call]
         hidden = torch.randn(1, config.hidden_size, dtype=spec.dtype, device=self._model.device)
         with torch.no_grad():

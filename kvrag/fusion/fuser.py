@@ -1,21 +1,22 @@
 """The fuser: a laid-out prompt and stored chunks in, the prompt's KV and first logits out.
 
-Stored rows are placed first. Then one pass through the layers computes everything that is not
-stored (question, separators, misses) together with what the policy wants again, so that the
-weights are read once.
+One pass through the layers: the stored rows of a layer are placed, then everything that is not
+stored (question, separators, misses) is computed over them together with what the policy wants
+again, so that the weights are read once.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout, ReusedSpan
-from kvrag.fusion.loader import OpenKV, load_spans
+from kvrag.fusion.loader import OpenKV, SpanLoader, SpanLostError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
 from kvrag.fusion.report import FusionReport
 from kvrag.kvcache import FusedKV
@@ -75,15 +76,31 @@ def fuse(
             f"{model.spec.num_layers} layers; use ratio 1.0, 'boundary' or 'none'"
         )
     clock = _Clock()
-    num_tokens = len(layout.token_ids)
-    tables = model.tables(num_tokens)
-    loaded = load_spans(layout.spans, open_kv, fused, tables)
-    clock.lap("load")
+    tables = model.tables(len(layout.token_ids))
+    loader = SpanLoader(layout.spans, open_kv)
+    while True:
+        try:
+            return _fuse(model, layout, loader, policy, fused, tables, clock)
+        except SpanLostError:
+            # Rows computed so far have seen that span: begin again without it. Each round has
+            # one span less, so this ends.
+            clock.lap("lost")
 
-    exact = [span for span in loaded.spans if layout.is_exact(span)]
-    inexact = tuple(span for span in loaded.spans if not layout.is_exact(span))
+
+def _fuse(
+    model: KVModel,
+    layout: Layout,
+    loader: SpanLoader,
+    policy: RecomputePolicy,
+    fused: FusedKV,
+    tables: Sequence[RotaryTable],
+    clock: _Clock,
+) -> FusedPrompt:
+    num_tokens = len(layout.token_ids)
+    exact = [span for span in loader.spans if layout.is_exact(span)]
+    inexact = tuple(span for span in loader.spans if not layout.is_exact(span))
     candidates = policy.candidates(PromptRows(num_tokens, inexact)).to(model.device)
-    fresh = _complement(num_tokens, loaded.spans).to(model.device)
+    fresh = _complement(num_tokens, loader.spans).to(model.device)
     rows, order = torch.cat([fresh, candidates]).sort()
     # Which of `rows` the policy may still drop; fresh rows never.
     optional = order >= len(fresh)
@@ -95,8 +112,10 @@ def fuse(
         hidden = model.embed(token_ids[rows])
         last_layer = model.spec.num_layers - 1
         for layer_index, table in enumerate(tables):
+            clock.lap("compute")
+            loader.load_layer(layer_index, fused, table)
+            clock.lap("load")
             if layer_index == policy.check_layer and bool(optional.any()):
-                clock.lap("compute")
                 chosen = _choose(model, layer_index, hidden, rows, optional, fused, table, policy)
                 rows, hidden, optional = rows[chosen], hidden[chosen], optional[chosen]
                 clock.lap("select")
@@ -121,11 +140,11 @@ def fuse(
         num_reused=num_found - num_recomputed,
         num_recomputed=num_recomputed,
         num_fresh=len(fresh),
-        num_chunks=len({span.chunk_id for span in loaded.spans}),
-        bytes_loaded=loaded.bytes_loaded,
+        num_chunks=len({span.chunk_id for span in loader.spans}),
+        bytes_loaded=loader.bytes_loaded,
         seconds=clock.seconds,
         rows_by_layer=tuple(rows_by_layer),
-        misses=dict(Counter(layout.misses) + loaded.misses),
+        misses=dict(Counter(layout.misses) + loader.misses),
     )
     return FusedPrompt(fused, logits, report)
 

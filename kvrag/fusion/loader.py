@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from typing import NoReturn
 
 from kvrag.codec.base import EncodedChunk
 from kvrag.errors import RecordError, StoreError
@@ -20,35 +20,16 @@ OpenKV = Callable[[str], EncodedChunk | None]
 """From a chunk id to its opened record, or None where the store has none."""
 
 
-@dataclass
-class LoadedSpans:
-    """What came out of the store.
-
-    Attributes
-    ----------
-    spans
-        The spans whose every layer is in the buffer now, in prompt order.
-    bytes_loaded
-        Bytes read from the store.
-    misses
-        Why the others are not: reason to number of spans.
-    """
-
-    spans: list[ReusedSpan] = field(default_factory=list)
-    bytes_loaded: int = 0
-    misses: Counter[str] = field(default_factory=Counter)
+class SpanLostError(Exception):
+    """A span could not be loaded whole; the loader has already left it out."""
 
 
-def load_spans(
-    spans: Sequence[ReusedSpan],
-    open_kv: OpenKV,
-    fused: FusedKV,
-    tables: Sequence[RotaryTable],
-) -> LoadedSpans:
-    """Write the stored KV of each span into its rows of `fused`, keys at their global positions.
+class SpanLoader:
+    """Brings the stored KV of a prompt's spans into its buffer, one layer at a time.
 
-    A span that cannot be had whole is left out and counted; its rows then hold nothing of use
-    and must be computed. Nothing is raised for the state of a store.
+    Records are opened and their headers checked at once. A layer is read when it is asked for,
+    so that the rows of later layers take no memory before they are needed. Nothing is raised for
+    the state of a store except `SpanLostError`.
 
     Parameters
     ----------
@@ -56,39 +37,62 @@ def load_spans(
         Stretches of the prompt and of their chunks.
     open_kv
         Opens a chunk's record.
-    fused
-        The prompt's buffer.
-    tables
-        Each layer's rotary table over all prompt positions.
+
+    Attributes
+    ----------
+    spans
+        Those that can be had, in prompt order; the others must be computed.
+    bytes_loaded
+        Bytes read from the store.
+    misses
+        Why spans were left out: reason to number of spans.
     """
-    loaded = LoadedSpans()
-    for span in spans:
-        try:
-            record = open_kv(span.chunk_id)
-            if record is None:
-                loaded.misses[MISS_ABSENT] += 1
-                continue
-            if span.chunk_end > record.num_tokens:
-                loaded.misses[MISS_DAMAGED] += 1
-                continue
-            _place_span(span, record, fused, tables)
-        except RecordError:
-            loaded.misses[MISS_DAMAGED] += 1
-        except StoreError:
-            loaded.misses[MISS_UNREADABLE] += 1
-        else:
-            loaded.spans.append(span)
-            loaded.bytes_loaded += record.size_bytes
-    return loaded
 
+    def __init__(self, spans: Sequence[ReusedSpan], open_kv: OpenKV) -> None:
+        self.spans: list[ReusedSpan] = []
+        self.bytes_loaded = 0
+        self.misses: Counter[str] = Counter()
+        self._records: dict[str, EncodedChunk] = {}
+        for span in spans:
+            try:
+                record = self._records.get(span.chunk_id) or open_kv(span.chunk_id)
+            except RecordError:
+                self.misses[MISS_DAMAGED] += 1
+            except StoreError:
+                self.misses[MISS_UNREADABLE] += 1
+            else:
+                if record is None:
+                    self.misses[MISS_ABSENT] += 1
+                elif span.chunk_end > record.num_tokens:
+                    self.misses[MISS_DAMAGED] += 1
+                else:
+                    self._records[span.chunk_id] = record
+                    self.spans.append(span)
 
-def _place_span(
-    span: ReusedSpan, record: EncodedChunk, fused: FusedKV, tables: Sequence[RotaryTable]
-) -> None:
-    stored = slice(span.chunk_start, span.chunk_end)
-    rows = slice(span.prompt_start, span.prompt_end)
-    for layer_index, table in enumerate(tables):
-        keys, values = record.read_layer(layer_index)
-        into = fused.keys[layer_index][0, :, rows]
-        table.place(keys[:, stored].to(into.device), rows, into)
-        fused.values[layer_index][0, :, rows] = values[:, stored].to(into.device)
+    def load_layer(self, layer_index: int, fused: FusedKV, table: RotaryTable) -> None:
+        """Write one layer of every span into its rows of `fused`, keys at global positions.
+
+        Raises
+        ------
+        SpanLostError
+            When a span's layer is damaged or unreadable. The span is counted and left out; what
+            has been computed with it must be computed again.
+        """
+        for span in self.spans:
+            try:
+                keys, values = self._records[span.chunk_id].read_layer(layer_index)
+            except RecordError as error:
+                self._lose(span, MISS_DAMAGED, error)
+            except StoreError as error:
+                self._lose(span, MISS_UNREADABLE, error)
+            stored = slice(span.chunk_start, span.chunk_end)
+            rows = slice(span.prompt_start, span.prompt_end)
+            into = fused.keys[layer_index][0, :, rows]
+            table.place(keys[:, stored].to(into.device), rows, into)
+            fused.values[layer_index][0, :, rows] = values[:, stored].to(into.device)
+            self.bytes_loaded += 2 * keys.numel() * keys.element_size()
+
+    def _lose(self, span: ReusedSpan, reason: str, error: Exception) -> NoReturn:
+        self.spans.remove(span)
+        self.misses[reason] += 1
+        raise SpanLostError(f"chunk {span.chunk_id}: {reason}") from error

@@ -34,7 +34,8 @@ class FusionReport:
         Bytes read from the store.
     seconds
         Wall time by stage: ``layout`` (find chunks, tokenise), ``load`` (read, check and place
-        stored KV), ``select`` (choose what to recompute), ``compute`` (layers and logits).
+        stored KV), ``select`` (choose what to recompute), ``compute`` (layers and logits), and
+        ``lost`` (work thrown away when a record turned out damaged half-way).
     rows_by_layer
         Prompt tokens computed in each layer.
     misses

@@ -39,7 +39,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 # Rows a layer computes at once: few enough that a block's MLP activations stay small beside the
 # fused KV, many enough that its matrix products run at full speed.
-ROW_BLOCK = 256
+ROW_BLOCK = 128
 
 _loaded: WeakValueDictionary[tuple[str, str, str], KVModel] = WeakValueDictionary()
 _loading = threading.Lock()
