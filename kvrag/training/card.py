@@ -80,7 +80,8 @@ names its person: keep retrieved chunks of one file in their order.
   100 warm-up steps, linear decay over the last {decay} steps; {rows_per_batch} rows a step;
   {steps} steps in all ({minutes:.0f} minutes of step time on CPU, {threads} thread(s), beside
   other work).
-- Weights are shipped in {dtype}. `training_log.jsonl` is the log (every tenth step and every
+- Weights are shipped in {dtype}; overall exact match by precision: {by_precision}.
+  `training_log.jsonl` is the log (every tenth step and every
   evaluation), `training_curve.png` the curve, `scores.json` the table above,
   `SHA256SUMS` the hashes.
 
@@ -139,6 +140,7 @@ def write_card(
         minutes=sum(record["seconds"] for record in records) / 60,
         threads=options.threads,
         dtype=dtype,
+        by_precision=_listing(table["by_precision"]),
     )
     path.write_text(card, "utf-8")
 

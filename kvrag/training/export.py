@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM
@@ -26,7 +27,7 @@ SHIPPED = Path(__file__).parent.parent / "models" / "tiny"
 TEST_SEED = 2024
 
 
-def measure(model: LlamaForCausalLM, trainer: Trainer, num_questions: int) -> dict[str, object]:
+def measure(model: LlamaForCausalLM, trainer: Trainer, num_questions: int) -> dict[str, Any]:
     """Score `model` on held-out questions: by type, by number of documents, by format."""
 
     def scores(
@@ -47,6 +48,13 @@ def measure(model: LlamaForCausalLM, trainer: Trainer, num_questions: int) -> di
     }
 
 
+def overall(model: LlamaForCausalLM, trainer: Trainer, num_questions: int) -> list[float]:
+    """Return the exact match over all types with full prefill, and how many were asked."""
+    items = corpus_items(generate_corpus(TEST_SEED, "test", num_questions))
+    score = evaluate(model, trainer.tokenizer, items)["overall"]
+    return [score.exact_match, score.asked]
+
+
 def export(run: Path, folder: Path, num_questions: int, dtype: torch.dtype) -> None:
     """Write the model of `run` into `folder`.
 
@@ -64,19 +72,23 @@ def export(run: Path, folder: Path, num_questions: int, dtype: torch.dtype) -> N
     options = TrainingOptions(**json.loads((run / "options.json").read_text()) | {"out": run})
     trainer = Trainer(options)
     folder.mkdir(parents=True, exist_ok=True)
+    precision = {"float32 weights": overall(trainer.model, trainer, num_questions)}
     trainer.model.to(dtype=dtype)  # type: ignore[call-arg]
     trainer.model.save_pretrained(str(folder), safe_serialization=True)
     (folder / "model.safetensors").chmod(0o644)
     save_tokenizer(folder)
     model = LlamaForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     table = measure(model, trainer, num_questions)
+    name = str(dtype).removeprefix("torch.")
+    precision[f"{name} weights, float32 arithmetic"] = table["full_prefill"]["overall"]
+    precision[f"{name} weights and arithmetic"] = overall(trainer.model, trainer, num_questions)
+    table["by_precision"] = precision
     (folder / "scores.json").write_text(json.dumps(table, indent=1) + "\n")
     lines = (run / "log.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     kept = [line for line, r in zip(lines, records, strict=True) if _is_kept(r)]
     (folder / "training_log.jsonl").write_text("\n".join(kept) + "\n")
     draw_curve(records, folder / "training_curve.png")
-    name = str(dtype).removeprefix("torch.")
     write_card(folder / "README.md", options, trainer.progress, model, table, records, name)
     sums = [
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}"
