@@ -104,7 +104,10 @@ class FusedKV:
     ) -> None:
         num_elements = self.storage_elements(spec, capacity)
         if storage is None:
-            storage = torch.empty(num_elements, dtype=spec.dtype, device=device)
+            # A tensor made in inference mode could not be written outside it, and this memory is
+            # used again for later prompts.
+            with torch.inference_mode(False):
+                storage = torch.empty(num_elements, dtype=spec.dtype, device=device)
         self.spec = spec
         self.num_tokens = num_tokens
         self.storage = storage

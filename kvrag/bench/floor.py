@@ -75,9 +75,20 @@ class FloorMeter:
         # Fresh rows stand mostly at the end, recomputed ones anywhere: half the prompt is what
         # a row sees on average when all are computed, and a lower bound otherwise.
         mean_keys = report.num_tokens / 2
+        per_row = 2 * per_layer_weights + 4 * query_width * mean_keys
+        per_projection = 4 * spec.num_kv_heads * spec.head_dim * config.hidden_size
         seconds = 0.0
-        for num_rows in report.rows_by_layer:
-            operations = num_rows * (2 * per_layer_weights + 4 * query_width * mean_keys)
+        before = 0
+        for layer_index, num_rows in enumerate(report.rows_by_layer):
+            if layer_index == spec.num_layers - 1:
+                # Of the last layer only K/V are needed, and one token's output.
+                operations = per_row + num_rows * per_projection
+            else:
+                operations = num_rows * per_row
+            if num_rows < before:
+                # Rows that were dropped here were projected to be compared.
+                operations += (before - num_rows) * per_projection
+            before = num_rows
             seconds += operations / self._operations_per_second(min(num_rows, _FULL_RATE_ROWS))
         head: nn.Module = self._model.hf.get_output_embeddings()  # type: ignore[no-untyped-call]
         hidden = torch.randn(1, config.hidden_size, dtype=spec.dtype, device=self._model.device)

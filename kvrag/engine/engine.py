@@ -14,11 +14,12 @@ from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Source, Usage
 from kvrag.engine.buffers import BufferPool
 from kvrag.engine.sampling import Sampler, Sampling
 from kvrag.engine.text_stream import TextStream
-from kvrag.errors import ParameterError, PromptTooLongError
+from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError, StoreError
 from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.registry import make_policy
+from kvrag.fusion.segments import Match
 from kvrag.ingest.index import Index
 from kvrag.models.caches import FusedCache
 
@@ -26,6 +27,8 @@ logger = logging.getLogger("kvrag")
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[Message]
+
+MISS_CATALOG = "catalog damaged"
 
 _DEFAULT_POLICY = "deviation"
 
@@ -111,17 +114,28 @@ class KVEngine:
 
     def _text(self, prompt: Prompt) -> tuple[str, bool]:
         """Return the prompt's text, and whether the tokenizer adds its special tokens."""
-        if isinstance(prompt, str):
-            return prompt, True
-        return self.render(prompt), False
+        text = prompt if isinstance(prompt, str) else self.render(prompt)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ParameterError(
+                f"the prompt is not valid Unicode: character {error.start} is half of a surrogate "
+                "pair; decode its bytes as UTF-8"
+            ) from error
+        return text, isinstance(prompt, str)
 
     def _lay_out(self, prompt: Prompt, hints: Sequence[str], reuse: bool) -> _LaidOut:
         text, add_special_tokens = self._text(prompt)
-        matches = self.index.matcher.find(text, hints) if reuse else []
-        chunks = {
-            chunk.chunk_id: chunk
-            for chunk in self.index.get_chunks([match.chunk_id for match in matches])
-        }
+        matches: list[Match] = []
+        chunks: dict[str, Chunk] = {}
+        damage: dict[str, int] = {}
+        if reuse:
+            try:
+                matches = self.index.matcher.find(text, hints)
+                found = self.index.get_chunks([match.chunk_id for match in matches])
+                chunks = {chunk.chunk_id: chunk for chunk in found}
+            except (IndexFormatError, StoreError):
+                matches, damage = [], {MISS_CATALOG: 1}
         layout = lay_out(
             text,
             self.index.tokenizer,
@@ -132,8 +146,9 @@ class KVEngine:
         )
         if not layout.token_ids:
             raise ParameterError("the prompt is empty: there is nothing to answer")
-        found = dict.fromkeys(match.chunk_id for match in matches if match.chunk_id in chunks)
-        return _LaidOut(layout, [chunks[chunk_id] for chunk_id in found])
+        layout = replace(layout, misses={**layout.misses, **damage})
+        in_order = dict.fromkeys(match.chunk_id for match in matches if match.chunk_id in chunks)
+        return _LaidOut(layout, [chunks[chunk_id] for chunk_id in in_order])
 
     # -- fusing -------------------------------------------------------------------------------
 
@@ -162,10 +177,11 @@ class KVEngine:
         started = time.perf_counter()
         chosen = self._resolve_policy(policy, ratio, boundary_tokens)
         laid_out = self._lay_out(prompt, hints, reuse=True)
-        return self._fuse(laid_out.layout, chosen, self._room(max_tokens), started)
+        room = self._room(max_tokens)
+        return self._fuse(laid_out.layout, chosen, room, time.perf_counter() - started)
 
     def _fuse(
-        self, layout: Layout, policy: RecomputePolicy, max_tokens: int, started: float
+        self, layout: Layout, policy: RecomputePolicy, max_tokens: int, layout_seconds: float
     ) -> FusedPrompt:
         model = self.index.model
         num_tokens = len(layout.token_ids)
@@ -175,7 +191,6 @@ class KVEngine:
                 f"{model.max_positions} with at least one to answer in; retrieve fewer chunks"
             )
         capacity = min(num_tokens + max_tokens, model.max_positions)
-        layout_seconds = time.perf_counter() - started
         buffer = self._buffers.take(model.spec, num_tokens, capacity, model.device)
         fused = fuse(model, layout, self.index.open_kv, policy, buffer)
         seconds = {"layout": layout_seconds, **fused.report.seconds}
@@ -234,9 +249,11 @@ class KVEngine:
         stop
             Strings that end the answer; they are not part of it, even across tokens.
         timeout_seconds
-            Ends the answer after that time, with ``finish_reason="timeout"``.
+            Ends the answer after that time, with ``finish_reason="timeout"``; of a stream, the
+            time its reader takes counts too.
         hints
-            Ids of chunks likely in the prompt. They may speed recognition, nothing else.
+            Ids of chunks likely in the prompt: they are compared first, and named among chunks
+            of equal text.
         reuse
             False computes every token, as a plain pipeline would: for comparison.
 
@@ -297,7 +314,7 @@ class KVEngine:
         """
         started = time.perf_counter()
         sampling = Sampling(temperature, top_p, top_k, repetition_penalty, seed)
-        if isinstance(stop, str) or not all(stop):
+        if not isinstance(stop, list | tuple) or not all(s and isinstance(s, str) for s in stop):
             raise ParameterError(f"stop {stop!r}: expected a list of non-empty strings")
         if timeout_seconds is not None and timeout_seconds <= 0:
             raise ParameterError(f"timeout_seconds {timeout_seconds}: expected more than 0")
@@ -306,7 +323,8 @@ class KVEngine:
         laid_out = self._lay_out(prompt, hints, reuse)
         if reuse:
             self._warn_if_nothing_matched(laid_out)
-        return self._stream(laid_out, chosen, room, sampling, stop, timeout_seconds, started)
+        layout_seconds = time.perf_counter() - started
+        return self._stream(laid_out, chosen, room, sampling, stop, timeout_seconds, layout_seconds)
 
     def _stream(
         self,
@@ -316,9 +334,11 @@ class KVEngine:
         sampling: Sampling,
         stop: Sequence[str],
         timeout_seconds: float | None,
-        started: float,
+        layout_seconds: float,
     ) -> Iterator[AnswerDelta]:
-        fused = self._fuse(laid_out.layout, policy, room, started)
+        # This runs when the first piece is asked for; time that passed before is the caller's.
+        started = time.perf_counter() - layout_seconds
+        fused = self._fuse(laid_out.layout, policy, room, layout_seconds)
         try:
             yield from self._continue(
                 laid_out, fused, room, sampling, stop, timeout_seconds, started
@@ -339,7 +359,7 @@ class KVEngine:
         model = self.index.model
         num_prompt = len(laid_out.layout.token_ids)
         limit = min(room, model.max_positions - num_prompt)
-        end_ids = _end_ids(model.hf.generation_config, model.tokenizer)
+        ends = end_ids(model.hf.generation_config, model.tokenizer)
         sampler = Sampler(sampling, fused.logits.device)
         text = TextStream(model.tokenizer, stop)
         cache = FusedCache(fused.kv, num_prompt)
@@ -350,7 +370,7 @@ class KVEngine:
         num_generated = 1
         finish: FinishReason = "length"
         while True:
-            if token in end_ids:
+            if token in ends:
                 finish = "stop"
                 break
             if piece := text.push(token):
@@ -417,12 +437,12 @@ class _LaidOut:
 
 
 def _checked_max_tokens(max_tokens: int) -> int:
-    if max_tokens < 1:
-        raise ParameterError(f"max_tokens {max_tokens}: expected at least 1")
+    if not isinstance(max_tokens, int) or max_tokens < 1:
+        raise ParameterError(f"max_tokens {max_tokens}: expected a whole number, at least 1")
     return max_tokens
 
 
-def _end_ids(generation_config: object, tokenizer: object) -> frozenset[int]:
+def end_ids(generation_config: object, tokenizer: object) -> frozenset[int]:
     """Return the tokens that end a text, as the model and its tokenizer declare them."""
     declared = getattr(generation_config, "eos_token_id", None)
     ids = set(declared if isinstance(declared, list) else [declared])

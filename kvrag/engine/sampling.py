@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,9 @@ from transformers.generation.logits_process import (
 )
 
 from kvrag.errors import ParameterError
+
+# Colder than this, logits divided by the temperature leave float32.
+_COLDEST = 1e-4
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, holds, expected in (
-            ("temperature", self.temperature >= 0.0, "0 or more"),
+            (
+                "temperature",
+                self.temperature == 0.0 or _COLDEST <= self.temperature < math.inf,
+                f"0 (the likeliest token) or at least {_COLDEST}",
+            ),
             ("top_p", 0.0 < self.top_p <= 1.0, "more than 0, at most 1"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("repetition_penalty", self.repetition_penalty > 0.0, "more than 0"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "more than 0"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2**63 - 1"),
         ):
             if not holds:
                 raise ParameterError(f"{name} {getattr(self, name)}: expected {expected}")

@@ -18,6 +18,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.loader import OpenKV, SpanLoader, SpanLostError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
+from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.report import FusionReport
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
@@ -70,10 +71,13 @@ def fuse(
     ParameterError
         When the policy's check layer lies outside the model.
     """
+    if model.spec.num_layers == 1:
+        # The only layer's K/V depend on no other token: stored ones are exact as they are.
+        policy = NonePolicy()
     if policy.check_layer is not None and policy.check_layer >= model.spec.num_layers:
         raise ParameterError(
             f"policy {policy} chooses on layer {policy.check_layer}, but the model has "
-            f"{model.spec.num_layers} layers; use ratio 1.0, 'boundary' or 'none'"
+            f"{model.spec.num_layers} layers"
         )
     clock = _Clock()
     tables = model.tables(len(layout.token_ids))
@@ -82,8 +86,8 @@ def fuse(
         try:
             return _fuse(model, layout, loader, policy, fused, tables, clock)
         except SpanLostError:
-            # Rows computed so far have seen that span: begin again without it. Each round has
-            # one span less, so this ends.
+            # Rows computed so far have seen that chunk: begin again without it. Each round has
+            # a chunk less, so this ends.
             clock.lap("lost")
 
 

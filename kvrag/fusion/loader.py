@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from kvrag.codec.base import EncodedChunk
-from kvrag.errors import RecordError, StoreError
+from kvrag.errors import IndexFormatError, RecordError, StoreError
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.kvcache import FusedKV
 from kvrag.positions.rotary import RotaryTable
@@ -15,6 +14,8 @@ from kvrag.positions.rotary import RotaryTable
 MISS_ABSENT = "KV not in the store"
 MISS_DAMAGED = "record damaged"
 MISS_UNREADABLE = "store unreadable"
+
+_DAMAGE = (RecordError, StoreError, IndexFormatError)
 
 OpenKV = Callable[[str], EncodedChunk | None]
 """From a chunk id to its opened record, or None where the store has none."""
@@ -56,10 +57,8 @@ class SpanLoader:
         for span in spans:
             try:
                 record = self._records.get(span.chunk_id) or open_kv(span.chunk_id)
-            except RecordError:
-                self.misses[MISS_DAMAGED] += 1
-            except StoreError:
-                self.misses[MISS_UNREADABLE] += 1
+            except _DAMAGE as error:
+                self.misses[_reason(error)] += 1
             else:
                 if record is None:
                     self.misses[MISS_ABSENT] += 1
@@ -81,10 +80,10 @@ class SpanLoader:
         for span in self.spans:
             try:
                 keys, values = self._records[span.chunk_id].read_layer(layer_index)
-            except RecordError as error:
-                self._lose(span, MISS_DAMAGED, error)
-            except StoreError as error:
-                self._lose(span, MISS_UNREADABLE, error)
+            except _DAMAGE as error:
+                self._drop(span.chunk_id, _reason(error))
+                self._drop_other_damage(len(fused.keys))
+                raise SpanLostError(f"chunk {span.chunk_id}: {_reason(error)}") from error
             stored = slice(span.chunk_start, span.chunk_end)
             rows = slice(span.prompt_start, span.prompt_end)
             into = fused.keys[layer_index][0, :, rows]
@@ -92,7 +91,20 @@ class SpanLoader:
             fused.values[layer_index][0, :, rows] = values[:, stored].to(into.device)
             self.bytes_loaded += 2 * keys.numel() * keys.element_size()
 
-    def _lose(self, span: ReusedSpan, reason: str, error: Exception) -> NoReturn:
-        self.spans.remove(span)
-        self.misses[reason] += 1
-        raise SpanLostError(f"chunk {span.chunk_id}: {reason}") from error
+    def _drop(self, chunk_id: str, reason: str) -> None:
+        self.misses[reason] += sum(span.chunk_id == chunk_id for span in self.spans)
+        self.spans = [span for span in self.spans if span.chunk_id != chunk_id]
+        del self._records[chunk_id]
+
+    def _drop_other_damage(self, num_layers: int) -> None:
+        """Read every layer of the records left, so that one new beginning is enough."""
+        for chunk_id, record in list(self._records.items()):
+            try:
+                for layer_index in range(num_layers):
+                    record.read_layer(layer_index)
+            except _DAMAGE as error:
+                self._drop(chunk_id, _reason(error))
+
+
+def _reason(error: Exception) -> str:
+    return MISS_UNREADABLE if isinstance(error, StoreError) else MISS_DAMAGED

@@ -1,25 +1,33 @@
 """Attention of selected rows over a whole prompt's keys, inside unmodified decoder layers.
 
-While rows are being recomputed, the model's configuration names `ROW_ATTENTION` as its
-attention implementation (Transformers' own extension point), and the attention mask handed to
-the layers is a `RowMask`: they pass it through untouched, so no mask of prompt length squared
-exists anywhere and the selected queries need not be contiguous.
+While rows are being recomputed, the model's configuration names one of ours as its attention
+implementation (Transformers' own extension point), and the attention mask handed to the layers
+is a `RowMask`: they pass it through untouched, so no mask of prompt length squared exists
+anywhere and the selected queries need not be contiguous. A forward of somebody else on the same
+model meanwhile brings an ordinary mask and gets ordinary attention.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
 
-ROW_ATTENTION = "kvrag_rows"
+_OVER_SDPA, _OVER_EAGER = "kvrag_rows", "kvrag_rows_eager"
+
+_locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
+_making_locks = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -55,23 +63,19 @@ def _row_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: RowMask,
+    attention_mask: RowMask | torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,  # noqa: ARG001  # evaluation only
+    dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    mask = attention_mask.dense(key.shape[2])
-    if kwargs.get("softcap") is not None:
-        # Only the family's own eager function knows its soft-capping.
-        eager: Callable[..., Any] = sys.modules[type(module).__module__].__dict__[
-            "eager_attention_forward"
-        ]
-        additive = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
-        additive.masked_fill_(~mask, torch.finfo(query.dtype).min)
-        output, _ = eager(
-            module, query, key, value, additive[None, None], scaling=scaling, **kwargs
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if not isinstance(attention_mask, RowMask):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-        return output, None
+    if kwargs.get("softcap") is not None:
+        return _row_attention_eager(
+            module, query, key, value, attention_mask, scaling, dropout, **kwargs
+        )
     _, num_heads, num_rows, head_dim = query.shape
     num_kv_heads = key.shape[1]
     num_groups = num_heads // num_kv_heads
@@ -82,22 +86,55 @@ def _row_attention(
         grouped,
         key.expand(num_groups, -1, -1, -1),
         value.expand(num_groups, -1, -1, -1),
-        attn_mask=mask,
+        attn_mask=attention_mask.dense(key.shape[2]),
         scale=scaling,
     )
     # [G, H, n, D] -> [1, n, H * G, D], the order in which the output projection expects heads.
     return output.permute(2, 1, 0, 3).reshape(1, num_rows, num_heads, head_dim), None
 
 
-AttentionInterface.register(ROW_ATTENTION, _row_attention)
+def _row_attention_eager(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: RowMask | torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend as the family's own eager function does: only it knows its soft-capping."""
+    eager: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = sys.modules[
+        type(module).__module__
+    ].__dict__["eager_attention_forward"]
+    if isinstance(attention_mask, RowMask):
+        mask = attention_mask.dense(key.shape[2])
+        additive = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+        additive.masked_fill_(~mask, torch.finfo(query.dtype).min)
+        attention_mask = additive[None, None]
+    return eager(
+        module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+    )
+
+
+AttentionInterface.register(_OVER_SDPA, _row_attention)
+AttentionMaskInterface.register(_OVER_SDPA, sdpa_mask)
+AttentionInterface.register(_OVER_EAGER, _row_attention_eager)
+AttentionMaskInterface.register(_OVER_EAGER, eager_mask)
+
+
+def lock_of(model: PreTrainedModel) -> threading.RLock:
+    """Return the lock of a loaded model, one however many `KVModel`s are made over it."""
+    with _making_locks:
+        return _locks.setdefault(model, threading.RLock())
 
 
 @contextmanager
 def row_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Make `model` use row attention inside the block. Not reentrant: hold the model's lock."""
+    """Make `model` use row attention inside the block. Hold `lock_of` the model."""
     config = model.config
     original = config._attn_implementation
-    config._attn_implementation = ROW_ATTENTION
+    config._attn_implementation = _OVER_EAGER if original == "eager" else _OVER_SDPA
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kvrag.errors import ParameterError
 from kvrag.kvcache import FusedKV
 
 
@@ -121,6 +122,11 @@ class _FusedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if key_states.shape[0] != 1:
+            raise ParameterError(
+                f"a fused prompt continues one sequence, found a batch of {key_states.shape[0]}: "
+                "generate without beams and with num_return_sequences=1"
+            )
         end = self._num_tokens + key_states.shape[2]
         if end > self._fused.keys[self._layer_index].shape[2]:
             self._grow(end)

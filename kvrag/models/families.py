@@ -28,22 +28,25 @@ class Family:
         Attribute of the base model applied after the last layer.
     rotary_per_layer_type
         Whether the rotary module holds one set of frequencies per layer type.
+    windowed
+        Whether its layers look at ``config.sliding_window``; elsewhere a stray one means nothing.
     """
 
     cache_argument: str = "past_key_values"
     final_norm: str = "norm"
     rotary_per_layer_type: bool = False
+    windowed: bool = True
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(),
+    "llama": Family(windowed=False),
     "mistral": Family(),
     "qwen2": Family(),
     "qwen3": Family(),
     "phi3": Family(),
     "gemma2": Family(),
     "gemma3_text": Family(rotary_per_layer_type=True),
-    "gpt_neox": Family(cache_argument="layer_past", final_norm="final_layer_norm"),
+    "gpt_neox": Family(cache_argument="layer_past", final_norm="final_layer_norm", windowed=False),
 }
 
 _WHY_NOT = {
@@ -78,6 +81,8 @@ def find_family(model: PreTrainedModel) -> Family:
 def sliding_windows(model: PreTrainedModel) -> list[int | None]:
     """Return each layer's attention window in tokens, None where it sees everything."""
     config = model.config
+    if not find_family(model).windowed:
+        return [None] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:

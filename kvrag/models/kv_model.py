@@ -7,6 +7,7 @@ The model's code is never rewritten and never patched.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import ChunkKV, FusedKV, KVSpec
-from kvrag.models.attention import RowMask, row_attention
+from kvrag.models.attention import RowMask, lock_of, row_attention
 from kvrag.models.caches import CaptureCache, ProjectionDone, ProjectionProbe, RowWriter
 from kvrag.models.families import find_family, project_logits, sliding_windows
 from kvrag.models.loading import (
@@ -53,7 +54,7 @@ class KVModel:
     hf
         A loaded causal language model of a supported family; used as it is, in evaluation mode.
     tokenizer
-        Its fast tokenizer.
+        Its fast tokenizer; copied.
     name
         What reports call it.
 
@@ -64,7 +65,7 @@ class KVModel:
     max_positions
         The context window in tokens.
     lock
-        Held during every forward pass: rows are computed by one thread at a time.
+        Held during every forward pass here: one thread at a time uses the loaded model.
 
     Raises
     ------
@@ -82,7 +83,9 @@ class KVModel:
                 f"weights of type {hf.dtype} are not supported; expected {', '.join(_DTYPES)}"
             )
         self.hf = hf
-        self.tokenizer = check_tokenizer(tokenizer)
+        # A copy: fast tokenizers keep the truncation and padding of their last call, and another
+        # thread using the caller's object would shorten our prompts.
+        self.tokenizer = copy.deepcopy(check_tokenizer(tokenizer))
         self.name = name or getattr(config, "_name_or_path", "") or config.model_type
         num_heads = config.num_attention_heads
         self.spec = KVSpec(
@@ -92,7 +95,7 @@ class KVModel:
             dtype=hf.dtype,
         )
         self.max_positions: int = config.max_position_embeddings
-        self.lock = threading.RLock()
+        self.lock = lock_of(hf)
         self._base: Any = hf.base_model
         self._windows = sliding_windows(hf)
         layer_types: Sequence[str | None] = [None] * self.spec.num_layers
@@ -120,7 +123,8 @@ class KVModel:
         model
             A folder, ``"org/name"``, ``"kvrag-tiny"``, or a loaded causal language model.
         tokenizer
-            Needed with a loaded object whose folder is unknown.
+            Needed with a loaded object whose folder is unknown; otherwise replaces the model's own,
+        and the object returned is shared with nobody.
         dtype
             ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch type; None keeps the
             checkpoint's.
@@ -148,12 +152,14 @@ class KVModel:
                 raise ParameterError(f"dtype {dtype!r}: expected one of {', '.join(_DTYPES)}")
             dtype = _DTYPES[dtype]
         path = resolve_model(model)
+        if tokenizer is not None:
+            return cls(load_weights(model, dtype, device), tokenizer, name=str(model))
         with _loading:
             loaded = _loaded.get((path, str(dtype), str(device)))
             if loaded is None:
                 loaded = cls(
                     load_weights(model, dtype, device),
-                    tokenizer or load_tokenizer(model),
+                    load_tokenizer(model),
                     name=str(model),
                 )
                 # Found again both by what was asked for and by what it turned out to be: an index

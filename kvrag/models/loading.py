@@ -34,6 +34,10 @@ _VOLATILE_CONFIG = {
     "id2label",
     "label2id",
     "problem_type",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "sep_token_id",
 }
 
 
@@ -173,12 +177,15 @@ def shared_prefix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         return (bos,)
     if not getattr(tokenizer, "chat_template", None):
         return ()
-    first, second = (
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    try:
+        first, second = (
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+            )
+            for content in ("A", "7 b")
         )
-        for content in ("A", "7 b")
-    )
+    except Exception:  # a template may raise anything, and refuse a lone user turn
+        return ()
     first_ids, second_ids = (
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in (first, second)
     )

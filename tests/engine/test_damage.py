@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvrag.chunk import Document
-from kvrag.engine.engine import KVEngine
+from kvrag.engine.engine import MISS_CATALOG, KVEngine
+from kvrag.errors import IndexFormatError
 from kvrag.fusion.loader import MISS_ABSENT, MISS_DAMAGED
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
@@ -66,3 +67,27 @@ def test_a_record_of_another_chunk(index: Index) -> None:
     first, second, *_ = records(index.path)
     first.write_bytes(second.read_bytes())
     check_counted(index, MISS_DAMAGED)
+
+
+def test_two_damaged_records_and_a_repeated_chunk(index: Index) -> None:
+    for record in records(index.path)[:2]:
+        damaged = bytearray(record.read_bytes())
+        damaged[-100] ^= 0x10
+        record.write_bytes(damaged)
+    engine = KVEngine(index, max_tokens=8)
+    prompt = "\n\n".join([*TEXTS, *TEXTS, "Question: who keeps it?\nAnswer:"])
+    answer = engine.generate(prompt, ratio=1.0)
+    assert dict(answer.report.misses) == {MISS_DAMAGED: 4}
+    assert answer.text == engine.generate(prompt, reuse=False).text
+
+
+def test_a_catalog_that_cannot_be_read(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise IndexFormatError("catalog.sqlite is damaged")
+
+    monkeypatch.setattr(index, "get_chunks", refuse)
+    engine = KVEngine(index, max_tokens=8)
+    answer = engine.generate(PROMPT)
+    assert dict(answer.report.misses) == {MISS_CATALOG: 1}
+    assert answer.report.num_fresh == answer.report.num_tokens
+    assert answer.text == engine.generate(PROMPT, reuse=False).text

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -201,8 +202,12 @@ def test_an_abandoned_stream_leaves_the_model_free(engine: KVEngine) -> None:
         ({"ratio": 1.5}, "ratio 1.5: expected a share between 0 and 1"),
         ({"policy": "none", "ratio": 0.5}, "policy 'none' takes no ratio"),
         ({"policy": "boundary", "boundary_tokens": 0}, "expected at least 1"),
-        ({"max_tokens": 0}, "max_tokens 0: expected at least 1"),
-        ({"temperature": -1.0}, "temperature -1.0: expected 0 or more"),
+        ({"max_tokens": 0}, "max_tokens 0: expected a whole number, at least 1"),
+        ({"temperature": -1.0}, "temperature -1.0: expected 0 "),
+        ({"temperature": 1e-40}, "temperature 1e-40: expected 0 "),
+        ({"seed": 2**70}, "expected 0 to 2"),
+        ({"max_tokens": 1.5}, "max_tokens 1.5: expected a whole number"),
+        ({"stop": None}, "expected a list of non-empty strings"),
         ({"top_p": 0.0}, "top_p 0.0: expected more than 0"),
         ({"top_k": -1}, "top_k -1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty 0.0"),
@@ -245,7 +250,7 @@ def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
         engine = KVEngine(index)
         with pytest.raises(ParameterError, match="has no chat template: pass the prompt as one"):
             engine.generate(MESSAGES)
-        tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+        index.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
         with pytest.raises(ParameterError, match="refuses these messages: roles must alternate"):
             engine.generate(MESSAGES)
 
@@ -275,6 +280,39 @@ def test_retrieval_that_never_reaches_a_prompt_is_said_once(
             engine.generate("nothing here either")
         assert len(caplog.records) == 1
         assert "mustache" in caplog.records[0].message
+
+
+def test_inference_mode_around_one_call_does_not_spoil_the_next(index: Index) -> None:
+    engine = KVEngine(index, max_tokens=3)
+    with torch.inference_mode():
+        first = engine.generate(PROMPT).text
+    assert engine.generate(PROMPT).text == first
+
+
+def test_time_before_the_first_piece_is_the_callers(engine: KVEngine) -> None:
+    stream = engine.stream(PROMPT)
+    time.sleep(0.6)
+    answer = list(stream)[-1].answer
+    assert answer is not None
+    assert answer.report.seconds["layout"] < 0.5
+    assert sum(answer.report.seconds.values()) <= answer.ttft_seconds
+
+
+def test_half_a_surrogate_pair_is_refused(engine: KVEngine) -> None:
+    with pytest.raises(ParameterError, match="character 3 is half of a surrogate pair"):
+        engine.generate("caf\udce9")
+
+
+def test_many_chunks_repeats_and_one_token_chunks(tmp_path: Path, model: KVModel) -> None:
+    texts = [f"Entry {i}: the keeper of gate {i} wrote it down." for i in range(100)]
+    with Index.create(tmp_path / "i", model=model, embedding="hashing") as index:
+        index.add([Document(source=str(i), text=text) for i, text in enumerate([*texts, "ox"])])
+        engine = KVEngine(index, max_tokens=4)
+        prompt = "\n\n".join([*texts[:40], "ox", texts[3], texts[3], "Question: who?\nAnswer:"])
+        answer = engine.generate(prompt, ratio=1.0)
+        assert answer.text == plain_answer(model, engine.prompt_ids(prompt), 4)
+        assert answer.report.num_chunks == 40
+        assert len(answer.sources) == 40
 
 
 def test_the_public_names_are_all_there() -> None:

@@ -1,0 +1,229 @@
+"""Loading, identity and good neighbourship of models."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig
+
+from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
+from kvrag.fusion.policies.deviation import DeviationPolicy
+from kvrag.models.kv_model import KVModel
+from kvrag.models.loading import load_tokenizer, model_fingerprint, tokenizer_fingerprint
+from kvrag.positions.rotary import RotaryPositions
+from tests.support.bench_top import Bench, relative_difference
+from tests.support.models import FAMILIES, make_model, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model().save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+def test_a_path_is_loaded_once_while_anyone_holds_it(folder: Path) -> None:
+    model = KVModel.load(folder)
+    assert KVModel.load(str(folder)) is model
+    assert KVModel.load(folder, dtype="float32") is model
+    assert KVModel.load(folder, dtype=torch.bfloat16) is not model
+    assert KVModel.load(model) is model
+
+
+def test_a_tokenizer_of_ones_own_is_used_and_shared_with_nobody(folder: Path) -> None:
+    shared = KVModel.load(folder)
+    own = make_tokenizer()
+    model = KVModel.load(folder, tokenizer=own)
+    assert model is not shared
+    assert model.tokenizer is not own
+    assert KVModel.load(folder) is shared
+
+
+def test_a_folder_and_the_object_loaded_from_it_are_the_same_model(folder: Path) -> None:
+    model = KVModel.load(folder)
+    rebuilt = KVModel.load(make_model(), tokenizer=make_tokenizer())
+    assert rebuilt.fingerprint == model.fingerprint
+    assert rebuilt.tokenizer_fingerprint == model.tokenizer_fingerprint
+
+
+def test_one_weight_makes_another_model() -> None:
+    model = make_model()
+    before = model_fingerprint(model)
+    with torch.no_grad():
+        model.base_model.layers[2].mlp.up_proj.weight[3, 5] += 1e-3
+    assert model_fingerprint(model) != before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "changes"),
+    [("rms_norm_eps", 1e-3, True), ("pad_token_id", 1, False), ("use_cache", False, False)],
+)
+def test_settings_count_when_they_change_kv(name: str, value: object, changes: bool) -> None:
+    model = make_model()
+    before = model_fingerprint(model)
+    setattr(model.config, name, value)
+    assert (model_fingerprint(model) != before) == changes
+
+
+def test_truncation_of_the_last_call_is_not_part_of_the_tokenizer() -> None:
+    tokenizer = copy.deepcopy(make_tokenizer())
+    before = tokenizer_fingerprint(tokenizer)
+    tokenizer(["a", "b c"], padding=True, truncation=True, max_length=2)
+    assert tokenizer_fingerprint(tokenizer) == before
+
+
+def test_others_may_use_the_tokenizer_meanwhile() -> None:
+    tokenizer = copy.deepcopy(make_tokenizer())
+    model = KVModel(make_model(), tokenizer)
+    tokenizer(["a", "b c d e f"], padding=True, truncation=True, max_length=2)
+    assert len(model.tokenizer.backend_tokenizer.encode("b c d e f").ids) > 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+def test_two_wrappers_and_the_owner_share_one_model(family: str) -> None:
+    """Forwards of others while rows are computed get ordinary attention, and all agree."""
+    hf = make_model(family)
+    benches = [Bench(KVModel(hf, make_tokenizer())) for _ in range(2)]
+    prompt = benches[0].prompt(2, 0, 1)
+    ids = benches[0].model.tokenizer(prompt, return_tensors="pt")["input_ids"]
+    original = hf.config._attn_implementation
+    with torch.no_grad():
+        expected = hf(ids).logits[0, -1]
+    failures: list[str] = []
+
+    def fused(bench: Bench) -> None:
+        for _ in range(15):
+            logits = bench.fuse(prompt, DeviationPolicy(ratio=1.0)).logits
+            if relative_difference(logits, expected) > 1e-4:
+                failures.append("fused")
+
+    def plain() -> None:
+        for _ in range(60):
+            with torch.no_grad():
+                if relative_difference(hf(ids).logits[0, -1], expected) > 1e-4:
+                    failures.append("plain")
+
+    threads = [threading.Thread(target=fused, args=(bench,)) for bench in benches]
+    threads.append(threading.Thread(target=plain))
+    errors: list[BaseException] = []
+    threading.excepthook, hook = (
+        lambda a: errors.append(a.exc_value or Exception()),
+        (threading.excepthook),
+    )
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        threading.excepthook = hook
+    assert not errors
+    assert not failures
+    assert hf.config._attn_implementation == original
+
+
+def test_a_stray_window_in_a_config_that_ignores_it_means_nothing() -> None:
+    hf = make_model()
+    hf.config.sliding_window = 8
+    bench = Bench(KVModel(hf, make_tokenizer()))
+    prompt = bench.prompt(2, 0, 1)
+    fused = bench.fuse(prompt, DeviationPolicy(ratio=1.0))
+    assert relative_difference(fused.logits, bench.plain_logits(prompt)) < 1e-4
+
+
+def test_one_layer_needs_no_recompute() -> None:
+    bench = Bench(KVModel(make_model(num_hidden_layers=1), make_tokenizer()))
+    prompt = bench.prompt(2, 0, 1)
+    fused = bench.fuse(prompt, DeviationPolicy())
+    assert fused.report.num_recomputed == 0
+    assert relative_difference(fused.logits, bench.plain_logits(prompt)) < 1e-4
+
+
+def test_a_batch_of_chunks_is_each_chunk_alone() -> None:
+    model = KVModel(make_model(), make_tokenizer())
+    chunks = [[5, 6, 7], [9], list(range(3, 60))]
+    together = model.prefill([0], chunks)
+    for chunk, kv in zip(chunks, together, strict=True):
+        (alone,) = model.prefill([0], [chunk])
+        assert kv.keys.shape == (4, 2, len(chunk), 16)
+        torch.testing.assert_close(kv.keys, alone.keys, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(kv.values, alone.values, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunks", [[[]], [[5, 6], []], [[5] * 2048]])
+def test_chunks_that_do_not_fit_are_refused(chunks: list[list[int]]) -> None:
+    model = KVModel(make_model(), make_tokenizer())
+    with pytest.raises(ParameterError, match="expected at least 1 token and at most 2048"):
+        model.prefill([0], chunks)
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_length_are_refused(scaling: str) -> None:
+    class Rotary(torch.nn.Module):
+        rope_type = scaling
+
+    with pytest.raises(UnsupportedModelError, match=f"{scaling}.*supported: default, linear"):
+        RotaryPositions(Rotary(), [None])
+
+
+def test_other_families_are_refused_by_name() -> None:
+    model = BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=400))
+    with pytest.raises(UnsupportedModelError, match=r"'bloom' is not supported: ALiBi positions"):
+        KVModel(model, make_tokenizer())
+
+
+def test_places_without_a_model_are_told_apart(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match="no model at"):
+        KVModel.load(tmp_path / "nowhere")
+    with pytest.raises(ModelLoadError, match="could not load"):
+        KVModel.load(tmp_path)
+    with pytest.raises(ParameterError, match="dtype 'int8': expected one of float32"):
+        KVModel.load(folder, dtype="int8")
+    with pytest.raises(ModelLoadError, match=r"carries no tokenizer: pass tokenizer="):
+        KVModel.load(make_model())
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"]().to_dict(), default=str))
+    torch.save(make_model().state_dict(), tmp_path / "pytorch_model.bin")
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="pickled weights are not read"):
+        KVModel.load(tmp_path)
+
+
+def test_a_tokenizer_loads_without_weights(tmp_path: Path) -> None:
+    LlamaConfig().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    assert tokenizer_fingerprint(load_tokenizer(tmp_path)) == tokenizer_fingerprint(
+        make_tokenizer()
+    )
+
+
+@pytest.mark.parametrize(
+    ("bos_first", "template", "expected"),
+    [
+        (True, None, "<bos>"),
+        (False, "{{ bos_token }}{{ messages[0]['content'] }}", "<bos>"),
+        (False, "User: {{ messages[0]['content'] }}", "User: "),
+        (False, "{{ raise_exception('a system turn, please') }}", ""),
+        (False, None, ""),
+    ],
+)
+def test_the_shared_prefix(bos_first: bool, template: str | None, expected: str) -> None:
+    tokenizer = copy.deepcopy(make_tokenizer())
+    tokenizer.chat_template = template
+    if not bos_first:
+        tokenizer.backend_tokenizer.post_processor = None
+    model = KVModel(make_model(), tokenizer)
+    ids = tokenizer.backend_tokenizer.encode(expected, add_special_tokens=False).ids
+    if template and not expected.startswith("<"):
+        # The template's last token may merge with what follows it.
+        assert list(model.default_prefix_ids()) in (ids, ids[:-1])
+    else:
+        assert list(model.default_prefix_ids()) == ids

@@ -1,0 +1,152 @@
+"""kvrag-tiny as it ships: intact, loadable as any Hugging Face model, and good at its task."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from kvrag.bench.corpus import generate_corpus, names_of_split
+from kvrag.training.batches import Item, pack
+from kvrag.training.evaluate import Score, corpus_items, evaluate
+from kvrag.training.export import SHIPPED
+from kvrag.training.model import answer_logits
+from kvrag.training.prompts import CHAT_SYSTEM, CHAT_USER, FORMATS, PLAIN
+from kvrag.training.tokenizer import build_tokenizer
+
+# Sampling error at 300 questions: the bars are a little under what the model card states.
+NUM_QUESTIONS = 300
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(SHIPPED)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def items() -> list[Item]:
+    return corpus_items(generate_corpus(seed=11, split="test", num_questions=NUM_QUESTIONS))
+
+
+@pytest.fixture(scope="module")
+def full_prefill(model, tokenizer, items) -> dict[str, Score]:
+    return evaluate(model, tokenizer, items)
+
+
+@pytest.fixture(scope="module")
+def plain_reuse(model, tokenizer, items) -> dict[str, Score]:
+    return evaluate(model, tokenizer, items, isolate_documents=True)
+
+
+def test_files_are_those_of_the_checksums() -> None:
+    lines = (SHIPPED / "SHA256SUMS").read_text().splitlines()
+    sums = dict(reversed(line.split("  ")) for line in lines)
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(sums)
+    for name, digest in sums.items():
+        assert hashlib.sha256((SHIPPED / name).read_bytes()).hexdigest() == digest, name
+
+
+def test_it_is_small(model) -> None:
+    assert sum(parameter.numel() for parameter in model.parameters()) <= 8_000_000
+    assert (SHIPPED / "model.safetensors").stat().st_size <= 16 * 2**20
+    assert model.config.head_dim == 64
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
+
+
+def test_full_prefill_answers_unseen_names(full_prefill) -> None:
+    assert full_prefill["overall"].exact_match >= 0.87
+    for kind in ("inside", "carried_over", "two_hop", "superseded"):
+        assert full_prefill[kind].exact_match >= 0.78, kind
+
+
+def test_plain_reuse_loses_what_needs_attention_between_chunks(full_prefill, plain_reuse) -> None:
+    def lost(kind: str) -> float:
+        return full_prefill[kind].exact_match - plain_reuse[kind].exact_match
+
+    assert lost("carried_over") >= 0.30
+    assert lost("overall") >= 0.15
+
+
+def test_the_card_states_what_was_measured() -> None:
+    table = json.loads((SHIPPED / "scores.json").read_text())
+    card = (SHIPPED / "README.md").read_text()
+    assert table["questions"] >= 1000
+    assert f"{table['full_prefill']['overall'][0]:.1%}" in card
+    assert f"{table['plain_reuse']['carried_over'][0]:.1%}" in card
+
+
+@pytest.mark.parametrize("prompt_format", FORMATS, ids=lambda f: f.name)
+def test_generate_gives_the_scored_answer(model, tokenizer, items, prompt_format) -> None:
+    item = Item(items[0].documents, items[0].questions[:1], prompt_format)
+    question = item.questions[0]
+    prompt = tokenizer(prompt_format.render(item.documents, question.text), return_tensors="pt")
+    length = prompt["input_ids"].shape[1]
+    out = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    answer = tokenizer.decode(out[0, length:], skip_special_tokens=True).strip()
+    scored = evaluate(model, tokenizer, [item])["overall"].right == 1
+    assert scored == (answer == question.answer)
+
+
+@pytest.mark.parametrize("prompt_format", FORMATS, ids=lambda f: f.name)
+def test_packed_questions_are_asked_as_if_alone(model, tokenizer, items, prompt_format) -> None:
+    item = Item(items[1].documents, items[1].questions, prompt_format)
+    with torch.no_grad():
+        logits, targets, ids = answer_logits(model, pack([item], tokenizer))
+        for number, question in enumerate(item.questions):
+            prompt = tokenizer(prompt_format.render(item.documents, question.text))["input_ids"]
+            answer = tokenizer(f" {question.answer}", add_special_tokens=False)["input_ids"]
+            alone = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 :]
+            torch.testing.assert_close(alone, logits[ids == number], atol=1e-3, rtol=1e-3)
+            assert targets[ids == number].tolist() == [*answer, tokenizer.eos_token_id]
+
+
+def test_tokenizer_is_the_one_the_code_builds(tokenizer) -> None:
+    assert tokenizer.get_vocab() == build_tokenizer().get_vocab()
+
+
+@pytest.mark.parametrize(
+    "text", ["plain words", "  spaces \t\n\n kept\n", "Ünïcode 漢字 🙂", "don't 12.5% <b>", ""]
+)
+def test_any_text_tokenises_and_comes_back(tokenizer, text: str) -> None:
+    ids = tokenizer(text)["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids[1:]) == text
+
+
+def test_names_are_two_tokens(tokenizer) -> None:
+    names = [f" {name}" for split in ("train", "test") for name in names_of_split(split)[::37]]
+    encoded = tokenizer(names, add_special_tokens=False)["input_ids"]
+    assert {len(ids) for ids in encoded} == {2}
+
+
+def test_chat_template_renders_the_trained_formats(tokenizer) -> None:
+    documents = ["The baker lives in Bramora.", "The smith fears Bramora."]
+    user = [{"role": "user", "content": "\n\n".join(documents) + "\n\nQuestion: Who?"}]
+    system = [
+        {"role": "system", "content": "\n\n".join(documents)},
+        {"role": "user", "content": "Who?"},
+    ]
+    for messages, prompt_format in ((user, CHAT_USER), (system, CHAT_SYSTEM)):
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert text == "<bos>" + prompt_format.render(documents, "Who?")
+
+
+def test_text_around_documents_never_changes_their_tokens(tokenizer, items) -> None:
+    documents = items[0].documents
+    ids = tokenizer(PLAIN.render(documents, "Who?"))["input_ids"]
+    separator = tokenizer("\n\n", add_special_tokens=False)["input_ids"]
+    expected = [tokenizer.bos_token_id]
+    for document in documents:
+        expected += [*tokenizer(document, add_special_tokens=False)["input_ids"], *separator]
+    assert ids[: len(expected)] == expected
+
+
+def test_the_folder_holds_no_pickle() -> None:
+    assert not [p for p in Path(SHIPPED).iterdir() if p.suffix in (".bin", ".pt", ".pkl")]
