@@ -14,15 +14,11 @@ from langchain_core.messages import (
 )
 
 from kvrag.errors import ParameterError
-
-TURN_SEPARATOR = "\n\n"
-"""What stands between merged turns of one role."""
+from kvrag.llms.turns import merge_turns
 
 
 def to_turns(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
     """Return role and content of each turn; neighbours of one role become one turn.
-
-    Most chat templates refuse two turns of one role in a row, while chains produce them.
 
     Raises
     ------
@@ -31,14 +27,7 @@ def to_turns(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
     """
     if not messages:
         raise ParameterError("a conversation needs at least one message, found none")
-    turns: list[dict[str, str]] = []
-    for message in messages:
-        role, text = _role(message), _text(message)
-        if turns and turns[-1]["role"] == role:
-            turns[-1]["content"] += TURN_SEPARATOR + text
-        else:
-            turns.append({"role": role, "content": text})
-    return turns
+    return merge_turns((_role(message), _text(message)) for message in messages)
 
 
 def _role(message: BaseMessage) -> str:

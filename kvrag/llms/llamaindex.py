@@ -43,10 +43,9 @@ from kvrag.engine.shared import shared_index
 from kvrag.errors import ParameterError
 from kvrag.llms.results import answer_details, token_usage
 from kvrag.llms.settings import EngineSettings, Prompt
+from kvrag.llms.turns import merge_turns
 
 T = TypeVar("T")
-
-_TURN_SEPARATOR = "\n\n"
 
 
 class KVRagLLM(EngineSettings, CustomLLM):
@@ -176,14 +175,7 @@ class KVRagLLM(EngineSettings, CustomLLM):
         to_prompt = self.messages_to_prompt or generic_messages_to_prompt
         if to_prompt is not generic_messages_to_prompt or not self._has_template():
             return to_prompt(messages)
-        turns: list[dict[str, str]] = []
-        for message in messages:
-            role, text = message.role.value, _text(message)
-            if turns and turns[-1]["role"] == role:
-                turns[-1]["content"] += _TURN_SEPARATOR + text
-            else:
-                turns.append({"role": role, "content": text})
-        return turns
+        return merge_turns((message.role.value, _text(message)) for message in messages)
 
 
 def _text(message: ChatMessage) -> str:

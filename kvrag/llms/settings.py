@@ -10,14 +10,24 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.engine import KVEngine
+from kvrag.engine.sampling import Sampling
 from kvrag.engine.shared import shared_index
 from kvrag.errors import IndexLockedError, KVRagError, ParameterError, StoreError
+from kvrag.fusion.policies.registry import make_policy
 from kvrag.ingest.index import Index
 
 INDEX_VARIABLE = "KVRAG_INDEX"
@@ -81,6 +91,11 @@ class EngineSettings(BaseModel):
         How often a call that fails before its first token because the store cannot be reached
         (StoreError) or the index is being written (IndexLockedError) is tried again, after 0.1,
         0.2, 0.4 ... seconds. A local model has nothing else to retry.
+
+    Notes
+    -----
+    A pickled object names its index by the folder, and opens it again where it is loaded; a deep
+    copy shares an opened index with the original.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -89,7 +104,7 @@ class EngineSettings(BaseModel):
     model: str | None = None
     policy: str = "deviation"
     ratio: float | None = Field(default=None, ge=0.0, le=1.0)
-    boundary_tokens: int | None = Field(default=None, ge=0)
+    boundary_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=0.0, ge=0.0)
     max_tokens: int = Field(default=256, ge=1)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -112,9 +127,30 @@ class EngineSettings(BaseModel):
     def _path_as_text(cls, value: Index | str | Path) -> Index | str:
         return str(value) if isinstance(value, Path) else value
 
+    @model_validator(mode="after")
+    def _as_the_engine_takes_them(self) -> Self:
+        # What only the engine would refuse is refused here, not at the first call.
+        make_policy(self.policy, ratio=self.ratio, boundary_tokens=self.boundary_tokens)
+        Sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty, self.seed)
+        return self
+
     @field_serializer("index")
     def _index_as_path(self, value: Index | str | Path) -> str:
         return str(value.path if isinstance(value, Index) else value)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        # A copy, since LlamaIndex deletes what it cannot pickle from the object it is asked about.
+        light = self.model_copy(update={"index": self._index_as_path(self.index)})
+        light._engines = {}
+        state: dict[Any, Any] = super(EngineSettings, light).__getstate__()
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        memo = {} if memo is None else memo
+        # Both hold locks and open files; an engine is made again at the next call.
+        memo[id(self.index)] = self.index
+        memo[id(self._engines)] = {}
+        return super().__deepcopy__(memo)
 
     @property
     def model_name(self) -> str:

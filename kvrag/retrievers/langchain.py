@@ -31,7 +31,12 @@ from pydantic import ConfigDict, Field
 from kvrag.chunk import Chunk
 from kvrag.chunk import Document as KVRagDocument
 from kvrag.engine.shared import shared_index
-from kvrag.errors import DocumentError, IndexNotFoundError, ParameterError
+from kvrag.errors import (
+    DocumentError,
+    IndexMismatchError,
+    IndexNotFoundError,
+    ParameterError,
+)
 from kvrag.ingest.embedding import Embedding, get_embedding
 from kvrag.ingest.index import Index, SearchHit
 
@@ -55,6 +60,16 @@ class KVRagRetriever(BaseRetriever):
 
     index: Index | str | Path
     k: int = Field(default=4, ge=1)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        state: dict[Any, Any] = dict(super().__getstate__())
+        state["__dict__"] = {**state["__dict__"], "index": _by_folder(self.index)}
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        memo = {} if memo is None else memo
+        memo[id(self.index)] = self.index  # holds locks and open files: shared, not copied
+        return super().__deepcopy__(memo)
 
     def _get_relevant_documents(
         self,
@@ -126,6 +141,12 @@ class KVRagVectorStore(VectorStore):
     def __init__(self, index: Index | str | Path) -> None:
         self._index = index
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_index": _by_folder(self._index)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(self._index)  # holds locks and open files: shared, not copied
+
     @property
     def index(self) -> Index:
         """The index, opened at first use."""
@@ -146,8 +167,8 @@ class KVRagVectorStore(VectorStore):
         ids: list[str] | None = None,
         path: str | Path,
         model: str | Path,
-        codec: str = "raw",
-        chunk_tokens: int = 512,
+        codec: str | None = None,
+        chunk_tokens: int | None = None,
     ) -> Self:
         """Make an index in `path`, or take the one that is there, and add `texts` to it.
 
@@ -159,20 +180,26 @@ class KVRagVectorStore(VectorStore):
         path
             Folder of the index.
         model, codec, chunk_tokens
-            As in `Index.create`; those of an index that is there must be the same.
+            As in `Index.create`; those of an index that is there must be the same. None takes
+            what the index has, or the defaults of `Index.create`.
 
         Raises
         ------
         IndexMismatchError
-            When the index there was made with another model or embedding.
+            When the index there was made with another model, embedding, codec or chunk length.
         """
         chosen = embedding.embedding if isinstance(embedding, KVRagEmbeddings) else embedding
         try:
             index = Index.open(path, model=model, embedding=chosen)
         except IndexNotFoundError:
-            index = Index.create(
-                path, model=model, embedding=chosen, codec=codec, chunk_tokens=chunk_tokens
-            )
+            given = {"codec": codec, "chunk_tokens": chunk_tokens}
+            made_with: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+            index = Index.create(path, model=model, embedding=chosen, **made_with)
+        try:
+            _check_made_with(index, codec=codec, chunk_tokens=chunk_tokens)
+        except IndexMismatchError:
+            index.close()
+            raise
         store = cls(index)
         store.add_texts(texts, metadatas, ids=ids)
         return store
@@ -287,6 +314,21 @@ class KVRagVectorStore(VectorStore):
             page_content=chunk.text,
             metadata=dict(chunk.metadata),
         )
+
+
+def _by_folder(index: Index | str | Path) -> str:
+    """Return the folder of an index: what is pickled of it."""
+    return str(index.path if isinstance(index, Index) else index)
+
+
+def _check_made_with(index: Index, *, codec: str | None, chunk_tokens: int | None) -> None:
+    for name, wanted in (("codec", codec), ("chunk_tokens", chunk_tokens)):
+        recorded = getattr(index.config, name)
+        if wanted is not None and wanted != recorded:
+            raise IndexMismatchError(
+                f"the index at {index.path} was made with {name}={recorded!r}, asked for "
+                f"{wanted!r}: leave it out, or make a new index in another folder"
+            )
 
 
 def _content_id(document: Document) -> str:

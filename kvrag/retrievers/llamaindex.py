@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any, Self
 
 try:
     from llama_index.core.base.base_retriever import BaseRetriever
@@ -52,6 +53,14 @@ class KVRagRetriever(BaseRetriever):
         super().__init__(callback_manager=callback_manager)
         self._index = index
         self._k = k
+
+    def __getstate__(self) -> dict[str, Any]:
+        folder = self._index.path if isinstance(self._index, Index) else self._index
+        return {**self.__dict__, "_index": str(folder)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # An opened index holds locks and open files: shared, not copied.
+        return type(self)(self._index, k=self._k, callback_manager=self.callback_manager)
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         index = shared_index(self._index)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any, ClassVar
@@ -108,8 +110,11 @@ def test_identity_holds_all_that_changes_an_answer(rag: Rag, llm: KVRagLLM) -> N
         "model": str(rag.model_folder),
     }
     assert set(others) == set(PER_CALL)
+    policy_of = {"boundary_tokens": "boundary", "policy": "none"}
     for name, value in others.items():
-        other = KVRagLLM(**{"index": rag.path, "max_tokens": 8, name: value})
+        common = {"index": rag.path, "max_tokens": 8, "policy": policy_of.get(name, "deviation")}
+        other = KVRagLLM(**{**common, name: value})
+        assert other._identifying_params[name if name != "stop" else "default_stop"] == value
         assert other._identifying_params != identity, name
 
 
@@ -210,6 +215,39 @@ def test_opened_index_is_serialised_as_its_folder(rag: Rag) -> None:
     restored = load(dumpd(llm), valid_namespaces=["kvrag"], allowed_objects=[KVRagLLM])
     assert restored.index == str(rag.path)
     assert restored._identifying_params == llm._identifying_params
+
+
+@pytest.mark.parametrize("model_class", [KVRagLLM, ChatKVRag])
+def test_copied_and_pickled_after_use(rag: Rag, model_class: Any) -> None:
+    llm = model_class(index=rag.index, max_tokens=4)
+    said = llm.invoke(PROMPT)
+    copied = copy.deepcopy(llm)
+    assert copied.index is rag.index
+    assert copied._engines == {}
+    restored = pickle.loads(pickle.dumps(llm))
+    assert restored.index == str(rag.path)
+    for other in (copied, restored):
+        again = other.invoke(PROMPT)
+        assert getattr(again, "content", again) == getattr(said, "content", said)
+    assert llm._engines
+    assert llm.index is rag.index
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"policy": "nonsense"},
+        {"policy": "none", "ratio": 0.5},
+        {"boundary_tokens": 4},
+        {"policy": "boundary", "boundary_tokens": 0},
+        {"temperature": float("nan")},
+        {"seed": -1},
+    ],
+)
+@pytest.mark.parametrize("model_class", [KVRagLLM, ChatKVRag])
+def test_refused_when_constructed(model_class: Any, given: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=list(given)[-1]):
+        model_class(index=tmp_path / "nowhere", **given)
 
 
 def test_counts_tokens_as_the_model_does(llm: KVRagLLM, chat: ChatKVRag) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import logging
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,6 +152,24 @@ async def test_event_loop_goes_on(rag: Rag) -> None:
         ticks += 1
         await asyncio.sleep(0.001)
     assert ticks > 3
+
+
+def test_copied_and_pickled_after_use(rag: Rag, caplog: pytest.LogCaptureFixture) -> None:
+    llm = KVRagLLM(index=rag.index, max_tokens=MAX_TOKENS)
+    said = llm.complete(QUESTION).text
+    assert copy.deepcopy(llm).index is rag.index
+    with caplog.at_level(logging.WARNING):
+        restored = pickle.loads(pickle.dumps(llm))
+    assert caplog.messages == []  # LlamaIndex tells what it had to leave out
+    assert restored.index == str(rag.path)
+    for other in (restored, copy.deepcopy(llm), llm):
+        assert other.complete(QUESTION).text == said
+
+
+def test_neighbouring_turns_of_one_role_are_merged(rag: Rag) -> None:
+    llm = KVRagLLM(index=rag.path, max_tokens=MAX_TOKENS)
+    answer = llm.chat([ChatMessage("Hel"), ChatMessage("lo")]).message.content
+    assert answer == rag.plain_answer([{"role": "user", "content": "Hel\n\nlo"}], MAX_TOKENS)
 
 
 def test_metadata(rag: Rag) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +43,17 @@ def test_retriever_returns_chunks_as_they_are(rag: Rag) -> None:
     assert best.metadata == {"source": "ledger", "ordinal": 0}
     (chunk,) = rag.index.get_chunks([str(best.id)])
     assert chunk.text == best.page_content
+
+
+@pytest.mark.parametrize("door", [KVRagRetriever, KVRagVectorStore])
+def test_copied_and_pickled(rag: Rag, door: Any) -> None:
+    made = door(index=rag.index)
+    ask = "invoke" if door is KVRagRetriever else "similarity_search"
+    found = getattr(made, ask)("Who repairs the clock?")
+    copied, restored = copy.deepcopy(made), pickle.loads(pickle.dumps(made))
+    assert copied.index is made.index is rag.index
+    for other in (copied, restored):
+        assert getattr(other, ask)("Who repairs the clock?") == found
 
 
 def test_retriever_from_many_threads(rag: Rag) -> None:
@@ -147,6 +160,22 @@ def test_store_reopens(rag: Rag, store: KVRagVectorStore) -> None:
         [], KVRagEmbeddings("hashing"), path=store.index.path, model=rag.model_folder
     )
     assert again.similarity_search("clock", k=10) == store.similarity_search("clock", k=10)
+    again.index.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({"codec": "nonsense"}, "codec='raw'"), ({"chunk_tokens": 128}, "chunk_tokens=64")],
+)
+def test_store_there_was_made_otherwise(
+    rag: Rag, store: KVRagVectorStore, given: dict[str, Any], named: str
+) -> None:
+    options: dict[str, Any] = {"path": store.index.path, "model": rag.model_folder}
+    with pytest.raises(IndexMismatchError, match=named):
+        KVRagVectorStore.from_texts(["new"], KVRagEmbeddings("hashing"), **options, **given)
+    same: dict[str, Any] = {"codec": "raw", "chunk_tokens": 64}
+    again = KVRagVectorStore.from_texts([], KVRagEmbeddings("hashing"), **options, **same)
+    assert again.similarity_search("new", k=10) == store.similarity_search("new", k=10)
     again.index.close()
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,13 @@ def test_query_by_vector_and_by_several_texts(rag: Rag) -> None:
     assert node.text == PASSAGES["fox"]
     (node,) = retriever.retrieve(QueryBundle("x", custom_embedding_strs=[PASSAGES["book"]] * 2))
     assert node.text == PASSAGES["book"]
+
+
+def test_copied_and_pickled(rag: Rag) -> None:
+    retriever = KVRagRetriever(rag.index, k=2)
+    found = [node.node_id for node in retriever.retrieve("Who repairs the clock?")]
+    for other in (copy.deepcopy(retriever), pickle.loads(pickle.dumps(retriever))):
+        assert [node.node_id for node in other.retrieve("Who repairs the clock?")] == found
 
 
 def test_bad_arguments(rag: Rag, tmp_path: Path) -> None:
