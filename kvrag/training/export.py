@@ -61,7 +61,7 @@ def export(run: Path, folder: Path, num_questions: int, dtype: torch.dtype) -> N
     Parameters
     ----------
     run
-        A folder of `kvrag.training.tiny`.
+        A folder of `kvrag.training.tiny`; a ``notes.md`` in it goes to the card's end.
     folder
         Where to write.
     num_questions
@@ -84,12 +84,17 @@ def export(run: Path, folder: Path, num_questions: int, dtype: torch.dtype) -> N
     precision[f"{name} weights and arithmetic"] = overall(trainer.model, trainer, num_questions)
     table["by_precision"] = precision
     (folder / "scores.json").write_text(json.dumps(table, indent=1) + "\n")
-    lines = (run / "log.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    kept = [line for line, r in zip(lines, records, strict=True) if _is_kept(r)]
+    # Steps done again after a resumption count once, as they were done last.
+    by_step = {r["step"]: r for r in map(json.loads, (run / "log.jsonl").open())}
+    records = [by_step[step] for step in sorted(by_step)]
+    kept = [json.dumps(record) for record in records if _is_kept(record)]
     (folder / "training_log.jsonl").write_text("\n".join(kept) + "\n")
     draw_curve(records, folder / "training_curve.png")
     write_card(folder / "README.md", options, trainer.progress, model, table, records, name)
+    notes = run / "notes.md"
+    if notes.exists():
+        with (folder / "README.md").open("a") as card:
+            card.write("\n" + notes.read_text())
     sums = [
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}"
         for path in sorted(folder.iterdir())
