@@ -77,6 +77,37 @@ class Outcome:
         }
 
 
+def make_engine(index: Index, settings: Settings) -> KVEngine:
+    """Return the engine for these settings, which are checked before any model is loaded.
+
+    Raises
+    ------
+    ParameterError
+        For a value out of range, an unknown policy, or a parameter the policy does not have.
+    """
+    from kvrag.engine.engine import KVEngine
+    from kvrag.engine.sampling import Sampling
+
+    Sampling(temperature=settings.temperature, seed=settings.seed)
+    return KVEngine(
+        index,
+        policy=settings.policy,
+        ratio=settings.ratio,
+        boundary_tokens=settings.boundary_tokens,
+        max_tokens=settings.max_tokens,
+    )
+
+
+def converses(index: Index, settings: Settings) -> bool:
+    """Say whether the model is asked through its chat template, or else with a plain prompt."""
+    from kvrag.models.loading import EMBEDDED_MODEL
+
+    if not settings.use_chat_template or index.config.model == EMBEDDED_MODEL:
+        # Most of what the embedded model was trained on are plain prompts.
+        return False
+    return bool(getattr(index.tokenizer, "chat_template", None))
+
+
 def retrieve(
     index: Index,
     question: str,
@@ -90,7 +121,7 @@ def retrieve(
     chunks = reading_order([hit.chunk for hit in hits])
     texts = [chunk.text for chunk in chunks]
     chunk_ids = tuple(chunk.chunk_id for chunk in chunks)
-    if settings.use_chat_template and getattr(index.tokenizer, "chat_template", None):
+    if converses(index, settings):
         messages = chat_messages(question, texts, history)
         return Retrieved(question, messages, (), chunk_ids, seconds)
     return Retrieved(question, plain_prompt(question, texts), _PLAIN_STOP, chunk_ids, seconds)

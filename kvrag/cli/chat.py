@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
+from kvrag.cli.failures import EXIT_FAILURE
+from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
     from kvrag.cli.answering import Outcome, Settings
@@ -18,6 +21,17 @@ if TYPE_CHECKING:
 
 _PROMPT = "> "
 _HELP = "Ask away. /new forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """A question that could not be answered, and why."""
+
+    question: str
+    error: str
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
 
 
 def chat(
@@ -42,10 +56,10 @@ def chat(
     """Talk with the index; each question retrieves anew. Questions come line by line from stdin.
 
     With --json nothing is shown until the end, when all turns are printed as one document.
+    Questions from a pipe that could not be answered make the exit code 1.
     """
-    from kvrag.cli.answering import Settings
+    from kvrag.cli.answering import Settings, converses, make_engine
     from kvrag.cli.opening import open_index, warm_up
-    from kvrag.engine.engine import KVEngine
 
     settings = Settings(
         top_k=top_k,
@@ -58,19 +72,27 @@ def chat(
         use_chat_template=not no_chat,
     )
     with open_index(index, model) as opened:
-        engine = KVEngine(opened, policy=policy, ratio=ratio, boundary_tokens=boundary_tokens)
+        engine = make_engine(opened, settings)
+        if history and not converses(opened, settings):
+            raise ParameterError(
+                f"--history {history}: {opened.config.model} is asked with a plain prompt here, "
+                "which has no place for earlier turns; leave the option out"
+            )
         warm_up(opened)
-        outcomes = _converse(opened, engine, settings, history, quiet=as_json)
+        turns = _converse(opened, engine, settings, history, quiet=as_json)
     if as_json:
-        console.print_json({"turns": [outcome.to_dict() for outcome in outcomes]})
+        console.print_json({"turns": [turn.to_dict() for turn in turns]})
+    # Whoever types has seen the error and gone on.
+    if not sys.stdin.isatty() and any(isinstance(turn, _Refused) for turn in turns):
+        raise typer.Exit(EXIT_FAILURE)
 
 
 def _converse(
     index: Index, engine: KVEngine, settings: Settings, num_history: int, *, quiet: bool
-) -> list[Outcome]:
+) -> list[Outcome | _Refused]:
     from kvrag.cli.answering import print_below
 
-    outcomes: list[Outcome] = []
+    turns: list[Outcome | _Refused] = []
     remembered: list[tuple[str, str]] = []
     if sys.stdin.isatty():
         console.note(_HELP)
@@ -87,14 +109,16 @@ def _converse(
         if not question:
             continue
         earlier = remembered[-num_history:] if num_history else []
-        outcome = _turn(index, engine, settings, question, earlier, quiet=quiet)
-        if outcome is None:
+        turn = _turn(index, engine, settings, question, earlier, quiet=quiet)
+        if turn is None:
             continue
-        outcomes.append(outcome)
-        remembered.append((question, outcome.answer.text))
+        turns.append(turn)
+        if isinstance(turn, _Refused):
+            continue
+        remembered.append((question, turn.answer.text))
         if not quiet:
-            print_below(outcome)
-    return outcomes
+            print_below(turn)
+    return turns
 
 
 def _turn(
@@ -105,23 +129,20 @@ def _turn(
     earlier: list[tuple[str, str]],
     *,
     quiet: bool,
-) -> Outcome | None:
-    """Answer one question; None when it could not be answered or was interrupted."""
+) -> Outcome | _Refused | None:
+    """Answer one question; None when it was interrupted."""
     from kvrag.cli.answering import answer, retrieve
     from kvrag.cli.failures import fail
     from kvrag.errors import PromptTooLongError
 
-    def show(text: str) -> None:
-        if not quiet:
-            console.stream(text)
-
     while True:
+        show = console.AnswerText(quiet=quiet)
         try:
             outcome = answer(engine, retrieve(index, question, settings, earlier), settings, show)
         except PromptTooLongError as error:
             if not earlier:
                 fail(str(error))
-                return None
+                return _Refused(question, str(error))
             earlier = earlier[1:]
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
@@ -130,7 +151,7 @@ def _turn(
             console.note("stopped")
             return None
         else:
-            show("\n")
+            show.end()
             return outcome
 
 

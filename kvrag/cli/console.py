@@ -52,6 +52,36 @@ def harmless(text: str) -> str:
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
+class AnswerText:
+    """Writes an answer to stdout as it comes, without the blank that it begins with.
+
+    Parameters
+    ----------
+    quiet
+        Write nothing: the answer is printed elsewhere.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._begun = False
+
+    def __call__(self, text: str) -> None:
+        """Write a piece."""
+        piece = text if self._begun else text.lstrip()
+        if piece and not self._quiet:
+            stream(piece)
+        self._begun = self._begun or bool(piece)
+
+    def end(self) -> None:
+        """End the line; say so where the model said nothing, since that looks like a failure."""
+        if self._quiet:
+            return
+        if self._begun:
+            write("\n")
+        else:
+            note("(the model's answer is empty)")
+
+
 def note(text: str) -> None:
     """Write one dim line to stderr."""
     err().print(text, style="dim", markup=False)

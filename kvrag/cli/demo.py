@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _CHECKOUT = Path(__file__).resolve().parent.parent.parent
 _MAX_ANSWER_TOKENS = 24
 _TOO_QUICK_SECONDS = 0.25
+_NOTHING = "(an empty answer)"
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,8 @@ def demo(
     Each question is answered three ways from the same tokens: by plain prefill, by kvrag, and
     by reusing KV without any repair (policy none).
     """
-    from kvrag.cli.answering import Settings
+    from kvrag.cli.answering import Settings, make_engine
     from kvrag.cli.opening import quiet_libraries, warm_up
-    from kvrag.engine.engine import KVEngine
     from kvrag.ingest.index import Index
 
     folder = documents or _shipped("documents")
@@ -125,7 +125,7 @@ def demo(
             )
             ingested = index.add([folder])
         with index:
-            engine = KVEngine(index)
+            engine = make_engine(index, settings)
             warm_up(index)
             if not as_json:
                 _print_header(index, model, folder)
@@ -260,19 +260,20 @@ def _print_row(row: DemoRow) -> None:
 
     out = console.out()
     out.print(f"\n[bold]{_escape(row.asked.question)}[/]")
-    out.print(f"{_mark(row.asked.is_right(row.kvrag.answer.text))}{_escape(row.kvrag.answer.text)}")
+    out.print(_judged(row.asked, row.kvrag.answer.text))
     print_below(row.kvrag)
     speedup = row.plain.ttft_seconds / row.kvrag.answer.ttft_seconds
     out.print(
         f"  plain prefill: first token {console.format_seconds(row.plain.ttft_seconds)}, "
-        f"{speedup:.1f}x kvrag's; says: {_escape(row.plain.text)}",
+        f"{speedup:.1f}x kvrag's; says: {_escape(row.plain.text) or _NOTHING}",
         style="dim",
         soft_wrap=True,
     )
     reused = row.reuse.answer.text.strip()
     if reused != row.kvrag.answer.text.strip():
         mark = _mark(row.asked.is_right(reused)) or "  "
-        out.print(f"{mark}reuse without repair would have said: {_escape(reused)}", soft_wrap=True)
+        said = _escape(reused) or _NOTHING
+        out.print(f"{mark}reuse without repair would have said: {said}", soft_wrap=True)
 
 
 def _print_summary(summary: Sequence[dict[str, Any]]) -> None:
@@ -298,6 +299,14 @@ def _print_summary(summary: Sequence[dict[str, Any]]) -> None:
             style="dim",
             soft_wrap=True,
         )
+
+
+def _judged(asked: DemoQuestion, text: str) -> str:
+    """Return the answer behind its mark, and what was expected where it is wrong."""
+    right = asked.is_right(text)
+    said = _escape(text) or f"[dim]{_NOTHING}[/]"
+    expected = "" if right is not False else f" [dim](right: {_escape(asked.answers[0])})[/]"
+    return f"{_mark(right)}{said}{expected}"
 
 
 def _mark(right: bool | None) -> str:

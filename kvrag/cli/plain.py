@@ -1,4 +1,8 @@
-"""The same prompt answered without kvrag: Transformers prefills every token, then decodes."""
+"""The same prompt answered without kvrag: Transformers prefills every token, then decodes.
+
+The loop is written out rather than asked of the engine with ``reuse=False``: what kvrag is
+compared with has to be the model's own forward over its own cache, not kvrag's rows.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +50,10 @@ def answer_plainly(
     """
     import torch
 
+    from kvrag.engine.engine import end_ids
     from kvrag.engine.text_stream import TextStream
 
-    stop_ids = _stop_ids(model)
+    ends = end_ids(model.hf.generation_config, model.tokenizer)
     stream = TextStream(model.tokenizer, stop)
     num_new = 0
     started = time.perf_counter()
@@ -57,13 +62,14 @@ def answer_plainly(
         step = torch.tensor([list(token_ids)], device=model.device)
         cache = None
         while num_new < max_tokens and not stream.stopped:
-            output = model.hf(
-                input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
+            with model.lock:
+                output = model.hf(
+                    input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1
+                )
             cache = output.past_key_values
             token_id = int(output.logits[0, -1].argmax())
             ttft_seconds = ttft_seconds or time.perf_counter() - started
-            if token_id in stop_ids:
+            if token_id in ends:
                 break
             num_new += 1
             on_text(stream.push(token_id))
@@ -76,9 +82,3 @@ def answer_plainly(
         ttft_seconds=ttft_seconds,
         total_seconds=time.perf_counter() - started,
     )
-
-
-def _stop_ids(model: KVModel) -> set[int]:
-    configured = getattr(model.hf.generation_config, "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
-    return {int(i) for i in [*ids, model.tokenizer.eos_token_id] if i is not None}

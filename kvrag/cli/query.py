@@ -33,9 +33,8 @@ def query(
     as_json: o.JsonOption = False,
 ) -> None:
     """Answer one question from the index, with its sources and a report."""
-    from kvrag.cli.answering import Settings, answer, print_below, retrieve
+    from kvrag.cli.answering import Settings, answer, make_engine, print_below, retrieve
     from kvrag.cli.opening import open_index, warm_up
-    from kvrag.engine.engine import KVEngine
     from kvrag.errors import ParameterError
 
     if not question.strip():
@@ -51,17 +50,18 @@ def query(
         use_chat_template=not no_chat,
     )
     with open_index(index, model) as opened:
-        engine = KVEngine(opened, policy=policy, ratio=ratio, boundary_tokens=boundary_tokens)
+        engine = make_engine(opened, settings)
         warm_up(opened)
         retrieved = retrieve(opened, question, settings)
         if plain:
             _answer_plainly(engine, retrieved, max_tokens, as_json)
             return
-        outcome = answer(engine, retrieved, settings, _discard if as_json else console.stream)
+        on_text = console.AnswerText(quiet=as_json)
+        outcome = answer(engine, retrieved, settings, on_text)
+        on_text.end()
         if as_json:
             console.print_json(outcome.to_dict())
         else:
-            console.write("\n")
             print_below(outcome)
 
 
@@ -70,8 +70,9 @@ def _answer_plainly(engine: KVEngine, retrieved: Retrieved, max_tokens: int, as_
 
     model = engine.index.model
     token_ids = engine.prompt_ids(retrieved.prompt)
-    on_text = _discard if as_json else console.stream
+    on_text = console.AnswerText(quiet=as_json)
     given = answer_plainly(model, token_ids, max_tokens, retrieved.stop, on_text)
+    on_text.end()
     if as_json:
         fields = console.plain(given)
         console.print_json(
@@ -85,12 +86,7 @@ def _answer_plainly(engine: KVEngine, retrieved: Retrieved, max_tokens: int, as_
         )
     else:
         ttft = console.format_seconds(given.ttft_seconds)
-        console.write("\n")
         console.out().print(
             f"  first token {ttft} | {given.prompt_tokens} prompt tokens, plain prefill",
             style="dim",
         )
-
-
-def _discard(_text: str) -> None:
-    pass

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 import kvrag
 from tests.cli.conftest import Run
 
@@ -41,9 +43,37 @@ def test_history_makes_the_prompt_longer(run: Run, index_folder: Path) -> None:
 def test_a_question_too_long_is_said_and_survived(run: Run, index_folder: Path) -> None:
     lines = "why " * 3000 + "\nWho keeps the ledger?\n"
     done = run("chat", "--index", index_folder, "--max-tokens", 3, stdin=lines)
-    assert done.code == 0
+    assert done.code == 1
     assert done.err.startswith("error: ")
     assert done.out.count("first token") == 1
+
+
+def test_a_refused_question_is_a_turn_of_the_json(run: Run, index_folder: Path) -> None:
+    lines = "why " * 3000 + "\nWho keeps the ledger?\n"
+    done = run("chat", "--index", index_folder, "--max-tokens", 3, "--json", stdin=lines)
+    assert done.code == 1
+    refused, answered = done.json["turns"]
+    assert refused["question"].startswith("why why")
+    assert "tokens" in refused["error"]
+    assert "answer" in answered
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--max-tokens", "0"), "max_tokens"),
+        (("--temperature", "nan"), "temperature"),
+        (("--seed", "-1"), "seed"),
+        (("--policy", "nonsense"), "none, boundary, deviation"),
+        (("--history", "2", "--no-chat"), "--history 2"),
+    ],
+)
+def test_bad_values_are_named_before_any_question(
+    run: Run, index_folder: Path, arguments: tuple[str, ...], expected: str
+) -> None:
+    done = run("chat", "--index", index_folder, *arguments, stdin="")
+    assert done.code == 1
+    assert expected in done.err
 
 
 def test_ctrl_c_at_the_prompt_leaves_with_130(index_folder: Path) -> None:

@@ -74,3 +74,23 @@ def test_brackets_in_values_are_not_markup(capsys: pytest.CaptureFixture[str]) -
 def test_escape_sequences_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     console.stream("a\x1b]0;title\x07b\tc\nd\x9b2Je é")
     assert capsys.readouterr().out == "a\ufffd]0;title\ufffdb\tc\nd\ufffd2Je é"
+
+
+def test_an_answer_is_written_without_the_blank_before_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show = console.AnswerText()
+    for piece in ("", " ", "\n In", " Varn", " "):
+        show(piece)
+    show.end()
+    assert capsys.readouterr() == ("In Varn \n", "")
+
+
+def test_an_empty_answer_is_told_beside_the_result(capsys: pytest.CaptureFixture[str]) -> None:
+    for quiet in (True, False):
+        show = console.AnswerText(quiet=quiet)
+        show(" ")
+        show.end()
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert ("empty" in told.err) is not quiet

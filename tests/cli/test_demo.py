@@ -55,6 +55,7 @@ def test_for_a_person(run: Run, documents: Path, questions: Path, model_folder: 
     assert "Who keeps the harbour ledger?" in done.out
     assert "[1]" in done.out
     assert "plain prefill: first token" in done.out
+    assert "(right: Ines)" in done.out
 
 
 def test_kept_index_can_be_asked(

@@ -1,0 +1,64 @@
+"""How the model is asked, and with which engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvrag.cli.answering import Settings, converses, make_engine
+from kvrag.errors import ParameterError
+from kvrag.ingest.index import Index
+
+
+@dataclass
+class StubIndex:
+    """What `converses` and an engine's constructor look at."""
+
+    model: str
+    template: str | None = "{{ messages }}"
+    config: Any = field(init=False)
+    tokenizer: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.config = SimpleNamespace(model=self.model)
+        self.tokenizer = SimpleNamespace(chat_template=self.template)
+
+
+def settings(**values: Any) -> Settings:
+    return Settings(**{"top_k": 1, "max_tokens": 1, "policy": "deviation", **values})
+
+
+@pytest.mark.parametrize(
+    ("index", "use_chat_template", "expected"),
+    [
+        (StubIndex("/models/some"), True, True),
+        (StubIndex("/models/some"), False, False),
+        (StubIndex("/models/some", template=None), True, False),
+        (StubIndex("kvrag-tiny"), True, False),
+    ],
+)
+def test_chat_template_or_plain_prompt(
+    index: StubIndex, use_chat_template: bool, expected: bool
+) -> None:
+    asked = converses(cast(Index, index), settings(use_chat_template=use_chat_template))
+    assert asked is expected
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_tokens": 0},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"seed": -1},
+        {"policy": "nonsense"},
+        {"ratio": float("nan")},
+        {"policy": "boundary", "boundary_tokens": 0},
+    ],
+)
+def test_values_are_checked_before_a_model_is_loaded(values: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError):
+        make_engine(cast(Index, StubIndex("/models/some")), settings(**values))
