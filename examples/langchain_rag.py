@@ -16,6 +16,7 @@ from pathlib import Path
 from langchain_core.documents import Document
 from langchain_core.prompts import PromptTemplate
 from langchain_core.runnables import RunnablePassthrough
+from transformers.utils import logging
 
 import kvrag
 from kvrag.llms.langchain import KVRagLLM
@@ -23,6 +24,8 @@ from kvrag.retrievers.langchain import KVRagRetriever
 
 DOCUMENTS = Path(__file__).parent / "documents"
 QUESTION = "Where was Romutho born?"
+
+logging.disable_progress_bar()  # Transformers' own, for each model it loads
 
 
 def join(documents: list[Document]) -> str:
@@ -43,7 +46,7 @@ def main(model: str = "kvrag-tiny") -> None:
         } | PromptTemplate.from_template("{context}\n\nQuestion: {question}\nAnswer:")
         chain = prompt | llm
 
-        print(QUESTION)
+        print(QUESTION, end="")
         for piece in chain.stream(QUESTION):
             print(piece, end="", flush=True)
         print()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from llama_index.core import PromptTemplate, Settings
 from llama_index.core.query_engine import RetrieverQueryEngine
+from transformers.utils import logging
 
 import kvrag
 from kvrag.llms.llamaindex import KVRagLLM
@@ -23,6 +24,8 @@ from kvrag.retrievers.llamaindex import KVRagRetriever
 DOCUMENTS = Path(__file__).parent / "documents"
 QUESTION = "Where was Romutho born?"
 
+logging.disable_progress_bar()  # Transformers' own, for each model it loads
+
 
 def main(model: str = "kvrag-tiny") -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -30,7 +33,8 @@ def main(model: str = "kvrag-tiny") -> None:
         with kvrag.Index.create(path, model=model, chunk_tokens=64) as index:
             index.add([DOCUMENTS])
 
-        llm = KVRagLLM(index=path, max_tokens=24)
+        # Not a chat model here: the template below is a prompt to be completed.
+        llm = KVRagLLM(index=path, max_tokens=24, is_chat_model=False)
         # LlamaIndex cuts nodes that do not fit; let it count as the model does.
         Settings.tokenizer = llm.token_ids
         engine = RetrieverQueryEngine.from_args(

@@ -12,10 +12,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from transformers.utils import logging
+
 import kvrag
 
 DOCUMENTS = Path(__file__).parent / "documents"
 QUESTION = "Where was Romutho born?"
+
+logging.disable_progress_bar()  # Transformers' own, for each model it loads
 
 
 def main(model: str = "kvrag-tiny") -> None:

@@ -100,12 +100,7 @@ def make_engine(index: Index, settings: Settings) -> KVEngine:
 
 def converses(index: Index, settings: Settings) -> bool:
     """Say whether the model is asked through its chat template, or else with a plain prompt."""
-    from kvrag.models.loading import EMBEDDED_MODEL
-
-    if not settings.use_chat_template or index.config.model == EMBEDDED_MODEL:
-        # Most of what the embedded model was trained on are plain prompts.
-        return False
-    return bool(getattr(index.tokenizer, "chat_template", None))
+    return settings.use_chat_template and bool(getattr(index.tokenizer, "chat_template", None))
 
 
 def retrieve(
