@@ -19,6 +19,9 @@ from dataclasses import dataclass
 
 import torch
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The element types that KV may have, by the names users and index files give them."""
+
 
 @dataclass(frozen=True)
 class KVSpec:

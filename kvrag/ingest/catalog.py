@@ -7,11 +7,11 @@ one; readers compare generations to see that what they hold is old.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -21,12 +21,23 @@ from numpy.typing import NDArray
 
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import IndexFormatError, StoreError
-from kvrag.ingest.rows import Change, ChunkRow, DocumentRow, FileState
+from kvrag.ingest.connection import catalog_error, connect, file_stamp
+from kvrag.ingest.rows import (
+    Change,
+    ChunkRow,
+    DocumentRow,
+    FileState,
+    pack_ids,
+    pack_json,
+    unpack_chunk,
+    unpack_json,
+)
 
 FILE_NAME = "catalog.sqlite"
 SCHEMA_VERSION = 1
 _APPLICATION_ID = 0x6B765247  # "kvRG"
 _BATCH = 500  # below SQLite's limit on parameters of one statement
+_MAX_TRIES = 8  # of a read during which somebody else wrote
 
 _SCHEMA = """
 CREATE TABLE state (generation INTEGER NOT NULL);
@@ -71,15 +82,26 @@ _R = TypeVar("_R")
 def _checked(
     method: Callable[Concatenate[Catalog, _P], _R],
 ) -> Callable[Concatenate[Catalog, _P], _R]:
-    """Hold the connection during a method, and name SQLite's errors."""
+    """Hold the connection during a method, keep it up to date, and name SQLite's errors."""
 
     @functools.wraps(method)
     def call(self: Catalog, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         with self._lock:
             try:
-                return method(self, *args, **kwargs)
+                self._reopen_if_changed()
+                for _ in range(_MAX_TRIES):
+                    try:
+                        result = method(self, *args, **kwargs)
+                    except (sqlite3.Error, IndexFormatError):
+                        # What was read may have been half old and half new.
+                        if not self._reopen_if_changed():
+                            raise
+                    else:
+                        if not self._reopen_if_changed():
+                            return result
             except sqlite3.Error as error:
-                raise _catalog_error(self.path, error) from error
+                raise catalog_error(self.path, error) from error
+            raise StoreError(f"{self.path} changes faster than it can be read; try again later")
 
     return cast("Callable[Concatenate[Catalog, _P], _R]", call)
 
@@ -106,11 +128,11 @@ class Catalog:
         if not path.is_file():
             raise IndexFormatError(f"{path} is missing: the index is incomplete; ingest again")
         try:
-            self._connection = _connect(path)
+            self._connection, self._stamp = connect(path)
             application = self._connection.execute("PRAGMA application_id").fetchone()[0]
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
         except sqlite3.Error as error:
-            raise _catalog_error(path, error) from error
+            raise catalog_error(path, error) from error
         if (application, version) != (_APPLICATION_ID, SCHEMA_VERSION):
             self._connection.close()
             raise IndexFormatError(
@@ -134,20 +156,34 @@ class Catalog:
             finally:
                 connection.close()
         except (sqlite3.Error, OSError) as error:
-            raise _catalog_error(path, error) from error
+            raise catalog_error(path, error) from error
         return cls(path)
 
     def close(self) -> None:
         """Close the file."""
         with self._lock:
             self._connection.close()
+            self._stamp = None
+
+    def _reopen_if_changed(self) -> bool:
+        """Open the file again if this connection cannot see what others have written to it."""
+        if self._stamp is None or self._connection.in_transaction:
+            return False
+        if self._stamp == file_stamp(self.path):
+            return False
+        self._connection.close()
+        self._connection, self._stamp = connect(self.path)
+        return True
 
     # -- reading -----------------------------------------------------------------------------
 
     @_checked
     def generation(self) -> int:
         """Return how many transactions have changed the catalog."""
-        return int(self._connection.execute("SELECT generation FROM state").fetchone()[0])
+        row = self._connection.execute("SELECT generation FROM state").fetchone()
+        if row is None or not isinstance(row[0], int):
+            raise self._damaged("its generation is missing")
+        return row[0]
 
     @_checked
     def file(self, path: str) -> FileState | None:
@@ -192,7 +228,9 @@ class Catalog:
             "GROUP BY d.source ORDER BY d.source"
         )
         return [
-            DocumentRow(source, chunks, tokens, tokens * bytes_per_token, json.loads(metadata))
+            DocumentRow(
+                source, chunks, tokens, tokens * bytes_per_token, self._document_json(metadata)
+            )
             for source, chunks, tokens, metadata in rows
         ]
 
@@ -209,7 +247,7 @@ class Catalog:
     def chunks(self, chunk_ids: Sequence[str]) -> list[Chunk]:
         """Return chunks in the order of the ids; ids that are not known are skipped."""
         found = {
-            row[0]: _chunk(row)
+            row[0]: self._chunk(row)
             for row in self._select_in(_CHUNK_COLUMNS, "chunk_id", list(dict.fromkeys(chunk_ids)))
         }
         return [found[chunk_id] for chunk_id in chunk_ids if chunk_id in found]
@@ -218,7 +256,7 @@ class Catalog:
     def chunks_at(self, rows: Sequence[int]) -> dict[int, Chunk]:
         """Return chunks by row number."""
         return {
-            row[0]: _chunk(row[1:])
+            row[0]: self._chunk(row[1:])
             for row in self._select_in(f"row, {_CHUNK_COLUMNS}", "row", list(rows))
         }
 
@@ -228,15 +266,15 @@ class Catalog:
         row = self._connection.execute(
             "SELECT text FROM chunks WHERE chunk_id = ?", (chunk_id,)
         ).fetchone()
-        return row[0] if row else None
+        return self._text(*row) if row else None
 
     @_checked
-    def key_of(self, chunk_id: str) -> ChunkKey | None:
-        """Return the name of a chunk's KV, or None when the chunk is not known."""
+    def chunk_and_key(self, chunk_id: str) -> tuple[Chunk, Any] | None:
+        """Return a chunk and the name of its KV as it is noted, or None when it is not known."""
         row = self._connection.execute(
-            "SELECT kv_key FROM chunks WHERE chunk_id = ?", (chunk_id,)
+            f"SELECT {_CHUNK_COLUMNS}, kv_key FROM chunks WHERE chunk_id = ?", (chunk_id,)
         ).fetchone()
-        return ChunkKey(row[0]) if row else None
+        return (self._chunk(row[:-1]), row[-1]) if row else None
 
     @_checked
     def chunk_ids_of(self, source: str) -> list[str]:
@@ -253,7 +291,7 @@ class Catalog:
             for chunk_id, text in self._connection.execute(
                 "SELECT chunk_id, text FROM chunks ORDER BY row"
             ):
-                use(chunk_id, text)
+                use(chunk_id, self._text(text))
             return self.generation()
 
     @_checked
@@ -266,11 +304,8 @@ class Catalog:
             for place, (row, blob) in enumerate(
                 self._connection.execute("SELECT row, embedding FROM chunks ORDER BY row")
             ):
-                if len(blob) != 4 * dim:
-                    raise IndexFormatError(
-                        f"{self.path}: a vector of {len(blob)} bytes, expected {4 * dim}; the "
-                        "catalog is damaged, ingest into a new folder"
-                    )
+                if not isinstance(blob, bytes) or len(blob) != 4 * dim:
+                    raise self._damaged(f"a vector is not of {4 * dim} bytes")
                 rows[place] = row
                 vectors[place] = np.frombuffer(blob, dtype="<f4")
             return self.generation(), rows, vectors
@@ -281,12 +316,62 @@ class Catalog:
         return dict(self._connection.execute("SELECT DISTINCT kv_key, num_tokens FROM chunks"))
 
     @_checked
-    def chunk_ids_of_key(self, key: str) -> list[str]:
-        """Return the chunks that share one record."""
-        rows = self._connection.execute(
-            "SELECT chunk_id FROM chunks WHERE kv_key = ? ORDER BY row", (key,)
-        )
-        return [chunk_id for (chunk_id,) in rows]
+    def audit(
+        self, key_of: Callable[[Chunk], ChunkKey]
+    ) -> tuple[dict[ChunkKey, int], dict[str, str]]:
+        """Hold every chunk's row against itself.
+
+        Parameters
+        ----------
+        key_of
+            Returns the name a chunk's KV must have.
+
+        Returns
+        -------
+        needed, unsound
+            The KV of the sound chunks with its number of tokens; and by id what is wrong with
+            the others.
+        """
+        needed: dict[ChunkKey, int] = {}
+        unsound: dict[str, str] = {}
+        with self._snapshot():
+            for *row, stored, num_tokens in self._connection.execute(
+                f"SELECT {_CHUNK_COLUMNS}, kv_key, num_tokens FROM chunks ORDER BY row"
+            ):
+                try:
+                    chunk = self._chunk(row)
+                except IndexFormatError as error:
+                    unsound[row[0]] = str(error)
+                    continue
+                key = key_of(chunk)
+                if (stored, num_tokens) == (key.digest, len(chunk.token_ids)):
+                    needed[key] = num_tokens
+                else:
+                    unsound[chunk.chunk_id] = (
+                        f"{chunk.source}, chunk {chunk.ordinal}: names the KV {stored!r} of "
+                        f"{num_tokens!r} tokens, expected {key} of {len(chunk.token_ids)}"
+                    )
+        return needed, unsound
+
+    @_checked
+    def places_of_key(self, key: ChunkKey) -> list[tuple[str, str, int]]:
+        """Return id, source and ordinal of the chunks that share one record."""
+        return self._connection.execute(
+            "SELECT chunk_id, source, ordinal FROM chunks WHERE kv_key = ? ORDER BY row",
+            (key.digest,),
+        ).fetchall()
+
+    @_checked
+    def chunk_with(self, key: ChunkKey, key_of: Callable[[Chunk], ChunkKey]) -> Chunk:
+        """Return a sound chunk whose KV has a certain name; `audit` has found one."""
+        for row in self._connection.execute(
+            f"SELECT {_CHUNK_COLUMNS} FROM chunks WHERE kv_key = ? ORDER BY row", (key.digest,)
+        ):
+            with contextlib.suppress(IndexFormatError):
+                chunk = self._chunk(row)
+                if key_of(chunk) == key:
+                    return chunk
+        raise self._damaged(f"no chunk has the KV {key}")
 
     @_checked
     def damage(self) -> list[str]:
@@ -317,7 +402,7 @@ class Catalog:
                 self._drop_document(source)
                 self._connection.execute(
                     "INSERT INTO documents VALUES (?, ?, ?, ?)",
-                    (source, file, digest, _json(metadata)),
+                    (source, file, digest, pack_json(metadata)),
                 )
                 self._put_chunks(rows)
             for state in change.put_files:
@@ -343,15 +428,27 @@ class Catalog:
                 if self._connection.execute(
                     "SELECT 1 FROM chunks WHERE source = ? LIMIT 1", (source,)
                 ).fetchone():
-                    # It is no longer what its digest says: adding it again must mend it.
-                    self._forget_file_of(source)
-                    self._connection.execute(
-                        "UPDATE documents SET digest = '' WHERE source = ?", (source,)
-                    )
+                    self._distrust(source)
                 else:
                     self._drop_document(source)
             self._connection.execute("UPDATE state SET generation = generation + 1")
         return num_removed
+
+    @_checked
+    def distrust(self, chunk_ids: Iterable[str]) -> None:
+        """Let the next ingestion write the documents of some chunks anew."""
+        with self._transaction():
+            for chunk_id in chunk_ids:
+                row = self._connection.execute(
+                    "SELECT source FROM chunks WHERE chunk_id = ?", (chunk_id,)
+                ).fetchone()
+                if row is not None:
+                    self._distrust(row[0])
+
+    def _distrust(self, source: str) -> None:
+        """Note that a document is no longer what its digest says: adding it again mends it."""
+        self._forget_file_of(source)
+        self._connection.execute("UPDATE documents SET digest = '' WHERE source = ?", (source,))
 
     def _drop_document(self, source: str) -> None:
         self._forget_file_of(source)
@@ -374,12 +471,12 @@ class Catalog:
                     row.chunk.source,
                     row.chunk.ordinal,
                     row.chunk.text,
-                    _pack(row.chunk.token_ids),
-                    _pack(row.chunk.token_starts),
+                    pack_ids(row.chunk.token_ids),
+                    pack_ids(row.chunk.token_starts),
                     len(row.chunk.token_ids),
                     row.key.digest,
                     row.embedding.astype("<f4").tobytes(),
-                    _json(row.chunk.metadata),
+                    pack_json(row.chunk.metadata),
                 )
                 for row in rows
             ),
@@ -413,59 +510,27 @@ class Catalog:
                 f"SELECT {columns} FROM chunks WHERE {column} IN ({marks})", batch
             )
 
+    # -- what the rows hold ------------------------------------------------------------------
 
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
-    try:
-        connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
-    except sqlite3.OperationalError:
-        # A folder that cannot be written has no room for WAL's shared memory; since then
-        # nobody can write, the file may be read as it is.
-        connection.close()
-        connection = sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode=ro&immutable=1",
-            uri=True,
-            isolation_level=None,
-            check_same_thread=False,
+    def _chunk(self, row: Sequence[Any]) -> Chunk:
+        try:
+            return unpack_chunk(row)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise self._damaged(f"chunk {row[0]!r} of {row[4]!r}: {error}") from error
+
+    def _document_json(self, metadata: Any) -> dict[str, Any]:
+        try:
+            return unpack_json(metadata)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise self._damaged(f"metadata of a document: {error}") from error
+
+    def _text(self, text: Any) -> str:
+        if not isinstance(text, str):
+            raise self._damaged("a chunk's text is no text")
+        return text
+
+    def _damaged(self, what: str) -> IndexFormatError:
+        return IndexFormatError(
+            f"{self.path} is damaged ({what}); run 'kvrag verify --repair' and ingest again, or "
+            "ingest into a new folder"
         )
-    connection.execute("PRAGMA foreign_keys = ON")
-    connection.execute("PRAGMA synchronous = FULL")
-    return connection
-
-
-def _catalog_error(path: Path, error: Exception) -> StoreError | IndexFormatError:
-    text = str(error)
-    if isinstance(error, sqlite3.DatabaseError) and (
-        "not a database" in text or "malformed" in text or "no such table" in text
-    ):
-        return IndexFormatError(f"{path} is damaged or not a catalog ({text}); ingest again")
-    if "full" in text:
-        text += "; free some space and ingest again, nothing committed so far is lost"
-    elif "readonly" in text or "unable to open" in text:
-        text += "; change the folder's permissions, or use another folder"
-    return StoreError(f"cannot use {path}: {text}")
-
-
-def _pack(values: Sequence[int]) -> bytes:
-    return np.asarray(values, dtype="<i4").tobytes()
-
-
-def _unpack(blob: bytes) -> tuple[int, ...]:
-    return tuple(np.frombuffer(blob, dtype="<i4").tolist())
-
-
-def _json(values: Mapping[str, Any]) -> str:
-    return json.dumps(dict(values), ensure_ascii=False, allow_nan=False)
-
-
-def _chunk(row: Sequence[Any]) -> Chunk:
-    chunk_id, text, token_ids, token_starts, source, ordinal, metadata = row
-    return Chunk(
-        chunk_id=chunk_id,
-        text=text,
-        token_ids=_unpack(token_ids),
-        token_starts=_unpack(token_starts),
-        source=source,
-        ordinal=ordinal,
-        metadata=json.loads(metadata),
-    )

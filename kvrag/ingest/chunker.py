@@ -93,7 +93,7 @@ def chunk_document(document: Document, tokenizer: Any, chunk_tokens: int) -> lis
         ordinal = len(chunks)
         chunks.append(
             Chunk(
-                chunk_id=content_hash(f"{document.source}\0{ordinal}\0{text}"),
+                chunk_id=_chunk_id(document.source, ordinal, text),
                 text=text,
                 token_ids=tuple(ids),
                 token_starts=tuple(starts),
@@ -103,6 +103,11 @@ def chunk_document(document: Document, tokenizer: Any, chunk_tokens: int) -> lis
             )
         )
     return chunks
+
+
+def _chunk_id(source: str, ordinal: int, text: str) -> str:
+    # With its length in front of the source, no two sources and texts flatten to the same string.
+    return content_hash(f"{len(source)}\0{source}{ordinal}\0{text}")
 
 
 def _prepare(raw: str) -> _Text:

@@ -9,15 +9,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvrag.errors import IndexFormatError, IndexNotFoundError, StoreError
-from kvrag.kvcache import KVSpec
+from kvrag.kvcache import DTYPES, KVSpec
 
 FORMAT_VERSION = 1
 FILE_NAME = "index.json"
 _KIND = "kvrag index"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class IndexConfig:
     @property
     def spec(self) -> KVSpec:
         """Shape and type of the model's KV."""
-        return KVSpec(self.num_layers, self.num_kv_heads, self.head_dim, _DTYPES[self.dtype])
+        return KVSpec(self.num_layers, self.num_kv_heads, self.head_dim, DTYPES[self.dtype])
 
     def save(self, folder: Path) -> None:
         """Write ``index.json`` atomically. Raises StoreError when the folder refuses it."""
@@ -153,7 +150,7 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
         if not is_valid:
             raise _foreign(path, f"{field.name!r} is {value!r}")
         checked[field.name] = value
-    if checked["dtype"] not in _DTYPES:
+    if checked["dtype"] not in DTYPES:
         raise _foreign(path, f"'dtype' is {checked['dtype']!r}")
     try:
         salt = bytes.fromhex(checked["tenant_salt"])

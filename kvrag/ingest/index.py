@@ -24,6 +24,7 @@ from kvrag.errors import (
     IndexMismatchError,
     ModelLoadError,
     ParameterError,
+    RecordError,
     StoreError,
 )
 from kvrag.fusion.segments import ChunkMatcher
@@ -33,9 +34,11 @@ from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.chunker import chunk_document
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.embedding import Embedding, get_embedding
+from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.maintenance import collect_garbage, verify_records
 from kvrag.ingest.making import (
     KV_FOLDER,
+    check_device,
     check_embedding,
     check_settings,
     make_config,
@@ -98,6 +101,7 @@ class Index:
         *,
         model: KVModel | PreTrainedModel | str | Path | None,
         embedding: Embedding | None,
+        device: str | None,
     ) -> None:
         self.path = path
         self.config = config
@@ -106,6 +110,7 @@ class Index:
         self.codec: Codec = get_codec(config.codec)
         self._given_model = model
         self._given_embedding = embedding
+        self._device = device
         self._lazy = threading.RLock()
         self._vectors: VectorIndex | None = None
         self._matcher: tuple[int, ChunkMatcher] | None = None
@@ -124,6 +129,7 @@ class Index:
         chunk_tokens: int = 512,
         dtype: torch.dtype | str | None = None,
         tenant_salt: bytes | None = None,
+        device: str | None = None,
     ) -> Index:
         """Make an empty index in a new or empty folder.
 
@@ -145,11 +151,15 @@ class Index:
         tenant_salt
             1 to 64 bytes that key the chunk keys, so that tenants who share a store cannot
             guess each other's; None means a public one.
+        device
+            Where a model that is loaded here runs, such as ``"cuda"``; None means the CPU. It is
+            not recorded: stored KV is the same kind wherever it is computed.
 
         Raises
         ------
         ParameterError
-            When a value is out of range, or the folder holds something already.
+            When a value is out of range or the device cannot be used, or the folder holds
+            something already.
         StoreError
             When the folder cannot be written.
         ModelLoadError, UnsupportedModelError
@@ -163,8 +173,10 @@ class Index:
         require_free(folder)
         salt = _DEFAULT_SALT if tenant_salt is None else tenant_salt
         check_settings(codec, chunk_tokens, salt)
+        check_device(device)
         the_embedding = get_embedding(embedding)
-        loaded = KVModel.load(model, dtype=dtype)
+        loaded = KVModel.load(model, dtype=dtype, device=device)
+        check_device(device, loaded)
         config = make_config(
             model,
             loaded,
@@ -185,7 +197,7 @@ class Index:
             catalog = Catalog.create(folder / catalogs.FILE_NAME)
             # Last, since it is what makes the folder an index.
             config.save(folder)
-        return cls(folder, config, catalog, model=loaded, embedding=the_embedding)
+        return cls(folder, config, catalog, model=loaded, embedding=the_embedding, device=device)
 
     @classmethod
     def open(
@@ -194,6 +206,7 @@ class Index:
         *,
         model: KVModel | PreTrainedModel | str | Path | None = None,
         embedding: Embedding | Any | None = None,
+        device: str | None = None,
     ) -> Index:
         """Open an index. Neither weights nor the embedding are loaded before they are needed.
 
@@ -206,6 +219,8 @@ class Index:
             the index was made with, which is checked when it is loaded.
         embedding
             Needed only when the index was made with an embedding object.
+        device
+            Where a model that is loaded here runs, such as ``"cuda"``; None means the CPU.
 
         Raises
         ------
@@ -215,7 +230,10 @@ class Index:
             When there is one of another version, or a damaged one.
         IndexMismatchError
             When `model` or `embedding` are not those the index was made with.
+        ParameterError
+            When the device cannot be used.
         """
+        check_device(device)
         folder = Path(path).expanduser().resolve()
         config = IndexConfig.load(folder)
         try:
@@ -226,7 +244,7 @@ class Index:
         if the_embedding is not None:
             check_embedding(config, folder, the_embedding)
         catalog = Catalog(folder / catalogs.FILE_NAME)
-        index = cls(folder, config, catalog, model=model, embedding=the_embedding)
+        index = cls(folder, config, catalog, model=model, embedding=the_embedding, device=device)
         if model is not None and not isinstance(model, str | Path):
             try:
                 _ = index.model  # loaded already: a mismatch is best told at once
@@ -266,12 +284,15 @@ class Index:
             When it cannot be loaded.
         IndexMismatchError
             When its weights or tokenizer are not those the index was made with.
+        ParameterError
+            When it was given as an object that is on another device than the one asked for.
         """
         from kvrag.models.kv_model import KVModel
 
         with self._lazy:
             config = self.config
-            model = KVModel.load(self._model_source(), dtype=config.dtype)
+            model = KVModel.load(self._model_source(), dtype=config.dtype, device=self._device)
+            check_device(self._device, model)
             if model.fingerprint != config.model_fingerprint:
                 raise self._mismatch("model", model.name, model.fingerprint)
             if model.tokenizer_fingerprint != config.tokenizer_fingerprint:
@@ -405,12 +426,18 @@ class Index:
             Chunks removed. Sources and ids that are not known are skipped.
         """
         with lock.writer_lock(self.path):
-            known = {source: self.catalog.chunk_ids_of(source) for source in dict.fromkeys(sources)}
+            known = {
+                source: self.catalog.chunk_ids_of(source)
+                for source in dict.fromkeys(sources)
+                if is_storable(source)
+            }
             num_removed = sum(map(len, known.values()))
             if known:
                 self.catalog.apply(Change(remove=list(known)))
             if chunk_ids:
-                num_removed += self.catalog.remove_chunks(dict.fromkeys(chunk_ids))
+                num_removed += self.catalog.remove_chunks(
+                    dict.fromkeys(filter(is_storable, chunk_ids))
+                )
             return num_removed
 
     # -- reading -----------------------------------------------------------------------------
@@ -466,15 +493,34 @@ class Index:
         Raises
         ------
         RecordError
-            When its record is damaged or foreign.
+            When its record is damaged or foreign, or the catalog names another chunk's.
+        IndexFormatError
+            When the catalog is damaged.
         StoreError
             When the store cannot be read.
         """
-        key = self.catalog.key_of(chunk_id)
-        record = None if key is None else self.store.open(key)
-        if key is None or record is None:
+        found = self.catalog.chunk_and_key(chunk_id)
+        if found is None:
             return None
-        return self.codec.open(key, record, self.config.spec)
+        chunk, stored_key = found
+        # Made from the tokens: a damaged name must not lead to the KV of other tokens.
+        key = self.key_of(chunk)
+        if stored_key != key.digest:
+            raise RecordError(f"chunk {chunk_id} names the KV {stored_key!r}, expected {key}")
+        record = self.store.open(key)
+        if record is None:
+            return None
+        try:
+            encoded = self.codec.open(key, record, self.config.spec)
+            if encoded.num_tokens != len(chunk.token_ids):
+                raise RecordError(
+                    f"the record of chunk {chunk_id} holds {encoded.num_tokens} tokens, expected "
+                    f"{len(chunk.token_ids)}"
+                )
+        except BaseException:
+            record.close()
+            raise
+        return encoded
 
     # -- upkeep ------------------------------------------------------------------------------
 
@@ -510,12 +556,13 @@ class Index:
         repair: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> VerifyReport:
-        """Read every layer of every record and compare checksums.
+        """Read every layer of every record, compare checksums, and check the catalog's rows.
 
         Parameters
         ----------
         repair
-            Compute missing and damaged records anew; loads the model and takes the lock.
+            Compute missing and damaged records anew, and let the next ingestion write documents
+            with damaged rows anew; loads the model and takes the lock.
         on_progress
             Called with the number of records read, and of how many.
         """
@@ -525,6 +572,7 @@ class Index:
                 self.store,
                 self.codec,
                 self.config.spec,
+                key_of=self.key_of,
                 repair=self._repair if repair else None,
                 on_progress=on_progress,
             )
@@ -547,8 +595,7 @@ class Index:
         return self.model.prefill(self.prefix_ids, [chunk.token_ids])[0]
 
     def _repair(self, key: ChunkKey) -> None:
-        (chunk_id, *_) = self.catalog.chunk_ids_of_key(key.digest)
-        (chunk,) = self.catalog.chunks([chunk_id])
+        chunk = self.catalog.chunk_with(key, self.key_of)
         record = self.codec.encode(key, self._prefill(chunk))
         self.store.delete(key)
         self.store.put(key, record)

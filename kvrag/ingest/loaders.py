@@ -28,6 +28,12 @@ _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
+
+
+class NoTextError(DocumentError):
+    """A file or document was read whole, and there is no text in it."""
+
+
 _TEXT_FIELDS = ("text", "page_content", "content", "body", "passage")
 _DECLARED = re.compile(rb"<meta[^>]+charset=[\"']?([\w.:-]+)", re.IGNORECASE)
 
@@ -78,7 +84,7 @@ def _load_html(path: str, content: bytes) -> Iterator[Document]:
 
 def _load_pdf(path: str, content: bytes) -> Iterator[Document]:
     title, text = pdf_to_text(path, content)
-    yield Document(path, text, {"title": title} if title else {})
+    yield Document(path, text, plain_metadata({"title": title}) if title else {})
 
 
 def _load_docx(path: str, content: bytes) -> Iterator[Document]:
@@ -105,6 +111,8 @@ def _load_jsonl(path: str, content: bytes) -> Iterator[Document]:
             )
         metadata = row.pop("metadata", None)
         text = row.pop(name)
+        if not text.strip():
+            continue
         extra = metadata if isinstance(metadata, Mapping) else {}
         yield Document(f"{path}#{number}", text, plain_metadata({**row, **extra}))
 
@@ -153,7 +161,9 @@ def load_bytes(path: str, content: bytes) -> list[Document]:
     Raises
     ------
     DocumentError
-        When it is of no known kind, empty, damaged, or not text; says which.
+        When it is of no known kind, damaged, or not text; says which.
+    NoTextError
+        When it is empty, or all its text is whitespace.
     """
     suffix = Path(path).suffix.lower()
     loader = _LOADERS.get(suffix)
@@ -163,10 +173,10 @@ def load_bytes(path: str, content: bytes) -> list[Document]:
             f"{' '.join(sorted(_LOADERS))}"
         )
     if not content:
-        raise DocumentError(f"{path}: the file is empty")
+        raise NoTextError(f"{path}: the file is empty")
     documents = list(loader(path, content))
     if not any(document.text.strip() for document in documents):
-        raise DocumentError(f"{path}: holds no text")
+        raise NoTextError(f"{path}: holds no text")
     return documents
 
 
@@ -220,7 +230,7 @@ def to_document(value: Any) -> Document:
     ParameterError
         When `value` is nothing of the kind.
     DocumentError
-        When it holds no text.
+        When it holds no text, or its id cannot be stored.
     """
     if isinstance(value, Document):
         document = Document(value.source, value.text, plain_metadata(value.metadata))
@@ -237,9 +247,33 @@ def to_document(value: Any) -> Document:
             f"cannot ingest a {type(value).__name__}: expected a path, a kvrag.Document, a "
             "LangChain Document or a LlamaIndex node"
         )
+    check_source(document.source)
     if not document.text.strip():
-        raise DocumentError(f"{document.source}: holds no text")
+        raise NoTextError(f"{document.source}: holds no text")
     return document
+
+
+def is_storable(source: str) -> bool:
+    """Whether the catalog can hold a source: SQLite's texts are UTF-8."""
+    try:
+        source.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def printable(source: str) -> str:
+    r"""Return a source as it can be shown: what is no valid Unicode in it as ``\udce9``."""
+    return source.encode("utf-8", "backslashreplace").decode()
+
+
+def check_source(source: str) -> None:
+    """Raise DocumentError for a file's name or an id that is not valid Unicode."""
+    if not is_storable(source):
+        raise DocumentError(
+            f"{printable(source)}: the name is not valid UTF-8; rename it, for example with "
+            "'convmv -f latin1 -t utf8'"
+        )
 
 
 def _content_id(text: str, metadata: Mapping[str, Any]) -> str:
@@ -249,7 +283,7 @@ def _content_id(text: str, metadata: Mapping[str, Any]) -> str:
 
 def plain_metadata(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Return metadata as JSON can hold it; what it cannot hold becomes text."""
-    return {str(key): _plain(value) for key, value in values.items()}
+    return {_plain(str(key)): _plain(value) for key, value in values.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -265,4 +299,4 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return _plain(value.item())  # a NumPy scalar
-    return str(value)
+    return _plain(str(value))

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvrag.chunk import ChunkKey
+from kvrag.chunk import Chunk, ChunkKey
 from kvrag.codec.base import Codec
-from kvrag.errors import RecordError, StoreError
+from kvrag.errors import IndexFormatError, RecordError, StoreError
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.report import GcReport, RecordProblem, VerifyReport
 from kvrag.kvcache import KVSpec
@@ -18,6 +18,7 @@ from kvrag.store.file import FileStore
 
 # Readers write the vectors' cache without the writer's lock.
 _TEMPORARY_AGE_SECONDS = 3600.0
+_MAX_CATALOG_PROBLEMS = 20  # told one by one
 
 
 def verify_records(
@@ -26,6 +27,7 @@ def verify_records(
     codec: Codec,
     spec: KVSpec,
     *,
+    key_of: Callable[[Chunk], ChunkKey],
     repair: Callable[[ChunkKey], None] | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> VerifyReport:
@@ -33,43 +35,56 @@ def verify_records(
 
     Parameters
     ----------
+    key_of
+        Returns the name a chunk's KV must have.
     repair
         Replaces the record of a key; None only reports.
     on_progress
         Called with the number of records read, and of how many.
     """
     started = time.perf_counter()
-    if damage := catalog.damage():
+    damage = catalog.damage()
+    try:
+        needed, unsound = ({}, {}) if damage else catalog.audit(key_of)
+    except IndexFormatError as error:
+        damage = [str(error)]
+    if damage:
         # What such a catalog says of records is worth nothing.
         return VerifyReport(0, 0, 0, (), 0, tuple(damage), time.perf_counter() - started)
-    keys = catalog.keys()
+    if unsound and repair is not None:
+        catalog.distrust(unsound)
     problems: list[RecordProblem] = []
     num_repaired = 0
     size_bytes = 0
-    for num_done, (digest, num_tokens) in enumerate(sorted(keys.items()), 1):
-        key = ChunkKey(digest)
+    for num_done, (key, num_tokens) in enumerate(sorted(needed.items()), 1):
         size, reason = _read_record(key, num_tokens, store, codec, spec)
         size_bytes += size
         if reason is not None:
-            for chunk in catalog.chunks(catalog.chunk_ids_of_key(digest)):
-                problems.append(
-                    RecordProblem(chunk.chunk_id, chunk.source, chunk.ordinal, digest, reason)
-                )
+            problems.extend(
+                RecordProblem(*place, key.digest, reason) for place in catalog.places_of_key(key)
+            )
             if repair is not None:
                 repair(key)
                 _, still = _read_record(key, num_tokens, store, codec, spec)
                 num_repaired += still is None
         if on_progress is not None:
-            on_progress(num_done, len(keys))
+            on_progress(num_done, len(needed))
     return VerifyReport(
         num_chunks=catalog.counts()[1],
-        num_records=len(keys),
+        num_records=len(needed),
         size_bytes=size_bytes,
         problems=tuple(problems),
         num_repaired=num_repaired,
-        catalog_problems=(),
+        catalog_problems=_first_of(list(unsound.values())),
         seconds=time.perf_counter() - started,
     )
+
+
+def _first_of(problems: list[str]) -> tuple[str, ...]:
+    if len(problems) <= _MAX_CATALOG_PROBLEMS:
+        return tuple(problems)
+    num_more = len(problems) - _MAX_CATALOG_PROBLEMS
+    return (*problems[:_MAX_CATALOG_PROBLEMS], f"and {num_more:,} more chunks alike")
 
 
 def _read_record(

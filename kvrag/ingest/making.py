@@ -34,6 +34,26 @@ def check_settings(codec: str, chunk_tokens: int, tenant_salt: bytes) -> None:
         raise ParameterError(f"tenant_salt is 1 to 64 bytes, found {len(tenant_salt)}")
 
 
+def check_device(device: str | None, model: KVModel | None = None) -> None:
+    """Raise ParameterError when a device cannot be used here, or `model` is on another one."""
+    if device is None:
+        return
+    import torch
+
+    try:
+        # Allocating tells an unknown name, a missing driver and a number too high alike.
+        wanted = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ParameterError(
+            f"device {device!r} cannot be used: {reason}; leave it out for the CPU"
+        ) from error
+    if model is not None and model.device != wanted:
+        raise ParameterError(
+            f"device {device} was asked for, but the model given is on {model.device}"
+        )
+
+
 def make_config(
     given: Any,
     model: KVModel,

@@ -24,7 +24,7 @@ from kvrag.errors import DocumentError, StoreError
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.embedding import Embedding
 from kvrag.ingest.loaders import load_bytes, read_file
-from kvrag.ingest.plan import Plan, PlannedDocument, document_digest
+from kvrag.ingest.plan import STAYS, Plan, PlannedDocument, document_digest
 from kvrag.ingest.report import FailedDocument, IngestProgress
 from kvrag.ingest.rows import Change, ChunkRow
 from kvrag.ingest.writer import BackgroundWriter
@@ -149,6 +149,8 @@ class _Run:
 
     def _fail(self, planned: PlannedDocument, reason: str) -> None:
         plan = self._plan
+        if planned.source in plan.changed:
+            reason += STAYS
         plan.failed.append(FailedDocument(planned.source, reason))
         for listed in (plan.added, plan.changed):
             if planned.source in listed:

@@ -15,9 +15,20 @@ from typing import Any
 from kvrag.chunk import Chunk, Document, content_hash
 from kvrag.errors import DocumentError
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.loaders import find_files, load_bytes, read_file, to_document
+from kvrag.ingest.loaders import (
+    NoTextError,
+    check_source,
+    find_files,
+    load_bytes,
+    printable,
+    read_file,
+    to_document,
+)
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import FileState
+
+STAYS = "; the version indexed before stays"
+"""Ends the reason of a failure that leaves an old version in the index."""
 
 # Chunks kept from planning for computing; what does not fit is read and cut once more.
 _MAX_KEPT_TOKENS = 1 << 20
@@ -117,20 +128,27 @@ def gather(given: Any, index_folder: Path) -> Sources:
                 documents[document.source] = document
             except DocumentError as error:
                 source = getattr(value, "source", None) or getattr(value, "id", None)
-                failed.append(FailedDocument(str(source or type(value).__name__), str(error)))
+                source = printable(str(source or type(value).__name__))
+                failed.append(FailedDocument(source, str(error)))
             continue
         path = Path(value).expanduser()
         if not path.exists():
-            raise DocumentError(f"{value}: there is no such file or folder")
+            raise DocumentError(f"{printable(str(value))}: there is no such file or folder")
         path = path.resolve()
-        if not path.is_dir():
-            files[str(path)] = None
-            continue
         try:
-            files.update(dict.fromkeys(find_files(path, index_folder)))
-            folders.append(str(path))
+            check_source(str(path))
+            found = list(find_files(path, index_folder)) if path.is_dir() else [str(path)]
         except DocumentError as error:
-            failed.append(FailedDocument(str(path), str(error)))
+            failed.append(FailedDocument(printable(str(path)), str(error)))
+            continue
+        if path.is_dir():
+            folders.append(str(path))
+        for name in found:
+            try:
+                check_source(name)
+                files[name] = None
+            except DocumentError as error:
+                failed.append(FailedDocument(printable(name), str(error)))
     return Sources(list(files), folders, documents, failed)
 
 
@@ -176,24 +194,37 @@ class Planner:
     def run(self, sources: Sources) -> Plan:
         """Return the plan; nothing is written."""
         plan = self._plan
-        plan.failed.extend(sources.failed)
+        for failed in sources.failed:
+            self._fail(failed.source, failed.reason)
         num_done = 0
         for path in sources.files:
             try:
                 self._add_file(path)
-            except DocumentError as error:
+            except NoTextError as error:
                 plan.failed.append(FailedDocument(path, str(error)))
+                # It was read whole: answering from its old text would be wrong.
+                if before := self._catalog.documents_of_file(path):
+                    plan.removed.extend(before)
+                    plan.gone_files.append(path)
+            except DocumentError as error:
+                self._fail(path, str(error))
             num_done += 1
             self._on_progress(num_done)
         for document in sources.documents.values():
             try:
                 self._add_object(document)
             except DocumentError as error:
-                plan.failed.append(FailedDocument(document.source, str(error)))
+                self._fail(document.source, str(error))
             num_done += 1
             self._on_progress(num_done)
         self._find_gone(sources)
         return plan
+
+    def _fail(self, source: str, reason: str) -> None:
+        known = self._catalog.digest_of(source) is not None
+        if known or self._catalog.documents_of_file(source):
+            reason += STAYS
+        self._plan.failed.append(FailedDocument(source, reason))
 
     def _find_gone(self, sources: Sources) -> None:
         present = set(sources.files)

@@ -63,7 +63,8 @@ class IngestReport:
     added, changed, removed, unchanged
         Sources of documents that are new, replaced, no longer there, or as they were.
     failed
-        Those that could not be read; what the index held of them before stays.
+        Those that could not be read, or hold no text. What the index held of unreadable ones
+        stays; of files that hold no text any more it is removed.
     num_chunks, num_tokens
         Of the added and changed documents.
     num_records, num_tokens_computed
@@ -170,7 +171,8 @@ class VerifyReport:
     num_repaired
         Records among them that were computed anew.
     catalog_problems
-        What SQLite's own check found wrong with the catalog.
+        What SQLite's own check found wrong with the catalog, or chunks whose row contradicts
+        itself; after a repair the next ingestion of their documents writes them anew.
     """
 
     num_chunks: int

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,3 +79,41 @@ class Change:
 
     def __bool__(self) -> bool:
         return bool(self.forget_files or self.remove or self.put or self.put_files)
+
+
+def pack_ids(values: Sequence[int]) -> bytes:
+    """Return token ids or offsets as a row holds them."""
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def pack_json(values: Mapping[str, Any]) -> str:
+    """Return metadata as a row holds it."""
+    return json.dumps(dict(values), ensure_ascii=False, allow_nan=False)
+
+
+def unpack_json(text: Any) -> dict[str, Any]:
+    """Return metadata from a row. Raises ValueError or TypeError when it is none."""
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError(f"metadata is a {type(values).__name__}")
+    return values
+
+
+def unpack_chunk(row: Sequence[Any]) -> Chunk:
+    """Return the chunk of a row: id, text, token ids, token starts, source, ordinal, metadata.
+
+    Raises
+    ------
+    ValueError, TypeError
+        When the row is not as it was written.
+    """
+    chunk_id, text, token_ids, token_starts, source, ordinal, metadata = row
+    ids = tuple(np.frombuffer(token_ids, dtype="<i4").tolist())
+    starts = tuple(np.frombuffer(token_starts, dtype="<i4").tolist())
+    if not (isinstance(text, str) and isinstance(source, str) and isinstance(ordinal, int)):
+        raise TypeError("text, source or place is of another type")
+    if not 0 < len(ids) == len(starts):
+        raise ValueError(f"{len(ids)} tokens with {len(starts)} offsets")
+    if min(ids) < 0 or min(starts) < 0 or max(starts) > len(text):
+        raise ValueError("a token or its offset is out of range")
+    return Chunk(chunk_id, text, ids, starts, source, ordinal, unpack_json(metadata))

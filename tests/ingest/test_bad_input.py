@@ -81,7 +81,8 @@ def test_a_file_that_became_unreadable_keeps_its_last_version(index: Index, docs
     index.add(docs)
     (docs / "ledger.txt").write_bytes(b"\xff\xfe\xff")
     report = index.add(docs)
-    assert len(report.failed) == 1
+    (failed,) = report.failed
+    assert failed.reason.endswith("; the version indexed before stays")
     assert not report.removed
     assert "ledger" in index.search("harbour ledger", 1)[0].chunk.text
     (docs / "ledger.txt").write_text("A new ledger.")
@@ -98,15 +99,73 @@ def test_documents_without_text_are_reported(index: Index) -> None:
     report = index.add([Document("a", "\n "), Document("b", "half \ud800"), Document("c", "text")])
     assert report.added == ("c",)
     assert [failed.source for failed in report.failed] == ["a", "b"]
+    assert not any("stays" in failed.reason for failed in report.failed)
+    again = index.add([Document("c", " "), Document("d", "half \ud800")])
+    assert [
+        failed.reason.endswith("the version indexed before stays") for failed in again.failed
+    ] == [True, False]
+    assert index.search("text", 1)[0].chunk.source == "c"
 
 
-def test_chunks_without_tokens_are_skipped(index: Index, tmp_path: Path) -> None:
+def test_rows_without_text_are_skipped(index: Index, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": " "}\n{"text": "text"}')
+    path.write_text('{"text": " "}\n{"text": "text"}\n""')
     report = index.add(path)
-    assert len(report.added) == 2
-    assert report.num_chunks == 1
-    assert len(index.add(path).unchanged) == 2
+    assert report.added == (f"{path}#2",)
+    assert not report.failed
+    assert [row.num_chunks for row in index.documents()] == [1]
+    assert len(index.add(path).unchanged) == 1
+
+
+def test_names_that_are_no_unicode_are_reported_and_the_others_ingested(
+    index: Index, docs: Path
+) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")
+    try:
+        (docs / name).write_text("Coffee in Varn.")
+    except OSError:
+        pytest.skip("the file system takes no such names")
+    report = index.add([docs, docs / name, Document("a\udce9", "text"), Document("b", "text")])
+    assert len(report.added) == 4
+    assert sorted(Path(failed.source).name for failed in report.failed) == [
+        "a\\udce9",
+        "caf\\udce9.txt",
+        "caf\\udce9.txt",
+    ]
+    for failed in report.failed:
+        assert "not valid UTF-8; rename it" in failed.reason
+        failed.reason.encode()
+    assert index.delete(sources=["a\udce9", "b"], chunk_ids=["\udce9"]) == 1
+    folder = docs / os.fsdecode(b"\xe9")
+    folder.mkdir()
+    (folder / "x.txt").write_text("text")
+    assert index.add(folder).failed[0].source.endswith("\\udce9")
+    assert index.add(docs).failed[-1].source.endswith("\\udce9/x.txt")
+
+
+def test_a_file_without_text_any_more_leaves_the_index(index: Index, docs: Path) -> None:
+    rows = docs / "rows.jsonl"
+    rows.write_text('{"text": "one"}\n{"text": "two"}')
+    index.add(docs)
+    (docs / "ledger.txt").write_text("")
+    (docs / "clock.md").write_text(" \n")
+    rows.write_text('{"text": ""}')
+    foretold = index.add(docs, dry_run=True)
+    assert len(index.documents()) == 5
+    report = index.add(docs)
+    assert report.removed == foretold.removed
+    assert {Path(source).name for source in report.removed} == {
+        "ledger.txt",
+        "clock.md",
+        "rows.jsonl#1",
+        "rows.jsonl#2",
+    }
+    assert len(report.failed) == 3
+    assert not any("stays" in failed.reason for failed in report.failed)
+    assert [Path(row.source).name for row in index.documents()] == ["fox.txt"]
+    assert not index.add(docs).removed
+    (docs / "ledger.txt").write_text("Ines is back.")
+    assert len(index.add(docs).added) == 1
 
 
 # -- settings --------------------------------------------------------------------------------
@@ -131,6 +190,9 @@ def test_chunks_longer_than_the_context_are_refused(make_index: MakeIndex) -> No
         ({"tenant_salt": b"x" * 65}, "1 to 64 bytes"),
         ({"codec": "zip"}, "no codec 'zip'"),
         ({"embedding": "zip"}, "no embedding 'zip'"),
+        ({"device": "abacus"}, "device 'abacus' cannot be used"),
+        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
+        ({"device": "meta"}, "device meta was asked for, but the model given is on cpu"),
         ({"dtype": "float16"}, "float16 was asked for, but the model given is loaded in float32"),
     ],
 )

@@ -106,6 +106,12 @@ def test_a_tiny_limit_is_refused() -> None:
         cut("x", 8)
 
 
+def test_no_two_documents_have_a_chunk_of_the_same_id() -> None:
+    given = [Document("q", "0\0b"), Document("q\x000", "b"), Document("q", "\0b")]
+    ids = {chunk_document(document, make_tokenizer(), 32)[0].chunk_id for document in given}
+    assert len(ids) == 3
+
+
 def test_same_text_elsewhere_has_another_id_but_the_same_tokens() -> None:
     first, second = (
         chunk_document(Document(source, "same text"), make_tokenizer(), 32)[0] for source in "ab"

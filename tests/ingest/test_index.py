@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -280,6 +281,33 @@ def test_an_index_opens_without_weights(
         )
         assert opened.verify().ok
         assert opened.stats().num_documents == 3
+
+
+def test_the_device_reaches_the_model(
+    tmp_path: Path, model: KVModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.support.rag import save_model
+
+    save_model(tmp_path / "model")
+    asked: list[str | None] = []
+    load = KVModel.load
+
+    def note(*args: Any, device: str | None = None, **named: Any) -> KVModel:
+        asked.append(device)
+        return load(*args, device=device, **named)
+
+    monkeypatch.setattr(KVModel, "load", note)
+    settings = {"model": tmp_path / "model", "embedding": "hashing"}
+    Index.create(tmp_path / "i", device="cpu", **settings).close()
+    Index.create(tmp_path / "j", **settings).close()
+    for device in ("cpu", None):
+        with Index.open(tmp_path / "i", device=device) as opened:
+            assert opened.model.device.type == "cpu"
+    assert asked == ["cpu", None, "cpu", None]
+    with pytest.raises(ParameterError, match="device 'abacus' cannot be used"):
+        Index.open(tmp_path / "i", device="abacus")
+    with pytest.raises(ParameterError, match="meta was asked for, but the model given is on cpu"):
+        Index.open(tmp_path / "i", model=load(tmp_path / "model"), device="meta")
 
 
 def test_an_embedding_object_is_asked_for_again(

@@ -205,6 +205,7 @@ def test_metadata_becomes_plain_json() -> None:
         "set": {3},
         "half": "\ud800",
         "deep": {"x": (1, None, True)},
+        "key \udce9": Path("/\udce9"),
     }
     plain = plain_metadata(values)
     assert plain == {
@@ -214,5 +215,6 @@ def test_metadata_becomes_plain_json() -> None:
         "set": [3],
         "half": "?",
         "deep": {"x": [1, None, True]},
+        "key ?": "/?",
     }
     json.dumps(plain, allow_nan=False)
