@@ -34,7 +34,6 @@ _OPTIONAL = {
     "llama-index-core": "kvrag[llama-index]",
     "pypdf": "kvrag[ingest]",
     "python-docx": "kvrag[ingest]",
-    "beautifulsoup4": "kvrag[ingest]",
     "matplotlib": "kvrag[bench]",
 }
 _LOW_DISK_BYTES = 2 * 1024**3
