@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
-from kvrag.kvcache import ChunkKV, FusedKV, KVSpec
+from kvrag.kvcache import DTYPES, ChunkKV, FusedKV, KVSpec
 from kvrag.models.attention import RowMask, lock_of, row_attention
 from kvrag.models.caches import CaptureCache, ProjectionDone, ProjectionProbe, RowWriter
 from kvrag.models.families import find_family, project_logits, sliding_windows
@@ -35,8 +35,6 @@ from kvrag.models.loading import (
     tokenizer_fingerprint,
 )
 from kvrag.positions.rotary import RotaryPositions, RotaryTable
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Rows a layer computes at once: few enough that a block's MLP activations stay small beside the
 # fused KV, many enough that its matrix products run at full speed.
@@ -78,9 +76,9 @@ class KVModel:
     ) -> None:
         config = hf.config
         self.family = find_family(hf)
-        if hf.dtype not in _DTYPES.values():
+        if hf.dtype not in DTYPES.values():
             raise UnsupportedModelError(
-                f"weights of type {hf.dtype} are not supported; expected {', '.join(_DTYPES)}"
+                f"weights of type {hf.dtype} are not supported; expected {', '.join(DTYPES)}"
             )
         self.hf = hf
         # A copy: fast tokenizers keep the truncation and padding of their last call, and another
@@ -148,9 +146,9 @@ class KVModel:
             model.eval()  # type: ignore[no-untyped-call]
             return cls(model, tokenizer)
         if isinstance(dtype, str):
-            if dtype not in _DTYPES:
-                raise ParameterError(f"dtype {dtype!r}: expected one of {', '.join(_DTYPES)}")
-            dtype = _DTYPES[dtype]
+            if dtype not in DTYPES:
+                raise ParameterError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+            dtype = DTYPES[dtype]
         path = resolve_model(model)
         if tokenizer is not None:
             return cls(load_weights(model, dtype, device), tokenizer, name=str(model))
