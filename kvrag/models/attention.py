@@ -73,9 +73,10 @@ def _row_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if kwargs.get("softcap") is not None:
-        return _row_attention_eager(
-            module, query, key, value, attention_mask, scaling, dropout, **kwargs
-        )
+        # Whatever the installed Transformers does with soft-capping here (older ones ignore it,
+        # newer ones refuse it), the plain pipeline does as well.
+        mask = attention_mask.dense(key.shape[2])[None, None]
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
     _, num_heads, num_rows, head_dim = query.shape
     num_kv_heads = key.shape[1]
     num_groups = num_heads // num_kv_heads
@@ -134,7 +135,9 @@ def row_attention(model: PreTrainedModel) -> Iterator[None]:
     """Make `model` use row attention inside the block. Hold `lock_of` the model."""
     config = model.config
     original = config._attn_implementation
-    config._attn_implementation = _OVER_EAGER if original == "eager" else _OVER_SDPA
+    # Flash and flex kernels know soft-capping; of ours only the eager one does.
+    capped = original != "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None
+    config._attn_implementation = _OVER_EAGER if original == "eager" or capped else _OVER_SDPA
     try:
         yield
     finally:
