@@ -1,0 +1,96 @@
+"""The speed benches on a model of test size: every path, no figure worth quoting."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from kvrag.bench.floor import FloorMeter
+from kvrag.bench.ingest import IngestOptions, run_ingest_bench
+from kvrag.bench.memory import peak_bytes
+from kvrag.bench.shapes import random_model, random_text
+from kvrag.bench.ttft import TTFTOptions, run_ttft_bench
+from kvrag.errors import ParameterError
+from kvrag.fusion.report import FusionReport
+
+
+def test_ttft_rows_have_the_promised_columns() -> None:
+    options = TTFTOptions(
+        shape="test", num_chunks=3, chunk_tokens=(40, 80), policies=("none", "deviation"), repeats=1
+    )
+    rows = list(run_ttft_bench(options))
+    assert [(row.chunk_tokens, row.policy) for row in rows] == [
+        (40, "none"),
+        (40, "deviation"),
+        (80, "none"),
+        (80, "deviation"),
+    ]
+    promised = {
+        "model", "policy", "ratio", "num_chunks", "chunk_tokens", "context_tokens",
+        "plain_ttft_seconds", "ttft_seconds", "speedup", "floor_seconds", "floor_ratio",
+        "peak_bytes",
+    }  # fmt: skip
+    assert promised <= set(json.loads(json.dumps(asdict(rows[0]))))
+    for row in rows:
+        assert row.context_tokens == 3 * row.chunk_tokens + 1
+        assert row.speedup == pytest.approx(row.plain_ttft_seconds / row.ttft_seconds)
+        assert row.floor_seconds > 0
+
+
+def test_the_ingest_row_is_a_ratio_of_its_own_figures() -> None:
+    row = run_ingest_bench(
+        IngestOptions(
+            shape="test", num_chunks=4, chunk_tokens=(20, 50), batch_sizes=(1, 2), repeats=1
+        )
+    )
+    assert row.num_tokens == 140
+    assert row.prefill_batch_size in (1, 2)
+    assert row.share == pytest.approx(row.ingest_tokens_per_second / row.prefill_tokens_per_second)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunk_tokens": ()},
+        {"policies": ()},
+        {"repeats": 0},
+        {"num_chunks": 0},
+    ],
+)
+def test_options_that_measure_nothing_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ParameterError, match="must be 1 or more"):
+        TTFTOptions(**options)  # type: ignore[arg-type]
+
+
+def test_a_prompt_beyond_the_context_is_refused_before_anything_runs() -> None:
+    options = TTFTOptions(shape="test", num_chunks=100, chunk_tokens=(500,))
+    with pytest.raises(ParameterError, match="do not fit the 4096"):
+        next(run_ttft_bench(options))
+
+
+def test_random_texts_have_the_length_asked_for() -> None:
+    model = random_model("test")
+    for length in (1, 7, 100):
+        text = random_text(model, length, seed=length)
+        assert len(model.tokenizer(text, add_special_tokens=False)["input_ids"]) == length
+    with pytest.raises(ParameterError, match=r"unknown shape 'huge'; known: qwen2.5-0.5b, test"):
+        random_model("huge")
+
+
+def test_peak_memory_sees_what_was_held_only_for_a_while() -> None:
+    size = 64 * 1024 * 1024
+    found = peak_bytes(lambda: len(bytearray(b"x") * size))
+    assert 0.9 * size < found < 1.5 * size
+
+
+def test_the_floor_grows_with_the_rows_computed() -> None:
+    meter = FloorMeter(random_model("test"))
+
+    def report(*rows: int) -> FusionReport:
+        return FusionReport("none", 1000, 0, 0, 0, 1000, 0, 10**6, {}, rows)
+
+    few, many = meter.measure(report(10, 10, 10)), meter.measure(report(1000, 1000, 1000))
+    assert few.matrix_seconds < many.matrix_seconds
+    assert few.copy_seconds == many.copy_seconds > 0
