@@ -113,6 +113,8 @@ def retrieve(
     started = time.perf_counter()
     hits = index.search(question, settings.top_k)
     seconds = time.perf_counter() - started
+    if not hits:
+        console.note("the index is empty: the model answers without documents")
     chunks = reading_order([hit.chunk for hit in hits])
     texts = [chunk.text for chunk in chunks]
     chunk_ids = tuple(chunk.chunk_id for chunk in chunks)

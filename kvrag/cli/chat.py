@@ -37,6 +37,7 @@ class _Refused:
 def chat(
     index: o.IndexOption,
     model: o.ModelOption = None,
+    device: o.DeviceOption = None,
     top_k: o.TopKOption = o.DEFAULT_TOP_K,
     policy: o.PolicyOption = o.DEFAULT_POLICY,
     ratio: o.RatioOption = None,
@@ -71,7 +72,7 @@ def chat(
         seed=seed,
         use_chat_template=not no_chat,
     )
-    with open_index(index, model) as opened:
+    with open_index(index, model, device) as opened:
         engine = make_engine(opened, settings)
         if history and not converses(opened, settings):
             raise ParameterError(

@@ -82,6 +82,7 @@ def demo(
     model: Annotated[
         str, typer.Option("--model", "-m", help="Folder or hub name of a decoder.")
     ] = "kvrag-tiny",
+    device: o.DeviceOption = None,
     top_k: o.TopKOption = 5,
     chunk_tokens: Annotated[int, typer.Option(help="Longest chunk, in tokens.")] = 64,
     ratio: o.RatioOption = None,
@@ -121,7 +122,10 @@ def demo(
     with tempfile.TemporaryDirectory(prefix="kvrag-demo-") as scratch:
         with console.working(f"indexing {console.short_path(str(folder))} with {model}"):
             index = Index.create(
-                keep or Path(scratch) / "index", model=model, chunk_tokens=chunk_tokens
+                keep or Path(scratch) / "index",
+                model=model,
+                chunk_tokens=chunk_tokens,
+                device=device,
             )
             ingested = index.add([folder])
         with index:

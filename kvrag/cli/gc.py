@@ -15,4 +15,8 @@ def gc(index: o.IndexOption, as_json: o.JsonOption = False) -> None:
     if as_json:
         console.print_json(report)
     else:
-        console.print_fields(console.plain(report))
+        size = console.format_bytes(report.size_bytes)
+        console.write(
+            f"deleted: {report.num_records:,} records ({size}), "
+            f"{report.num_temporary_files:,} temporary files\n"
+        )

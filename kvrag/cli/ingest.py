@@ -40,6 +40,7 @@ def ingest(
     ],
     index: o.IndexOption,
     model: o.ModelOption = None,
+    device: o.DeviceOption = None,
     embedding: Annotated[
         str | None,
         typer.Option(
@@ -76,7 +77,7 @@ def ingest(
     quiet_libraries()
     settings = _Settings(embedding, codec, chunk_tokens)
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
-        opened = _open_or_create(index, model, settings, Path(scratch) if dry_run else None)
+        opened = _open_or_create(index, model, device, settings, Path(scratch) if dry_run else None)
         with opened, IngestBar(opened.path) as bar:
             report = opened.add(paths, dry_run=dry_run, on_progress=bar.update)
     if as_json:
@@ -90,7 +91,7 @@ def ingest(
 def _print_report(report: IngestReport) -> None:
     for failed in report.failed:
         place = console.short_path(failed.source)
-        reason = failed.reason.removeprefix(f"{failed.source}: ")
+        reason = failed.reason.removeprefix(failed.source).lstrip(":, ")
         print(f"left out: {place}: {reason}", file=sys.stderr)
     size = console.format_bytes(report.size_bytes)
     if report.dry_run:
@@ -113,13 +114,17 @@ def _print_report(report: IngestReport) -> None:
 
 
 def _open_or_create(
-    path: Path, model: str | None, settings: _Settings, scratch: Path | None
+    path: Path,
+    model: str | None,
+    device: str | None,
+    settings: _Settings,
+    scratch: Path | None,
 ) -> Index:
     """Open the index at `path`, or make one; a dry run makes it in `scratch`, to be thrown away."""
     from kvrag.ingest.index import Index
 
     try:
-        opened = Index.open(path, model=model)
+        opened = Index.open(path, model=model, device=device)
     except IndexNotFoundError:
         if model is None:
             console.note(f"no --model given: the index is made with the embedded {_DEFAULT_MODEL}")
@@ -131,16 +136,34 @@ def _open_or_create(
             chunk_tokens=(
                 _DEFAULT_CHUNK_TOKENS if settings.chunk_tokens is None else settings.chunk_tokens
             ),
+            device=device,
         )
-    for name, wanted in asdict(settings).items():
-        recorded = getattr(opened.config, name)
-        if wanted is not None and recorded not in (wanted, _as_folder(wanted)):
-            opened.close()
-            raise ParameterError(
-                f"the index at {path} was made with {name}={recorded}, asked for {wanted}: "
-                "leave the option out, or make a new index in another folder"
-            )
+    try:
+        for name, wanted in asdict(settings).items():
+            recorded = getattr(opened.config, name)
+            if wanted is not None and recorded not in (wanted, _as_folder(wanted)):
+                raise ParameterError(
+                    f"the index at {path} was made with {name}={recorded}, asked for {wanted}: "
+                    "leave the option out, or make a new index in another folder"
+                )
+        if model is not None:
+            _check_model(opened, model)
+    except BaseException:
+        opened.close()
+        raise
     return opened
+
+
+def _check_model(opened: Index, model: str) -> None:
+    """Raise unless a model is the index's, also where there will be nothing to compute with it."""
+    from kvrag.models.loading import resolve_model
+
+    # The recorded place needs no look at the weights, which are checked when they are loaded.
+    if resolve_model(model) == opened.config.model or model == opened.config.model:
+        _ = opened.tokenizer
+    else:
+        with console.working("loading the model"):
+            _ = opened.model
 
 
 def _as_folder(value: str | int) -> str:

@@ -20,12 +20,12 @@ def quiet_libraries() -> None:
     quiet.disable_progress_bar()
 
 
-def open_index(path: Path, model: str | None = None) -> Index:
+def open_index(path: Path, model: str | None = None, device: str | None = None) -> Index:
     """Open an index without loading its model."""
     from kvrag.ingest.index import Index
 
     quiet_libraries()
-    return Index.open(path, model=model)
+    return Index.open(path, model=model, device=device)
 
 
 def warm_up(index: Index) -> None:

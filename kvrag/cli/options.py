@@ -20,6 +20,10 @@ ModelOption = Annotated[
         show_default=False,
     ),
 ]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(help="Where the model runs, such as 'cuda'. Default: cpu.", show_default=False),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document and nothing else.")
 ]

@@ -18,6 +18,7 @@ def query(
     question: Annotated[str, typer.Argument(help="The question.")],
     index: o.IndexOption,
     model: o.ModelOption = None,
+    device: o.DeviceOption = None,
     top_k: o.TopKOption = o.DEFAULT_TOP_K,
     policy: o.PolicyOption = o.DEFAULT_POLICY,
     ratio: o.RatioOption = None,
@@ -49,7 +50,7 @@ def query(
         seed=seed,
         use_chat_template=not no_chat,
     )
-    with open_index(index, model) as opened:
+    with open_index(index, model, device) as opened:
         engine = make_engine(opened, settings)
         warm_up(opened)
         retrieved = retrieve(opened, question, settings)

@@ -15,11 +15,13 @@ from kvrag.ingest.index import Index
 
 # What was opened is told by its index.json, which is written once: a folder that was deleted and
 # made again is another index.
-_opened: dict[tuple[str, str | None], tuple[tuple[int, ...] | None, Index]] = {}
+_opened: dict[tuple[str, str | None, str | None], tuple[tuple[int, ...] | None, Index]] = {}
 _opening = threading.Lock()
 
 
-def shared_index(index: Index | str | Path, *, model: str | None = None) -> Index:
+def shared_index(
+    index: Index | str | Path, *, model: str | None = None, device: str | None = None
+) -> Index:
     """Return `index` if it is one, else the process's index for that folder.
 
     Parameters
@@ -27,7 +29,10 @@ def shared_index(index: Index | str | Path, *, model: str | None = None) -> Inde
     index
         An opened index, or the folder of one.
     model
-        Where to take the model from, if not from where the index says; only with a folder.
+        Where to take the model from, if not from where the index says; an opened index is
+        then opened once more, from its folder.
+    device
+        Where the model runs, such as ``"cuda"``; as with `model`.
 
     Raises
     ------
@@ -35,15 +40,17 @@ def shared_index(index: Index | str | Path, *, model: str | None = None) -> Inde
         As `Index.open` does.
     """
     if isinstance(index, Index):
-        return index if model is None else shared_index(index.path, model=model)
+        if model is None and device is None:
+            return index
+        return shared_index(index.path, model=model, device=device)
     path = Path(index).expanduser().resolve()
-    key = (str(path), model)
+    key = (str(path), model, device)
     with _opening:
         identity = _identity(path)
         known = _opened.get(key)
         if known is not None and known[0] == identity:
             return known[1]
-        opened = Index.open(path, model=model)
+        opened = Index.open(path, model=model, device=device)
         _opened[key] = (identity, opened)
         return opened
 

@@ -77,6 +77,8 @@ class EngineSettings(BaseModel):
     model
         Where to take the model from (a folder or a hub name) if not from where the index says.
         It must be the model the index was made with; anything else raises IndexMismatchError.
+    device
+        Where the model runs, such as ``"cuda"``; None means the CPU.
     policy, ratio, boundary_tokens
         How much of the reused KV is recomputed; see `kvrag.KVEngine`.
     temperature, top_p, top_k, repetition_penalty, seed
@@ -102,6 +104,7 @@ class EngineSettings(BaseModel):
 
     index: Index | str | Path = Field(default_factory=_index_from_environment)
     model: str | None = None
+    device: str | None = None
     policy: str = "deviation"
     ratio: float | None = Field(default=None, ge=0.0, le=1.0)
     boundary_tokens: int | None = Field(default=None, ge=1)
@@ -231,7 +234,7 @@ class EngineSettings(BaseModel):
     def engine(self, model: str | None = None) -> KVEngine:
         """Return the engine that answers, opening index and model if this is the first call."""
         model = model or self.model
-        index = shared_index(self.index, model=model)
+        index = shared_index(self.index, model=model, device=self.device)
         engine = self._engines.get(model)
         if engine is None or engine.index is not index:
             # Two threads may both get here; their engines are interchangeable.
@@ -268,6 +271,7 @@ class EngineSettings(BaseModel):
         # LangChain overwrites "stop" with the call's own, which may be None.
         identity["default_stop"] = self.stop
         identity["timeout"] = self.timeout
+        identity["device"] = self.device
         try:
             identity |= recorded_identity(shared_index(self.index))
         except (KVRagError, OSError):

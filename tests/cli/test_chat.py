@@ -66,6 +66,7 @@ def test_a_refused_question_is_a_turn_of_the_json(run: Run, index_folder: Path) 
         (("--seed", "-1"), "seed"),
         (("--policy", "nonsense"), "none, boundary, deviation"),
         (("--history", "2", "--no-chat"), "--history 2"),
+        (("--device", "nonsense"), "device 'nonsense'"),
     ],
 )
 def test_bad_values_are_named_before_any_question(

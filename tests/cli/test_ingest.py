@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Run
+from tests.support.models import make_model, make_tokenizer
 
 
 @pytest.fixture
@@ -46,6 +48,7 @@ def test_settings_of_an_index_cannot_change(run: Run, common: tuple[object, ...]
         (("--codec", "zip"), "raw"),
         (("--embedding", "nope"), "minilm"),
         (("--chunk-tokens", "0"), "chunk_tokens"),
+        (("--device", "nonsense"), "device 'nonsense'"),
     ],
 )
 def test_bad_settings_are_named(
@@ -76,13 +79,34 @@ def test_missing_model(run: Run, tmp_path: Path, documents: Path) -> None:
     assert "gone" in done.err
 
 
+def test_another_model_is_refused_even_where_nothing_is_to_be_done(
+    run: Run, common: tuple[object, ...], documents: Path, tmp_path: Path
+) -> None:
+    assert run(*common).code == 0
+    make_model("llama", seed=7).save_pretrained(tmp_path / "other")
+    make_tokenizer().save_pretrained(tmp_path / "other")
+    again = ("ingest", documents, "--index", common[3], "--model")
+    for model, message in ((tmp_path / "gone", "no model at"), (tmp_path / "other", "fingerprint")):
+        done = run(*again, model)
+        assert done.code == 1
+        assert message in done.err
+    shutil.copytree(str(common[5]), tmp_path / "copy")
+    for model in (common[5], tmp_path / "copy"):
+        done = run(*again, model, "--json")
+        assert done.code == 0, done.err
+        assert done.json["num_tokens_computed"] == 0
+
+
 def test_unreadable_files_are_named_and_the_rest_is_kept(
     run: Run, common: tuple[object, ...], documents: Path
 ) -> None:
     (documents / "empty.txt").write_text("")
     (documents / "broken.pdf").write_bytes(b"%PDF-1.4 nothing")
+    (documents / "rows.jsonl").write_text('{"text": 1\n')
     done = run(*common)
     assert "empty.txt" in done.out + done.err
     assert "broken.pdf" in done.out + done.err
+    assert done.err.count("rows.jsonl") == 1
+    assert "line 1" in done.err
     listed = run("ls", "--index", common[3])
     assert "harbour.txt" in listed.out

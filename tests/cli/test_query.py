@@ -63,6 +63,7 @@ def test_k_chunks_are_used(run: Run, index_folder: Path) -> None:
         (("--max-tokens", "0"), "max_tokens"),
         (("--temperature", "-1"), "temperature"),
         (("--boundary-tokens", "3"), "boundary_tokens"),
+        (("--device", "nonsense"), "device 'nonsense'"),
     ],
 )
 def test_bad_values_are_named(
@@ -82,6 +83,18 @@ def test_empty_question(run: Run, index_folder: Path) -> None:
     assert "question" in done.err
 
 
+def test_an_empty_index_is_told(
+    run: Run, index_folder: Path, documents: Path, model_folder: Path
+) -> None:
+    for path in [*documents.rglob("*.txt"), *documents.rglob("*.md")]:
+        path.unlink()
+    emptied = run("ingest", documents, "--index", index_folder)
+    assert emptied.code == 0, emptied.err
+    done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 2)
+    assert done.code == 0
+    assert "empty" in done.err
+
+
 def test_missing_index(run: Run, tmp_path: Path) -> None:
     done = run("query", "--index", tmp_path / "nowhere", QUESTION)
     assert done.code == 1
@@ -94,6 +107,11 @@ def test_foreign_folder_is_no_index(run: Run, tmp_path: Path) -> None:
     done = run("query", "--index", tmp_path, QUESTION)
     assert done.code == 1
     assert "index.json" in done.err
+
+
+def test_device(run: Run, index_folder: Path) -> None:
+    done = run("query", "--index", index_folder, QUESTION, "--device", "cpu", "--max-tokens", 2)
+    assert done.code == 0, done.err
 
 
 def test_another_model_is_refused(run: Run, index_folder: Path, tmp_path: Path) -> None:

@@ -194,6 +194,14 @@ def test_index_and_model_are_shared(rag: Rag) -> None:
     assert KVRagLLM(index=rag.index).engine().index is rag.index
 
 
+def test_device(rag: Rag) -> None:
+    on_cpu = KVRagLLM(index=rag.path, max_tokens=2, device="cpu")
+    assert on_cpu.invoke(PROMPT) == KVRagLLM(index=rag.path, max_tokens=2).invoke(PROMPT)
+    assert on_cpu.engine().index.model.device.type == "cpu"
+    with pytest.raises(ParameterError, match="device 'nonsense'"):
+        KVRagLLM(index=rag.path, device="nonsense").invoke(PROMPT)
+
+
 def test_a_folder_made_anew_is_another_index(rag: Rag, tmp_path: Path) -> None:
     path = tmp_path / "index"
     llm = KVRagLLM(index=path, max_tokens=2)
