@@ -109,6 +109,13 @@ def test_foreign_folder_is_no_index(run: Run, tmp_path: Path) -> None:
     assert "index.json" in done.err
 
 
+@pytest.mark.parametrize("arguments", [("--max-tokens", "many"), ("-k", "0"), ("--bogus",)])
+def test_what_help_rules_out_is_a_usage_error(
+    run: Run, index_folder: Path, arguments: tuple[str, ...]
+) -> None:
+    assert run("query", "--index", index_folder, QUESTION, *arguments).code == 2
+
+
 def test_device(run: Run, index_folder: Path) -> None:
     done = run("query", "--index", index_folder, QUESTION, "--device", "cpu", "--max-tokens", 2)
     assert done.code == 0, done.err
