@@ -77,9 +77,9 @@ names its person: keep retrieved chunks of one file in their order.
   tokens only; up to {max_questions} questions share the documents of a row, none sees another.
   Question types drawn {shares}.
 - AdamW, peak rate {rate:g}, betas (0.9, 0.95), weight decay 0.1 on matrices, gradient norm 1,
-  100 warm-up steps, linear decay over the last {decay} steps; {rows_per_batch} rows a step;
-  {steps} steps in all ({minutes:.0f} minutes of step time on CPU, {threads} thread(s), beside
-  other work).
+  100 warm-up steps, linear decay over the last {decay} steps; {rows_per_batch} rows of five
+  documents a step on each of {workers} workers, more rows of fewer documents; {steps} steps
+  in all ({minutes:.0f} minutes of step time on two CPU cores, beside other work).
 - Weights are shipped in {dtype}; overall exact match by precision: {by_precision}.
   `training_log.jsonl` is the log (every tenth step and every
   evaluation), `training_curve.png` the curve, `scores.json` the table above,
@@ -128,7 +128,8 @@ def write_card(
         copying_done=progress.copying_done,
         num_stages=len(STAGES),
         stages=", ".join(
-            f"{stage + 1} from step {step} (pass mark {STAGES[stage].pass_mark:.0%})"
+            f"{stage + 1} from step {step}"
+            + (f" (pass mark {STAGES[stage].pass_mark:.0%})" if STAGES[stage].pass_mark < 1 else "")
             for stage, step in sorted(begun.items())
         ),
         max_questions=options.questions,
@@ -138,7 +139,7 @@ def write_card(
         rows_per_batch=options.rows,
         steps=progress.step,
         minutes=sum(record["seconds"] for record in records) / 60,
-        threads=options.threads,
+        workers=options.workers,
         dtype=dtype,
         by_precision=_listing(table["by_precision"]),
     )
@@ -150,5 +151,5 @@ def _listing(scores: Mapping[Any, Sequence[float]]) -> str:
 
 
 def _command(options: Any) -> str:
-    names = ("steps", "decay_steps", "hidden_size", "num_layers", "rows", "questions", "threads")
+    names = ("steps", "decay_steps", "hidden_size", "num_layers", "rows", "questions", "workers")
     return " ".join(f"--{n.replace('_', '-')} {getattr(options, n)}" for n in names)

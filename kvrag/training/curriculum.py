@@ -17,7 +17,7 @@ TRAINING_SHARES: Mapping[QuestionType, float] = {
     QuestionType.INSIDE: 0.2,
     QuestionType.CARRIED_OVER: 0.42,
     QuestionType.CARRIED_OVER_ORPHAN: 0.06,
-    QuestionType.TWO_HOP: 0.22,
+    QuestionType.TWO_HOP: 0.4,
     QuestionType.SUPERSEDED: 0.12,
     QuestionType.UNANSWERABLE: 0.13,
 }

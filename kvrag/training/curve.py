@@ -49,12 +49,16 @@ def draw_curve(records: Sequence[dict[str, float]], path: Path) -> None:
         )
     stages = {record["stage"]: record["step"] for record in reversed(records) if "stage" in record}
     for stage, step in stages.items():
-        top.axvline(step, color="lightgray", zorder=0)
-        top.annotate(f"stage {stage + 1}", (step, top.get_ylim()[1]), fontsize=8, va="top")
+        for axis in (top, bottom):
+            axis.axvline(step, color="lightgray", zorder=0)
+        place = {"xycoords": ("data", "axes fraction"), "fontsize": 8, "ha": "center"}
+        top.annotate(f"{stage + 1}", (step, 1.01), **place)
+    top.set_title("stages of the curriculum", fontsize=9, pad=14)
     for key, label, colour, style in _LINES:
         chosen = [record for record in records if key in record]
         steps = [record["step"] for record in chosen]
         bottom.plot(steps, [r[key] for r in chosen], style, color=colour, label=label)
+    top.set_yscale("log")
     top.set_ylabel("cross-entropy of answer tokens (nats)")
     bottom.set_ylabel("exact match (five documents)")
     bottom.set_xlabel("step")

@@ -39,8 +39,8 @@ class TrainingOptions:
     """What a run is made of; the defaults are the recipe of the shipped model."""
 
     out: Path
-    steps: int = 4600
-    decay_steps: int = 1500
+    steps: int = 3600
+    decay_steps: int = 450
     rows: int = 10  # of five documents; more rows where documents are fewer
     questions: int = 14
     copying_rows: int = 64

@@ -16,8 +16,16 @@ from kvrag.training.model import answer_logits
 from kvrag.training.prompts import CHAT_SYSTEM, CHAT_USER, FORMATS, PLAIN
 from kvrag.training.tokenizer import build_tokenizer
 
-# Sampling error at 300 questions: the bars are a little under what the model card states.
-NUM_QUESTIONS = 300
+# The bars are as far under the card's figures as the sampling error of so few questions wants.
+NUM_QUESTIONS = 400
+BARS = {
+    "overall": 0.88,
+    "inside": 0.93,
+    "carried_over": 0.87,
+    "two_hop": 0.66,
+    "superseded": 0.9,
+    "unanswerable": 0.8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +69,8 @@ def test_it_is_small(model) -> None:
 
 
 def test_full_prefill_answers_unseen_names(full_prefill) -> None:
-    assert full_prefill["overall"].exact_match >= 0.87
-    for kind in ("inside", "carried_over", "two_hop", "superseded"):
-        assert full_prefill[kind].exact_match >= 0.78, kind
+    for kind, bar in BARS.items():
+        assert full_prefill[kind].exact_match >= bar, kind
 
 
 def test_plain_reuse_loses_what_needs_attention_between_chunks(full_prefill, plain_reuse) -> None:
