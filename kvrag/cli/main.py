@@ -9,6 +9,7 @@ import typer
 
 import kvrag
 from kvrag.cli.bench import bench_ttft
+from kvrag.cli.bench_quality import bench_quality
 from kvrag.cli.chat import chat
 from kvrag.cli.demo import demo
 from kvrag.cli.doctor import doctor
@@ -58,6 +59,7 @@ app.command("gc")(guarded(gc))
 app.command("doctor")(guarded(doctor))
 app.command("demo")(guarded(demo))
 bench_app.command("ttft")(guarded(bench_ttft))
+bench_app.command("quality")(guarded(bench_quality))
 app.add_typer(bench_app, name="bench")
 
 

@@ -1,0 +1,291 @@
+"""`kvrag bench quality`: who takes part, and the run over all questions."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrag.bench.quality import metrics
+from kvrag.bench.quality.answers import Answerer, FusedAnswer, ReferenceAnswer
+from kvrag.bench.quality.bank import ChunkBank
+from kvrag.bench.quality.datasets import GENERATED, load_questions
+from kvrag.bench.quality.questions import JudgedQuestion, RenderedPrompt, render
+from kvrag.bench.quality.rows import OVERALL, Judgement, QualityRow, TextScores, make_row
+from kvrag.codec.registry import get_codec
+from kvrag.errors import ParameterError
+from kvrag.fusion.layout import Layout
+from kvrag.fusion.policies.base import RecomputePolicy, check_ratio
+from kvrag.fusion.policies.registry import make_policy
+from kvrag.models.kv_model import KVModel
+from kvrag.models.loading import load_tokenizer
+
+
+@dataclass(frozen=True)
+class QualityOptions:
+    """What to judge.
+
+    Attributes
+    ----------
+    model
+        A model folder or name, or a loaded `KVModel`.
+    data
+        ``"generated"`` or the path of a data set (`load_questions`).
+    policies, ratios
+        Each policy is judged at each ratio; ``none`` once.
+    codecs
+        Chunks are stored through each.
+    num_questions
+        The first so many; None takes them all (1,000 generated ones).
+    max_tokens
+        Tokens of an answer at the most.
+    use_chat_template
+        Ask through the model's chat template where it has one.
+    seed, num_documents
+        Of generated questions.
+    device
+        Where the model runs; None means the CPU.
+    """
+
+    model: str | KVModel = "kvrag-tiny"
+    data: str = GENERATED
+    policies: Sequence[str] = ("none", "boundary", "deviation")
+    ratios: Sequence[float] = (0.05, 0.15, 0.3)
+    codecs: Sequence[str] = ("raw",)
+    num_questions: int | None = None
+    max_tokens: int = 16
+    use_chat_template: bool = True
+    seed: int = 2024
+    num_documents: int = 5
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A policy at a ratio over a codec."""
+
+    policy: str
+    ratio: float | None
+    codec: str
+
+    def policy_for(self, layout: Layout) -> RecomputePolicy:
+        """Return the policy with the parameters that spend the ratio on this prompt."""
+        if self.policy == "none" or self.ratio is None:
+            return make_policy(self.policy)
+        if self.policy == "boundary":
+            if self.ratio == 0.0:
+                return make_policy("none")
+            return make_policy("boundary", boundary_tokens=boundary_tokens(layout, self.ratio))
+        return make_policy(self.policy, ratio=self.ratio)
+
+
+def boundary_tokens(layout: Layout, ratio: float) -> int:
+    """Return the fewest tokens a chunk with which ``boundary`` recomputes at least `ratio`.
+
+    So policies that take a ratio and this one, which takes a length, spend alike.
+    """
+    lengths = [span.length for span in layout.spans if not layout.is_exact(span)]
+    wanted = ratio * sum(lengths)
+    tokens = 1
+    while sum(min(length, tokens) for length in lengths) < wanted:
+        tokens += 1
+    return tokens
+
+
+def contestants(options: QualityOptions) -> list[Contestant]:
+    """Return all that take part, in the order asked for.
+
+    Raises
+    ------
+    ParameterError
+        For an unknown policy or codec, a ratio out of range, or nothing to judge.
+    """
+    for name in options.policies:
+        make_policy(name)
+    for ratio in options.ratios:
+        check_ratio(ratio)
+    for name in options.codecs:
+        get_codec(name)
+    if not options.policies or not options.codecs:
+        raise ParameterError("bench quality: at least one policy and one codec must be given")
+    if options.max_tokens < 1:
+        raise ParameterError(f"max_tokens {options.max_tokens}: expected at least 1")
+    if not options.ratios and set(options.policies) != {"none"}:
+        raise ParameterError("bench quality: only policy 'none' does without a ratio")
+    found = [
+        Contestant(policy, ratio, codec)
+        for codec in options.codecs
+        for policy in options.policies
+        for ratio in ([None] if policy == "none" else options.ratios)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def run_quality_bench(
+    options: QualityOptions, on_progress: Callable[[str], None] | None = None
+) -> list[QualityRow]:
+    """Judge every policy and codec against full prefill, on the same prompts.
+
+    Token ids are those of the plain pipeline, the same for all. The reference answers greedily
+    by the model's own forward; each contestant's distributions are taken behind the reference's
+    tokens, and its own greedy answer is scored as the reference's is.
+
+    Parameters
+    ----------
+    options
+        What to judge.
+    on_progress
+        Receives a line whenever there is something new to say.
+
+    Returns
+    -------
+    list of QualityRow
+        For each contestant a row over all questions, then one for each type of the data set.
+
+    Raises
+    ------
+    ParameterError, ModelLoadError, UnsupportedModelError
+        Before anything is computed.
+    """
+    say = on_progress or (lambda _: None)
+    entered = contestants(options)
+    say("reading the questions")
+    questions = load_questions(
+        options.data, options.num_questions, seed=options.seed, num_documents=options.num_documents
+    )
+    if not isinstance(options.model, KVModel):
+        load_tokenizer(options.model)  # fails in a moment where loading weights takes minutes
+    say("loading the model")
+    model = KVModel.load(options.model, device=options.device)
+    prompts = _prompts(model, questions, options)
+    left_out = Counter(question.type for question in questions) - Counter(
+        question.type for question, _ in prompts
+    )
+    bank = ChunkBank(
+        model,
+        (text for question, _ in prompts for text in question.texts),
+        [get_codec(name) for name in dict.fromkeys(options.codecs)],
+        lambda done, total: say(f"computing chunk {done:,} of {total:,}"),
+    )
+    judge = _Judge(bank, Answerer(model, options.max_tokens))
+    judged: dict[Contestant, list[Judgement]] = {contestant: [] for contestant in entered}
+    # The first forward pays for what every later one finds ready; let it not count.
+    judge.judge(*prompts[0], entered)
+    started = time.perf_counter()
+    for done, (question, prompt) in enumerate(prompts):
+        say(_progress(done, len(prompts), time.perf_counter() - started))
+        for contestant, judgement in zip(
+            entered, judge.judge(question, prompt, entered), strict=True
+        ):
+            judged[contestant].append(judgement)
+    dataset = options.data if options.data == GENERATED else Path(options.data).name
+    return [
+        make_row(
+            [j for j in judgements if kind in (OVERALL, j.question_type)],
+            model=model.name,
+            dataset=dataset,
+            question_type=kind,
+            policy=contestant.policy,
+            ratio=contestant.ratio,
+            codec=contestant.codec,
+            num_left_out=left_out.total() if kind == OVERALL else left_out[kind],
+        )
+        for contestant, judgements in judged.items()
+        for kind in _types(prompts)
+    ]
+
+
+def _types(prompts: Sequence[tuple[JudgedQuestion, RenderedPrompt]]) -> list[str]:
+    kinds = sorted({question.type for question, _ in prompts} - {"", OVERALL})
+    return [OVERALL, *kinds]
+
+
+def _prompts(
+    model: KVModel, questions: Sequence[JudgedQuestion], options: QualityOptions
+) -> list[tuple[JudgedQuestion, RenderedPrompt]]:
+    """Return the questions whose prompt and longest answer the model holds."""
+    kept = []
+    shortest: int | None = None
+    for question in questions:
+        prompt = render(
+            question.question, question.texts, model.tokenizer, options.use_chat_template
+        )
+        num_tokens = len(prompt.token_ids(model.tokenizer))
+        shortest = min(num_tokens, shortest or num_tokens)
+        if num_tokens + options.max_tokens <= model.max_positions:
+            kept.append((question, prompt))
+    if not kept:
+        raise ParameterError(
+            f"none of the {len(questions)} prompts fits {model.name}: the shortest has {shortest} "
+            f"tokens, and {options.max_tokens} of the {model.max_positions} it holds are kept "
+            "for the answer"
+        )
+    return kept
+
+
+class _Judge:
+    def __init__(self, bank: ChunkBank, answerer: Answerer) -> None:
+        self._bank = bank
+        self._answerer = answerer
+
+    def judge(
+        self, question: JudgedQuestion, prompt: RenderedPrompt, entered: Sequence[Contestant]
+    ) -> list[Judgement]:
+        """Return one judgement a contestant on one question."""
+        started = time.perf_counter()
+        token_ids = prompt.token_ids(self._bank.model.tokenizer)
+        tokenise_seconds = time.perf_counter() - started
+        started = time.perf_counter()
+        layout = self._bank.lay_out(prompt)
+        layout_seconds = time.perf_counter() - started
+        assert layout.token_ids == tuple(token_ids), "a cache never changes what is asked"
+        reference = self._answerer.reference(token_ids)
+        reference_scores = self._score(question, reference)
+        judgements = []
+        for contestant in entered:
+            given = self._answerer.fused(
+                layout,
+                self._bank.opener(contestant.codec),
+                contestant.policy_for(layout),
+                reference,
+            )
+            stored_bytes, stored_tokens = self._bank.stored(contestant.codec, question.texts)
+            report = given.report
+            judgements.append(
+                Judgement(
+                    question_type=question.type,
+                    given=self._score(question, given),
+                    reference=reference_scores,
+                    kl=given.kl,
+                    agrees=given.agrees,
+                    ttft_seconds=layout_seconds + given.ttft_seconds,
+                    plain_ttft_seconds=tokenise_seconds + reference.ttft_seconds,
+                    num_recomputed=report.num_recomputed,
+                    num_found=report.num_recomputed + report.num_reused,
+                    num_cached=report.num_cached,
+                    num_prompt=report.num_tokens,
+                    stored_bytes=stored_bytes,
+                    stored_tokens=stored_tokens,
+                )
+            )
+        return judgements
+
+    def _score(self, question: JudgedQuestion, answer: ReferenceAnswer | FusedAnswer) -> TextScores:
+        text = self._answerer.text(answer.token_ids, first_line_only=not question.is_summary)
+        return TextScores(
+            exact_match=metrics.exact_match(text, question.answers),
+            strict_match=metrics.strict_match(text, question.answers),
+            substring_match=metrics.substring_match(text, question.answers),
+            f1=metrics.token_f1(text, question.answers),
+            rouge_l=metrics.rouge_l(text, question.answers) if question.is_summary else None,
+        )
+
+
+def _progress(num_done: int, num_questions: int, seconds: float) -> str:
+    line = f"question {num_done + 1:,} of {num_questions:,}"
+    if num_done < 5:
+        return line
+    left = seconds / num_done * (num_questions - num_done)
+    return f"{line}, {left / 60:.0f} min left" if left > 90 else f"{line}, {left:.0f} s left"

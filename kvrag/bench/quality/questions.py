@@ -1,0 +1,62 @@
+"""A question with the chunks to answer it from, and the prompt made of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class JudgedQuestion:
+    """One record of a data set.
+
+    Attributes
+    ----------
+    place
+        Where the record is, for messages.
+    type
+        What the data set says the question needs; empty where it says nothing.
+    question
+        The question.
+    answers
+        Accepted answers, at least one.
+    texts
+        The chunks, normalised, in the order of the prompt.
+    is_summary
+        Whether the answer is a summary, which is scored by ROUGE-L as well.
+    """
+
+    place: str
+    type: str
+    question: str
+    answers: tuple[str, ...]
+    texts: tuple[str, ...]
+    is_summary: bool = False
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """A prompt's text, and whether the tokenizer is to add its special tokens."""
+
+    text: str
+    add_special_tokens: bool
+
+    def token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Return the ids that the plain pipeline feeds."""
+        encoding = tokenizer(self.text, add_special_tokens=self.add_special_tokens, verbose=False)
+        return list(encoding["input_ids"])
+
+
+def render(
+    question: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, use_chat_template: bool
+) -> RenderedPrompt:
+    """Return the prompt that ``kvrag query`` would build around these chunks."""
+    if use_chat_template and getattr(tokenizer, "chat_template", None):
+        content = "\n\n".join([*texts, f"Question: {question}"])
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        return RenderedPrompt(str(text), add_special_tokens=False)
+    return RenderedPrompt("\n\n".join([*texts, f"Question: {question}\nAnswer:"]), True)

@@ -1,0 +1,190 @@
+"""`kvrag bench quality`: every policy and codec against full prefill, question by question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+from kvrag.errors import ParameterError
+
+if TYPE_CHECKING:
+    from kvrag.bench.quality.rows import QualityRow
+
+
+def bench_quality(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.")
+    ] = "kvrag-tiny",
+    data: Annotated[
+        str,
+        typer.Option(
+            help="'generated' (unseen names), a JSON file in MuSiQue layout or a JSONL file in "
+            "LongBench layout."
+        ),
+    ] = "generated",
+    policies: Annotated[
+        str, typer.Option(help="Policies to judge, with commas.")
+    ] = "none,boundary,deviation",
+    ratios: Annotated[
+        str, typer.Option(help="Shares of reused tokens to recompute, with commas.")
+    ] = "0.05,0.15,0.3",
+    codecs: Annotated[str, typer.Option(help="Codecs to store chunks with, with commas.")] = "raw",
+    questions: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Ask only the first so many. Default: all; 1,000 generated ones.",
+            show_default=False,
+        ),
+    ] = None,
+    max_tokens: o.MaxTokensOption = 16,
+    seed: Annotated[int, typer.Option(help="Seed of the generated questions.")] = 2024,
+    documents: Annotated[
+        int, typer.Option(min=1, max=6, help="Chunks of a generated question.")
+    ] = 5,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Also draw the rows.", show_default=False),
+    ] = None,
+    no_chat: o.NoChatOption = False,
+    device: o.DeviceOption = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """How much quality each policy and codec keeps of full prefill, on the same prompts."""
+    names = _names(policies, "--policies")
+    shares = _shares(ratios, "--ratios")
+    stored = _names(codecs, "--codecs")
+    draw = None if picture is None else _drawing(picture)
+    from kvrag.bench.quality import contest
+    from kvrag.cli.opening import quiet_libraries
+
+    quiet_libraries()
+    options = contest.QualityOptions(
+        model=model,
+        data=data,
+        policies=names,
+        ratios=shares,
+        codecs=stored,
+        num_questions=questions,
+        max_tokens=max_tokens,
+        use_chat_template=not no_chat,
+        seed=seed,
+        num_documents=documents,
+        device=device,
+    )
+    with console.err().status("measuring") as status:
+        rows = contest.run_quality_bench(options, on_progress=status.update)
+    if draw is not None:
+        draw(rows)
+    if rows[0].num_left_out:
+        console.note(
+            f"{rows[0].num_left_out:,} questions were left out: their prompts do not fit the model"
+        )
+    if as_json:
+        console.print_json(rows)
+    else:
+        _print_rows(rows)
+
+
+def _drawing(picture: Path) -> Callable[[Sequence[QualityRow]], None]:
+    """Return what draws, now that it is known to be able to: not after an hour of computing."""
+    try:
+        from kvrag.bench.quality.picture import check_picture_path, draw_quality
+    except ModuleNotFoundError as error:
+        raise ParameterError(
+            f"--picture needs {error.name}: pip install 'kvrag[bench]', or leave it out"
+        ) from error
+    check_picture_path(picture)
+
+    def draw(rows: Sequence[QualityRow]) -> None:
+        draw_quality(rows, picture)
+        console.note(f"picture: {picture}")
+
+    return draw
+
+
+def _names(text: str, option: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
+        raise ParameterError(f"{option} is empty: expected names with commas between them")
+    return names
+
+
+def _shares(text: str, option: str) -> tuple[float, ...]:
+    try:
+        shares = tuple(float(part) for part in _names(text, option))
+    except ValueError:
+        shares = ()
+    if not shares or not all(0 <= share <= 1 for share in shares):
+        raise ParameterError(
+            f"{option} {text!r}: expected shares from 0 to 1 with commas between them"
+        )
+    return shares
+
+
+def _print_rows(rows: Sequence[QualityRow]) -> None:
+    from rich.table import Table
+
+    out = console.out()
+    for kind in dict.fromkeys(row.question_type for row in rows):
+        mine = [row for row in rows if row.question_type == kind]
+        first = mine[0]
+        table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+        table.title = f"{kind.replace('_', ' ')}, {first.num_questions:,} questions"
+        table.add_column("policy", no_wrap=True)
+        columns = ["EM", "to full (95 %)", "F1", "KL", "top-1", "TTFT", "again", "B/token"]
+        if first.rouge_l is not None:
+            columns.insert(3, "ROUGE-L")
+        for name in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_row("full prefill", *_reference_cells(first), style="dim")
+        for row in mine:
+            table.add_row(_label(row, rows), *_cells(row))
+        out.print(table)
+        out.print()
+    first = rows[0]
+    out.print(
+        f"{first.model} on {first.dataset}; EM and F1 in %, its distance to full prefill with its "
+        "paired bootstrap interval in points; KL to full prefill in nats and top-1 agreement over "
+        "its answer; median TTFT; share of reused tokens computed again",
+        style="dim",
+        markup=False,
+    )
+
+
+def _reference_cells(row: QualityRow) -> list[str]:
+    cells = [f"{row.reference_exact_match:.1%}", "", f"{row.reference_f1:.1%}"]
+    if row.reference_rouge_l is not None:
+        cells.append(f"{row.reference_rouge_l:.1%}")
+    return [*cells, "", "", console.format_seconds(row.plain_ttft_seconds), "", ""]
+
+
+def _cells(row: QualityRow) -> list[str]:
+    low, high = 100 * row.difference_low, 100 * row.difference_high
+    # Adding 0.0 turns a rounded "-0.0" into "+0.0".
+    difference = round(100 * row.exact_match_difference, 1) + 0.0
+    cells = [
+        f"{row.exact_match:.1%}",
+        f"{difference:+.1f} ({low + 0.0:+.1f} to {high + 0.0:+.1f})",
+        f"{row.f1:.1%}",
+    ]
+    if row.rouge_l is not None:
+        cells.append(f"{row.rouge_l:.1%}")
+    return [
+        *cells,
+        f"{row.kl:.1e}" if 0 < row.kl < 1e-3 else f"{row.kl:.3f}",
+        f"{row.top1_agreement:.1%}",
+        console.format_seconds(row.ttft_seconds),
+        f"{row.recomputed_share:.1%}",
+        f"{row.bytes_per_token:,.0f}",
+    ]
+
+
+def _label(row: QualityRow, rows: Sequence[QualityRow]) -> str:
+    label = row.policy if row.ratio is None else f"{row.policy} {row.ratio:.0%}"
+    return label if len({other.codec for other in rows}) == 1 else f"{label}, {row.codec}"

@@ -1,0 +1,336 @@
+"""The referee: right figures, full prefill itself as its yardstick, bad input named at once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvrag.bench.quality import contest
+from kvrag.bench.quality.answers import Answerer
+from kvrag.bench.quality.bank import ChunkBank
+from kvrag.bench.quality.contest import (
+    Contestant,
+    QualityOptions,
+    boundary_tokens,
+    run_quality_bench,
+)
+from kvrag.bench.quality.datasets import load_questions
+from kvrag.bench.quality.questions import render
+from kvrag.bench.quality.rows import QualityRow
+from kvrag.codec.registry import get_codec
+from kvrag.errors import KVRagError, ModelLoadError, ParameterError
+from kvrag.fusion.fuser import fuse
+from kvrag.fusion.policies.registry import make_policy
+from kvrag.kvcache import FusedKV
+from kvrag.models.caches import FusedCache
+from kvrag.models.kv_model import KVModel
+from tests.support.bench_top import TEXTS
+from tests.support.models import make_model, make_tokenizer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> KVModel:
+    return KVModel(make_model(), make_tokenizer(), name="random")
+
+
+def record(number: int = 0, **changed: Any) -> dict[str, Any]:
+    texts = TEXTS[number % 4 :] + TEXTS[: number % 4]
+    fields = {
+        "question": f"who keeps ledger {number}?",
+        "answers": ["Ines", "the keeper"],
+        "ctxs": [{"title": "", "text": text} for text in texts],
+        "type": ("near", "far")[number % 2],
+        **changed,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def write(path: Path, records: Any) -> str:
+    path.write_text(json.dumps(records))
+    return str(path)
+
+
+@pytest.fixture
+def musique(tmp_path: Path) -> str:
+    return write(tmp_path / "set.json", [record(number) for number in range(4)])
+
+
+# -- data sets --------------------------------------------------------------------------------
+
+
+def test_musique_layout(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.json", [record(ctxs=[{"title": "Varn", "text": " It rains.\r\n"}])])
+    (question,) = load_questions(path)
+    assert question.texts == ("Varn\nIt rains.",)
+    assert question.answers == ("Ines", "the keeper")
+    assert question.type == "near"
+
+
+def test_longbench_layout_cuts_at_passages_or_paragraphs(tmp_path: Path) -> None:
+    qa = {
+        "input": "Who?",
+        "context": "Passage 1:\nInes keeps it.\n\nPassage 2:\nTomas repairs it.",
+        "answers": ["Ines"],
+        "dataset": "hotpotqa",
+    }
+    paragraphs = [f"{number} " + "word " * 200 for number in range(5)]
+    summary = {"context": "\n".join(paragraphs), "answers": ["Words."], "dataset": "gov_report"}
+    path = tmp_path / "l.jsonl"
+    path.write_text(json.dumps(qa) + "\n\n" + json.dumps(summary) + "\n")
+    first, second = load_questions(str(path))
+    assert first.texts == ("Ines keeps it.", "Tomas repairs it.")
+    assert (first.type, first.is_summary) == ("hotpotqa", False)
+    assert len(second.texts) == 5
+    assert second.is_summary
+    assert second.question
+
+
+def test_generated_questions_are_typed_and_repeatable() -> None:
+    questions = load_questions("generated", 30)
+    assert questions == load_questions("generated", 30)
+    assert questions != load_questions("generated", 30, seed=1)
+    assert all(len(question.texts) == 5 for question in questions)
+    assert "carried_over" in {question.type for question in questions}
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([], "empty"),
+        ({}, "expected a JSON list"),
+        ([record(), 7], r"record 1: expected an object"),
+        ([record(), record(question=None)], r"record 1: field 'question' is missing"),
+        ([record(question=" ")], r"record 0: field 'question' is empty"),
+        ([record(answers=[])], r"record 0: field 'answers' is empty: expected a list"),
+        ([record(answers="Ines")], r"field 'answers' is a string: expected a list"),
+        ([record(ctxs=None)], r"record 0: field 'ctxs' is missing"),
+        ([record(ctxs=[{"title": "x"}])], r"record 0, ctxs\[0\]: field 'text' is missing"),
+        ([record(ctxs=[{"text": ""}])], r"ctxs\[0\]: field 'text' is empty"),
+    ],
+)
+def test_a_broken_record_is_named(tmp_path: Path, records: Any, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        load_questions(write(tmp_path / "broken.json", records), 1)
+
+
+def test_files_that_are_no_data_set(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="no data set at"):
+        load_questions(str(tmp_path / "absent.json"))
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"input": "Who?", "context": "Ines.", "answers": ["Ines"]}\n{"input"')
+    with pytest.raises(ParameterError, match="line 2: not JSON"):
+        load_questions(str(broken))
+    broken.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ParameterError, match="UTF-8"):
+        load_questions(str(broken))
+
+
+# -- nothing is computed for a request that cannot be met --------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"policies": ("best",)}, "unknown policy 'best'; known: none"),
+        ({"codecs": ("zip",)}, "no codec 'zip'; known codecs: raw"),
+        ({"ratios": (1.5,)}, "ratio 1.5"),
+        ({"ratios": ()}, "only policy 'none'"),
+        ({"policies": ()}, "at least one policy"),
+        ({"max_tokens": 0}, "max_tokens 0"),
+        ({"num_questions": 0}, "0 questions"),
+        ({"num_documents": 9}, "cannot generate"),
+        ({"data": "absent.json"}, "no data set"),
+    ],
+)
+def test_bad_options(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], message: str
+) -> None:
+    def load(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("the model was loaded")
+
+    monkeypatch.setattr(KVModel, "load", load)
+    with pytest.raises(KVRagError, match=message):
+        run_quality_bench(replace(QualityOptions(), **changed))
+
+
+def test_a_model_without_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model().save_pretrained(tmp_path)
+    monkeypatch.setattr(KVModel, "load", lambda *args, **kwargs: pytest.fail("weights were read"))
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
+        run_quality_bench(QualityOptions(model=str(tmp_path), num_questions=1))
+
+
+def test_prompts_that_do_not_fit_are_left_out_and_counted(model: KVModel, tmp_path: Path) -> None:
+    long = record(1, ctxs=[{"text": "The clock of Varn is tall. " * 400}])
+    path = write(tmp_path / "long.json", [record(), long])
+    rows = run_quality_bench(QualityOptions(model=model, data=path, policies=("none",)))
+    assert [(r.question_type, r.num_questions, r.num_left_out) for r in rows] == [
+        ("overall", 1, 1),
+        ("near", 1, 0),
+    ]
+    path = write(tmp_path / "long.json", [long])
+    with pytest.raises(ParameterError, match="none of the 1 prompts fits random"):
+        run_quality_bench(QualityOptions(model=model, data=path))
+
+
+# -- figures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+def test_at_ratio_one_nothing_is_lost(family: str, musique: str) -> None:
+    rows = run_quality_bench(
+        QualityOptions(
+            model=KVModel(make_model(family), make_tokenizer(), name=family),
+            data=musique,
+            ratios=(1.0,),
+        )
+    )
+    assert {(row.policy, row.ratio, row.question_type) for row in rows} == {
+        (policy, ratio, kind)
+        for policy, ratio in (("none", None), ("boundary", 1.0), ("deviation", 1.0))
+        for kind in ("overall", "near", "far")
+    }
+    for row in rows:
+        assert (row.model, row.dataset, row.codec) == (family, "set.json", "raw")
+        assert row.num_questions == (4 if row.question_type == "overall" else 2)
+        if row.policy == "none":
+            assert row.recomputed_share == 0.0
+            assert row.kl > 1e-3  # the others could not fail if plain reuse were exact too
+            assert row.cached_share > 0.5
+        else:
+            assert row.recomputed_share == 1.0
+            assert row.kl < 1e-6
+            assert row.top1_agreement == row.first_top1_agreement == 1.0
+            assert row.exact_match_difference == row.difference_low == row.difference_high == 0.0
+            assert row.f1 == row.reference_f1
+        assert row.bytes_per_token > 4 * 2 * 2 * 16 * 4  # layers, K and V, heads, D, float32
+        assert row.ttft_seconds > 0
+        assert row.plain_ttft_seconds > 0
+
+
+def test_policies_spend_what_the_ratio_says(model: KVModel, musique: str) -> None:
+    rows = run_quality_bench(QualityOptions(model=model, data=musique, ratios=(0.0, 0.2, 0.5)))
+    for row in (row for row in rows if row.policy != "none"):
+        assert row.ratio is not None
+        assert row.ratio <= row.recomputed_share < row.ratio + 0.1
+    by_ratio = {row.ratio: row for row in rows if row.policy == "deviation"}
+    assert by_ratio[0.5].kl < by_ratio[0.0].kl
+
+
+@pytest.fixture(scope="module")
+def bank(model: KVModel) -> ChunkBank:
+    return ChunkBank(model, [*TEXTS, TEXTS[0]], [get_codec("raw")])
+
+
+@pytest.mark.parametrize("use_chat_template", [True, False])
+def test_answers_are_those_of_plain_decoding(
+    model: KVModel, bank: ChunkBank, use_chat_template: bool
+) -> None:
+    """The shortcut (decode only from where an answer leaves the reference's) changes nothing."""
+    answerer = Answerer(model, max_tokens=10)
+    num_different = 0
+    for number in range(5):
+        prompt = render(f"who is {number}?", TEXTS, model.tokenizer, use_chat_template)
+        layout = bank.lay_out(prompt)
+        assert len(layout.spans) == len(TEXTS)
+        token_ids = prompt.token_ids(model.tokenizer)
+        assert layout.token_ids == tuple(token_ids)
+        reference = answerer.reference(token_ids)
+        generated = model.hf.generate(
+            torch.tensor([token_ids]),
+            attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
+            max_new_tokens=10,
+            do_sample=False,
+        )
+        assert reference.token_ids == tuple(generated[0, len(token_ids) :].tolist())
+        policy = make_policy("none")
+        given = answerer.fused(layout, bank.opener("raw"), policy, reference)
+        kv = FusedKV(model.spec, len(token_ids), len(token_ids) + 10)
+        fused = fuse(model, layout, bank.opener("raw"), policy, kv)
+        cache = FusedCache(kv, len(token_ids))
+        expected = [int(fused.logits.argmax())]
+        with torch.no_grad():
+            while expected[-1] != 1 and len(expected) < 10:
+                fed = torch.tensor([expected[-1:]])
+                logits = model.hf(input_ids=fed, past_key_values=cache, use_cache=True).logits
+                expected.append(int(logits[0, -1].argmax()))
+        assert given.token_ids == tuple(expected)
+        assert len(given.kl) == len(given.agrees) == len(reference.token_ids)
+        num_different += given.token_ids != reference.token_ids
+    assert num_different
+
+
+def test_boundary_takes_the_fewest_tokens_that_spend_the_ratio(
+    model: KVModel, bank: ChunkBank
+) -> None:
+    layout = bank.lay_out(render("who?", TEXTS, model.tokenizer, True))
+    lengths = [span.length for span in layout.spans]
+    assert boundary_tokens(layout, 1.0) == max(lengths)
+    tokens = boundary_tokens(layout, 0.3)
+    assert sum(min(tokens, length) for length in lengths) >= 0.3 * sum(lengths)
+    assert sum(min(tokens - 1, length) for length in lengths) < 0.3 * sum(lengths)
+    nothing = Contestant("boundary", 0.0, "raw").policy_for(layout)
+    assert nothing == make_policy("none")
+
+
+def test_the_tiny_model_tells_reuse_from_full_prefill() -> None:
+    rows = run_quality_bench(
+        QualityOptions(policies=("none", "deviation"), ratios=(1.0,), num_questions=60)
+    )
+    none, full = (row for row in rows if row.question_type == "overall")
+    assert full.exact_match == full.reference_exact_match >= 0.75
+    assert none.exact_match < full.exact_match
+    assert none.difference_low <= none.exact_match_difference <= none.difference_high
+    carried = next(row for row in rows if row.question_type == "carried_over")
+    assert carried.difference_high < 0
+    assert carried.kl > 0.1
+
+
+# -- pictures ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codecs", [("raw",), ("raw", "small")])
+def test_picture(model: KVModel, musique: str, tmp_path: Path, codecs: tuple[str, ...]) -> None:
+    from kvrag.bench.quality.picture import draw_quality
+
+    options = QualityOptions(model=model, data=musique, ratios=(0.1, 1.0))
+    found = run_quality_bench(options)
+    rows: list[QualityRow] = []
+    for place, codec in enumerate(codecs):
+        rows += [
+            replace(row, codec=codec, bytes_per_token=row.bytes_per_token / (1 + place))
+            for row in found
+        ]
+    path = tmp_path / "quality.png"
+    draw_quality(rows, path)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert path.stat().st_size > 10_000
+
+
+def test_picture_places_are_checked(tmp_path: Path) -> None:
+    from kvrag.bench.quality.picture import check_picture_path
+
+    with pytest.raises(ParameterError, match="ends in"):
+        check_picture_path(tmp_path / "quality.jpg")
+    with pytest.raises(ParameterError, match="no folder"):
+        check_picture_path(tmp_path / "absent" / "quality.png")
+    check_picture_path(tmp_path / "quality.PNG")
+
+
+def test_progress_says_how_long_it_takes() -> None:
+    assert contest._progress(0, 1000, 0.0) == "question 1 of 1,000"
+    assert contest._progress(10, 1000, 1.0) == "question 11 of 1,000, 2 min left"
+    assert contest._progress(500, 1000, 30.0) == "question 501 of 1,000, 30 s left"

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrag.bench.quality.rows import QualityRow
+from tests.cli.conftest import Run
+
+CONTEXTS = [
+    {"title": "", "text": "Ines keeps the harbour ledger. She writes down every boat."},
+    {"title": "", "text": "Tomas repairs the tall clock of Varn, near the old river bank."},
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "set.json"
+    asked = {"question": "Who repairs the clock?", "answers": ["Tomas"], "ctxs": CONTEXTS}
+    path.write_text(json.dumps([asked, {**asked, "question": "Who keeps the ledger?"}]))
+    return path
+
+
+def test_json_is_a_list_of_rows(run: Run, model_folder: Path, data: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "quality.png"
+    done = run(
+        *("bench", "quality", "--model", model_folder, "--data", data, "--json"),
+        *("--policies", "none,deviation", "--ratios", "0.5, 1", "--picture", picture),
+    )
+    assert done.code == 0, done.err
+    assert [(row["policy"], row["ratio"]) for row in done.json] == [
+        ("none", None),
+        ("deviation", 0.5),
+        ("deviation", 1.0),
+    ]
+    assert set(done.json[0]) == {field.name for field in fields(QualityRow)}
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_table_for_a_person(run: Run, model_folder: Path, data: Path) -> None:
+    done = run(
+        *("bench", "quality", "--model", model_folder, "--data", data, "--questions", 1),
+        *("--policies", "boundary", "--ratios", "1", "--max-tokens", 3, "--no-chat"),
+    )
+    assert done.code == 0, done.err
+    assert "overall, 1 questions" in done.out
+    assert "full prefill" in done.out
+    assert "boundary 100%" in done.out
+    assert "+0.0 (+0.0 to +0.0)" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policies", " ,"), "--policies"),
+        (("--policies", "best"), "unknown policy 'best'"),
+        (("--codecs", "zip"), "no codec 'zip'"),
+        (("--ratios", "0.1,many"), "--ratios '0.1,many'"),
+        (("--ratios", "1.5"), "--ratios '1.5'"),
+        (("--data", "absent.json"), "no data set at 'absent.json'"),
+        (("--picture", "quality.jpg"), "ends in .png"),
+        (("--model", "./absent"), "no model at './absent'"),
+    ],
+)
+def test_what_cannot_be_judged_is_named(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, str], message: str
+) -> None:
+    from kvrag.models.kv_model import KVModel
+
+    def load(*_: Any, **__: Any) -> None:
+        pytest.fail("the model was loaded")
+
+    monkeypatch.setattr(KVModel, "load", load)
+    done = run("bench", "quality", *arguments)
+    assert done.code == 1
+    assert message in done.err
