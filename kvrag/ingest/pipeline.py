@@ -167,14 +167,12 @@ class _Run:
         missing.sort(key=lambda pair: (len(pair[1].token_ids), pair[0]))
         for key, chunk in missing:
             self._compute(key, chunk, writer)
-        vectors = work.embedding.embed([chunk.text for _, chunks in window for chunk in chunks])
+        # Passages that several documents hold are embedded once.
+        texts = dict.fromkeys(chunk.text for _, chunks in window for chunk in chunks)
+        vectors = dict(zip(texts, work.embedding.embed(list(texts)), strict=True))
         change = Change()
-        place = 0
         for planned, chunks in window:
-            rows = []
-            for chunk in chunks:
-                rows.append(ChunkRow(chunk, keys[chunk.chunk_id], vectors[place]))
-                place += 1
+            rows = [ChunkRow(chunk, keys[chunk.chunk_id], vectors[chunk.text]) for chunk in chunks]
             file = planned.file
             path = None if file is None else file.path
             change.put.append((planned.source, path, planned.digest, planned.metadata, rows))

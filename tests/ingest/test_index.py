@@ -137,6 +137,22 @@ def test_documents_with_the_same_tokens_share_one_record(index: Index) -> None:
     assert len(index.search("same", 4)) == 2
 
 
+def test_a_text_of_several_documents_is_embedded_once(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedded: list[str] = []
+    embed = type(index.embedding).embed
+
+    def note(self: Any, texts: list[str]) -> Any:
+        embedded.extend(texts)
+        return embed(self, texts)
+
+    monkeypatch.setattr(type(index.embedding), "embed", note)
+    index.add([Document(name, text) for name, text in (("a", "one"), ("b", "two"), ("c", "one"))])
+    assert embedded == ["one", "two"]
+    assert {hit.chunk.source for hit in index.search("one", 2)} == {"a", "c"}
+
+
 def test_a_document_of_a_known_source_replaces_it(index: Index) -> None:
     index.add([Document("a", "first"), Document("a", "second"), Document("b", "third")])
     assert {hit.chunk.text for hit in index.search("x", 9)} == {"second", "third"}
