@@ -16,6 +16,7 @@ from kvrag.cli.doctor import doctor
 from kvrag.cli.failures import DEBUG_VARIABLE, guarded
 from kvrag.cli.gc import gc
 from kvrag.cli.ingest import ingest
+from kvrag.cli.inspect import inspect
 from kvrag.cli.ls import ls
 from kvrag.cli.query import query
 from kvrag.cli.stats import stats
@@ -58,6 +59,7 @@ app.command("verify")(guarded(verify))
 app.command("gc")(guarded(gc))
 app.command("doctor")(guarded(doctor))
 app.command("demo")(guarded(demo))
+app.command("inspect")(guarded(inspect))
 bench_app.command("ttft")(guarded(bench_ttft))
 bench_app.command("quality")(guarded(bench_quality))
 app.add_typer(bench_app, name="bench")
