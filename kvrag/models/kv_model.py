@@ -8,6 +8,7 @@ The model's code is never rewritten and never patched.
 from __future__ import annotations
 
 import copy
+import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ from kvrag.positions.rotary import RotaryPositions, RotaryTable
 # Rows a layer computes at once: few enough that a block's MLP activations stay small beside the
 # fused KV, many enough that its matrix products run at full speed.
 ROW_BLOCK = 128
+
+_LARGE_BYTES = 1 << 20
 
 _loaded: WeakValueDictionary[tuple[str, str, str], KVModel] = WeakValueDictionary()
 _loading = threading.Lock()
@@ -261,8 +264,24 @@ class KVModel:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the first layer's input ``[n, hidden]`` of token ids ``[n]``."""
-        embedded: torch.Tensor = self._base.get_input_embeddings()(token_ids)
-        return embedded
+        embedding = self._base.get_input_embeddings()
+        hidden = self._scratch(len(token_ids), self.hf.config.hidden_size)
+        for begin in range(0, len(token_ids), ROW_BLOCK):
+            block = slice(begin, begin + ROW_BLOCK)
+            hidden[block] = embedding(token_ids[block])
+        return hidden
+
+    def _scratch(self, num_rows: int, width: int) -> torch.Tensor:
+        """Return memory for hidden states that leaves the process when it is let go.
+
+        The C allocator would keep it: after one large block is freed, glibc takes later ones
+        of that size from its heap and holds them, beside the fused KV that then fills up.
+        """
+        num_bytes = num_rows * width * self.spec.dtype.itemsize
+        if self.device.type != "cpu" or num_bytes < _LARGE_BYTES:
+            return torch.empty(num_rows, width, dtype=self.spec.dtype, device=self.device)
+        memory = mmap.mmap(-1, num_bytes)
+        return torch.frombuffer(memory, dtype=self.spec.dtype).view(num_rows, width)
 
     def forward_rows(
         self,
