@@ -78,8 +78,8 @@ names its person: keep retrieved chunks of one file in their order.
   Question types drawn {shares}.
 - AdamW, peak rate {rate:g}, betas (0.9, 0.95), weight decay 0.1 on matrices, gradient norm 1,
   100 warm-up steps, linear decay over the last {decay} steps; {rows_per_batch} rows of five
-  documents a step on each of {workers} workers, more rows of fewer documents; {steps} steps
-  in all ({minutes:.0f} minutes of step time on two CPU cores, beside other work).
+  documents a step on each of {workers} workers, more rows of fewer documents. These weights
+  took {steps} steps, {minutes:.0f} minutes of step time on two CPU cores beside other work.
 - Weights are shipped in {dtype}; overall exact match by precision: {by_precision}.
   `training_log.jsonl` is the log (every tenth step and every
   evaluation), `training_curve.png` the curve, `scores.json` the table above,

@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 
 import torch
+from safetensors.torch import load_file
 from torch.multiprocessing.spawn import spawn
 from transformers import LlamaForCausalLM
 
@@ -39,8 +40,8 @@ class TrainingOptions:
     """What a run is made of; the defaults are the recipe of the shipped model."""
 
     out: Path
-    steps: int = 3600
-    decay_steps: int = 450
+    steps: int = 4500
+    decay_steps: int = 1200
     rows: int = 10  # of five documents; more rows where documents are fewer
     questions: int = 14
     copying_rows: int = 64
@@ -52,6 +53,7 @@ class TrainingOptions:
     workers: int = 2
     evaluate_every: int = 100
     save_every: int = 25
+    start: str = ""  # folder of a trained model to go on from, in the last stage
 
 
 class Trainer:
@@ -82,6 +84,9 @@ class Trainer:
         self.checkpoint = options.out / "checkpoint.safetensors"
         if self.checkpoint.exists():
             self.progress = load_checkpoint(self.checkpoint, self.model, self.optimizer)
+        elif options.start:
+            self.progress = Progress(copying_done=0, stage=len(STAGES) - 1)
+            self.model.load_state_dict(load_file(Path(options.start) / "model.safetensors"))
 
     def run(self) -> None:
         """Train until the last step."""

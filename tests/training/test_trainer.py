@@ -1,5 +1,6 @@
 """The training script: reproducible, and a run that stops goes on as if it had not."""
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -43,6 +44,16 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
     save_checkpoint(run.checkpoint, run.model, run.optimizer, run.progress)
     with pytest.raises(KeyError, match=r"no parameter model\.layers\.1"):
         Trainer(TrainingOptions(tmp_path, hidden_size=32, num_layers=2))
+
+
+def test_a_new_run_goes_on_from_trained_weights(tmp_path: Path) -> None:
+    first = small_run(tmp_path / "first")
+    first.model.save_pretrained(tmp_path / "weights")
+    options = replace(first.options, out=tmp_path / "second", seed=1)
+    second = Trainer(replace(options, start=str(tmp_path / "weights")))
+    assert torch.equal(weights(first), weights(second))
+    assert second.progress.stage == len(STAGES) - 1
+    assert not torch.equal(weights(first), weights(Trainer(options)))
 
 
 def test_copying_learns_the_repetition_only() -> None:
