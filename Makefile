@@ -14,13 +14,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 STAMP := $(VENV)/.kvrag-installed
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format install clean
+.PHONY: help demo test check format install clean train-tiny
 
 help:
 	@echo "make demo     index a few text files and answer questions about them"
 	@echo "make test     lint, types, layers and all tests"
 	@echo "make check    lint, types and layers only"
 	@echo "make format   rewrite the sources in the house's style"
+	@echo "make train-tiny  train kvrag-tiny from nothing (hours on two cores; continues when stopped)"
 	@echo "make clean    remove the environment and all that was built"
 
 demo: $(STAMP)
@@ -38,6 +39,10 @@ check: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+train-tiny: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m kvrag.training.tiny --out build/tiny
+	$(BIN)/python -m kvrag.training.export --run build/tiny
 
 install: $(STAMP)
 

@@ -61,6 +61,53 @@ def bench_ttft(
         _print_rows(rows)
 
 
+def bench_ingest(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.", show_default=False),
+    ] = None,
+    random_shape: Annotated[
+        str,
+        typer.Option(help="Without --model: random weights in the shape of this model."),
+    ] = "qwen2.5-0.5b",
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks indexed.")] = 12,
+    chunk_tokens: Annotated[
+        str, typer.Option(help="Tokens of the chunks, in turn, with commas.")
+    ] = "100,250,500",
+    batch_sizes: Annotated[
+        str, typer.Option(help="Batch sizes of plain prefill; the best counts.")
+    ] = "1,2,4,8",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs; the median counts.")] = 3,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Indexing throughput over the model's own batched prefill."""
+    lengths = _numbers(chunk_tokens, "--chunk-tokens")
+    sizes = _numbers(batch_sizes, "--batch-sizes")
+    from kvrag.bench.ingest import IngestOptions, run_ingest_bench
+    from kvrag.cli.opening import quiet_libraries
+
+    quiet_libraries()
+    options = IngestOptions(
+        model=model,
+        shape=random_shape,
+        num_chunks=chunks,
+        chunk_tokens=lengths,
+        batch_sizes=sizes,
+        repeats=repeats,
+    )
+    with console.err().status("measuring") as status:
+        row = run_ingest_bench(options, on_progress=status.update)
+    if as_json:
+        console.print_json([row])
+        return
+    console.out().print(
+        f"{row.model}: {row.ingest_tokens_per_second:,.0f} tokens/s indexed, "
+        f"{row.prefill_tokens_per_second:,.0f} tokens/s plain prefill in batches of "
+        f"{row.prefill_batch_size}: {row.share:.0%}",
+        markup=False,
+    )
+
+
 def _names(text: str, option: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if not names:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import kvrag
-from kvrag.cli.bench import bench_ttft
+from kvrag.cli.bench import bench_ingest, bench_ttft
 from kvrag.cli.bench_quality import bench_quality
 from kvrag.cli.chat import chat
 from kvrag.cli.demo import demo
@@ -61,6 +61,7 @@ app.command("doctor")(guarded(doctor))
 app.command("demo")(guarded(demo))
 app.command("inspect")(guarded(inspect))
 bench_app.command("ttft")(guarded(bench_ttft))
+bench_app.command("ingest")(guarded(bench_ingest))
 bench_app.command("quality")(guarded(bench_quality))
 app.add_typer(bench_app, name="bench")
 
