@@ -6,9 +6,9 @@ catalog names only chunks whose KV is stored, and a second run finds the records
 Each chunk is prefilled in a forward pass of its own. Measured on a CPU, the last bits of a
 chunk's KV depend on how many others share its batch and how far it is padded (the shapes choose
 the matrix kernels), so any batch would make stored bytes depend on what else was indexed at the
-time. On a CPU little is
-lost by it: one chunk of 100 tokens or more fills the matrix units (``kvrag bench ingest`` measures
-it); much shorter chunks, and GPUs, would gain from batches of a fixed shape.
+time. On a CPU little is lost by it: one chunk of 100 tokens or more fills the matrix units
+(``kvrag bench ingest`` measures it); much shorter chunks, and GPUs, would gain from batches of a
+fixed shape.
 """
 
 from __future__ import annotations
