@@ -15,15 +15,18 @@ if TYPE_CHECKING:
     from kvrag.bench.ttft import TTFTRow
 
 
+_Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.", show_default=False),
+]
+_Shape = Annotated[
+    str, typer.Option(help="Without --model: random weights in the shape of this model.")
+]
+
+
 def bench_ttft(
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.", show_default=False),
-    ] = None,
-    random_shape: Annotated[
-        str,
-        typer.Option(help="Without --model: random weights in the shape of this model."),
-    ] = "qwen2.5-0.5b",
+    model: _Model = None,
+    random_shape: _Shape = "qwen2.5-0.5b",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 10,
     chunk_tokens: Annotated[
         str, typer.Option(help="Tokens of each chunk; several, with commas, make several rows.")
@@ -62,14 +65,8 @@ def bench_ttft(
 
 
 def bench_ingest(
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.", show_default=False),
-    ] = None,
-    random_shape: Annotated[
-        str,
-        typer.Option(help="Without --model: random weights in the shape of this model."),
-    ] = "qwen2.5-0.5b",
+    model: _Model = None,
+    random_shape: _Shape = "qwen2.5-0.5b",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks indexed.")] = 12,
     chunk_tokens: Annotated[
         str, typer.Option(help="Tokens of the chunks, in turn, with commas.")
