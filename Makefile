@@ -12,6 +12,8 @@ PYTHON ?= $(firstword $(foreach p,python3 python python3.13 python3.12 python3.1
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 STAMP := $(VENV)/.kvrag-installed
+# What the compiled module is made of: a change builds it anew.
+NATIVE := CMakeLists.txt $(wildcard cuda/include/kvrag/*.h cuda/host/*.h cuda/host/*.cpp)
 
 .DELETE_ON_ERROR:
 .PHONY: help demo test check format install clean train-tiny
@@ -55,7 +57,7 @@ $(BIN)/python:
 
 # torch goes first and alone, held by the constraints: resolved together with the rest it
 # could be a newer build that brings gigabytes of CUDA packages.
-$(STAMP): pyproject.toml constraints-dev.txt | $(BIN)/python
+$(STAMP): pyproject.toml constraints-dev.txt $(NATIVE) | $(BIN)/python
 	@echo "kvrag: installing into $(VENV) (once; some minutes)"
 	$(PIP) install $(TORCH_FLAGS) -c constraints-dev.txt torch
 	$(PIP) install -c constraints-dev.txt -e '.[dev]'

@@ -1,0 +1,57 @@
+// Kernels in plain C++: the fallback everywhere, and the text to read first.
+#define KVRAG_UNROLL
+
+#include "rans_streams.h"
+
+namespace kvrag::host {
+namespace {
+
+struct Scalar {
+  using Register = u32;
+  static constexpr u32 kWidth = 1;
+
+  static Register load(const u32* states) { return *states; }
+  static void store(u32* states, Register x) { *states = x; }
+
+  // Take one symbol out of every lane, in lane order.
+  static void pop(Register& x, const u32* table, const u8*& next, u8* out) {
+    const u32 entry = table[rans::slot_of(x)];
+    *out = rans::symbol_of(entry);
+    const u32 state = rans::pop(x, entry);
+    u16 word;
+    std::memcpy(&word, next, sizeof word);
+    // Both outcomes are computed: which lanes refill is close to a coin toss.
+    const bool refill = rans::needs_word(state);
+    x = refill ? rans::with_word(state, word) : state;
+    next += refill ? 2 : 0;
+  }
+
+  // The same for the first `count` lanes; the others stay as they are.
+  static void pop_first(Register& x, u32, const u32* table, const u8*& next, u8* out) {
+    pop(x, table, next, out);
+  }
+
+  // Put one symbol into every lane, in reverse lane order; false where it cannot be coded.
+  static bool push(Register& x, const u32* table, u8*& next, const u8* in) {
+    const u32 entry = table[*in];
+    if (entry == 0) return false;
+    if (rans::must_emit(x, entry)) {
+      const u16 word = static_cast<u16>(x);
+      next -= 2;
+      std::memcpy(next, &word, sizeof word);
+      x >>= rans::kWordBits;
+    }
+    x = rans::push(x, entry);
+    return true;
+  }
+
+  static bool push_first(Register& x, u32, const u32* table, u8*& next, const u8* in) {
+    return push(x, table, next, in);
+  }
+};
+
+}  // namespace
+
+const Kernels kScalar = {"scalar", decode_stream<Scalar>, encode_stream<Scalar>};
+
+}  // namespace kvrag::host

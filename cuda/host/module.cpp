@@ -1,0 +1,157 @@
+// kvrag._native: thin bindings. Arguments arrive checked by kvrag/native, so what is checked
+// here is only what memory safety needs.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <limits>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "dispatch.h"
+#include "model.h"
+#include "payload.h"
+
+namespace nb = nanobind;
+
+namespace kvrag::host {
+namespace {
+
+template <class T, int kDims>
+using Array = nb::ndarray<T, nb::ndim<kDims>, nb::device::cpu>;
+
+void require(bool condition, const char* message) {
+  if (!condition) throw nb::value_error(message);
+}
+
+template <class Symbol, class Matrix, class Classes>
+Rows<Symbol> make_rows(const Model& model, Matrix& symbols, const Classes& classes) {
+  const Rows<Symbol> rows{symbols.data(), symbols.stride(0), classes.data(), symbols.shape(0),
+                          symbols.shape(1)};
+  require(rows.num_tokens <= 1 || symbols.stride(1) == 1, "tokens are not contiguous");
+  require(classes.shape(0) == rows.num_rows, "one class a row");
+  require(rows.num_rows <= 1 || classes.stride(0) == 1, "classes are not contiguous");
+  for (u64 row = 0; row < rows.num_rows; ++row) {
+    require(rows.classes[row] < model.num_classes, "a class the model does not have");
+  }
+  return rows;
+}
+
+Model* make_model(const Array<const u16, 2>& frequencies) {
+  const u64 num_classes = frequencies.shape(0);
+  const u64 num_symbols = frequencies.shape(1);
+  require(num_symbols >= 1 && num_symbols <= rans::kMaxSymbols, "1 to 256 symbols");
+  require(frequencies.stride(1) == 1 && frequencies.stride(0) == static_cast<i64>(num_symbols),
+          "frequencies are not contiguous");
+  for (u64 row = 0; row < num_classes; ++row) {
+    u32 sum = 0;
+    for (u64 i = 0; i < num_symbols; ++i) sum += frequencies.data()[row * num_symbols + i];
+    require(sum == rans::kNumSlots, "frequencies do not sum to 4096");
+  }
+  return new Model(frequencies.data(), num_classes, static_cast<u32>(num_symbols));
+}
+
+nb::object encode(const Model& model, const Array<const u8, 2>& symbols,
+                  const Array<const u16, 1>& classes, u64 num_streams, u32 threads) {
+  const auto rows = make_rows<const u8>(model, symbols, classes);
+  require(num_streams >= 1 && num_streams <= std::max<u64>(rows.num_rows, 1), "streams");
+  std::vector<u8> payload;
+  {
+    const nb::gil_scoped_release release;
+    payload = encode_payload(rows, model.encode(), num_streams, threads);
+  }
+  if (payload.empty()) return nb::none();
+  return nb::bytes(payload.data(), payload.size());
+}
+
+using Job = std::tuple<const Model*, Array<const u8, 1>, Array<const u16, 1>, Array<u8, 2>>;
+
+std::vector<std::tuple<i32, u64, u64, u64>> decode(const std::vector<Job>& jobs, u32 threads) {
+  std::vector<DecodeJob> prepared;
+  for (const auto& [model, payload, classes, out] : jobs) {
+    require(model != nullptr, "a job without a model");
+    require(payload.shape(0) <= 1 || payload.stride(0) == 1, "payload is not contiguous");
+    prepared.push_back({payload.data(), payload.shape(0), model->decode(),
+                        make_rows<u8>(*model, out, classes)});
+  }
+  std::vector<Failure> failures;
+  {
+    const nb::gil_scoped_release release;
+    failures = decode_payloads(prepared, threads);
+  }
+  std::vector<std::tuple<i32, u64, u64, u64>> found;
+  for (const Failure& failure : failures) {
+    found.emplace_back(static_cast<i32>(failure.damage), failure.stream, failure.expected,
+                       failure.found);
+  }
+  return found;
+}
+
+double ideal_bits(const Model& model, const Array<const u8, 2>& symbols,
+                  const Array<const u16, 1>& classes) {
+  const auto rows = make_rows<const u8>(model, symbols, classes);
+  const nb::gil_scoped_release release;
+  std::vector<double> cost(rans::kNumSlots + 1);
+  for (u32 i = 0; i <= rans::kNumSlots; ++i) {
+    cost[i] = i == 0 ? std::numeric_limits<double>::infinity()
+                     : rans::kProbabilityBits - std::log2(static_cast<double>(i));
+  }
+  double total = 0;
+  std::vector<u64> counts(rans::kMaxSymbols);
+  for (u64 row = 0; row < rows.num_rows; ++row) {
+    const u8* in = rows.symbols + static_cast<i64>(row) * rows.row_stride;
+    counts.assign(rans::kMaxSymbols, 0);
+    for (u64 token = 0; token < rows.num_tokens; ++token) ++counts[in[token]];
+    for (u32 symbol = 0; symbol < rans::kMaxSymbols; ++symbol) {
+      if (counts[symbol] == 0) continue;
+      total += static_cast<double>(counts[symbol]) *
+               cost[model.frequency(rows.classes[row], symbol)];
+    }
+  }
+  return total;
+}
+
+// First (row, token) whose symbol cannot be coded, (-1, -1) where all can.
+std::tuple<i64, i64> first_uncodable(const Model& model, const Array<const u8, 2>& symbols,
+                                     const Array<const u16, 1>& classes) {
+  const auto rows = make_rows<const u8>(model, symbols, classes);
+  const nb::gil_scoped_release release;
+  for (u64 row = 0; row < rows.num_rows; ++row) {
+    const u8* in = rows.symbols + static_cast<i64>(row) * rows.row_stride;
+    for (u64 token = 0; token < rows.num_tokens; ++token) {
+      if (model.frequency(rows.classes[row], in[token]) == 0) {
+        return {static_cast<i64>(row), static_cast<i64>(token)};
+      }
+    }
+  }
+  return {-1, -1};
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "kvrag's compiled kernels; use kvrag.native, which checks what it passes on.";
+  nb::class_<Model>(m, "Model")
+      .def(nb::new_(&make_model), nb::arg("frequencies").noconvert())
+      .def_ro("num_classes", &Model::num_classes)
+      .def_ro("num_symbols", &Model::num_symbols);
+  m.def("encode", &encode, nb::arg("model"), nb::arg("symbols").noconvert(),
+        nb::arg("classes").noconvert(), nb::arg("num_streams"), nb::arg("threads"));
+  m.def("decode", &decode, nb::arg("jobs"), nb::arg("threads"));
+  m.def("ideal_bits", &ideal_bits, nb::arg("model"), nb::arg("symbols").noconvert(),
+        nb::arg("classes").noconvert());
+  m.def("first_uncodable", &first_uncodable, nb::arg("model"), nb::arg("symbols").noconvert(),
+        nb::arg("classes").noconvert());
+  m.def("instruction_set", [] { return std::string(kernels().name); });
+  m.def("instruction_sets", [] {
+    std::vector<std::string> names;
+    for (const Kernels* found : available_kernels()) names.emplace_back(found->name);
+    return names;
+  });
+  m.def("use_instruction_set", &use_kernels, nb::arg("name"));
+}
+
+}  // namespace kvrag::host

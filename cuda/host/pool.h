@@ -1,0 +1,15 @@
+// Threads that wait for work, shared by all calls of a process.
+#pragma once
+
+#include <functional>
+
+#include "kvrag/common.h"
+
+namespace kvrag::host {
+
+// Run `body(0)` to `body(count - 1)`, each once, on the calling thread and up to `threads - 1`
+// others; returns when all are done. `body` must not throw. Calls may come from several threads
+// at a time and share the waiting ones; a call never waits for a thread that serves another.
+void parallel_for(u64 count, u32 threads, const std::function<void(u64)>& body);
+
+}  // namespace kvrag::host

@@ -1,0 +1,117 @@
+// The walk over one stream, the same for every instruction set. `Simd` supplies a register of
+// `kWidth` lanes and what is done with it; see isa_scalar.cpp for the plainest one.
+//
+// Included by the isa_*.cpp only, each compiled with flags of its own: everything here is
+// `static` for the reason given in kvrag/common.h.
+#pragma once
+
+#include <cstring>
+
+#include "kernels.h"
+#include "kvrag/rans.h"
+
+namespace kvrag::host {
+
+constexpr u32 kVectorBytes = 2 * rans::kNumLanes;  // the most a vector of lanes can consume
+
+template <class Simd>
+static Damage decode_stream(const DecodeStream& stream) noexcept {
+  using Register = typename Simd::Register;
+  constexpr u32 kCount = rans::kNumLanes / Simd::kWidth;
+  if (stream.size_bytes < rans::kStateBytes || stream.size_bytes % 2 != 0) {
+    return Damage::stream_size;
+  }
+  u32 states[rans::kNumLanes];
+  std::memcpy(states, stream.bytes, sizeof states);
+  for (const u32 state : states) {
+    if (state < rans::kLowerBound) return Damage::initial_state;
+  }
+  Register x[kCount];
+  for (u32 i = 0; i < kCount; ++i) x[i] = Simd::load(states + i * Simd::kWidth);
+
+  // A vector may look 64 bytes ahead. Where fewer are left, the rest moves into a buffer with
+  // room behind it; `last` is the furthest place from which a vector may start.
+  const u8* next = stream.bytes + rans::kStateBytes;
+  const u8* end = stream.bytes + stream.size_bytes;
+  const u8* last = end - next >= i64{kVectorBytes} ? end - kVectorBytes : next - 1;
+  u8 tail[2 * kVectorBytes] = {};
+  bool in_tail = false;
+  const auto may_start = [&]() noexcept {
+    if (next <= last) return true;
+    if (in_tail) return false;
+    in_tail = true;
+    const u64 rest = static_cast<u64>(end - next);
+    std::memcpy(tail, next, rest);
+    next = tail;
+    last = end = tail + rest;
+    return true;
+  };
+
+  const u64 whole = stream.num_tokens & ~u64{rans::kNumLanes - 1};
+  const u32 rest = static_cast<u32>(stream.num_tokens - whole);
+  for (u64 row = 0; row < stream.num_rows; ++row) {
+    const u32* table = stream.tables + u64{stream.classes[row]} * rans::kNumSlots;
+    u8* out = stream.symbols + static_cast<i64>(row) * stream.row_stride;
+    for (u64 token = 0; token < whole; token += rans::kNumLanes) {
+      if (__builtin_expect(next > last, 0) && !may_start()) return Damage::words_missing;
+      KVRAG_UNROLL
+      for (u32 i = 0; i < kCount; ++i) {
+        Simd::pop(x[i], table, next, out + token + i * Simd::kWidth);
+      }
+    }
+    if (rest != 0) {
+      if (!may_start()) return Damage::words_missing;
+      u8 symbols[rans::kNumLanes];
+      for (u32 i = 0; i * Simd::kWidth < rest; ++i) {
+        Simd::pop_first(x[i], rest - i * Simd::kWidth, table, next, symbols + i * Simd::kWidth);
+      }
+      std::memcpy(out + whole, symbols, rest);
+    }
+  }
+  if (next > end) return Damage::words_missing;
+  if (next != end) return Damage::words_left;
+  for (u32 i = 0; i < kCount; ++i) Simd::store(states + i * Simd::kWidth, x[i]);
+  for (const u32 state : states) {
+    if (state != rans::kLowerBound) return Damage::final_state;
+  }
+  return Damage::none;
+}
+
+template <class Simd>
+static u8* encode_stream(const EncodeStream& stream, u32* states) noexcept {
+  using Register = typename Simd::Register;
+  constexpr u32 kCount = rans::kNumLanes / Simd::kWidth;
+  Register x[kCount];
+  for (u32 i = 0; i < rans::kNumLanes; ++i) states[i] = rans::kLowerBound;
+  for (u32 i = 0; i < kCount; ++i) x[i] = Simd::load(states + i * Simd::kWidth);
+
+  const u64 whole = stream.num_tokens & ~u64{rans::kNumLanes - 1};
+  const u32 rest = static_cast<u32>(stream.num_tokens - whole);
+  u8* next = stream.end;
+  for (u64 row = stream.num_rows; row-- > 0;) {
+    const u32* table = stream.tables + u64{stream.classes[row]} * rans::kMaxSymbols;
+    const u8* in = stream.symbols + static_cast<i64>(row) * stream.row_stride;
+    bool codable = true;
+    if (rest != 0) {
+      u8 symbols[rans::kNumLanes] = {};
+      std::memcpy(symbols, in + whole, rest);
+      for (u32 i = (rest - 1) / Simd::kWidth + 1; i-- > 0;) {
+        codable &= Simd::push_first(x[i], rest - i * Simd::kWidth, table, next,
+                                    symbols + i * Simd::kWidth);
+      }
+    }
+    for (u64 token = whole; token > 0;) {
+      token -= rans::kNumLanes;
+      KVRAG_UNROLL
+      for (u32 j = 0; j < kCount; ++j) {
+        const u32 i = kCount - 1 - j;
+        codable &= Simd::push(x[i], table, next, in + token + i * Simd::kWidth);
+      }
+    }
+    if (!codable) return nullptr;
+  }
+  for (u32 i = 0; i < kCount; ++i) Simd::store(states + i * Simd::kWidth, x[i]);
+  return next;
+}
+
+}  // namespace kvrag::host

@@ -1,0 +1,33 @@
+"""The compiled kernels; what calls them is `kvrag.native`, which checks the arguments."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+class Model:
+    def __init__(self, frequencies: NDArray[np.uint16]) -> None: ...
+    @property
+    def num_classes(self) -> int: ...
+    @property
+    def num_symbols(self) -> int: ...
+
+def encode(
+    model: Model,
+    symbols: NDArray[np.uint8],
+    classes: NDArray[np.uint16],
+    num_streams: int,
+    threads: int,
+) -> bytes | None: ...
+def decode(
+    jobs: Sequence[tuple[Model, NDArray[np.uint8], NDArray[np.uint16], NDArray[np.uint8]]],
+    threads: int,
+) -> list[tuple[int, int, int, int]]: ...
+def ideal_bits(model: Model, symbols: NDArray[np.uint8], classes: NDArray[np.uint16]) -> float: ...
+def first_uncodable(
+    model: Model, symbols: NDArray[np.uint8], classes: NDArray[np.uint16]
+) -> tuple[int, int]: ...
+def instruction_set() -> str: ...
+def instruction_sets() -> list[str]: ...
+def use_instruction_set(name: str) -> bool: ...

@@ -1,0 +1,35 @@
+"""The compiled kernels' one door: entropy coding and reconstruction at memory speed.
+
+Everything here takes numpy arrays or torch CPU tensors, works on their memory without copying
+it, checks what it is given before a kernel sees it, and releases the GIL while it runs. The
+kernels are in ``cuda/``: headers that hold each algorithm once for CPU and GPU, and the CPU's
+vector code. Which instruction set runs is decided when this package is imported;
+``KVRAG_ISA=scalar|avx2|avx512|neon`` in the environment decides otherwise.
+
+- `kvrag.native.entropy`: `RansModel`, `encode_rows`, `decode_rows`, `decode_many`, `ideal_bits`.
+- `kvrag.native.instructions`: `instruction_set`, `instruction_sets`, `use_instruction_set`.
+"""
+
+from __future__ import annotations
+
+from kvrag.native.entropy import (
+    DecodeJob,
+    RansModel,
+    decode_many,
+    decode_rows,
+    encode_rows,
+    ideal_bits,
+)
+from kvrag.native.instructions import instruction_set, instruction_sets, use_instruction_set
+
+__all__ = [
+    "DecodeJob",
+    "RansModel",
+    "decode_many",
+    "decode_rows",
+    "encode_rows",
+    "ideal_bits",
+    "instruction_set",
+    "instruction_sets",
+    "use_instruction_set",
+]

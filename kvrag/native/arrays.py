@@ -1,0 +1,104 @@
+"""Checks of what callers pass in, and views of it as numpy arrays."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrag.errors import ParameterError
+
+ArrayLike: TypeAlias = NDArray[Any] | torch.Tensor
+
+MAX_THREADS = 256
+
+
+def view(
+    array: ArrayLike,
+    name: str,
+    dtype: type[np.generic],
+    shape: tuple[int | None, ...],
+    *,
+    contiguous: bool = False,
+    writable: bool = False,
+) -> NDArray[Any]:
+    """Return `array` as numpy array over the same memory.
+
+    Parameters
+    ----------
+    array
+        A numpy array or a torch tensor on the CPU.
+    name
+        What to call it in errors.
+    dtype
+        The element type it must have.
+    shape
+        The shape it must have; None where any length will do.
+    contiguous
+        Whether all of it must be contiguous; otherwise only its last axis.
+    writable
+        Whether it is written to.
+
+    Raises
+    ------
+    ParameterError
+        When it is none of that.
+    """
+    if isinstance(array, torch.Tensor):
+        if array.device.type != "cpu":
+            raise ParameterError(f"{name}: expected memory of the CPU, found {array.device}")
+        try:
+            found = array.detach().numpy()
+        except (TypeError, RuntimeError) as error:
+            raise ParameterError(f"{name}: expected {dtype.__name__}, found {error}") from None
+    elif isinstance(array, np.ndarray):
+        found = array
+    else:
+        raise ParameterError(
+            f"{name}: expected a numpy array or a torch tensor, found {type(array).__name__}"
+        )
+    if found.dtype != dtype:
+        raise ParameterError(f"{name}: expected {np.dtype(dtype)}, found {found.dtype}")
+    if found.ndim != len(shape) or any(
+        wanted is not None and wanted != length
+        for wanted, length in zip(shape, found.shape, strict=True)
+    ):
+        wanted_shape = ", ".join("any" if length is None else str(length) for length in shape)
+        raise ParameterError(f"{name}: expected shape [{wanted_shape}], found {list(found.shape)}")
+    if contiguous and not found.flags.c_contiguous:
+        raise ParameterError(f"{name}: expected contiguous memory, found strides {found.strides}")
+    if found.shape[-1] > 1 and found.strides[-1] != found.itemsize:
+        raise ParameterError(
+            f"{name}: expected a contiguous last axis, found a stride of {found.strides[-1]} bytes"
+        )
+    if any(stride % found.itemsize for stride in found.strides):
+        raise ParameterError(f"{name}: expected strides of whole elements, found {found.strides}")
+    if writable and not found.flags.writeable:
+        raise ParameterError(f"{name}: expected memory that can be written, found none")
+    return found
+
+
+def byte_view(buffer: Any, name: str) -> NDArray[np.uint8]:
+    """Return the bytes of `buffer` (bytes, bytearray, memoryview, uint8 array) without a copy.
+
+    Raises
+    ------
+    ParameterError
+        When it is no contiguous buffer.
+    """
+    if isinstance(buffer, torch.Tensor):
+        return view(buffer, name, np.uint8, (None,))
+    try:
+        raw = memoryview(buffer).cast("B")
+    except (TypeError, ValueError) as error:
+        raise ParameterError(f"{name}: expected a contiguous buffer, found {error}") from None
+    return np.frombuffer(raw, np.uint8) if raw.nbytes else np.empty(0, np.uint8)
+
+
+def check_threads(threads: int) -> int:
+    """Return `threads`, or raise ParameterError unless it is 1 to `MAX_THREADS`."""
+    if not 1 <= threads <= MAX_THREADS:
+        raise ParameterError(f"threads: expected 1 to {MAX_THREADS}, found {threads}")
+    return threads

@@ -1,0 +1,231 @@
+"""Entropy coding of matrices of small symbols: interleaved rANS with given tables.
+
+Source: Duda, arXiv 1311.2540, and Giesen, arXiv 1402.3392 (interleaving): 32 lanes, 32-bit
+states, 16-bit words, 12-bit probabilities. The bytes are described in
+``cuda/include/kvrag/rans.h``; they do not depend on the machine, on the instruction set, or on
+the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrag import _native
+from kvrag.errors import ParameterError, RecordError
+from kvrag.native.arrays import ArrayLike, byte_view, check_threads, view
+
+FREQUENCY_SUM = 4096
+MAX_SYMBOLS = 256
+# Decode tables take 16 KiB a class.
+MAX_CLASSES = 1 << 14
+
+# What a damaged payload has wrong, by the kernel's code: expected and found, whose fields are
+# those of the kernel's report. The order is that of `Damage` in cuda/host/kernels.h.
+_DAMAGE = {
+    1: ("number of streams", "1 to {expected}", "{found}"),
+    2: ("length of the payload", "{expected} bytes, as its index says", "{found} bytes"),
+    3: ("length of stream {stream}", "an even number of at least 128 bytes", "{found} bytes"),
+    4: ("states of stream {stream}", "all of at least 65536", "a lower one"),
+    5: ("words of stream {stream}", "enough for its rows", "too few in its {found} bytes"),
+    6: ("words of stream {stream}", "none after the last symbol", "more in its {found} bytes"),
+    7: ("states of stream {stream} after its last symbol", "65536", "others"),
+}
+
+
+class RansModel:
+    """Frequency tables, one a class of rows, and the coder's tables made of them.
+
+    Parameters
+    ----------
+    frequencies
+        ``[num_classes, num_symbols]`` uint16, at most 256 symbols. Every class sums to 4096; a
+        symbol of frequency 0 cannot be coded, one of 4096 costs nothing.
+
+    Attributes
+    ----------
+    frequencies
+        A read-only copy of what was given.
+
+    Raises
+    ------
+    ParameterError
+        When a class does not sum to 4096, or the shape or type is another.
+    """
+
+    def __init__(self, frequencies: ArrayLike) -> None:
+        given = view(frequencies, "frequencies", np.uint16, (None, None))
+        num_classes, num_symbols = given.shape
+        if not 1 <= num_classes <= MAX_CLASSES or not 1 <= num_symbols <= MAX_SYMBOLS:
+            raise ParameterError(
+                f"frequencies: expected 1 to {MAX_CLASSES} classes of 1 to {MAX_SYMBOLS} symbols, "
+                f"found shape {list(given.shape)}"
+            )
+        sums = given.sum(axis=1, dtype=np.int64)
+        wrong = np.flatnonzero(sums != FREQUENCY_SUM)
+        if wrong.size:
+            raise ParameterError(
+                f"frequencies of class {wrong[0]}: expected a sum of {FREQUENCY_SUM}, "
+                f"found {sums[wrong[0]]}"
+            )
+        self.frequencies: NDArray[np.uint16] = given.copy()
+        self.frequencies.flags.writeable = False
+        self._tables = _native.Model(self.frequencies)
+
+    @property
+    def num_classes(self) -> int:
+        """Number of tables."""
+        return int(self.frequencies.shape[0])
+
+    @property
+    def num_symbols(self) -> int:
+        """Number of symbols each table has, from 0 on."""
+        return int(self.frequencies.shape[1])
+
+    def check_classes(self, classes: ArrayLike, num_rows: int) -> NDArray[np.uint16]:
+        """Return `classes` as a numpy array; ParameterError unless it has one of ours per row."""
+        found = view(classes, "classes", np.uint16, (num_rows,))
+        if num_rows and found.max() >= self.num_classes:
+            row = int(found.argmax())
+            raise ParameterError(
+                f"classes: row {row}: expected 0 to {self.num_classes - 1}, found {found[row]}"
+            )
+        return found
+
+
+class DecodeJob(NamedTuple):
+    """One payload to decode; the fields are the arguments of `decode_rows`."""
+
+    model: RansModel
+    payload: Any
+    classes: ArrayLike
+    out: ArrayLike
+
+
+def encode_rows(
+    model: RansModel,
+    symbols: ArrayLike,
+    classes: ArrayLike,
+    *,
+    num_streams: int = 1,
+    threads: int = 1,
+) -> bytes:
+    """Return the payload that holds `symbols`.
+
+    Parameters
+    ----------
+    model
+        The tables.
+    symbols
+        ``[R, T]`` uint8, tokens contiguous.
+    classes
+        ``[R]`` uint16: the table of each row.
+    num_streams
+        1 to max(R, 1) streams, which are coded and decoded independently of one another. Each
+        costs 132 bytes.
+    threads
+        Threads to use at most.
+
+    Raises
+    ------
+    ParameterError
+        When an argument has another shape or type, or a symbol has frequency 0 in its class;
+        the message names the first such row and token.
+    """
+    matrix = view(symbols, "symbols", np.uint8, (None, None))
+    num_rows = matrix.shape[0]
+    row_classes = model.check_classes(classes, num_rows)
+    if not 1 <= num_streams <= max(num_rows, 1):
+        raise ParameterError(
+            f"num_streams: expected 1 to {max(num_rows, 1)} for {num_rows} rows, "
+            f"found {num_streams}"
+        )
+    payload = _native.encode(
+        model._tables, matrix, row_classes, num_streams, check_threads(threads)
+    )
+    if payload is None:
+        row, token = _native.first_uncodable(model._tables, matrix, row_classes)
+        raise ParameterError(
+            f"symbols: row {row}, token {token}: expected a symbol of nonzero frequency in class "
+            f"{row_classes[row]}, found {matrix[row, token]}"
+        )
+    return payload
+
+
+def decode_rows(
+    model: RansModel, payload: Any, classes: ArrayLike, out: ArrayLike, *, threads: int = 1
+) -> None:
+    """Decode a payload of `encode_rows`.
+
+    Parameters
+    ----------
+    model
+        The tables it was coded with.
+    payload
+        Any contiguous buffer; exactly the payload.
+    classes
+        ``[R]`` uint16: the table of each row.
+    out
+        ``[R, T]`` uint8, tokens contiguous, overwritten.
+    threads
+        Threads to use at most; more than there are streams bring nothing.
+
+    Raises
+    ------
+    ParameterError
+        When an argument has another shape or type.
+    RecordError
+        When the payload is damaged or belongs to other rows or tables; `out` is then garbage.
+        Most, but not all, damage is noticed here: a record's checksums guard against the rest.
+    """
+    decode_many([DecodeJob(model, payload, classes, out)], threads=threads)
+
+
+def decode_many(jobs: Sequence[DecodeJob], *, threads: int = 1) -> None:
+    """Decode several payloads at once, their streams spread over the threads.
+
+    Raises
+    ------
+    ParameterError, RecordError
+        As `decode_rows` does; where there are several jobs, the message names the job. All jobs
+        have run, and the output of those that are not damaged is good.
+    """
+    prepared = []
+    for job in jobs:
+        out = view(job.out, "out", np.uint8, (None, None), writable=True)
+        classes = job.model.check_classes(job.classes, out.shape[0])
+        prepared.append((job.model._tables, byte_view(job.payload, "payload"), classes, out))
+    reports = _native.decode(prepared, check_threads(threads))
+    for index, (damage, stream, expected, found) in enumerate(reports):
+        if damage:
+            fields = {"stream": stream, "expected": expected, "found": found}
+            what, wanted, seen = (text.format(**fields) for text in _DAMAGE[damage])
+            where = f"payload {index}: " if len(jobs) > 1 else ""
+            raise RecordError(f"{where}{what}: expected {wanted}, found {seen}")
+
+
+def ideal_bits(model: RansModel, symbols: ArrayLike, classes: ArrayLike) -> float:
+    """Return the code length of `symbols` under the tables, in bits.
+
+    Parameters
+    ----------
+    model, symbols, classes
+        As for `encode_rows`.
+
+    Returns
+    -------
+    float
+        The sum over all symbols of -log2(frequency / 4096); infinite where one has frequency 0.
+        A payload is longer by its index and states: 4 + 132 bytes a stream, and a few words.
+
+    Raises
+    ------
+    ParameterError
+        When an argument has another shape or type.
+    """
+    matrix = view(symbols, "symbols", np.uint8, (None, None))
+    row_classes = model.check_classes(classes, matrix.shape[0])
+    return _native.ideal_bits(model._tables, matrix, row_classes)

@@ -1,0 +1,46 @@
+"""Which instruction set's kernels run."""
+
+from __future__ import annotations
+
+import os
+
+from kvrag import _native
+from kvrag.errors import ParameterError
+
+_VARIABLE = "KVRAG_ISA"
+
+
+def instruction_set() -> str:
+    """Return the name of the instruction set in use: scalar, avx2, avx512 or neon."""
+    return _native.instruction_set()
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Return the names of those this processor can run, slowest first."""
+    return tuple(_native.instruction_sets())
+
+
+def use_instruction_set(name: str) -> None:
+    """Use another instruction set from now on, in the whole process; for tests and benches.
+
+    Raises
+    ------
+    ParameterError
+        When this processor, or this build, does not have it.
+    """
+    if not _native.use_instruction_set(name):
+        known = ", ".join(instruction_sets())
+        raise ParameterError(f"instruction set: expected one of {known}, found {name!r}")
+
+
+def _apply_environment() -> None:
+    name = os.environ.get(_VARIABLE)
+    if not name:
+        return
+    try:
+        use_instruction_set(name)
+    except ParameterError as error:
+        raise ParameterError(f"{_VARIABLE}: {error}; unset it for the fastest one") from None
+
+
+_apply_environment()
