@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from random import Random
 
 import pytest
 
@@ -10,12 +11,15 @@ from kvrag.bench.corpus import (
     TYPE_SHARES,
     UNKNOWN_ANSWER,
     Corpus,
+    Grammar,
     QuestionType,
     generate_corpus,
     names_of_split,
     split_of_name,
 )
-from kvrag.bench.corpus.names import name_heads, name_tails
+from kvrag.bench.corpus.context import sample_context
+from kvrag.bench.corpus.names import NameSource, name_heads, name_tails
+from kvrag.training.tokenizer import build_tokenizer
 
 ANSWERABLE = {
     QuestionType.INSIDE,
@@ -63,6 +67,32 @@ def test_types_come_in_the_promised_shares(corpus: Corpus) -> None:
     assert counts[QuestionType.CARRIED_OVER] >= 400
     for kind in ANSWERABLE | {QuestionType.UNANSWERABLE}:
         assert counts[kind] >= 60
+
+
+def test_documents_are_short_texts_of_30_to_60_tokens(corpus: Corpus) -> None:
+    tokenizer = build_tokenizer()
+    texts = [text for document in corpus.documents for text in document.paragraphs]
+    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    assert 35 <= sum(lengths) / len(lengths) <= 45
+    assert sum(30 <= length <= 60 for length in lengths) / len(lengths) >= 0.85
+    assert max(lengths) <= 60
+
+
+def test_confusable_two_hops_have_another_person_to_confuse() -> None:
+    grammar = Grammar(confusable_share=1.0, link_share=1.0, continuation_share=0.0)
+    rng = Random(3)
+    asked = 0
+    for _ in range(20):
+        shares = {QuestionType.TWO_HOP: 1.0}
+        context = sample_context(rng, NameSource("train", rng), 5, 20, shares, grammar)
+        named = [chunk.person.name for chunk in context.chunks]
+        for question in context.questions:
+            asked += 1
+            subject = subject_of(question.text)
+            text = next(t for t in context.texts if f", {subject} the " in t)
+            linked = [name for name in set(named) if name != subject and f" {name}." in text]
+            assert len(linked) >= 2
+    assert asked > 100
 
 
 def test_answers_are_copied_from_a_supporting_chunk(corpus: Corpus) -> None:

@@ -155,13 +155,21 @@ class Grammar:
         predecessor.
     shared_trade_share
         How often two persons of one context have the same trade.
+    link_share
+        How many person-valued facts of an intro name another person of the context, as long
+        as there is one that no other fact of it names; two hops start from these.
+    confusable_share
+        How many two-hop questions are left out of those that can be answered without heeding
+        the first relation: no other person whom the subject's intro names has the second.
     """
 
     wordings: int = 2
-    facts_per_chunk: tuple[int, int] = (3, 4)
+    facts_per_chunk: tuple[int, int] = (4, 5)
     pronoun_share: float = 0.2
     name_share: float = 0.6
-    relations_per_context: int = 7
+    relations_per_context: int = 9
     continuation_share: float = 1.0
     orphan_share: float = 0.2
     shared_trade_share: float = 0.7
+    link_share: float = 0.8
+    confusable_share: float = 0.0

@@ -106,7 +106,7 @@ def _give_facts(
             person.facts[kind] = new_facts(rng.randint(*grammar.facts_per_chunk))
     if ChunkKind.UPDATE in kinds:
         changeable = [fact for fact in person.facts[ChunkKind.INTRO] if fact.relation.changes]
-        corrected = rng.sample(changeable, min(2, len(changeable)))
+        corrected = rng.sample(changeable, min(3, len(changeable)))
         facts = [Fact(fact.relation, names.draw(), changed=True) for fact in corrected]
         facts += new_facts(max(1, grammar.facts_per_chunk[0] - len(facts)))
         facts = facts or [Fact(person.facts[ChunkKind.INTRO][0].relation, names.draw(), True)]
@@ -114,7 +114,7 @@ def _give_facts(
         person.facts[ChunkKind.UPDATE] = facts
 
 
-def _link_persons(persons: list[Person], rng: Random) -> None:
+def _link_persons(persons: list[Person], link_share: float, rng: Random) -> None:
     """Let person-valued facts of one intro name another person of the context (two hops)."""
     targets = [person for person in persons if person.has_intro]
     for person in targets:
@@ -124,7 +124,7 @@ def _link_persons(persons: list[Person], rng: Random) -> None:
         corrected = [fact.relation for fact in person.facts.get(ChunkKind.UPDATE, [])]
         for index, fact in enumerate(facts):
             linkable = fact.relation.value_is_person and fact.relation not in corrected
-            if linkable and others and rng.random() < 0.8:
+            if linkable and others and rng.random() < link_share:
                 facts[index] = Fact(fact.relation, others.pop().name)
 
 
@@ -172,7 +172,7 @@ def plan_people(
         _give_facts(person, kinds, pool, names, grammar, rng)
     if orphan:
         _make_orphan(persons)
-    _link_persons(persons, rng)
+    _link_persons(persons, grammar.link_share, rng)
     return persons
 
 

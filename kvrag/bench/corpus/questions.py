@@ -8,7 +8,7 @@ from enum import StrEnum
 from random import Random
 
 from kvrag.bench.corpus.grammar import UNKNOWN_ANSWER, Grammar, Relation
-from kvrag.bench.corpus.people import ChunkKind, Person, PlannedChunk
+from kvrag.bench.corpus.people import ChunkKind, Fact, Person, PlannedChunk
 
 
 class QuestionType(StrEnum):
@@ -139,20 +139,31 @@ class Questioner:
 
     def _two_hops(self, person: Person, persons: list[Person]) -> list[Question]:
         by_name = {other.name: other for other in persons if other.has_intro}
-        corrected = [fact.relation for fact in person.facts.get(ChunkKind.UPDATE, ())]
+        links = [
+            (fact.relation, by_name[fact.value])
+            for fact in _standing(person)
+            if fact.value in by_name
+        ]
         questions = []
-        for first in person.facts[ChunkKind.INTRO]:
-            other = by_name.get(first.value)
-            if other is None or other is person or first.relation in corrected:
-                continue
-            later = [fact.relation for fact in other.facts.get(ChunkKind.UPDATE, ())]
+        for first, other in links:
             both = (self._index[(id(who), ChunkKind.INTRO)] for who in (person, other))
             places = tuple(sorted(both))
-            for second in other.facts[ChunkKind.INTRO]:
-                if second.relation not in later and second.value != person.name:
-                    subject = f"the {first.relation.role} of {person.name}"
-                    text = self._wording(second.relation, subject)
-                    questions.append(Question(QuestionType.TWO_HOP, text, second.value, places))
+            elsewhere = {
+                fact.relation.name
+                for _, rival in links
+                if rival is not other
+                for fact in _standing(rival)
+            }
+            for second in _standing(other):
+                if second.value == person.name:
+                    continue
+                left_out = self._grammar.confusable_share
+                confusable = second.relation.name in elsewhere
+                if left_out and not confusable and self._rng.random() < left_out:
+                    continue
+                subject = f"the {first.role} of {person.name}"
+                text = self._wording(second.relation, subject)
+                questions.append(Question(QuestionType.TWO_HOP, text, second.value, places))
         return questions
 
     def _unknown(self, relation: Relation, name: str) -> Question:
@@ -162,3 +173,9 @@ class Questioner:
     def _wording(self, relation: Relation, subject: str) -> str:
         wordings = relation.questions[: self._grammar.wordings]
         return self._rng.choice(wordings).format(subject=subject)
+
+
+def _standing(person: Person) -> list[Fact]:
+    """Return the facts of the intro that no update corrects."""
+    corrected = [fact.relation for fact in person.facts.get(ChunkKind.UPDATE, ())]
+    return [fact for fact in person.facts[ChunkKind.INTRO] if fact.relation not in corrected]
