@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import LlamaForCausalLM
 
-from kvrag.training.checkpoint import Progress
-from kvrag.training.curriculum import STAGES, TRAINING_SHARES
+from kvrag.training.curriculum import STAGES
 
 _TYPE_NAMES = {
     "inside": "(a) inside one chunk",
@@ -61,7 +62,7 @@ names its person: keep retrieved chunks of one file in their order.
 
 ## Recipe
 
-`python -m kvrag.training.tiny --out RUN {command}` and then
+`python -m kvrag.training.tiny --out RUN{command}` and then
 `python -m kvrag.training.export --run RUN`. Started again, both continue.
 
 - Architecture: {layers} layers, width {width}, 4 query heads, 2 key-value heads, head size 64,
@@ -69,17 +70,9 @@ names its person: keep retrieved chunks of one file in their order.
   vocabulary {vocabulary}.
 - Tokenizer: byte-level BPE with written-down merges: each half of a name and each word of
   the grammar is one token, all other text falls back to bytes.
-- Phase 1: copying of random name tokens (6 to 24, repeated once, loss on the repetition),
-  until 90 % of tokens were right: step {copying_done}. A tenth of all later steps stays
-  copying.
-- Phase 2: {num_stages} stages, each left when its pass mark (running share of training questions
-  answered exactly) was reached: {stages}. Loss on answer
-  tokens only; up to {max_questions} questions share the documents of a row, none sees another.
-  Question types drawn {shares}.
-- AdamW, peak rate {rate:g}, betas (0.9, 0.95), weight decay 0.1 on matrices, gradient norm 1,
-  100 warm-up steps, linear decay over the last {decay} steps; {rows_per_batch} rows of five
-  documents a step on each of {workers} workers, more rows of fewer documents. These weights
-  took {steps} steps, {minutes:.0f} minutes of step time on two CPU cores beside other work.
+- AdamW, betas (0.9, 0.95), weight decay 0.1 on matrices, gradient norm 1; loss on answer tokens
+  only; the questions of a row share its documents, none sees another.
+{parts}
 - Weights are shipped in {dtype}; overall exact match by precision: {by_precision}.
   `training_log.jsonl` is the log (every tenth step and every
   evaluation), `training_curve.png` the curve, `scores.json` the table above,
@@ -93,16 +86,25 @@ Trained from scratch on generated text; the licence of the project.
 """
 
 
+@dataclass(frozen=True)
+class Part:
+    """One part of a run: its options (`TrainingOptions`) and the records of its log."""
+
+    options: Any
+    records: Sequence[Mapping[str, float]]
+
+
 def write_card(
     path: Path,
-    options: Any,
-    progress: Progress,
+    parts: Sequence[Part],
     model: LlamaForCausalLM,
     table: Mapping[str, Any],
-    records: Sequence[Mapping[str, float]],
     dtype: str,
 ) -> None:
-    """Write the card of `model` to `path`; every figure in it comes from the arguments."""
+    """Write the card of `model` to `path`; every figure in it comes from the arguments.
+
+    `parts` are the run's: the first from nothing, where it is known, and the second.
+    """
     full, reuse = table["full_prefill"], table["plain_reuse"]
     rows = [
         f"| {label} | {full[name][1]} | {full[name][0]:.1%} | {reuse[name][0]:.1%} "
@@ -110,7 +112,6 @@ def write_card(
         for name, label in _TYPE_NAMES.items()
         if name in full
     ]
-    begun = {int(r["stage"]): int(r["step"]) for r in reversed(records) if "stage" in r}
     config = model.config
     card = _CARD.format(
         millions=sum(p.numel() for p in model.parameters()) / 1e6,
@@ -119,31 +120,68 @@ def write_card(
         rows="\n".join(rows),
         by_documents=_listing(table["by_documents"]),
         by_format=_listing(table["by_format"]),
-        command=_command(options),
+        command=_command(parts[-1].options),
         layers=config.num_hidden_layers,
         width=config.hidden_size,
         mlp=config.intermediate_size,
         theta=config.to_dict()["rope_parameters"]["rope_theta"],
         vocabulary=config.vocab_size,
-        copying_done=progress.copying_done,
-        num_stages=len(STAGES),
-        stages=", ".join(
-            f"{stage + 1} from step {step}"
-            + (f" (pass mark {STAGES[stage].pass_mark:.0%})" if STAGES[stage].pass_mark < 1 else "")
-            for stage, step in sorted(begun.items())
-        ),
-        max_questions=options.questions,
-        shares=", ".join(f"{kind} {share:g}" for kind, share in TRAINING_SHARES.items()),
-        rate=options.learning_rate,
-        decay=options.decay_steps,
-        rows_per_batch=options.rows,
-        steps=progress.step,
-        minutes=sum(record["seconds"] for record in records) / 60,
-        workers=options.workers,
+        parts="\n".join(map(_describe, parts)),
         dtype=dtype,
         by_precision=_listing(table["by_precision"]),
     )
     path.write_text(card, "utf-8")
+
+
+def _describe(part: Part) -> str:
+    options, records = part.options, part.records
+    begun = {int(r["stage"]): int(r["step"]) for r in reversed(records) if "stage" in r}
+    first = min(begun, default=0)
+    if first == 0:
+        start = (
+            f"- Part 1, {options.num_layers} layers from nothing. Copying of random name tokens "
+            "(6 to 24, repeated once,\n  loss on the repetition) until 90 % of tokens were right: "
+            f"step {begun.get(0, 0)}. Then stages 1 to {options.last_stage} of\n"
+            "  `kvrag.training.curriculum`, each left when its pass mark (running share of\n"
+            f"  training questions answered exactly) was reached: {_stages(begun)}.\n"
+            f"  Question types drawn {_shares(STAGES[options.last_stage - 1].shares)}."
+        )
+    else:
+        start = (
+            f"- Part 2, {options.num_layers} layers: the new one stands before the last, a copy of "
+            "the layer before it with\n  outputs of zero, so that it changes nothing at first. "
+            f"Stage {options.last_stage}: the benchmark's own text,\n  with more two-hop questions "
+            "whose first relation matters. Question types drawn\n"
+            f"  {_shares(STAGES[options.last_stage - 1].shares)}."
+        )
+    return (
+        f"{start}\n  A tenth of the steps is copying. Peak rate {options.learning_rate:g}, "
+        f"{options.warmup_steps} warm-up steps, linear decay over the last\n"
+        f"  {options.decay_steps} steps; {options.rows} rows of five documents (more of fewer), up "
+        f"to {options.questions} questions each, on each of\n  {options.workers} worker(s); "
+        f"{records[-1]['step'] + 1} steps, about {_minutes(records):.0f} minutes of step time "
+        "beside other work."
+    )
+
+
+def _minutes(records: Sequence[Mapping[str, float]]) -> float:
+    """Estimate the time of all steps from a log that may hold some of them only."""
+    usual = statistics.median(record["seconds"] for record in records)
+    # A pause of the machine is no step time.
+    kept = [r["seconds"] for r in records if r["seconds"] < 20 * usual]
+    return statistics.fmean(kept) * (records[-1]["step"] + 1) / 60
+
+
+def _stages(begun: Mapping[int, int]) -> str:
+    return ", ".join(
+        f"{stage + 1} from step {step}"
+        + (f" (pass mark {STAGES[stage].pass_mark:.0%})" if STAGES[stage].pass_mark < 1 else "")
+        for stage, step in sorted(begun.items())
+    )
+
+
+def _shares(shares: Mapping[Any, float]) -> str:
+    return ", ".join(f"{kind} {share:g}" for kind, share in shares.items())
 
 
 def _listing(scores: Mapping[Any, Sequence[float]]) -> str:
@@ -151,5 +189,11 @@ def _listing(scores: Mapping[Any, Sequence[float]]) -> str:
 
 
 def _command(options: Any) -> str:
-    names = ("steps", "decay_steps", "hidden_size", "num_layers", "rows", "questions", "workers")
-    return " ".join(f"--{n.replace('_', '-')} {getattr(options, n)}" for n in names)
+    """Return the options that are not the script's own."""
+    usual = type(options)(options.out)
+    changed = {
+        name: value
+        for name, value in vars(options).items()
+        if name not in ("out", "start") and value != getattr(usual, name)
+    }
+    return "".join(f" --{name.replace('_', '-')} {value}" for name, value in changed.items())

@@ -75,3 +75,10 @@ def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.
                 step = torch.tensor(float(progress.optimizer_steps))
                 optimizer.state[parameter] = {"step": step, **moments}
     return progress
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Read the weights alone, by the names that the model gives them."""
+    with safe_open(str(path), framework="pt") as file:
+        names = [name for name in file.keys() if name.startswith("weight/")]  # noqa: SIM118
+        return {name.removeprefix("weight/"): file.get_tensor(name) for name in names}

@@ -21,6 +21,11 @@ TRAINING_SHARES: Mapping[QuestionType, float] = {
     QuestionType.SUPERSEDED: 0.12,
     QuestionType.UNANSWERABLE: 0.13,
 }
+HOPPING_SHARES: Mapping[QuestionType, float] = {
+    **TRAINING_SHARES,
+    QuestionType.TWO_HOP: 0.65,
+    QuestionType.UNANSWERABLE: 0.16,
+}
 
 
 @dataclass(frozen=True)
@@ -67,20 +72,20 @@ _CARRYING_SHARES = {
     QuestionType.CARRIED_OVER: 0.55,
     QuestionType.SUPERSEDED: 0.15,
 }
-_VARIED = Grammar(facts_per_chunk=(2, 3), pronoun_share=0.1)
+_VARIED = Grammar(facts_per_chunk=(2, 3), pronoun_share=0.1, relations_per_context=7)
+_SHORT = Grammar(facts_per_chunk=(3, 4), relations_per_context=7)
+_HOPPING = Grammar(continuation_share=0.8, link_share=0.95, confusable_share=0.75)
+_DOCUMENTS = {1: 0.3, 2: 0.5, 3: 1.0, 4: 1.5, 5: 5.0, 6: 1.2}
 
 STAGES: tuple[Stage, ...] = (
     Stage({2: 1}, _BINDING, _BINDING_SHARES, 0.85),
     Stage({2: 1, 3: 2}, replace(_CARRYING, continuation_share=0.8), _CARRYING_SHARES, 0.85),
     Stage({3: 1, 4: 2}, _VARIED, TRAINING_SHARES, 0.7),
-    Stage({3: 1, 5: 3}, Grammar(), TRAINING_SHARES, 0.75),
-    Stage(
-        {1: 0.3, 2: 0.5, 3: 1, 4: 1.5, 5: 5, 6: 1.2},
-        Grammar(),
-        TRAINING_SHARES,
-        1.0,
-        all_formats=True,
-    ),
+    Stage({3: 1, 5: 3}, _SHORT, TRAINING_SHARES, 0.75),
+    Stage(_DOCUMENTS, _SHORT, TRAINING_SHARES, 1.0, all_formats=True),
+    # Two hops are learned last: without the contrasts of _HOPPING the model takes any person
+    # whom the subject's document names, whatever the question's first relation is.
+    Stage(_DOCUMENTS, _HOPPING, HOPPING_SHARES, 1.0, all_formats=True),
 )
 
 

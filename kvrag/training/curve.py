@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -25,16 +25,20 @@ def _running_mean(values: Sequence[float], weight: float = 0.05) -> list[float]:
     return means
 
 
-def draw_curve(records: Sequence[dict[str, float]], path: Path) -> None:
+def draw_curve(parts: Sequence[Sequence[Mapping[str, float]]], path: Path) -> None:
     """Draw loss, training accuracy and validation scores over steps.
 
     Parameters
     ----------
-    records
-        The lines of ``log.jsonl``.
+    parts
+        The lines of ``log.jsonl`` of each part of the run; steps are counted through.
     path
         PNG to write.
     """
+    records: list[dict[str, float]] = []
+    for part in parts:
+        done = records[-1]["step"] + 1 if records else 0
+        records += [{**record, "step": record["step"] + done} for record in part]
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 8), sharex=True)
     for label, key in (("copying", "copying_accuracy"), ("questions", "accuracy")):
         chosen = [record for record in records if key in record]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from kvrag.bench.corpus import generate_corpus
-from kvrag.training.card import write_card
+from kvrag.training.card import Part, write_card
 from kvrag.training.curve import draw_curve
 from kvrag.training.evaluate import corpus_items, evaluate
 from kvrag.training.prompts import FORMATS, PLAIN, PromptFormat
-from kvrag.training.tiny import Trainer, TrainingOptions
+from kvrag.training.tiny import FIRST_PART, Trainer, TrainingOptions
 from kvrag.training.tokenizer import save_tokenizer
 
 SHIPPED = Path(__file__).parent.parent / "models" / "tiny"
@@ -84,13 +85,16 @@ def export(run: Path, folder: Path, num_questions: int, dtype: torch.dtype) -> N
     precision[f"{name} weights and arithmetic"] = overall(trainer.model, trainer, num_questions)
     table["by_precision"] = precision
     (folder / "scores.json").write_text(json.dumps(table, indent=1) + "\n")
-    # Steps done again after a resumption count once, as they were done last.
-    by_step = {r["step"]: r for r in map(json.loads, (run / "log.jsonl").open())}
-    records = [by_step[step] for step in sorted(by_step)]
-    kept = [json.dumps(record) for record in records if _is_kept(record)]
+    parts = [part for part in (_read_part(run / FIRST_PART), _read_part(run)) if part]
+    kept = [
+        json.dumps({"part": number, **record})
+        for number, part in enumerate(parts, 1)
+        for record in part.records
+        if _is_kept(record)
+    ]
     (folder / "training_log.jsonl").write_text("\n".join(kept) + "\n")
-    draw_curve(records, folder / "training_curve.png")
-    write_card(folder / "README.md", options, trainer.progress, model, table, records, name)
+    draw_curve([part.records for part in parts], folder / "training_curve.png")
+    write_card(folder / "README.md", parts, model, table, name)
     notes = run / "notes.md"
     if notes.exists():
         with (folder / "README.md").open("a") as card:
@@ -103,7 +107,16 @@ def export(run: Path, folder: Path, num_questions: int, dtype: torch.dtype) -> N
     (folder / "SHA256SUMS").write_text("\n".join(sums) + "\n")
 
 
-def _is_kept(record: dict[str, float]) -> bool:
+def _read_part(run: Path) -> Part | None:
+    if not (run / "log.jsonl").exists():
+        return None
+    options = TrainingOptions(**json.loads((run / "options.json").read_text()) | {"out": run})
+    # Steps done again after a resumption count once, as they were done last.
+    by_step = {r["step"]: r for r in map(json.loads, (run / "log.jsonl").open())}
+    return Part(options, [by_step[step] for step in sorted(by_step)])
+
+
+def _is_kept(record: Mapping[str, float]) -> bool:
     return record["step"] % 10 == 0 or "full/overall" in record
 
 

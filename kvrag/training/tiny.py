@@ -1,7 +1,10 @@
-"""Train kvrag-tiny: ``python -m kvrag.training.tiny train --out FOLDER``.
+"""Train kvrag-tiny: ``python -m kvrag.training.tiny --out FOLDER``.
 
-A run writes ``checkpoint.safetensors`` and ``log.jsonl`` into its folder and continues from
-them when it is started again.
+A run has two parts. The first, in ``FOLDER/first``, trains five layers from nothing through all
+stages of the curriculum but the last; the second, in ``FOLDER``, adds a layer and goes on in the
+last stage. ``--start`` names trained weights to begin the second part with, and leaves the first
+out. Each part writes ``checkpoint.safetensors`` and ``log.jsonl`` into its folder and continues
+from them when it is started again.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import json
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -23,37 +26,63 @@ from transformers import LlamaForCausalLM
 from kvrag.bench.corpus.generate import generate_corpus
 from kvrag.bench.corpus.names import NameSource
 from kvrag.training.batches import pack
-from kvrag.training.checkpoint import Progress, load_checkpoint, save_checkpoint
+from kvrag.training.checkpoint import (
+    Progress,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+)
 from kvrag.training.copying import copying_loss
 from kvrag.training.curriculum import STAGES, Stage, choose_prompt, sample_items
 from kvrag.training.evaluate import corpus_items, evaluate
+from kvrag.training.growth import grow
 from kvrag.training.model import answer_logits, build_config, questions_right
 from kvrag.training.parallel import average_over_workers, join_workers
 from kvrag.training.schedule import Schedule
 from kvrag.training.tokenizer import build_tokenizer, name_token_ids
 
 COPYING_PASS_MARK = 0.9
+FIRST_PART = "first"
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What a run is made of; the defaults are the recipe of the shipped model."""
+    """What one part of a run is made of; the defaults are the second part's."""
 
     out: Path
-    steps: int = 4500
-    decay_steps: int = 1200
-    rows: int = 10  # of five documents; more rows where documents are fewer
-    questions: int = 14
+    steps: int = 1650
+    decay_steps: int = 800
+    warmup_steps: int = 50
+    rows: int = 16  # of five documents; more rows where documents are fewer
+    questions: int = 18
     copying_rows: int = 64
-    learning_rate: float = 3e-3
+    learning_rate: float = 1.5e-3
     hidden_size: int = 128
-    num_layers: int = 5
+    num_layers: int = 6
+    last_stage: int = len(STAGES)  # 1 to 6
     seed: int = 0
     threads: int = 1
-    workers: int = 2
+    workers: int = 1
     evaluate_every: int = 100
+    evaluate_questions: int = 600
     save_every: int = 25
-    start: str = ""  # folder of a trained model to go on from, in the last stage
+    start: str = ""  # trained weights, of as many layers or fewer, to go on from in the last stage
+
+    def first_part(self) -> TrainingOptions:
+        """Return the options of the part that comes before this one."""
+        return replace(
+            self,
+            out=self.out / FIRST_PART,
+            steps=4500,
+            decay_steps=1200,
+            warmup_steps=100,
+            rows=10,
+            questions=14,
+            learning_rate=3e-3,
+            num_layers=min(5, self.num_layers),
+            last_stage=len(STAGES) - 1,
+            workers=2,
+        )
 
 
 class Trainer:
@@ -76,7 +105,9 @@ class Trainer:
             {"params": vectors, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
-        self.schedule = Schedule(options.learning_rate, options.steps, options.decay_steps)
+        self.schedule = Schedule(
+            options.learning_rate, options.steps, options.decay_steps, options.warmup_steps
+        )
         self.progress = Progress()
         written = {name: value for name, value in vars(options).items() if name != "out"}
         options.out.mkdir(parents=True, exist_ok=True)
@@ -85,8 +116,9 @@ class Trainer:
         if self.checkpoint.exists():
             self.progress = load_checkpoint(self.checkpoint, self.model, self.optimizer)
         elif options.start:
-            self.progress = Progress(copying_done=0, stage=len(STAGES) - 1)
-            self.model.load_state_dict(load_file(Path(options.start) / "model.safetensors"))
+            self.progress = Progress(copying_done=0, stage=options.last_stage - 1)
+            weights = _trained_weights(Path(options.start))
+            self.model.load_state_dict(grow(weights, options.num_layers))
 
     def run(self) -> None:
         """Train until the last step."""
@@ -153,11 +185,12 @@ class Trainer:
                 progress.copying_done, progress.accuracy = progress.step, 0.0
         elif not copying:
             progress.accuracy += 0.05 * (accuracy - progress.accuracy)
-            if progress.accuracy > STAGES[progress.stage].pass_mark:
+            is_last = progress.stage + 1 >= self.options.last_stage
+            if progress.accuracy > STAGES[progress.stage].pass_mark and not is_last:
                 progress.stage, progress.accuracy = progress.stage + 1, 0.0
 
     def _evaluate(self) -> dict[str, float]:
-        items = corpus_items(generate_corpus(0, "validation", 200))
+        items = corpus_items(generate_corpus(0, "validation", self.options.evaluate_questions))
         found = {}
         for label, isolate in (("full", False), ("reuse", True)):
             scores = evaluate(self.model, self.tokenizer, items, isolate)
@@ -167,6 +200,12 @@ class Trainer:
     def _log(self, record: dict[str, float]) -> None:
         with (self.options.out / "log.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def _trained_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a part of a run, or of a model as Hugging Face stores it."""
+    run = folder / "checkpoint.safetensors"
+    return load_weights(run) if run.exists() else load_file(folder / "model.safetensors")
 
 
 def _parse(arguments: list[str] | None) -> TrainingOptions:
@@ -185,16 +224,29 @@ def _work(rank: int, options: TrainingOptions) -> None:
     trainer.run()
 
 
-def main() -> None:
-    """Run the command line."""
-    options = _parse(None)
+def _run_part(options: TrainingOptions) -> None:
+    options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "rendezvous").unlink(missing_ok=True)
-    # A terminated run takes its workers along: daemons end when this process exits.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if options.workers == 1:
         _work(0, options)
     else:
         spawn(_work, (options,), nprocs=options.workers, daemon=True)  # type: ignore[no-untyped-call]
+
+
+def train(options: TrainingOptions) -> None:
+    """Train both parts, or the second alone when `options` say where to start from."""
+    if not options.start:
+        first = options.first_part()
+        _run_part(first)
+        options = replace(options, start=str(first.out))
+    _run_part(options)
+
+
+def main() -> None:
+    """Run the command line."""
+    # A terminated run takes its workers along: daemons end when this process exits.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    train(_parse(None))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from kvrag.training.batches import IGNORED
 from kvrag.training.checkpoint import save_checkpoint
 from kvrag.training.copying import copying_batch
 from kvrag.training.curriculum import STAGES
+from kvrag.training.growth import grow
 from kvrag.training.schedule import Schedule
 from kvrag.training.tiny import Trainer, TrainingOptions
 
@@ -54,6 +55,44 @@ def test_a_new_run_goes_on_from_trained_weights(tmp_path: Path) -> None:
     assert torch.equal(weights(first), weights(second))
     assert second.progress.stage == len(STAGES) - 1
     assert not torch.equal(weights(first), weights(Trainer(options)))
+
+
+def test_the_first_part_leaves_out_the_last_stage(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    first = Trainer(replace(run.options.first_part(), rows=2, questions=3, hidden_size=32))
+    assert first.options.out.parent == tmp_path
+    first.progress.copying_done, first.progress.stage = 0, len(STAGES) - 2
+    for _ in range(200):
+        first._note(copying=False, accuracy=1.5)
+    assert first.progress.stage == len(STAGES) - 2
+
+
+def test_a_part_goes_on_from_the_checkpoint_of_another(tmp_path: Path) -> None:
+    first = small_run(tmp_path / "first")
+    save_checkpoint(first.checkpoint, first.model, first.optimizer, first.progress)
+    second = Trainer(replace(first.options, out=tmp_path, seed=1, start=str(tmp_path / "first")))
+    assert torch.equal(weights(first), weights(second))
+
+
+def test_a_grown_model_computes_what_it_did(tmp_path: Path) -> None:
+    options = TrainingOptions(tmp_path, hidden_size=32, num_layers=2, start="")
+    small = Trainer(options).model
+    large = Trainer(replace(options, num_layers=4)).model
+    with torch.no_grad():
+        for parameter in small.parameters():
+            parameter.add_(torch.randn_like(parameter) / 10)
+    large.load_state_dict(grow(small.state_dict(), 4))
+    ids = torch.arange(40).reshape(2, 20)
+    assert torch.equal(small(ids).logits, large(ids).logits)
+    twin = large.model.layers[0].self_attn.q_proj.weight
+    assert all(torch.equal(twin, large.model.layers[n].self_attn.q_proj.weight) for n in (1, 2))
+
+
+def test_a_model_does_not_grow_smaller(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    for num_layers in (0, 2):
+        with pytest.raises(ValueError, match=r"weights of 1 layers do not grow to"):
+            grow(run.model.state_dict(), num_layers)
 
 
 def test_copying_learns_the_repetition_only() -> None:
