@@ -17,16 +17,33 @@ def encode(
     model: Model,
     symbols: NDArray[np.uint8],
     classes: NDArray[np.uint16],
+    contexts: NDArray[np.uint8] | None,
     num_streams: int,
     threads: int,
 ) -> bytes | None: ...
 def decode(
-    jobs: Sequence[tuple[Model, NDArray[np.uint8], NDArray[np.uint16], NDArray[np.uint8]]],
+    jobs: Sequence[
+        tuple[
+            Model,
+            NDArray[np.uint8],
+            NDArray[np.uint16],
+            NDArray[np.uint8],
+            NDArray[np.uint8] | None,
+        ]
+    ],
     threads: int,
 ) -> list[tuple[int, int, int, int]]: ...
-def ideal_bits(model: Model, symbols: NDArray[np.uint8], classes: NDArray[np.uint16]) -> float: ...
+def ideal_bits(
+    model: Model,
+    symbols: NDArray[np.uint8],
+    classes: NDArray[np.uint16],
+    contexts: NDArray[np.uint8] | None,
+) -> float: ...
 def first_uncodable(
-    model: Model, symbols: NDArray[np.uint8], classes: NDArray[np.uint16]
+    model: Model,
+    symbols: NDArray[np.uint8],
+    classes: NDArray[np.uint16],
+    contexts: NDArray[np.uint8] | None,
 ) -> tuple[int, int]: ...
 def instruction_set() -> str: ...
 def instruction_sets() -> list[str]: ...

@@ -22,27 +22,33 @@ struct Avx2 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(states), x);
   }
 
-  static void pop(Register& x, const u32* table, const u8*& next, u8* out) {
-    const __m256i entry = entries(x, table);
+  static Register zero() { return _mm256_setzero_si256(); }
+  static Register offsets(const u8* contexts, u32 bits) {
+    const __m128i loaded = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(contexts));
+    return _mm256_slli_epi32(_mm256_cvtepu8_epi32(loaded), static_cast<i32>(bits));
+  }
+
+  static void pop(Register& x, const u32* table, Register offsets, const u8*& next, u8* out) {
+    const __m256i entry = entries(x, table, offsets);
     store_symbols(out, entry);
     const __m256i state = popped(x, entry);
     refill(x, state, below_bound(state), next);
   }
 
-  static void pop_first(Register& x, u32 count, const u32* table, const u8*& next, u8* out) {
-    const __m256i entry = entries(x, table);
+  static void pop_first(Register& x, u32 count, const u32* table, Register offsets, const u8*& next, u8* out) {
+    const __m256i entry = entries(x, table, offsets);
     store_symbols(out, entry);
     const __m256i active = first(count);
     const __m256i state = _mm256_blendv_epi8(x, popped(x, entry), active);
     refill(x, state, _mm256_and_si256(below_bound(state), active), next);
   }
 
-  static bool push(Register& x, const u32* table, u8*& next, const u8* in) {
-    return push_masked(x, _mm256_set1_epi32(-1), table, next, in);
+  static bool push(Register& x, const u32* table, Register offsets, u8*& next, const u8* in) {
+    return push_masked(x, _mm256_set1_epi32(-1), table, offsets, next, in);
   }
 
-  static bool push_first(Register& x, u32 count, const u32* table, u8*& next, const u8* in) {
-    return push_masked(x, first(count), table, next, in);
+  static bool push_first(Register& x, u32 count, const u32* table, Register offsets, u8*& next, const u8* in) {
+    return push_masked(x, first(count), table, offsets, next, in);
   }
 
  private:
@@ -59,9 +65,10 @@ struct Avx2 {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(indices)));
   }
 
-  static __m256i entries(__m256i x, const u32* table) {
+  static __m256i entries(__m256i x, const u32* table, __m256i offsets) {
     const __m256i slots = _mm256_and_si256(x, _mm256_set1_epi32(rans::kNumSlots - 1));
-    return _mm256_i32gather_epi32(reinterpret_cast<const i32*>(table), slots, 4);
+    return _mm256_i32gather_epi32(reinterpret_cast<const i32*>(table),
+                                  _mm256_add_epi32(slots, offsets), 4);
   }
 
   static void store_symbols(u8* out, __m256i entry) {
@@ -101,12 +108,13 @@ struct Avx2 {
     return _mm256_fmadd_ps(high, _mm256_set1_ps(65536.0f), low);
   }
 
-  static bool push_masked(Register& x, __m256i active, const u32* table, u8*& next,
+  static bool push_masked(Register& x, __m256i active, const u32* table, Register offsets, u8*& next,
                           const u8* in) {
     const __m256i symbols =
         _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(in)));
     const __m256i entry =
-        _mm256_i32gather_epi32(reinterpret_cast<const i32*>(table), symbols, 4);
+        _mm256_i32gather_epi32(reinterpret_cast<const i32*>(table),
+                               _mm256_add_epi32(symbols, offsets), 4);
     const __m256i frequency = _mm256_and_si256(entry, _mm256_set1_epi32(0xffff));
     const __m256i impossible =
         _mm256_and_si256(active, _mm256_cmpeq_epi32(frequency, _mm256_setzero_si256()));

@@ -14,38 +14,43 @@ struct Avx512 {
 
   static Register load(const u32* states) { return _mm512_loadu_si512(states); }
   static void store(u32* states, Register x) { _mm512_storeu_si512(states, x); }
+  static Register zero() { return _mm512_setzero_si512(); }
+  static Register offsets(const u8* contexts, u32 bits) {
+    const __m128i loaded = _mm_loadu_si128(reinterpret_cast<const __m128i*>(contexts));
+    return _mm512_slli_epi32(_mm512_cvtepu8_epi32(loaded), bits);
+  }
 
   static __mmask16 first(u32 count) {
     return static_cast<__mmask16>(count >= kWidth ? 0xffff : (1u << count) - 1);
   }
 
-  static void pop(Register& x, const u32* table, const u8*& next, u8* out) {
-    const __m512i entry = entries(x, table);
+  static void pop(Register& x, const u32* table, Register offsets, const u8*& next, u8* out) {
+    const __m512i entry = entries(x, table, offsets);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(entry));
     const __m512i state = popped(x, entry);
     refill(x, state, below_bound(state), next);
   }
 
-  static void pop_first(Register& x, u32 count, const u32* table, const u8*& next, u8* out) {
-    const __m512i entry = entries(x, table);
+  static void pop_first(Register& x, u32 count, const u32* table, Register offsets, const u8*& next, u8* out) {
+    const __m512i entry = entries(x, table, offsets);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(entry));
     const __mmask16 active = first(count);
     const __m512i state = _mm512_mask_mov_epi32(x, active, popped(x, entry));
     refill(x, state, below_bound(state) & active, next);
   }
 
-  static bool push(Register& x, const u32* table, u8*& next, const u8* in) {
-    return push_masked(x, 0xffff, table, next, in);
+  static bool push(Register& x, const u32* table, Register offsets, u8*& next, const u8* in) {
+    return push_masked(x, 0xffff, table, offsets, next, in);
   }
 
-  static bool push_first(Register& x, u32 count, const u32* table, u8*& next, const u8* in) {
-    return push_masked(x, first(count), table, next, in);
+  static bool push_first(Register& x, u32 count, const u32* table, Register offsets, u8*& next, const u8* in) {
+    return push_masked(x, first(count), table, offsets, next, in);
   }
 
  private:
-  static __m512i entries(__m512i x, const u32* table) {
+  static __m512i entries(__m512i x, const u32* table, __m512i offsets) {
     const __m512i slots = _mm512_and_si512(x, _mm512_set1_epi32(rans::kNumSlots - 1));
-    return _mm512_i32gather_epi32(slots, table, 4);
+    return _mm512_i32gather_epi32(_mm512_add_epi32(slots, offsets), table, 4);
   }
 
   static __m512i popped(__m512i x, __m512i entry) {
@@ -67,11 +72,11 @@ struct Avx512 {
     next += 2 * __builtin_popcount(lanes);
   }
 
-  static bool push_masked(Register& x, __mmask16 active, const u32* table, u8*& next,
+  static bool push_masked(Register& x, __mmask16 active, const u32* table, Register offsets, u8*& next,
                           const u8* in) {
     const __m512i symbols =
         _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
-    const __m512i entry = _mm512_i32gather_epi32(symbols, table, 4);
+    const __m512i entry = _mm512_i32gather_epi32(_mm512_add_epi32(symbols, offsets), table, 4);
     const __m512i frequency = _mm512_and_si512(entry, _mm512_set1_epi32(0xffff));
     const __mmask16 impossible = _mm512_mask_testn_epi32_mask(active, frequency, frequency);
 

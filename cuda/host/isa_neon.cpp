@@ -44,20 +44,26 @@ struct Neon {
   static Register load(const u32* states) { return vld1q_u32(states); }
   static void store(u32* states, Register x) { vst1q_u32(states, x); }
 
-  static void pop(Register& x, const u32* table, const u8*& next, u8* out) {
-    pop_masked(x, vdupq_n_u32(~0u), table, next, out);
+  static Register zero() { return vdupq_n_u32(0); }
+  static Register offsets(const u8* contexts, u32 bits) {
+    const u32 loaded[4] = {contexts[0], contexts[1], contexts[2], contexts[3]};
+    return vshlq_u32(vld1q_u32(loaded), vdupq_n_s32(static_cast<i32>(bits)));
   }
 
-  static void pop_first(Register& x, u32 count, const u32* table, const u8*& next, u8* out) {
-    pop_masked(x, first(count), table, next, out);
+  static void pop(Register& x, const u32* table, Register offsets, const u8*& next, u8* out) {
+    pop_masked(x, vdupq_n_u32(~0u), table, offsets, next, out);
   }
 
-  static bool push(Register& x, const u32* table, u8*& next, const u8* in) {
-    return push_masked(x, vdupq_n_u32(~0u), table, next, in);
+  static void pop_first(Register& x, u32 count, const u32* table, Register offsets, const u8*& next, u8* out) {
+    pop_masked(x, first(count), table, offsets, next, out);
   }
 
-  static bool push_first(Register& x, u32 count, const u32* table, u8*& next, const u8* in) {
-    return push_masked(x, first(count), table, next, in);
+  static bool push(Register& x, const u32* table, Register offsets, u8*& next, const u8* in) {
+    return push_masked(x, vdupq_n_u32(~0u), table, offsets, next, in);
+  }
+
+  static bool push_first(Register& x, u32 count, const u32* table, Register offsets, u8*& next, const u8* in) {
+    return push_masked(x, first(count), table, offsets, next, in);
   }
 
  private:
@@ -71,10 +77,10 @@ struct Neon {
     return vld1q_u32(entries);
   }
 
-  static void pop_masked(Register& x, uint32x4_t active, const u32* table, const u8*& next,
+  static void pop_masked(Register& x, uint32x4_t active, const u32* table, Register offsets, const u8*& next,
                          u8* out) {
     const uint32x4_t slot_mask = vdupq_n_u32(rans::kNumSlots - 1);
-    const uint32x4_t entry = look_up(table, vandq_u32(x, slot_mask));
+    const uint32x4_t entry = look_up(table, vaddq_u32(vandq_u32(x, slot_mask), offsets));
     const uint16x4_t narrow = vmovn_u32(entry);
     const uint8x8_t symbols = vmovn_u16(vcombine_u16(narrow, narrow));
     vst1_lane_u32(reinterpret_cast<u32*>(out), vreinterpret_u32_u8(symbols), 0);
@@ -95,10 +101,10 @@ struct Neon {
     next += 2 * __builtin_popcount(mask);
   }
 
-  static bool push_masked(Register& x, uint32x4_t active, const u32* table, u8*& next,
+  static bool push_masked(Register& x, uint32x4_t active, const u32* table, Register offsets, u8*& next,
                           const u8* in) {
     const u32 symbols[4] = {in[0], in[1], in[2], in[3]};
-    const uint32x4_t entry = look_up(table, vld1q_u32(symbols));
+    const uint32x4_t entry = look_up(table, vaddq_u32(vld1q_u32(symbols), offsets));
     const uint32x4_t frequency = vandq_u32(entry, vdupq_n_u32(0xffff));
     const uint32x4_t impossible = vandq_u32(active, vceqzq_u32(frequency));
 

@@ -12,10 +12,12 @@ struct Scalar {
 
   static Register load(const u32* states) { return *states; }
   static void store(u32* states, Register x) { *states = x; }
+  static Register zero() { return 0; }
+  static Register offsets(const u8* contexts, u32 bits) { return u32{*contexts} << bits; }
 
   // Take one symbol out of every lane, in lane order.
-  static void pop(Register& x, const u32* table, const u8*& next, u8* out) {
-    const u32 entry = table[rans::slot_of(x)];
+  static void pop(Register& x, const u32* table, Register offsets, const u8*& next, u8* out) {
+    const u32 entry = table[rans::slot_of(x) + offsets];
     *out = rans::symbol_of(entry);
     const u32 state = rans::pop(x, entry);
     u16 word;
@@ -27,13 +29,13 @@ struct Scalar {
   }
 
   // The same for the first `count` lanes; the others stay as they are.
-  static void pop_first(Register& x, u32, const u32* table, const u8*& next, u8* out) {
-    pop(x, table, next, out);
+  static void pop_first(Register& x, u32, const u32* table, Register offsets, const u8*& next, u8* out) {
+    pop(x, table, offsets, next, out);
   }
 
   // Put one symbol into every lane, in reverse lane order; false where it cannot be coded.
-  static bool push(Register& x, const u32* table, u8*& next, const u8* in) {
-    const u32 entry = table[*in];
+  static bool push(Register& x, const u32* table, Register offsets, u8*& next, const u8* in) {
+    const u32 entry = table[*in + offsets];
     if (entry == 0) return false;
     if (rans::must_emit(x, entry)) {
       const u16 word = static_cast<u16>(x);
@@ -45,8 +47,8 @@ struct Scalar {
     return true;
   }
 
-  static bool push_first(Register& x, u32, const u32* table, u8*& next, const u8* in) {
-    return push(x, table, next, in);
+  static bool push_first(Register& x, u32, const u32* table, Register offsets, u8*& next, const u8* in) {
+    return push(x, table, offsets, next, in);
   }
 };
 

@@ -23,8 +23,10 @@ struct DecodeStream {
   u64 size_bytes;
   const u32* tables;  // [num_classes, 4096]
   const u16* classes;
+  const u8* contexts;  // nullptr where a row has one table
   u8* symbols;
   i64 row_stride;
+  i64 context_stride;
   u64 num_rows;
   u64 num_tokens;
 };
@@ -35,8 +37,10 @@ struct EncodeStream {
   u8* end;
   const u32* tables;  // [num_classes, 256]
   const u16* classes;
+  const u8* contexts;
   const u8* symbols;
   i64 row_stride;
+  i64 context_stride;
   u64 num_rows;
   u64 num_tokens;
 };

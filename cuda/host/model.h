@@ -1,7 +1,6 @@
 // The tables of one entropy model.
 #pragma once
 
-#include <cmath>
 #include <memory>
 
 #include "kvrag/rans.h"

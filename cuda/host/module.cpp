@@ -2,11 +2,15 @@
 // here is only what memory safety needs.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -27,15 +31,33 @@ void require(bool condition, const char* message) {
   if (!condition) throw nb::value_error(message);
 }
 
-template <class Symbol, class Matrix, class Classes>
-Rows<Symbol> make_rows(const Model& model, Matrix& symbols, const Classes& classes) {
-  const Rows<Symbol> rows{symbols.data(), symbols.stride(0), classes.data(), symbols.shape(0),
-                          symbols.shape(1)};
-  require(rows.num_tokens <= 1 || symbols.stride(1) == 1, "tokens are not contiguous");
+using Bytes = Array<const u8, 2>;
+using Classes = Array<const u16, 1>;
+using Contexts = std::optional<Bytes>;
+
+template <class Symbol, class Matrix>
+Rows<Symbol> make_rows(const Model& model, Matrix& symbols, const Classes& classes,
+                       const Contexts& contexts) {
+  Rows<Symbol> rows{symbols.data(), symbols.stride(0), classes.data(), nullptr, 0,
+                    symbols.shape(0), symbols.shape(1)};
+  require(symbols.size() == 0 || rows.num_tokens <= 1 || symbols.stride(1) == 1, "tokens are not contiguous");
   require(classes.shape(0) == rows.num_rows, "one class a row");
   require(rows.num_rows <= 1 || classes.stride(0) == 1, "classes are not contiguous");
+  if (contexts) {
+    rows.contexts = contexts->data();
+    rows.context_stride = contexts->stride(0);
+    require(contexts->shape(0) == rows.num_rows && contexts->shape(1) == rows.num_tokens,
+            "one context a symbol");
+    require(contexts->size() == 0 || rows.num_tokens <= 1 || contexts->stride(1) == 1, "contexts are not contiguous");
+  }
   for (u64 row = 0; row < rows.num_rows; ++row) {
-    require(rows.classes[row] < model.num_classes, "a class the model does not have");
+    u8 greatest = 0;
+    if (rows.contexts != nullptr) {
+      const u8* found = rows.contexts + static_cast<i64>(row) * rows.context_stride;
+      for (u64 i = 0; i < rows.num_tokens; ++i) greatest = std::max(greatest, found[i]);
+    }
+    require(u64{rows.classes[row]} + greatest < model.num_classes,
+            "a class the model does not have");
   }
   return rows;
 }
@@ -54,9 +76,9 @@ Model* make_model(const Array<const u16, 2>& frequencies) {
   return new Model(frequencies.data(), num_classes, static_cast<u32>(num_symbols));
 }
 
-nb::object encode(const Model& model, const Array<const u8, 2>& symbols,
-                  const Array<const u16, 1>& classes, u64 num_streams, u32 threads) {
-  const auto rows = make_rows<const u8>(model, symbols, classes);
+nb::object encode(const Model& model, const Bytes& symbols, const Classes& classes,
+                  const Contexts& contexts, u64 num_streams, u32 threads) {
+  const auto rows = make_rows<const u8>(model, symbols, classes, contexts);
   require(num_streams >= 1 && num_streams <= std::max<u64>(rows.num_rows, 1), "streams");
   std::vector<u8> payload;
   {
@@ -67,15 +89,15 @@ nb::object encode(const Model& model, const Array<const u8, 2>& symbols,
   return nb::bytes(payload.data(), payload.size());
 }
 
-using Job = std::tuple<const Model*, Array<const u8, 1>, Array<const u16, 1>, Array<u8, 2>>;
+using Job = std::tuple<const Model*, Array<const u8, 1>, Classes, Array<u8, 2>, Contexts>;
 
 std::vector<std::tuple<i32, u64, u64, u64>> decode(const std::vector<Job>& jobs, u32 threads) {
   std::vector<DecodeJob> prepared;
-  for (const auto& [model, payload, classes, out] : jobs) {
+  for (const auto& [model, payload, classes, out, contexts] : jobs) {
     require(model != nullptr, "a job without a model");
     require(payload.shape(0) <= 1 || payload.stride(0) == 1, "payload is not contiguous");
     prepared.push_back({payload.data(), payload.shape(0), model->decode(),
-                        make_rows<u8>(*model, out, classes)});
+                        make_rows<u8>(*model, out, classes, contexts)});
   }
   std::vector<Failure> failures;
   {
@@ -90,9 +112,19 @@ std::vector<std::tuple<i32, u64, u64, u64>> decode(const std::vector<Job>& jobs,
   return found;
 }
 
-double ideal_bits(const Model& model, const Array<const u8, 2>& symbols,
-                  const Array<const u16, 1>& classes) {
-  const auto rows = make_rows<const u8>(model, symbols, classes);
+u32 frequency_at(const Model& model, const Rows<const u8>& rows, u64 row, u64 token) {
+  u64 row_class = rows.classes[row];
+  if (rows.contexts != nullptr) {
+    row_class += rows.contexts[static_cast<i64>(row) * rows.context_stride +
+                               static_cast<i64>(token)];
+  }
+  return model.frequency(
+      row_class, rows.symbols[static_cast<i64>(row) * rows.row_stride + static_cast<i64>(token)]);
+}
+
+double ideal_bits(const Model& model, const Bytes& symbols, const Classes& classes,
+                  const Contexts& contexts) {
+  const auto rows = make_rows<const u8>(model, symbols, classes, contexts);
   const nb::gil_scoped_release release;
   std::vector<double> cost(rans::kNumSlots + 1);
   for (u32 i = 0; i <= rans::kNumSlots; ++i) {
@@ -100,29 +132,24 @@ double ideal_bits(const Model& model, const Array<const u8, 2>& symbols,
                      : rans::kProbabilityBits - std::log2(static_cast<double>(i));
   }
   double total = 0;
-  std::vector<u64> counts(rans::kMaxSymbols);
   for (u64 row = 0; row < rows.num_rows; ++row) {
-    const u8* in = rows.symbols + static_cast<i64>(row) * rows.row_stride;
-    counts.assign(rans::kMaxSymbols, 0);
-    for (u64 token = 0; token < rows.num_tokens; ++token) ++counts[in[token]];
-    for (u32 symbol = 0; symbol < rans::kMaxSymbols; ++symbol) {
-      if (counts[symbol] == 0) continue;
-      total += static_cast<double>(counts[symbol]) *
-               cost[model.frequency(rows.classes[row], symbol)];
+    double bits = 0;
+    for (u64 token = 0; token < rows.num_tokens; ++token) {
+      bits += cost[frequency_at(model, rows, row, token)];
     }
+    total += bits;
   }
   return total;
 }
 
 // First (row, token) whose symbol cannot be coded, (-1, -1) where all can.
-std::tuple<i64, i64> first_uncodable(const Model& model, const Array<const u8, 2>& symbols,
-                                     const Array<const u16, 1>& classes) {
-  const auto rows = make_rows<const u8>(model, symbols, classes);
+std::tuple<i64, i64> first_uncodable(const Model& model, const Bytes& symbols, const Classes& classes,
+                  const Contexts& contexts) {
+  const auto rows = make_rows<const u8>(model, symbols, classes, contexts);
   const nb::gil_scoped_release release;
   for (u64 row = 0; row < rows.num_rows; ++row) {
-    const u8* in = rows.symbols + static_cast<i64>(row) * rows.row_stride;
     for (u64 token = 0; token < rows.num_tokens; ++token) {
-      if (model.frequency(rows.classes[row], in[token]) == 0) {
+      if (frequency_at(model, rows, row, token) == 0) {
         return {static_cast<i64>(row), static_cast<i64>(token)};
       }
     }
@@ -139,12 +166,12 @@ NB_MODULE(_native, m) {
       .def_ro("num_classes", &Model::num_classes)
       .def_ro("num_symbols", &Model::num_symbols);
   m.def("encode", &encode, nb::arg("model"), nb::arg("symbols").noconvert(),
-        nb::arg("classes").noconvert(), nb::arg("num_streams"), nb::arg("threads"));
+        nb::arg("classes").noconvert(), nb::arg("contexts").none(), nb::arg("num_streams"), nb::arg("threads"));
   m.def("decode", &decode, nb::arg("jobs"), nb::arg("threads"));
   m.def("ideal_bits", &ideal_bits, nb::arg("model"), nb::arg("symbols").noconvert(),
-        nb::arg("classes").noconvert());
+        nb::arg("classes").noconvert(), nb::arg("contexts").none());
   m.def("first_uncodable", &first_uncodable, nb::arg("model"), nb::arg("symbols").noconvert(),
-        nb::arg("classes").noconvert());
+        nb::arg("classes").noconvert(), nb::arg("contexts").none());
   m.def("instruction_set", [] { return std::string(kernels().name); });
   m.def("instruction_sets", [] {
     std::vector<std::string> names;

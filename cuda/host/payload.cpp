@@ -26,6 +26,17 @@ u32 read_u32(const u8* bytes) {
   return value;
 }
 
+template <class Symbol>
+Symbol* symbols_from(const Rows<Symbol>& rows, u64 row) {
+  return rows.symbols + static_cast<i64>(row) * rows.row_stride;
+}
+
+template <class Symbol>
+const u8* contexts_from(const Rows<Symbol>& rows, u64 row) {
+  if (rows.contexts == nullptr) return nullptr;
+  return rows.contexts + static_cast<i64>(row) * rows.context_stride;
+}
+
 // Append the streams of `job`, or say why its index cannot be right.
 Failure split(const DecodeJob& job, std::vector<DecodeStream>& streams) {
   const Rows<u8>& rows = job.rows;
@@ -48,8 +59,8 @@ Failure split(const DecodeJob& job, std::vector<DecodeStream>& streams) {
     const u64 begin = rans::first_row(i, num_streams, rows.num_rows);
     const u64 end = rans::first_row(i + 1, num_streams, rows.num_rows);
     streams.push_back({job.bytes + offset, size, job.tables, rows.classes + begin,
-                       rows.symbols + static_cast<i64>(begin) * rows.row_stride, rows.row_stride,
-                       end - begin, rows.num_tokens});
+                       contexts_from(rows, begin), symbols_from(rows, begin), rows.row_stride,
+                       rows.context_stride, end - begin, rows.num_tokens});
     offset += size;
   }
   return {};
@@ -98,8 +109,10 @@ std::vector<u8> encode_payload(const Rows<const u8>& rows, const u32* tables, u6
     parts[i].stream = {parts[i].bytes.get() + capacity,
                        tables,
                        rows.classes + begin,
-                       rows.symbols + static_cast<i64>(begin) * rows.row_stride,
+                       contexts_from(rows, begin),
+                       symbols_from(rows, begin),
                        rows.row_stride,
+                       rows.context_stride,
                        count,
                        rows.num_tokens};
   }

@@ -7,12 +7,15 @@
 
 namespace kvrag::host {
 
-// The matrix a payload holds, symbols [num_rows, num_tokens] with one class a row.
+// The matrix a payload holds: symbols [num_rows, num_tokens], one class a row, and, unless it
+// is nullptr, contexts [num_rows, num_tokens].
 template <class Symbol>
 struct Rows {
   Symbol* symbols;
   i64 row_stride;
   const u16* classes;
+  const u8* contexts;
+  i64 context_stride;
   u64 num_rows;
   u64 num_tokens;
 };
@@ -33,7 +36,8 @@ struct Failure {
 };
 
 // Decode all jobs on up to `threads` threads; one Failure a job. The output of a job that
-// failed is garbage. Every class must be one of its model's.
+// failed is garbage. Every class plus context must be one of its
+// model's.
 std::vector<Failure> decode_payloads(const std::vector<DecodeJob>& jobs, u32 threads);
 
 // Return the payload, or nothing where a symbol has frequency 0.

@@ -13,9 +13,17 @@
 namespace kvrag::host {
 
 constexpr u32 kVectorBytes = 2 * rans::kNumLanes;  // the most a vector of lanes can consume
+constexpr u32 kSymbolBits = 8;
 
-template <class Simd>
-static Damage decode_stream(const DecodeStream& stream) noexcept {
+// Where each lane's table begins, counted in entries from that of the row's class.
+template <class Simd, bool kContexts>
+static typename Simd::Register table_offsets(const u8* contexts, u32 entries_bits) noexcept {
+  if constexpr (kContexts) return Simd::offsets(contexts, entries_bits);
+  return Simd::zero();
+}
+
+template <class Simd, bool kContexts>
+static Damage decode_rows(const DecodeStream& stream) noexcept {
   using Register = typename Simd::Register;
   constexpr u32 kCount = rans::kNumLanes / Simd::kWidth;
   if (stream.size_bytes < rans::kStateBytes || stream.size_bytes % 2 != 0) {
@@ -52,18 +60,28 @@ static Damage decode_stream(const DecodeStream& stream) noexcept {
   for (u64 row = 0; row < stream.num_rows; ++row) {
     const u32* table = stream.tables + u64{stream.classes[row]} * rans::kNumSlots;
     u8* out = stream.symbols + static_cast<i64>(row) * stream.row_stride;
+    const u8* contexts =
+        kContexts ? stream.contexts + static_cast<i64>(row) * stream.context_stride : nullptr;
     for (u64 token = 0; token < whole; token += rans::kNumLanes) {
       if (__builtin_expect(next > last, 0) && !may_start()) return Damage::words_missing;
       KVRAG_UNROLL
       for (u32 i = 0; i < kCount; ++i) {
-        Simd::pop(x[i], table, next, out + token + i * Simd::kWidth);
+        const u64 place = token + i * Simd::kWidth;
+        const auto offsets =
+            table_offsets<Simd, kContexts>(contexts + place, rans::kProbabilityBits);
+        Simd::pop(x[i], table, offsets, next, out + place);
       }
     }
     if (rest != 0) {
       if (!may_start()) return Damage::words_missing;
       u8 symbols[rans::kNumLanes];
-      for (u32 i = 0; i * Simd::kWidth < rest; ++i) {
-        Simd::pop_first(x[i], rest - i * Simd::kWidth, table, next, symbols + i * Simd::kWidth);
+      u8 last_contexts[rans::kNumLanes] = {};
+      if constexpr (kContexts) std::memcpy(last_contexts, contexts + whole, rest);
+      for (u32 place = 0; place < rest; place += Simd::kWidth) {
+        const auto offsets =
+            table_offsets<Simd, kContexts>(last_contexts + place, rans::kProbabilityBits);
+        Simd::pop_first(x[place / Simd::kWidth], rest - place, table, offsets, next,
+                        symbols + place);
       }
       std::memcpy(out + whole, symbols, rest);
     }
@@ -78,7 +96,13 @@ static Damage decode_stream(const DecodeStream& stream) noexcept {
 }
 
 template <class Simd>
-static u8* encode_stream(const EncodeStream& stream, u32* states) noexcept {
+static Damage decode_stream(const DecodeStream& stream) noexcept {
+  return stream.contexts == nullptr ? decode_rows<Simd, false>(stream)
+                                    : decode_rows<Simd, true>(stream);
+}
+
+template <class Simd, bool kContexts>
+static u8* encode_rows(const EncodeStream& stream, u32* states) noexcept {
   using Register = typename Simd::Register;
   constexpr u32 kCount = rans::kNumLanes / Simd::kWidth;
   Register x[kCount];
@@ -91,13 +115,20 @@ static u8* encode_stream(const EncodeStream& stream, u32* states) noexcept {
   for (u64 row = stream.num_rows; row-- > 0;) {
     const u32* table = stream.tables + u64{stream.classes[row]} * rans::kMaxSymbols;
     const u8* in = stream.symbols + static_cast<i64>(row) * stream.row_stride;
+    const u8* contexts =
+        kContexts ? stream.contexts + static_cast<i64>(row) * stream.context_stride : nullptr;
     bool codable = true;
     if (rest != 0) {
       u8 symbols[rans::kNumLanes] = {};
+      u8 last_contexts[rans::kNumLanes] = {};
       std::memcpy(symbols, in + whole, rest);
+      if constexpr (kContexts) std::memcpy(last_contexts, contexts + whole, rest);
       for (u32 i = (rest - 1) / Simd::kWidth + 1; i-- > 0;) {
-        codable &= Simd::push_first(x[i], rest - i * Simd::kWidth, table, next,
-                                    symbols + i * Simd::kWidth);
+        const u32 place = i * Simd::kWidth;
+        const auto offsets =
+            table_offsets<Simd, kContexts>(last_contexts + place, kSymbolBits);
+        codable &=
+            Simd::push_first(x[i], rest - place, table, offsets, next, symbols + place);
       }
     }
     for (u64 token = whole; token > 0;) {
@@ -105,13 +136,21 @@ static u8* encode_stream(const EncodeStream& stream, u32* states) noexcept {
       KVRAG_UNROLL
       for (u32 j = 0; j < kCount; ++j) {
         const u32 i = kCount - 1 - j;
-        codable &= Simd::push(x[i], table, next, in + token + i * Simd::kWidth);
+        const u64 place = token + i * Simd::kWidth;
+        const auto offsets = table_offsets<Simd, kContexts>(contexts + place, kSymbolBits);
+        codable &= Simd::push(x[i], table, offsets, next, in + place);
       }
     }
     if (!codable) return nullptr;
   }
   for (u32 i = 0; i < kCount; ++i) Simd::store(states + i * Simd::kWidth, x[i]);
   return next;
+}
+
+template <class Simd>
+static u8* encode_stream(const EncodeStream& stream, u32* states) noexcept {
+  return stream.contexts == nullptr ? encode_rows<Simd, false>(stream, states)
+                                    : encode_rows<Simd, true>(stream, states);
 }
 
 }  // namespace kvrag::host

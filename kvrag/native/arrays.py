@@ -69,7 +69,7 @@ def view(
         raise ParameterError(f"{name}: expected shape [{wanted_shape}], found {list(found.shape)}")
     if contiguous and not found.flags.c_contiguous:
         raise ParameterError(f"{name}: expected contiguous memory, found strides {found.strides}")
-    if found.shape[-1] > 1 and found.strides[-1] != found.itemsize:
+    if found.size and found.shape[-1] > 1 and found.strides[-1] != found.itemsize:
         raise ParameterError(
             f"{name}: expected a contiguous last axis, found a stride of {found.strides[-1]} bytes"
         )

@@ -85,15 +85,24 @@ class RansModel:
         """Number of symbols each table has, from 0 on."""
         return int(self.frequencies.shape[1])
 
-    def check_classes(self, classes: ArrayLike, num_rows: int) -> NDArray[np.uint16]:
-        """Return `classes` as a numpy array; ParameterError unless it has one of ours per row."""
-        found = view(classes, "classes", np.uint16, (num_rows,))
-        if num_rows and found.max() >= self.num_classes:
-            row = int(found.argmax())
+    def _check_classes(
+        self, classes: ArrayLike, context: ArrayLike | None, shape: tuple[int, int]
+    ) -> tuple[NDArray[np.uint16], NDArray[np.uint8] | None]:
+        """Return both as numpy arrays; ParameterError unless their sums are classes of ours."""
+        found = view(classes, "classes", np.uint16, (shape[0],), contiguous=True)
+        greatest = found.astype(np.int64)
+        contexts = None
+        if context is not None:
+            contexts = view(context, "context", np.uint8, shape)
+            if contexts.size:
+                greatest += contexts.max(axis=1)
+        if shape[0] and greatest.max() >= self.num_classes:
+            row = int(greatest.argmax())
             raise ParameterError(
-                f"classes: row {row}: expected 0 to {self.num_classes - 1}, found {found[row]}"
+                f"classes: row {row}: expected 0 to {self.num_classes - 1}, contexts added, "
+                f"found {greatest[row]}"
             )
-        return found
+        return found, contexts
 
 
 class DecodeJob(NamedTuple):
@@ -103,14 +112,16 @@ class DecodeJob(NamedTuple):
     payload: Any
     classes: ArrayLike
     out: ArrayLike
+    context: ArrayLike | None = None
 
 
 def encode_rows(
     model: RansModel,
     symbols: ArrayLike,
     classes: ArrayLike,
-    *,
     num_streams: int = 1,
+    *,
+    context: ArrayLike | None = None,
     threads: int = 1,
 ) -> bytes:
     """Return the payload that holds `symbols`.
@@ -126,6 +137,8 @@ def encode_rows(
     num_streams
         1 to max(R, 1) streams, which are coded and decoded independently of one another. Each
         costs 132 bytes.
+    context
+        ``[R, T]`` uint8: what is added to the class of each symbol's row, or None for zeros.
     threads
         Threads to use at most.
 
@@ -137,26 +150,33 @@ def encode_rows(
     """
     matrix = view(symbols, "symbols", np.uint8, (None, None))
     num_rows = matrix.shape[0]
-    row_classes = model.check_classes(classes, num_rows)
+    row_classes, contexts = model._check_classes(classes, context, matrix.shape)
     if not 1 <= num_streams <= max(num_rows, 1):
         raise ParameterError(
             f"num_streams: expected 1 to {max(num_rows, 1)} for {num_rows} rows, "
             f"found {num_streams}"
         )
     payload = _native.encode(
-        model._tables, matrix, row_classes, num_streams, check_threads(threads)
+        model._tables, matrix, row_classes, contexts, num_streams, check_threads(threads)
     )
     if payload is None:
-        row, token = _native.first_uncodable(model._tables, matrix, row_classes)
+        row, token = _native.first_uncodable(model._tables, matrix, row_classes, contexts)
+        used = int(row_classes[row]) + (0 if contexts is None else int(contexts[row, token]))
         raise ParameterError(
             f"symbols: row {row}, token {token}: expected a symbol of nonzero frequency in class "
-            f"{row_classes[row]}, found {matrix[row, token]}"
+            f"{used}, found {matrix[row, token]}"
         )
     return payload
 
 
 def decode_rows(
-    model: RansModel, payload: Any, classes: ArrayLike, out: ArrayLike, *, threads: int = 1
+    model: RansModel,
+    payload: Any,
+    classes: ArrayLike,
+    out: ArrayLike,
+    *,
+    context: ArrayLike | None = None,
+    threads: int = 1,
 ) -> None:
     """Decode a payload of `encode_rows`.
 
@@ -170,6 +190,8 @@ def decode_rows(
         ``[R]`` uint16: the table of each row.
     out
         ``[R, T]`` uint8, tokens contiguous, overwritten.
+    context
+        ``[R, T]`` uint8: that given to `encode_rows`.
     threads
         Threads to use at most; more than there are streams bring nothing.
 
@@ -181,7 +203,7 @@ def decode_rows(
         When the payload is damaged or belongs to other rows or tables; `out` is then garbage.
         Most, but not all, damage is noticed here: a record's checksums guard against the rest.
     """
-    decode_many([DecodeJob(model, payload, classes, out)], threads=threads)
+    decode_many([DecodeJob(model, payload, classes, out, context)], threads=threads)
 
 
 def decode_many(jobs: Sequence[DecodeJob], *, threads: int = 1) -> None:
@@ -196,8 +218,9 @@ def decode_many(jobs: Sequence[DecodeJob], *, threads: int = 1) -> None:
     prepared = []
     for job in jobs:
         out = view(job.out, "out", np.uint8, (None, None), writable=True)
-        classes = job.model.check_classes(job.classes, out.shape[0])
-        prepared.append((job.model._tables, byte_view(job.payload, "payload"), classes, out))
+        payload = byte_view(job.payload, "payload")
+        classes, contexts = job.model._check_classes(job.classes, job.context, out.shape)
+        prepared.append((job.model._tables, payload, classes, out, contexts))
     reports = _native.decode(prepared, check_threads(threads))
     for index, (damage, stream, expected, found) in enumerate(reports):
         if damage:
@@ -207,12 +230,18 @@ def decode_many(jobs: Sequence[DecodeJob], *, threads: int = 1) -> None:
             raise RecordError(f"{where}{what}: expected {wanted}, found {seen}")
 
 
-def ideal_bits(model: RansModel, symbols: ArrayLike, classes: ArrayLike) -> float:
+def ideal_bits(
+    model: RansModel,
+    symbols: ArrayLike,
+    classes: ArrayLike,
+    *,
+    context: ArrayLike | None = None,
+) -> float:
     """Return the code length of `symbols` under the tables, in bits.
 
     Parameters
     ----------
-    model, symbols, classes
+    model, symbols, classes, context
         As for `encode_rows`.
 
     Returns
@@ -227,5 +256,5 @@ def ideal_bits(model: RansModel, symbols: ArrayLike, classes: ArrayLike) -> floa
         When an argument has another shape or type.
     """
     matrix = view(symbols, "symbols", np.uint8, (None, None))
-    row_classes = model.check_classes(classes, matrix.shape[0])
-    return _native.ideal_bits(model._tables, matrix, row_classes)
+    row_classes, contexts = model._check_classes(classes, context, matrix.shape)
+    return _native.ideal_bits(model._tables, matrix, row_classes, contexts)

@@ -4,8 +4,9 @@
 // exactly what is written here, 32 lanes at a time.
 //
 // A *model* is `num_classes` tables of frequencies over at most 256 symbols; each sums to 4096.
-// A row of symbols has one class. A stream covers consecutive rows, in order; token t of a row
-// belongs to lane t % 32, and the last vector of a row uses its first (T % 32) lanes only.
+// A row of symbols has one class; where there are contexts, each symbol's is added to it. A
+// stream covers consecutive rows, in order; token t of a row belongs to lane t % 32, and the
+// last vector of a row uses its first (T % 32) lanes only.
 //
 //     payload  u32 num_streams | u32 size_bytes[num_streams] | the streams
 //     stream   u32 state[32]   | u16 words, in the order the decoder takes them
