@@ -6,6 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_Numbers = NDArray[np.uint8] | NDArray[np.int16]
+_Floats = NDArray[np.float32]
+_Patches = tuple[NDArray[np.uint32], NDArray[np.uint32], _Floats]
+
 class Model:
     def __init__(self, frequencies: NDArray[np.uint16]) -> None: ...
     @property
@@ -45,6 +49,33 @@ def first_uncodable(
     classes: NDArray[np.uint16],
     contexts: NDArray[np.uint8] | None,
 ) -> tuple[int, int]: ...
+def transform(
+    numbers: _Numbers,
+    shrink: _Floats | None,
+    patches: _Patches | None,
+    basis: _Floats,
+    mean: _Floats,
+    out: NDArray[np.float32] | NDArray[np.int16],
+    element_type: int,
+    first_token: int,
+    tables: tuple[_Floats, _Floats] | None,
+    threads: int,
+) -> None: ...
+def channels(
+    numbers: _Numbers,
+    shrink: _Floats | None,
+    patches: _Patches | None,
+    row_scale: _Floats | None,
+    token_scale: _Floats | None,
+    addend: _Floats | None,
+    out: NDArray[np.float32] | NDArray[np.int16],
+    element_type: int,
+    first_token: int,
+    tables: tuple[_Floats, _Floats] | None,
+    threads: int,
+) -> None: ...
+def contexts(values: NDArray[np.int16], out: NDArray[np.uint8]) -> None: ...
+def refine(values: NDArray[np.int16], symbols: NDArray[np.uint8]) -> None: ...
 def instruction_set() -> str: ...
 def instruction_sets() -> list[str]: ...
 def use_instruction_set(name: str) -> bool: ...

@@ -1,10 +1,15 @@
 // AVX2 and FMA: four registers of 8 lanes.
+#define KVRAG_FLOATS 8  // in a register
+#define KVRAG_TOKENS 4  // whose sums fit the registers, two vectors each
 #define KVRAG_UNROLL _Pragma("GCC unroll 4")
 
 #include <immintrin.h>
 
+#include "channels_tile.h"
 #include "lane_tables.h"
+#include "planes.h"
 #include "rans_streams.h"
+#include "transform_tile.h"
 
 namespace kvrag::host {
 namespace {
@@ -156,6 +161,9 @@ struct Avx2 {
 
 }  // namespace
 
-const Kernels kAvx2 = {"avx2", decode_stream<Avx2>, encode_stream<Avx2>};
+const Kernels kAvx2 = {
+    "avx2",       decode_stream<Avx2>, encode_stream<Avx2>, transform_tile,
+    channels_tile, magnitude_contexts,   refine_values,
+};
 
 }  // namespace kvrag::host

@@ -1,9 +1,14 @@
 // AVX-512 (F, BW, DQ, VL): two registers of 16 lanes.
+#define KVRAG_FLOATS 16  // in a register
+#define KVRAG_TOKENS 8  // whose sums fit the registers, two vectors each
 #define KVRAG_UNROLL _Pragma("GCC unroll 2")
 
 #include <immintrin.h>
 
+#include "channels_tile.h"
+#include "planes.h"
 #include "rans_streams.h"
+#include "transform_tile.h"
 
 namespace kvrag::host {
 namespace {
@@ -118,6 +123,9 @@ struct Avx512 {
 
 }  // namespace
 
-const Kernels kAvx512 = {"avx512", decode_stream<Avx512>, encode_stream<Avx512>};
+const Kernels kAvx512 = {
+    "avx512",       decode_stream<Avx512>, encode_stream<Avx512>, transform_tile,
+    channels_tile, magnitude_contexts,   refine_values,
+};
 
 }  // namespace kvrag::host

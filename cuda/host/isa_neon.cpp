@@ -1,10 +1,15 @@
 // NEON: eight registers of 4 lanes.
+#define KVRAG_FLOATS 4  // in a register
+#define KVRAG_TOKENS 8  // whose sums fit the registers, two vectors each
 #define KVRAG_UNROLL _Pragma("GCC unroll 8")
 
 #include <arm_neon.h>
 
+#include "channels_tile.h"
 #include "lane_tables.h"
+#include "planes.h"
 #include "rans_streams.h"
+#include "transform_tile.h"
 
 namespace kvrag::host {
 namespace {
@@ -140,6 +145,9 @@ struct Neon {
 
 }  // namespace
 
-const Kernels kNeon = {"neon", decode_stream<Neon>, encode_stream<Neon>};
+const Kernels kNeon = {
+    "neon",       decode_stream<Neon>, encode_stream<Neon>, transform_tile,
+    channels_tile, magnitude_contexts,   refine_values,
+};
 
 }  // namespace kvrag::host

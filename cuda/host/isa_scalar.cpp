@@ -1,7 +1,13 @@
-// Kernels in plain C++: the fallback everywhere, and the text to read first.
+// Kernels in plain C++: the fallback everywhere, and the text to read first. Vectors of four
+// floats are in every 64-bit processor, and elsewhere the compiler takes them apart.
+#define KVRAG_FLOATS 4  // in a register
+#define KVRAG_TOKENS 4  // whose sums fit the registers, two vectors each
 #define KVRAG_UNROLL
 
+#include "channels_tile.h"
+#include "planes.h"
 #include "rans_streams.h"
+#include "transform_tile.h"
 
 namespace kvrag::host {
 namespace {
@@ -54,6 +60,9 @@ struct Scalar {
 
 }  // namespace
 
-const Kernels kScalar = {"scalar", decode_stream<Scalar>, encode_stream<Scalar>};
+const Kernels kScalar = {
+    "scalar",       decode_stream<Scalar>, encode_stream<Scalar>, transform_tile,
+    channels_tile, magnitude_contexts,   refine_values,
+};
 
 }  // namespace kvrag::host

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kvrag/common.h"
+#include "kvrag/reconstruct.h"
 
 namespace kvrag::host {
 
@@ -47,12 +48,78 @@ struct EncodeStream {
 
 constexpr u64 kEncodeSlack = 64;
 
+// Whole numbers [num_rows, tokens of the chunk], as symbols or, where those are nullptr, values;
+// patches are sorted by token, then row.
+struct Numbers {
+  const u8* symbols;
+  const i16* values;
+  i64 row_stride;
+  u64 num_rows;
+  const float* shrink;  // [num_rows] or nullptr
+  const u32* patch_rows;
+  const u32* patch_tokens;
+  const float* patch_values;
+  u64 num_patches;
+};
+
+// Where tokens first_token to first_token + num_tokens go: out [num_heads, num_tokens, head_dim]
+// with strides in elements, rotated by tables [num_tokens, at least num_rotated / 2] unless
+// num_rotated is 0.
+struct Placement {
+  void* out;
+  ElementType type;
+  i64 head_stride;
+  i64 token_stride;
+  u64 num_heads;
+  u64 head_dim;
+  u64 first_token;
+  u64 num_tokens;
+  const float* cos;
+  const float* sin;
+  i64 cos_stride;
+  i64 sin_stride;
+  u64 num_rotated;
+};
+
+struct Transform {
+  const float* basis;  // [num_heads, num_rows, head_dim]
+  const float* mean;   // [num_heads, head_dim]
+};
+
+// The rows are channels; each factor may be nullptr.
+struct Channels {
+  const float* row_scale;    // [num_rows]
+  const float* token_scale;  // [tokens of the chunk]
+  const float* addend;       // [num_rows, tokens of the chunk]
+  i64 addend_stride;
+};
+
+// Tokens a kernel takes at once, and as many as share one pass over a basis.
+constexpr u64 kTileTokens = 32;
+constexpr u64 kPanelTokens = 8;
+
+// Floats of scratch the tile kernels need.
+constexpr u64 transform_scratch(u64 num_rows, u64 head_dim) {
+  const u64 panels = kTileTokens * num_rows;
+  const u64 rows = (kTileTokens / kPanelTokens + 1) * num_rows;
+  return panels + rows + kPanelTokens * head_dim + 64;
+}
+constexpr u64 channels_scratch(u64 head_dim) { return 2 * kTileTokens * head_dim; }
+
 struct Kernels {
   const char* name;
   Damage (*decode)(const DecodeStream&) noexcept;
   // Returns the first byte of the words and fills `states` [32], or nullptr where a symbol of
   // frequency 0 was met.
   u8* (*encode)(const EncodeStream&, u32* states) noexcept;
+  // Write tokens [begin, end) of the placement, at most kTileTokens; scratch is aligned to 64.
+  void (*transform)(const Numbers&, const Transform&, const Placement&, u64 begin, u64 end,
+                    float* scratch) noexcept;
+  void (*channels)(const Numbers&, const Channels&, const Placement&, u64 begin, u64 end,
+                   float* scratch) noexcept;
+  // Refinement of numbers by digits to base 3; see planes.h.
+  void (*contexts)(const i16* values, u8* contexts, u64 count) noexcept;
+  void (*refine)(i16* values, const u8* symbols, u64 count) noexcept;
 };
 
 extern const Kernels kScalar;

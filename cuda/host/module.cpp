@@ -1,7 +1,4 @@
-// kvrag._native: thin bindings. Arguments arrive checked by kvrag/native, so what is checked
-// here is only what memory safety needs.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
+// kvrag._native: the module, and its bindings of the entropy coder.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -15,21 +12,13 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings.h"
 #include "dispatch.h"
 #include "model.h"
 #include "payload.h"
 
-namespace nb = nanobind;
-
 namespace kvrag::host {
 namespace {
-
-template <class T, int kDims>
-using Array = nb::ndarray<T, nb::ndim<kDims>, nb::device::cpu>;
-
-void require(bool condition, const char* message) {
-  if (!condition) throw nb::value_error(message);
-}
 
 using Bytes = Array<const u8, 2>;
 using Classes = Array<const u16, 1>;
@@ -172,6 +161,7 @@ NB_MODULE(_native, m) {
         nb::arg("classes").noconvert(), nb::arg("contexts").none());
   m.def("first_uncodable", &first_uncodable, nb::arg("model"), nb::arg("symbols").noconvert(),
         nb::arg("classes").noconvert(), nb::arg("contexts").none());
+  bind_reconstruction(m);
   m.def("instruction_set", [] { return std::string(kernels().name); });
   m.def("instruction_sets", [] {
     std::vector<std::string> names;

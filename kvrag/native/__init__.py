@@ -7,6 +7,7 @@ vector code. Which instruction set runs is decided when this package is imported
 ``KVRAG_ISA=scalar|avx2|avx512|neon`` in the environment decides otherwise.
 
 - `kvrag.native.entropy`: `RansModel`, `encode_rows`, `decode_rows`, `decode_many`, `ideal_bits`.
+- `kvrag.native.reconstruction`: `reconstruct`, `place_channels`, `Patches`, `contexts`, `refine`.
 - `kvrag.native.instructions`: `instruction_set`, `instruction_sets`, `use_instruction_set`.
 """
 
@@ -21,15 +22,21 @@ from kvrag.native.entropy import (
     ideal_bits,
 )
 from kvrag.native.instructions import instruction_set, instruction_sets, use_instruction_set
+from kvrag.native.reconstruction import Patches, contexts, place_channels, reconstruct, refine
 
 __all__ = [
     "DecodeJob",
+    "Patches",
     "RansModel",
+    "contexts",
     "decode_many",
     "decode_rows",
     "encode_rows",
     "ideal_bits",
     "instruction_set",
     "instruction_sets",
+    "place_channels",
+    "reconstruct",
+    "refine",
     "use_instruction_set",
 ]

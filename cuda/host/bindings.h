@@ -1,0 +1,23 @@
+// What the bindings share. They are thin: arguments arrive checked by kvrag/native, so what is
+// checked here is only what memory safety needs.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include "kvrag/common.h"
+
+namespace nb = nanobind;
+
+namespace kvrag::host {
+
+template <class T, int kDims>
+using Array = nb::ndarray<T, nb::ndim<kDims>, nb::device::cpu>;
+
+inline void require(bool condition, const char* message) {
+  if (!condition) throw nb::value_error(message);
+}
+
+void bind_reconstruction(nb::module_& m);
+
+}  // namespace kvrag::host

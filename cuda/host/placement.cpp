@@ -1,0 +1,64 @@
+#include "placement.h"
+
+#include <algorithm>
+#include <memory>
+
+#include "dispatch.h"
+#include "pool.h"
+
+namespace kvrag::host {
+namespace {
+
+// Multiplications below which a second thread costs more than it brings.
+constexpr u64 kWorkPerThread = 1 << 21;
+
+// Grows to what the largest tile of this thread needed, and stays: allocating anew for every
+// call would touch fresh pages each time.
+float* scratch(u64 num_floats) {
+  thread_local std::unique_ptr<float[]> storage;
+  thread_local u64 capacity = 0;
+  constexpr u64 kAlignment = 16;
+  if (capacity < num_floats) {
+    storage.reset();
+    storage.reset(new float[num_floats + kAlignment]);
+    capacity = num_floats;
+  }
+  const u64 address = reinterpret_cast<u64>(storage.get());
+  return storage.get() + (-address & 63) / sizeof(float);
+}
+
+template <class Tile>
+void run_tiles(const Placement& placement, u64 work, u32 threads, const Tile& tile) {
+  const u64 num_tiles = (placement.num_tokens + kTileTokens - 1) / kTileTokens;
+  const u64 useful = std::clamp<u64>(work / kWorkPerThread, 1, threads);
+  parallel_for(num_tiles, static_cast<u32>(useful), [&](u64 i) {
+    tile(i * kTileTokens, std::min((i + 1) * kTileTokens, placement.num_tokens));
+  });
+}
+
+}  // namespace
+
+void run_transform(const Numbers& numbers, const Transform& transform, const Placement& placement,
+                   u32 threads) {
+  const Kernels& chosen = kernels();
+  const u64 num_channels = placement.num_heads * placement.head_dim;
+  const u64 num_floats = transform_scratch(numbers.num_rows, placement.head_dim);
+  run_tiles(placement, placement.num_tokens * num_channels * numbers.num_rows, threads,
+            [&](u64 begin, u64 end) {
+              chosen.transform(numbers, transform, placement, begin, end, scratch(num_floats));
+            });
+}
+
+void run_channels(const Numbers& numbers, const Channels& channels, const Placement& placement,
+                  u32 threads) {
+  const Kernels& chosen = kernels();
+  constexpr u64 kWorkAnElement = 16;
+  const u64 num_channels = placement.num_heads * placement.head_dim;
+  const u64 num_floats = channels_scratch(placement.head_dim);
+  run_tiles(placement, placement.num_tokens * num_channels * kWorkAnElement, threads,
+            [&](u64 begin, u64 end) {
+              chosen.channels(numbers, channels, placement, begin, end, scratch(num_floats));
+            });
+}
+
+}  // namespace kvrag::host

@@ -1,0 +1,78 @@
+// From whole numbers back to keys and values: the arithmetic of one element.
+//
+//     number  = symbol - 128, or a 16-bit value; a patch replaces what becomes of it
+//     point   = number - sign(number) shrink[row]
+//     channel = mean[h, d] + sum over rows r of point[r, t] basis[h, r, d]        (transform)
+//     channel = point[h D + d, t] row_scale[row] token_scale[t] + addend[row, t]  (channels)
+//     out     = channel, rotated to its position in the half-split layout, rounded to its type
+//
+// The quantiser's steps are folded into the basis. All arithmetic is float32; the order of the
+// sum differs between instruction sets and devices, and so do the last bits of its result.
+#pragma once
+
+#include "kvrag/common.h"
+
+namespace kvrag {
+
+enum class ElementType : i32 { f32 = 0, bf16 = 1, f16 = 2 };
+
+constexpr i32 kZeroSymbol = 128;
+
+namespace reconstruct {
+
+KVRAG_HD static float point(i32 number, float shrink) {
+  const float value = static_cast<float>(number);
+  return value > 0.0f ? value - shrink : value < 0.0f ? value + shrink : 0.0f;
+}
+
+// First and second half of a rotated pair of channels.
+KVRAG_HD static float rotate_first(float first, float second, float cos, float sin) {
+  return first * cos - second * sin;
+}
+
+KVRAG_HD static float rotate_second(float first, float second, float cos, float sin) {
+  return second * cos + first * sin;
+}
+
+KVRAG_HD static u32 bits_of(float value) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(value);
+#else
+  u32 bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return bits;
+#endif
+}
+
+// Round to the nearest bfloat16, ties to even; NaN stays NaN.
+KVRAG_HD static u16 to_bf16(float value) {
+  const u32 bits = bits_of(value);
+  const u32 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const u32 quiet = bits >> 16 | 0x40;
+  return static_cast<u16>((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
+}
+
+// Round to the nearest float16, ties to even; overflow is infinity, NaN stays NaN.
+KVRAG_HD static u16 to_f16(float value) {
+  const u32 bits = bits_of(value);
+  const u32 sign = bits >> 16 & 0x8000;
+  const u32 magnitude = bits & 0x7fffffff;
+  // Normal results: rebias the exponent by 112, then round the mantissa from 23 to 10 bits. A
+  // carry runs into the exponent, where it belongs.
+  const u32 normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  // Below 2^-14 a result is a multiple of 2^-24: adding 0.5 lets float addition round to that.
+  float shifted;
+#if defined(__CUDA_ARCH__)
+  shifted = __uint_as_float(magnitude);
+#else
+  __builtin_memcpy(&shifted, &magnitude, sizeof shifted);
+#endif
+  const u32 subnormal = bits_of(shifted + 0.5f) - 0x3f000000;
+  const u32 finite = magnitude < 113u << 23 ? subnormal : normal;
+  const u32 infinite = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+  // From 65520 on values round to infinity.
+  return static_cast<u16>(sign | (magnitude >= 0x477ff000 ? infinite : finite));
+}
+
+}  // namespace reconstruct
+}  // namespace kvrag

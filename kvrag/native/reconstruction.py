@@ -1,0 +1,290 @@
+"""From whole numbers to keys and values, straight into the fused buffer.
+
+One pass per layer and kind: dequantise, transform back (or scale), add the mean, rotate to
+positions, round to the model's type, scatter. Nothing of the size of the KV is allocated. The
+arithmetic is float32 and described in ``cuda/include/kvrag/reconstruct.h``; its last bits depend
+on the instruction set, because the order of the sums does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrag import _native
+from kvrag.errors import ParameterError, RecordError
+from kvrag.native.arrays import ArrayLike, check_threads, view
+
+ZERO_SYMBOL = 128
+
+_ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# The optional arguments of a kernel, checked.
+_Floats = NDArray[np.float32] | None
+
+
+class Patches(NamedTuple):
+    """Points that replace those of single numbers, sorted by token, then by row, no place twice.
+
+    Attributes
+    ----------
+    rows, tokens
+        ``[P]`` uint32: the places in the matrix of numbers.
+    values
+        ``[P]`` float32: what the point (number, shrunk) is there.
+    """
+
+    rows: ArrayLike
+    tokens: ArrayLike
+    values: ArrayLike
+
+
+def reconstruct(
+    numbers: ArrayLike,
+    shrink: ArrayLike | None,
+    basis: ArrayLike,
+    mean: ArrayLike | None,
+    out: ArrayLike,
+    *,
+    cos: ArrayLike | None = None,
+    sin: ArrayLike | None = None,
+    tokens: slice | None = None,
+    patches: Patches | None = None,
+    threads: int = 1,
+) -> None:
+    """Write the inverse transform of n tokens of one layer's keys or values.
+
+    ``out[h, t] = rotate(mean[h] + sum over r of point(numbers[r, t]) basis[h, r])``, where the
+    point of a number q is q - sign(q) shrink[r].
+
+    Parameters
+    ----------
+    numbers
+        ``[R, T]``: symbols uint8, which stand for symbol - 128, or numbers int16. Tokens
+        contiguous, rows at any distance.
+    shrink
+        ``[R]`` float32, or None for 0.
+    basis
+        ``[H, R, D]`` float32, contiguous, the quantiser's steps multiplied in. D of a multiple of
+        8 is fast, others work.
+    mean
+        ``[H, D]`` float32, or None for 0.
+    out
+        ``[H, n, D]``, float32, bfloat16 or float16; any strides but a last one of 1.
+    cos, sin
+        ``[n, P]`` float32, P <= D rotated channels, of which the first P / 2 columns are used: the
+        tables of the positions of the n tokens, as in `RotaryTable`. None does not rotate.
+    tokens
+        Which n of the T tokens; None for all.
+    patches
+        Points that replace single ones.
+    threads
+        Threads to use at most.
+
+    Raises
+    ------
+    ParameterError
+        When an argument has another shape or type.
+    RecordError
+        When patches lie outside the matrix or out of order.
+    """
+    matrix = _numbers(numbers)
+    placed, element_type = _output(out)
+    num_heads, _, head_dim = placed.shape
+    first_token = _first_token(tokens, matrix.shape[1], placed.shape[1])
+    if mean is None:
+        mean = np.zeros((num_heads, head_dim), np.float32)
+    shape = (num_heads, matrix.shape[0], head_dim)
+    _native.transform(
+        matrix,
+        _factor(shrink, "shrink", matrix.shape[0]),
+        _patches(patches, matrix),
+        view(basis, "basis", np.float32, shape, contiguous=True),
+        view(mean, "mean", np.float32, (num_heads, head_dim), contiguous=True),
+        placed,
+        element_type,
+        first_token,
+        _tables(cos, sin, placed),
+        check_threads(threads),
+    )
+
+
+def place_channels(
+    numbers: ArrayLike,
+    out: ArrayLike,
+    *,
+    shrink: ArrayLike | None = None,
+    row_scale: ArrayLike | None = None,
+    token_scale: ArrayLike | None = None,
+    addend: ArrayLike | None = None,
+    cos: ArrayLike | None = None,
+    sin: ArrayLike | None = None,
+    tokens: slice | None = None,
+    patches: Patches | None = None,
+    threads: int = 1,
+) -> None:
+    """Write n tokens of one layer's keys or values from rows that are its channels.
+
+    ``out[h, t, d] = point(numbers[r, t]) row_scale[r] token_scale[t] + addend[r, t]``, rotated,
+    where r = h D + d.
+
+    Parameters
+    ----------
+    numbers
+        ``[H * D, T]``, as for `reconstruct`.
+    out
+        As for `reconstruct`.
+    shrink, row_scale
+        ``[H * D]`` float32, or None.
+    token_scale
+        ``[T]`` float32, or None.
+    addend
+        ``[H * D, T]`` float32, tokens contiguous, or None.
+    cos, sin, tokens, patches, threads
+        As for `reconstruct`.
+
+    Raises
+    ------
+    ParameterError, RecordError
+        As `reconstruct` does.
+    """
+    matrix = _numbers(numbers)
+    placed, element_type = _output(out)
+    num_rows, num_tokens = matrix.shape
+    if num_rows != placed.shape[0] * placed.shape[2]:
+        raise ParameterError(
+            f"numbers: expected {placed.shape[0]} x {placed.shape[2]} rows, found {num_rows}"
+        )
+    first_token = _first_token(tokens, num_tokens, placed.shape[1])
+    shape = (num_rows, num_tokens)
+    _native.channels(
+        matrix,
+        _factor(shrink, "shrink", num_rows),
+        _patches(patches, matrix),
+        _factor(row_scale, "row_scale", num_rows),
+        _factor(token_scale, "token_scale", num_tokens),
+        None if addend is None else view(addend, "addend", np.float32, shape),
+        placed,
+        element_type,
+        first_token,
+        _tables(cos, sin, placed),
+        check_threads(threads),
+    )
+
+
+def contexts(values: ArrayLike, out: ArrayLike) -> None:
+    """Write the context of each number's next digit: its magnitude, at most 2.
+
+    Parameters
+    ----------
+    values
+        ``[R, T]`` int16, contiguous.
+    out
+        ``[R, T]`` uint8, contiguous.
+
+    Raises
+    ------
+    ParameterError
+        When an argument has another shape or type.
+    """
+    known = view(values, "values", np.int16, (None, None), contiguous=True)
+    written = view(out, "out", np.uint8, known.shape, contiguous=True, writable=True)
+    _native.contexts(known, written)
+
+
+def refine(values: ArrayLike, symbols: ArrayLike) -> None:
+    """Replace numbers by those of the next plane, whose step is a third.
+
+    A number q becomes 3 q + digit, or 3 q - digit where it is negative; the digit is symbol - 128.
+    Damaged digits that would leave 16 bits stop at 32767 in magnitude.
+
+    Parameters
+    ----------
+    values
+        ``[R, T]`` int16, contiguous, overwritten.
+    symbols
+        ``[R, T]`` uint8, contiguous.
+
+    Raises
+    ------
+    ParameterError
+        When an argument has another shape or type.
+    """
+    known = view(values, "values", np.int16, (None, None), contiguous=True, writable=True)
+    _native.refine(known, view(symbols, "symbols", np.uint8, known.shape, contiguous=True))
+
+
+def _numbers(numbers: ArrayLike) -> NDArray[Any]:
+    wanted = np.uint8 if numbers.dtype in (torch.uint8, np.dtype(np.uint8)) else np.int16
+    return view(numbers, "numbers", wanted, (None, None))
+
+
+def _output(out: ArrayLike) -> tuple[NDArray[Any], int]:
+    """Return `out` ``[H, n, D]`` (16-bit floats as their bits) and the code of its type."""
+    if isinstance(out, np.ndarray):
+        if out.dtype not in (np.float32, np.float16):
+            raise ParameterError(f"out: expected float32 or float16, found {out.dtype}")
+        out = torch.from_numpy(out)
+    if out.dtype not in _ELEMENT_TYPES:
+        known = ", ".join(str(dtype) for dtype in _ELEMENT_TYPES)
+        raise ParameterError(f"out: expected {known}, found {out.dtype}")
+    code = _ELEMENT_TYPES[out.dtype]
+    if code == 0:
+        return view(out, "out", np.float32, (None, None, None), writable=True), code
+    bits = out.detach().view(torch.int16)
+    return view(bits, "out", np.int16, (None, None, None), writable=True), code
+
+
+def _first_token(tokens: slice | None, num_tokens: int, num_written: int) -> int:
+    start, stop, step = (slice(None) if tokens is None else tokens).indices(num_tokens)
+    if step != 1 or stop - start != num_written:
+        raise ParameterError(
+            f"tokens: expected {num_written} consecutive tokens of {num_tokens}, as out has, "
+            f"found {tokens}"
+        )
+    return start
+
+
+def _factor(factor: ArrayLike | None, name: str, length: int) -> _Floats:
+    if factor is None:
+        return None
+    return view(factor, name, np.float32, (length,), contiguous=True)
+
+
+def _tables(
+    cos: ArrayLike | None, sin: ArrayLike | None, out: NDArray[Any]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
+    if cos is None and sin is None:
+        return None
+    if cos is None or sin is None:
+        raise ParameterError("cos, sin: expected both or neither, found one")
+    cosines = view(cos, "cos", np.float32, (out.shape[1], None))
+    num_rotated = cosines.shape[1]
+    if num_rotated % 2 or num_rotated > out.shape[2]:
+        raise ParameterError(
+            f"cos: expected an even number of columns, at most {out.shape[2]}, found {num_rotated}"
+        )
+    return cosines, view(sin, "sin", np.float32, cosines.shape)
+
+
+def _patches(
+    patches: Patches | None, matrix: NDArray[Any]
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.float32]] | None:
+    if patches is None:
+        return None
+    rows = view(patches.rows, "rows of patches", np.uint32, (None,), contiguous=True)
+    tokens = view(patches.tokens, "tokens of patches", np.uint32, rows.shape, contiguous=True)
+    values = view(patches.values, "values of patches", np.float32, rows.shape, contiguous=True)
+    if not rows.size:
+        return None
+    num_rows, num_tokens = matrix.shape
+    places = tokens.astype(np.int64) * (1 << 32) + rows
+    if rows.max() >= num_rows or tokens.max() >= num_tokens or (np.diff(places) <= 0).any():
+        raise RecordError(
+            f"patches: expected places within {num_rows} rows and {num_tokens} tokens, sorted by "
+            "token, then row, found others"
+        )
+    return rows, tokens, values

@@ -1,0 +1,79 @@
+"""Reconstruction in plain torch, in float64 up to the rounding."""
+
+from __future__ import annotations
+
+import torch
+
+from kvrag.native import Patches
+
+
+def points(
+    numbers: torch.Tensor, shrink: torch.Tensor | None, patches: Patches | None
+) -> torch.Tensor:
+    """Return reconstruction points float64 ``[R, T]``."""
+    found = numbers.double() - (128 if numbers.dtype == torch.uint8 else 0)
+    if shrink is not None:
+        found -= found.sign() * shrink.double()[:, None]
+    if patches is not None:
+        rows, tokens, values = (torch.as_tensor(field) for field in patches)
+        found[rows.long(), tokens.long()] = values.double()
+    return found
+
+
+def rotate(
+    channels: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None
+) -> torch.Tensor:
+    """Return ``[H, n, D]`` in the half-split layout, positions by tables ``[n, P]``."""
+    if cos is None or sin is None:
+        return channels
+    width = cos.shape[1]
+    half = width // 2
+    cos, sin = cos[:, :half].double(), sin[:, :half].double()
+    first, second = channels[..., :half], channels[..., half:width]
+    rotated = [first * cos - second * sin, second * cos + first * sin, channels[..., width:]]
+    return torch.cat(rotated, dim=-1)
+
+
+def transformed(
+    numbers: torch.Tensor,
+    shrink: torch.Tensor | None,
+    basis: torch.Tensor,
+    mean: torch.Tensor | None,
+    *,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    tokens: slice = slice(None),
+    patches: Patches | None = None,
+) -> torch.Tensor:
+    """Return ``[H, n, D]`` float64."""
+    found = torch.einsum("rt,hrd->htd", points(numbers, shrink, patches)[:, tokens], basis.double())
+    if mean is not None:
+        found += mean.double()[:, None]
+    return rotate(found, cos, sin)
+
+
+def placed(
+    numbers: torch.Tensor,
+    num_heads: int,
+    *,
+    shrink: torch.Tensor | None = None,
+    row_scale: torch.Tensor | None = None,
+    token_scale: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    tokens: slice = slice(None),
+    patches: Patches | None = None,
+) -> torch.Tensor:
+    """Return ``[H, n, D]`` float64."""
+    found = points(numbers, shrink, patches)
+    if row_scale is not None:
+        found *= row_scale.double()[:, None]
+    if token_scale is not None:
+        found *= token_scale.double()
+    if addend is not None:
+        found += addend.double()
+    found = found[:, tokens]
+    return rotate(
+        found.unflatten(0, (num_heads, len(found) // num_heads)).transpose(1, 2), cos, sin
+    )
