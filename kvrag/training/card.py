@@ -11,6 +11,7 @@ from typing import Any
 from transformers import LlamaForCausalLM
 
 from kvrag.training.curriculum import STAGES
+from kvrag.training.tiny import HOP_WEIGHT, TrainingOptions
 
 _TYPE_NAMES = {
     "inside": "(a) inside one chunk",
@@ -88,9 +89,9 @@ Trained from scratch on generated text; the licence of the project.
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a run: its options (`TrainingOptions`) and the records of its log."""
+    """One part of a run: its options and the records of its log."""
 
-    options: Any
+    options: TrainingOptions
     records: Sequence[Mapping[str, float]]
 
 
@@ -126,14 +127,14 @@ def write_card(
         mlp=config.intermediate_size,
         theta=config.to_dict()["rope_parameters"]["rope_theta"],
         vocabulary=config.vocab_size,
-        parts="\n".join(map(_describe, parts)),
+        parts="\n".join(_describe(number, part) for number, part in enumerate(parts, 1)),
         dtype=dtype,
         by_precision=_listing(table["by_precision"]),
     )
     path.write_text(card, "utf-8")
 
 
-def _describe(part: Part) -> str:
+def _describe(number: int, part: Part) -> str:
     options, records = part.options, part.records
     begun = {int(r["stage"]): int(r["step"]) for r in reversed(records) if "stage" in r}
     first = min(begun, default=0)
@@ -148,10 +149,14 @@ def _describe(part: Part) -> str:
         )
     else:
         start = (
-            f"- Part 2, {options.num_layers} layers: the new one stands before the last, a copy of "
-            "the layer before it with\n  outputs of zero, so that it changes nothing at first. "
-            f"Stage {options.last_stage}: the benchmark's own text,\n  with more two-hop questions "
-            "whose first relation matters. Question types drawn\n"
+            f"- Part {number}, {options.num_layers} layers: new ones stand behind the last, copies "
+            f"of layers {options.twins} of part\n  {number - 1} (counted from 0) with outputs of "
+            "zero, so that they change nothing at first. Stage\n"
+            f"  {options.last_stage}: the benchmark's own text, with more two-hop questions whose "
+            "first relation matters. Beside\n  the answers, weighted "
+            f"{HOP_WEIGHT:g}: behind the name in a two-hop question, the person in between, read\n"
+            f"  off behind layer {options.hop_layers} through the model's own output head. "
+            "Question types drawn\n"
             f"  {_shares(STAGES[options.last_stage - 1].shares)}."
         )
     return (
@@ -188,9 +193,9 @@ def _listing(scores: Mapping[Any, Sequence[float]]) -> str:
     return ", ".join(f"{name}: {score[0]:.1%}" for name, score in scores.items())
 
 
-def _command(options: Any) -> str:
+def _command(options: TrainingOptions) -> str:
     """Return the options that are not the script's own."""
-    usual = type(options)(options.out)
+    usual = TrainingOptions(options.out)
     changed = {
         name: value
         for name, value in vars(options).items()

@@ -85,7 +85,7 @@ def export(run: Path, folder: Path, num_questions: int, dtype: torch.dtype) -> N
     precision[f"{name} weights and arithmetic"] = overall(trainer.model, trainer, num_questions)
     table["by_precision"] = precision
     (folder / "scores.json").write_text(json.dumps(table, indent=1) + "\n")
-    parts = [part for part in (_read_part(run / FIRST_PART), _read_part(run)) if part]
+    parts = _read_parts(run)
     kept = [
         json.dumps({"part": number, **record})
         for number, part in enumerate(parts, 1)
@@ -107,13 +107,15 @@ def export(run: Path, folder: Path, num_questions: int, dtype: torch.dtype) -> N
     (folder / "SHA256SUMS").write_text("\n".join(sums) + "\n")
 
 
-def _read_part(run: Path) -> Part | None:
+def _read_parts(run: Path) -> list[Part]:
+    """Return the parts of a run, the earliest first."""
     if not (run / "log.jsonl").exists():
-        return None
+        return []
     options = TrainingOptions(**json.loads((run / "options.json").read_text()) | {"out": run})
     # Steps done again after a resumption count once, as they were done last.
     by_step = {r["step"]: r for r in map(json.loads, (run / "log.jsonl").open())}
-    return Part(options, [by_step[step] for step in sorted(by_step)])
+    records = [by_step[step] for step in sorted(by_step)]
+    return [*_read_parts(run / FIRST_PART), Part(options, records)]
 
 
 def _is_kept(record: Mapping[str, float]) -> bool:

@@ -1,7 +1,7 @@
 """Train kvrag-tiny: ``python -m kvrag.training.tiny --out FOLDER``.
 
 A run has two parts. The first, in ``FOLDER/first``, trains five layers from nothing through all
-stages of the curriculum but the last; the second, in ``FOLDER``, adds a layer and goes on in the
+stages of the curriculum but the last; the second, in ``FOLDER``, adds layers and goes on in the
 last stage. ``--start`` names trained weights to begin the second part with, and leaves the first
 out. Each part writes ``checkpoint.safetensors`` and ``log.jsonl`` into its folder and continues
 from them when it is started again.
@@ -36,12 +36,13 @@ from kvrag.training.copying import copying_loss
 from kvrag.training.curriculum import STAGES, Stage, choose_prompt, sample_items
 from kvrag.training.evaluate import corpus_items, evaluate
 from kvrag.training.growth import grow
-from kvrag.training.model import answer_logits, build_config, questions_right
+from kvrag.training.model import build_config, questions_right, training_logits
 from kvrag.training.parallel import average_over_workers, join_workers
 from kvrag.training.schedule import Schedule
 from kvrag.training.tokenizer import build_tokenizer, name_token_ids
 
 COPYING_PASS_MARK = 0.9
+HOP_WEIGHT = 0.5
 FIRST_PART = "first"
 
 
@@ -58,7 +59,9 @@ class TrainingOptions:
     copying_rows: int = 64
     learning_rate: float = 1.5e-3
     hidden_size: int = 128
-    num_layers: int = 6
+    num_layers: int = 8
+    twins: str = "1,3,4"  # layers of the model gone on from that are repeated behind its last
+    hop_layers: int = 5  # layers that have to find the person between two hops; 0: not said
     last_stage: int = len(STAGES)  # 1 to 6
     seed: int = 0
     threads: int = 1
@@ -66,7 +69,7 @@ class TrainingOptions:
     evaluate_every: int = 100
     evaluate_questions: int = 600
     save_every: int = 25
-    start: str = ""  # trained weights, of as many layers or fewer, to go on from in the last stage
+    start: str = ""  # trained weights, to go on from in the last stage
 
     def first_part(self) -> TrainingOptions:
         """Return the options of the part that comes before this one."""
@@ -79,7 +82,9 @@ class TrainingOptions:
             rows=10,
             questions=14,
             learning_rate=3e-3,
-            num_layers=min(5, self.num_layers),
+            num_layers=5,
+            twins="",
+            hop_layers=0,
             last_stage=len(STAGES) - 1,
             workers=2,
         )
@@ -109,6 +114,7 @@ class Trainer:
             options.learning_rate, options.steps, options.decay_steps, options.warmup_steps
         )
         self.progress = Progress()
+        self.hop_loss: float | None = None
         written = {name: value for name, value in vars(options).items() if name != "out"}
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "options.json").write_text(json.dumps(written, indent=1) + "\n")
@@ -118,7 +124,8 @@ class Trainer:
         elif options.start:
             self.progress = Progress(copying_done=0, stage=options.last_stage - 1)
             weights = _trained_weights(Path(options.start))
-            self.model.load_state_dict(grow(weights, options.num_layers))
+            twins = [int(layer) for layer in options.twins.split(",") if layer]
+            self.model.load_state_dict(grow(weights, twins))
 
     def run(self) -> None:
         """Train until the last step."""
@@ -160,6 +167,8 @@ class Trainer:
         if not copying:
             record["stage"] = progress.stage
         record["copying_accuracy" if copying else "accuracy"] = accuracy
+        if self.hop_loss is not None:
+            record["hop_loss"], self.hop_loss = self.hop_loss, None
         progress.step += 1
         progress.optimizer_steps += 1
         self._note(copying, accuracy)
@@ -172,8 +181,12 @@ class Trainer:
         names = NameSource("train", own_rng)
         rows, questions = self.options.rows * 6 // (count + 1), self.options.questions
         items = sample_items(stage, names, count, prompt_format, rows, questions, own_rng)
-        logits, targets, ids = answer_logits(self.model, pack(items, self.tokenizer))
+        batch = pack(items, self.tokenizer)
+        logits, targets, ids, hop_loss = training_logits(self.model, batch, self.options.hop_layers)
         loss = torch.nn.functional.cross_entropy(logits, targets)
+        if hop_loss is not None:
+            self.hop_loss = float(hop_loss.detach())
+            loss = loss + HOP_WEIGHT * hop_loss
         return loss, float(questions_right(logits, targets, ids).float().mean())
 
     def _note(self, copying: bool, accuracy: float) -> None:

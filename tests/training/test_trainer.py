@@ -7,18 +7,29 @@ from random import Random
 import pytest
 import torch
 
-from kvrag.training.batches import IGNORED
+from kvrag.bench.corpus import QuestionType, names_of_split
+from kvrag.bench.corpus.questions import Question
+from kvrag.training.batches import IGNORED, Item, pack
 from kvrag.training.checkpoint import save_checkpoint
 from kvrag.training.copying import copying_batch
 from kvrag.training.curriculum import STAGES
 from kvrag.training.growth import grow
+from kvrag.training.prompts import FORMATS
 from kvrag.training.schedule import Schedule
 from kvrag.training.tiny import Trainer, TrainingOptions
 
 
 def small_run(folder: Path) -> Trainer:
     options = TrainingOptions(
-        folder, rows=2, questions=3, copying_rows=2, hidden_size=32, num_layers=1, steps=8
+        folder,
+        rows=2,
+        questions=3,
+        copying_rows=2,
+        hidden_size=32,
+        num_layers=1,
+        steps=8,
+        twins="",
+        hop_layers=0,
     )
     return Trainer(options)
 
@@ -59,7 +70,7 @@ def test_a_new_run_goes_on_from_trained_weights(tmp_path: Path) -> None:
 
 def test_the_first_part_leaves_out_the_last_stage(tmp_path: Path) -> None:
     run = small_run(tmp_path)
-    first = Trainer(replace(run.options.first_part(), rows=2, questions=3, hidden_size=32))
+    first = Trainer(replace(run.options.first_part(), rows=2, questions=3))
     assert first.options.out.parent == tmp_path
     first.progress.copying_done, first.progress.stage = 0, len(STAGES) - 2
     for _ in range(200):
@@ -75,24 +86,50 @@ def test_a_part_goes_on_from_the_checkpoint_of_another(tmp_path: Path) -> None:
 
 
 def test_a_grown_model_computes_what_it_did(tmp_path: Path) -> None:
-    options = TrainingOptions(tmp_path, hidden_size=32, num_layers=2, start="")
+    options = TrainingOptions(tmp_path, hidden_size=32, num_layers=3)
     small = Trainer(options).model
-    large = Trainer(replace(options, num_layers=4)).model
+    large = Trainer(replace(options, num_layers=5)).model
     with torch.no_grad():
         for parameter in small.parameters():
             parameter.add_(torch.randn_like(parameter) / 10)
-    large.load_state_dict(grow(small.state_dict(), 4))
+    large.load_state_dict(grow(small.state_dict(), [1, 2]))
     ids = torch.arange(40).reshape(2, 20)
     assert torch.equal(small(ids).logits, large(ids).logits)
-    twin = large.model.layers[0].self_attn.q_proj.weight
-    assert all(torch.equal(twin, large.model.layers[n].self_attn.q_proj.weight) for n in (1, 2))
+    for layer, twin in ((3, 1), (4, 2)):
+        theirs = large.model.layers[twin].self_attn.q_proj.weight
+        assert torch.equal(large.model.layers[layer].self_attn.q_proj.weight, theirs)
 
 
-def test_a_model_does_not_grow_smaller(tmp_path: Path) -> None:
-    run = small_run(tmp_path)
-    for num_layers in (0, 2):
-        with pytest.raises(ValueError, match=r"weights of 1 layers do not grow to"):
-            grow(run.model.state_dict(), num_layers)
+def test_a_layer_that_is_not_there_has_no_twin(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"weights of 1 layers have no layer 1"):
+        grow(small_run(tmp_path).model.state_dict(), [0, 1])
+
+
+def test_the_person_between_two_hops_is_asked_for_behind_the_name(tmp_path: Path) -> None:
+    tokenizer = small_run(tmp_path).tokenizer
+    subject, between, home = names_of_split("train")[::3000][:3]
+    text = f"Where does the friend of {subject} live?"
+    question = Question(QuestionType.TWO_HOP, text, home, (0, 1), (subject, between))
+    other = Question(QuestionType.INSIDE, f"Where does {subject} live?", home, (0,))
+    for prompt in FORMATS:
+        batch = pack([Item((f"The smith fears {subject}.",), (other, question), prompt)], tokenizer)
+        row, column = (batch.hop_targets != IGNORED).nonzero().tolist()[0]
+        assert int((batch.hop_targets != IGNORED).sum()) == 1
+        assert tokenizer.decode(batch.input_ids[row, column - 3 : column + 1]) == (
+            f" friend of {subject}"
+        )
+        named = tokenizer(f" {between}", add_special_tokens=False)["input_ids"]
+        assert batch.hop_targets[row, column] == named[0]
+
+
+def test_two_hops_are_taught_by_their_first(tmp_path: Path) -> None:
+    options = TrainingOptions(
+        tmp_path, rows=2, questions=6, hidden_size=32, num_layers=2, hop_layers=1, steps=8
+    )
+    trainer = Trainer(options)
+    trainer.progress.copying_done, trainer.progress.stage = 0, len(STAGES) - 1
+    records = [trainer.advance() for _ in range(6)]
+    assert any(record.get("hop_loss", 0) > 0 for record in records)
 
 
 def test_copying_learns_the_repetition_only() -> None:

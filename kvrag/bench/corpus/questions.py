@@ -45,12 +45,16 @@ half are carried over, a fifth inside one chunk, and the others share the rest.
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its answer, and the numbers of the chunks that hold the answer."""
+    """A question, its answer, and the numbers of the chunks that hold the answer.
+
+    `hop` is set for two hops: the person named in the question and the person in between.
+    """
 
     type: QuestionType
     text: str
     answer: str
     supporting: tuple[int, ...]
+    hop: tuple[str, str] | None = None
 
 
 class Questioner:
@@ -163,7 +167,8 @@ class Questioner:
                     continue
                 subject = f"the {first.role} of {person.name}"
                 text = self._wording(second.relation, subject)
-                questions.append(Question(QuestionType.TWO_HOP, text, second.value, places))
+                hop = (person.name, other.name)
+                questions.append(Question(QuestionType.TWO_HOP, text, second.value, places, hop))
         return questions
 
     def _unknown(self, relation: Relation, name: str) -> Question:
