@@ -16,13 +16,14 @@ STAMP := $(VENV)/.kvrag-installed
 NATIVE := CMakeLists.txt $(wildcard cuda/include/kvrag/*.h cuda/host/*.h cuda/host/*.cpp)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format install clean train-tiny
+.PHONY: help demo test check format install clean sanitize train-tiny
 
 help:
 	@echo "make demo     index a few text files and answer questions about them"
 	@echo "make test     lint, types, layers and all tests"
 	@echo "make check    lint, types and layers only"
 	@echo "make format   rewrite the sources in the house's style"
+	@echo "make sanitize run the compiled kernels under address, undefined and thread sanitizers"
 	@echo "make train-tiny  train kvrag-tiny from nothing (hours on two cores; continues when stopped)"
 	@echo "make clean    remove the environment and all that was built"
 
@@ -41,6 +42,15 @@ check: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+sanitize: $(STAMP)
+	for kind in address,undefined thread; do \
+		$(BIN)/cmake -S . -B build/sanitize-$$kind -DKVRAG_MODULE=OFF -DKVRAG_DRIVER=ON \
+			-DCMAKE_BUILD_TYPE=RelWithDebInfo \
+			-DCMAKE_CXX_FLAGS="-fsanitize=$$kind -fno-sanitize-recover=all" >/dev/null \
+		&& $(BIN)/cmake --build build/sanitize-$$kind -j 2 >/dev/null \
+		&& build/sanitize-$$kind/kvrag_driver 3000 || exit 1; \
+	done
 
 train-tiny: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m kvrag.training.tiny --out build/tiny

@@ -17,8 +17,9 @@ constexpr u32 kSymbolBits = 8;
 
 // Where each lane's table begins, counted in entries from that of the row's class.
 template <class Simd, bool kContexts>
-static typename Simd::Register table_offsets(const u8* contexts, u32 entries_bits) noexcept {
-  if constexpr (kContexts) return Simd::offsets(contexts, entries_bits);
+static typename Simd::Register table_offsets(const u8* contexts, u64 place,
+                                             u32 entries_bits) noexcept {
+  if constexpr (kContexts) return Simd::offsets(contexts + place, entries_bits);
   return Simd::zero();
 }
 
@@ -68,7 +69,7 @@ static Damage decode_rows(const DecodeStream& stream) noexcept {
       for (u32 i = 0; i < kCount; ++i) {
         const u64 place = token + i * Simd::kWidth;
         const auto offsets =
-            table_offsets<Simd, kContexts>(contexts + place, rans::kProbabilityBits);
+            table_offsets<Simd, kContexts>(contexts, place, rans::kProbabilityBits);
         Simd::pop(x[i], table, offsets, next, out + place);
       }
     }
@@ -79,7 +80,7 @@ static Damage decode_rows(const DecodeStream& stream) noexcept {
       if constexpr (kContexts) std::memcpy(last_contexts, contexts + whole, rest);
       for (u32 place = 0; place < rest; place += Simd::kWidth) {
         const auto offsets =
-            table_offsets<Simd, kContexts>(last_contexts + place, rans::kProbabilityBits);
+            table_offsets<Simd, kContexts>(last_contexts, place, rans::kProbabilityBits);
         Simd::pop_first(x[place / Simd::kWidth], rest - place, table, offsets, next,
                         symbols + place);
       }
@@ -126,7 +127,7 @@ static u8* encode_rows(const EncodeStream& stream, u32* states) noexcept {
       for (u32 i = (rest - 1) / Simd::kWidth + 1; i-- > 0;) {
         const u32 place = i * Simd::kWidth;
         const auto offsets =
-            table_offsets<Simd, kContexts>(last_contexts + place, kSymbolBits);
+            table_offsets<Simd, kContexts>(last_contexts, place, kSymbolBits);
         codable &=
             Simd::push_first(x[i], rest - place, table, offsets, next, symbols + place);
       }
@@ -137,7 +138,7 @@ static u8* encode_rows(const EncodeStream& stream, u32* states) noexcept {
       for (u32 j = 0; j < kCount; ++j) {
         const u32 i = kCount - 1 - j;
         const u64 place = token + i * Simd::kWidth;
-        const auto offsets = table_offsets<Simd, kContexts>(contexts + place, kSymbolBits);
+        const auto offsets = table_offsets<Simd, kContexts>(contexts, place, kSymbolBits);
         codable &= Simd::push(x[i], table, offsets, next, in + place);
       }
     }
