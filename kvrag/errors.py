@@ -40,6 +40,10 @@ class StoreError(KVRagError):
     """A store cannot be used: unreachable, read-only, full."""
 
 
+class ProfileError(KVRagError):
+    """A codec profile is missing, damaged, or of another model than the one it is used with."""
+
+
 class IndexNotFoundError(KVRagError):
     """There is no index in the folder given."""
 

@@ -16,6 +16,7 @@ from kvrag.cli.failures import EXIT_FAILURE
 from kvrag.errors import DocumentError, IndexNotFoundError, ParameterError
 
 if TYPE_CHECKING:
+    from kvrag.codec.profile import Profile
     from kvrag.ingest.index import Index
     from kvrag.ingest.report import IngestReport
 
@@ -56,8 +57,13 @@ def ingest(
     ] = None,
     codec: Annotated[
         str | None,
-        typer.Option(help=f"How KV is stored (new index: {_DEFAULT_CODEC}).", show_default=False),
+        typer.Option(
+            help="How KV is stored: raw, lossless, cachegen:1 to cachegen:4, or transform:BITS "
+            f"(new index: {_DEFAULT_CODEC}).",
+            show_default=False,
+        ),
     ] = None,
+    profile: o.ProfileOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, write nothing.")
     ] = False,
@@ -70,14 +76,20 @@ def ingest(
     """
     from kvrag.cli.opening import quiet_libraries
     from kvrag.cli.progress import IngestBar
+    from kvrag.codec.presets import choose_codec
+    from kvrag.ingest.profiles import read_profile
 
     for path in paths:
         if not path.expanduser().exists():  # before an index is made for nothing
             raise DocumentError(f"{path}: there is no such file or folder")
     quiet_libraries()
+    if codec is not None:
+        codec = choose_codec(codec).label
     settings = _Settings(embedding, codec, chunk_tokens)
+    given = None if profile is None else read_profile(profile)
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
-        opened = _open_or_create(index, model, device, settings, Path(scratch) if dry_run else None)
+        scratch_folder = Path(scratch) if dry_run else None
+        opened = _open_or_create(index, model, device, settings, given, scratch_folder)
         with opened, IngestBar(opened.path) as bar:
             report = opened.add(paths, dry_run=dry_run, on_progress=bar.update)
     if as_json:
@@ -118,6 +130,7 @@ def _open_or_create(
     model: str | None,
     device: str | None,
     settings: _Settings,
+    profile: Profile | None,
     scratch: Path | None,
 ) -> Index:
     """Open the index at `path`, or make one; a dry run makes it in `scratch`, to be thrown away."""
@@ -133,12 +146,18 @@ def _open_or_create(
             model=model or _DEFAULT_MODEL,
             embedding=settings.embedding or _DEFAULT_EMBEDDING,
             codec=settings.codec or _DEFAULT_CODEC,
+            profile=profile,
             chunk_tokens=(
                 _DEFAULT_CHUNK_TOKENS if settings.chunk_tokens is None else settings.chunk_tokens
             ),
             device=device,
         )
     try:
+        if profile is not None and profile.hash != opened.config.profile:
+            raise ParameterError(
+                f"the index at {path} has a codec profile already, or needs none: leave --profile "
+                "out, or use 'kvrag recode --profile'"
+            )
         for name, wanted in asdict(settings).items():
             recorded = getattr(opened.config, name)
             if wanted is not None and recorded not in (wanted, _as_folder(wanted)):

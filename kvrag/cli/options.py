@@ -24,6 +24,20 @@ DeviceOption = Annotated[
     str | None,
     typer.Option(help="Where the model runs, such as 'cuda'. Default: cpu.", show_default=False),
 ]
+CodecOption = Annotated[
+    str,
+    typer.Option(
+        help="How KV is stored: raw, lossless, cachegen:1 to cachegen:4, or transform:BITS with "
+        "any number of bits per element."
+    ),
+]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of a codec profile ('kvrag profile --out'). Default: one is fitted.",
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document and nothing else.")
 ]

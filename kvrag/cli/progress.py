@@ -55,6 +55,11 @@ class IngestBar:
         if progress.stage == "read":
             done, total = progress.num_documents_done, progress.num_documents
             detail = f"{done:,} of {total:,} documents"
+        elif progress.stage == "profile":
+            self._bar.update(
+                self._task, description="fitting the codec", total=None, detail=progress.doing
+            )
+            return
         else:
             if self._stage != progress.stage and progress.num_tokens:
                 self._say_estimate(progress)

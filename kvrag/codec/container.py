@@ -1,6 +1,7 @@
 """The byte format of one stored record; `docs/format.md` describes it field by field.
 
-A record is a header and one block per layer. Every byte of it is covered by exactly one
+A record is a header and blocks, whose meaning is the codec's: one a layer, one a group of
+layers, one a level of refinement. Every byte of it is covered by exactly one
 xxh3_64 checksum: the header by its own, a block and its padding by the one in the header.
 Checksums guard against damage, not against forgery, so nothing read from a header is used
 before it has been compared with the size of the record, with the caps, or with what the
@@ -12,30 +13,32 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 import xxhash
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import ByteSource
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import KVSpec
 
 MAGIC = b"\x89KVRAG\r\n"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ALIGNMENT_BYTES = 64
 MAX_HEADER_BYTES = 1 << 16
 MAX_TOKENS = 1 << 20
 MAX_BLOCK_BYTES = 1 << 32
 MAX_DIMENSION = 1 << 16
+MAX_LEVEL = 255
 
-# magic, format version, header bytes, record bytes, key, codec, dtype, L, H, T, D
-_FIXED = struct.Struct("<8sIIQ20s16sIIIII")
+# magic, format version, header bytes, record bytes, key, codec, dtype, L, H, T, D, level,
+# blocks, zero, profile
+_FIXED = struct.Struct("<8sIIQ20s16sIIIIIIII20s")
 # offset, payload bytes, checksum
 _BLOCK = struct.Struct("<QQQ")
+_KEY = slice(24, 44)
 _CHECKSUM = struct.Struct("<Q")
-# One read fetches the whole header of models of up to 166 layers.
+# One read fetches the whole header of records of up to 165 blocks.
 _FIRST_READ_BYTES = 4096
 
 _DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -44,19 +47,36 @@ _DTYPES = {code: dtype for dtype, code in _DTYPE_CODES.items()}
 _REMEDY = "delete this record and ingest its document again"
 
 
+class ByteSource(Protocol):
+    """Random access to the bytes of one stored record."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the whole record."""
+        ...
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on.
+
+        Raises StoreError when the medium refuses, RecordError when the record ends before the
+        buffer is full.
+        """
+        ...
+
+
 def padded_size(size_bytes: int) -> int:
     """Return `size_bytes` rounded up to a multiple of `ALIGNMENT_BYTES`."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def header_size(num_layers: int) -> int:
+def header_size(num_blocks: int) -> int:
     """Return the bytes before the first block, checksum and padding included."""
-    return padded_size(_FIXED.size + num_layers * _BLOCK.size + _CHECKSUM.size)
+    return padded_size(_FIXED.size + num_blocks * _BLOCK.size + _CHECKSUM.size)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Where the bytes of one layer are.
+    """Where the bytes of one block are.
 
     Attributes
     ----------
@@ -91,13 +111,19 @@ class RecordHeader:
     num_tokens
         T.
     blocks
-        One per layer, in order.
+        In order.
+    level
+        Which of the profile's levels, counted from 0; 0 for codecs without levels.
+    profile
+        Hash of the profile the blocks were coded with, 40 hexadecimal digits, or "".
     """
 
     codec: str
     spec: KVSpec
     num_tokens: int
     blocks: tuple[Block, ...]
+    level: int
+    profile: str
 
 
 def write_record(
@@ -107,6 +133,8 @@ def write_record(
     spec: KVSpec,
     num_tokens: int,
     blocks: Sequence[Sequence[bytes | memoryview]],
+    level: int = 0,
+    profile: str = "",
 ) -> bytes:
     """Return the record that holds `blocks`.
 
@@ -119,8 +147,10 @@ def write_record(
     spec, num_tokens
         Shape and type of the KV the blocks decode to.
     blocks
-        For each layer the pieces of its payload, in order; they are joined without an
+        For each block the pieces of its payload, in order; they are joined without an
         intermediate copy.
+    level, profile
+        See `RecordHeader`.
 
     Raises
     ------
@@ -133,16 +163,18 @@ def write_record(
     if spec.dtype not in _DTYPE_CODES:
         known = ", ".join(str(dtype) for dtype in _DTYPE_CODES)
         raise ParameterError(f"a record holds KV of type {known}; found {spec.dtype}")
-    header_bytes = header_size(spec.num_layers)
-    if len(blocks) != spec.num_layers or not blocks or header_bytes > MAX_HEADER_BYTES:
+    header_bytes = header_size(len(blocks))
+    if not blocks or header_bytes > MAX_HEADER_BYTES:
         raise ParameterError(
-            f"a record holds one block per layer, at most {MAX_HEADER_BYTES} bytes of header; "
-            f"found {len(blocks)} blocks for {spec.num_layers} layers ({header_bytes} bytes)"
+            f"a record holds at least one block, and at most {MAX_HEADER_BYTES} bytes of header; "
+            f"found {len(blocks)} blocks ({header_bytes} bytes)"
         )
     for what, value, cap in (
+        ("layers", spec.num_layers, MAX_DIMENSION),
         ("tokens", num_tokens, MAX_TOKENS),
         ("key/value heads", spec.num_kv_heads, MAX_DIMENSION),
         ("channels of a head", spec.head_dim, MAX_DIMENSION),
+        ("levels", level + 1, MAX_LEVEL + 1),
     ):
         if not 1 <= value <= cap:
             raise ParameterError(f"a record holds 1 to {cap} {what}; found {value}")
@@ -150,11 +182,11 @@ def write_record(
     pieces: list[bytes | memoryview] = []
     index = bytearray()
     offset = header_bytes
-    for layer_index, parts in enumerate(blocks):
+    for block_index, parts in enumerate(blocks):
         size_bytes = sum(memoryview(part).nbytes for part in parts)
         if not 1 <= size_bytes <= MAX_BLOCK_BYTES:
             raise ParameterError(
-                f"layer {layer_index}: a block holds 1 to {MAX_BLOCK_BYTES} bytes, "
+                f"block {block_index}: a block holds 1 to {MAX_BLOCK_BYTES} bytes, "
                 f"found {size_bytes}"
             )
         padding = bytes(padded_size(size_bytes) - size_bytes)
@@ -180,10 +212,19 @@ def write_record(
         spec.num_kv_heads,
         num_tokens,
         spec.head_dim,
+        level,
+        len(blocks),
+        0,
+        bytes.fromhex(profile or "00" * 20),
     )
     header[_FIXED.size : _FIXED.size + len(index)] = index
     seal_header(header)
     return b"".join([header, *pieces])
+
+
+def key_of(record: bytes | memoryview) -> ChunkKey:
+    """Return the key that a record's header names, which may be damaged."""
+    return ChunkKey(bytes(record[_KEY]).hex().ljust(40, "0"))
 
 
 def seal_header(header: bytearray) -> None:
@@ -202,6 +243,13 @@ class RecordReader:
     key
         The chunk the record must belong to.
 
+    Attributes
+    ----------
+    header
+        What the header says.
+    bytes_read
+        Bytes fetched from the source so far.
+
     Raises
     ------
     RecordError
@@ -213,6 +261,7 @@ class RecordReader:
     def __init__(self, source: ByteSource, key: ChunkKey) -> None:
         self._source = source
         self._key = key
+        self.bytes_read = 0
         self.header = self._read_header()
 
     @property
@@ -224,32 +273,49 @@ class RecordReader:
         """Raise RecordError unless the record holds KV of `spec` written by `codec`."""
         header = self.header
         if header.codec != codec:
-            self._refuse("codec", repr(codec), repr(header.codec), "open it with its own codec")
+            self.refuse("codec", repr(codec), repr(header.codec), "open it with its own codec")
         if header.spec != spec:
-            self._refuse(
+            self.refuse(
                 "shape of the KV",
                 str(spec),
                 str(header.spec),
                 "the record was made by another model: " + _REMEDY,
             )
 
+    def require_profile(self, expected: str, num_levels: int) -> None:
+        """Raise RecordError unless the record was coded with a profile, at a level it has."""
+        if self.header.profile != expected:
+            self.refuse(
+                "profile",
+                expected,
+                self.header.profile or "none",
+                "open it with the profile it was coded with, or ingest its document again",
+            )
+        if self.header.level >= num_levels:
+            self.refuse("level", f"0 to {num_levels - 1}", str(self.header.level))
+
+    def require_blocks(self, num_blocks: int) -> None:
+        """Raise RecordError unless there are `num_blocks` blocks."""
+        if len(self.header.blocks) != num_blocks:
+            self.refuse("number of blocks", str(num_blocks), str(len(self.header.blocks)))
+
     def require_block_size(self, size_bytes: int) -> None:
         """Raise RecordError unless every block's payload has `size_bytes` bytes."""
-        for layer_index, block in enumerate(self.header.blocks):
+        for block_index, block in enumerate(self.header.blocks):
             if block.size_bytes != size_bytes:
-                self._refuse(
-                    f"layer {layer_index}: size of the block",
+                self.refuse(
+                    f"block {block_index}: size",
                     f"{size_bytes} bytes",
                     f"{block.size_bytes} bytes",
                 )
 
-    def read_block(self, layer_index: int, buffer: memoryview) -> None:
-        """Read one layer's payload and padding, and check them.
+    def read_block(self, block_index: int, buffer: memoryview) -> None:
+        """Read one block's payload and padding, and check them.
 
         Parameters
         ----------
-        layer_index
-            0 to L - 1.
+        block_index
+            From 0.
         buffer
             Writable, of exactly `Block.padded_bytes` bytes.
 
@@ -260,12 +326,13 @@ class RecordReader:
         StoreError
             When the source cannot deliver the bytes.
         """
-        block = self.header.blocks[layer_index]
+        block = self.header.blocks[block_index]
         self._source.read_into(block.offset, buffer)
+        self.bytes_read += buffer.nbytes
         found = xxhash.xxh3_64_intdigest(buffer)
         if found != block.checksum:
-            self._refuse(
-                f"layer {layer_index}: checksum of bytes {block.offset} to "
+            self.refuse(
+                f"block {block_index}: checksum of bytes {block.offset} to "
                 f"{block.offset + block.padded_bytes}",
                 f"{block.checksum:016x}",
                 f"{found:016x}",
@@ -274,7 +341,7 @@ class RecordReader:
     def _read_header(self) -> RecordHeader:
         size = self._source.size_bytes
         if size < header_size(1):
-            self._refuse("length", f"at least {header_size(1)} bytes", f"{size} bytes")
+            self.refuse("length", f"at least {header_size(1)} bytes", f"{size} bytes")
         first = bytearray(min(size, _FIRST_READ_BYTES))
         self._source.read_into(0, memoryview(first))
         (
@@ -289,76 +356,88 @@ class RecordReader:
             num_kv_heads,
             num_tokens,
             head_dim,
+            level,
+            num_blocks,
+            zero,
+            profile,
         ) = _FIXED.unpack_from(first)
         if magic != MAGIC:
-            self._refuse("magic number", repr(MAGIC), repr(magic), "this is not a kvrag record")
+            self.refuse("magic number", repr(MAGIC), repr(magic), "this is not a kvrag record")
         if version != FORMAT_VERSION:
             remedy = "use the kvrag that wrote it, or ingest its document again"
-            self._refuse("format version", str(FORMAT_VERSION), str(version), remedy)
-        if header_bytes > min(MAX_HEADER_BYTES, size) or header_bytes != header_size(num_layers):
-            self._refuse(
+            self.refuse("format version", str(FORMAT_VERSION), str(version), remedy)
+        if header_bytes > min(MAX_HEADER_BYTES, size) or header_bytes != header_size(num_blocks):
+            self.refuse(
                 "header length",
-                f"{header_size(num_layers)} bytes for {num_layers} layers, "
+                f"{header_size(num_blocks)} bytes for {num_blocks} blocks, "
                 f"at most {min(MAX_HEADER_BYTES, size)}",
                 f"{header_bytes} bytes",
             )
         if record_bytes != size:
-            self._refuse("length", f"{record_bytes} bytes, as its header says", f"{size} bytes")
+            self.refuse("length", f"{record_bytes} bytes, as its header says", f"{size} bytes")
 
         header = first[:header_bytes]
         if header_bytes > len(first):
             header += bytes(header_bytes - len(first))
             self._source.read_into(len(first), memoryview(header)[len(first) :])
+        self.bytes_read = header_bytes
         end = header_bytes - _CHECKSUM.size
         (expected,) = _CHECKSUM.unpack_from(header, end)
         found = xxhash.xxh3_64_intdigest(memoryview(header)[:end])
         if found != expected:
-            self._refuse("checksum of the header", f"{expected:016x}", f"{found:016x}")
+            self.refuse("checksum of the header", f"{expected:016x}", f"{found:016x}")
 
         # From here on the header is what somebody wrote, which need not have been kvrag.
         if digest.hex() != self._key.digest:
-            self._refuse("chunk key", self._key.digest, digest.hex())
+            self.refuse("chunk key", self._key.digest, digest.hex())
         name = codec.rstrip(b"\0")
         if not name or not name.isascii() or not name.decode("ascii").isprintable():
-            self._refuse("codec name", "printable ASCII", repr(name))
+            self.refuse("codec name", "printable ASCII", repr(name))
         if dtype_code not in _DTYPES:
-            self._refuse("code of the element type", f"one of {sorted(_DTYPES)}", str(dtype_code))
+            self.refuse("code of the element type", f"one of {sorted(_DTYPES)}", str(dtype_code))
+        if zero:
+            self.refuse("reserved field", "0", str(zero))
+        if level > MAX_LEVEL:
+            self.refuse("level", f"0 to {MAX_LEVEL}", str(level))
         for what, value, cap in (
-            ("number of layers", num_layers, MAX_HEADER_BYTES),
+            ("number of layers", num_layers, MAX_DIMENSION),
             ("number of key/value heads", num_kv_heads, MAX_DIMENSION),
             ("number of tokens", num_tokens, MAX_TOKENS),
             ("channels of a head", head_dim, MAX_DIMENSION),
         ):
             if not 1 <= value <= cap:
-                self._refuse(what, f"1 to {cap}", str(value))
+                self.refuse(what, f"1 to {cap}", str(value))
         return RecordHeader(
             codec=name.decode("ascii"),
             spec=KVSpec(num_layers, num_kv_heads, head_dim, _DTYPES[dtype_code]),
             num_tokens=num_tokens,
-            blocks=self._check_blocks(header, num_layers, size),
+            blocks=self._check_blocks(header, num_blocks, size),
+            level=level,
+            profile=profile.hex() if any(profile) else "",
         )
 
-    def _check_blocks(self, header: bytearray, num_layers: int, size: int) -> tuple[Block, ...]:
+    def _check_blocks(self, header: bytearray, num_blocks: int, size: int) -> tuple[Block, ...]:
         # Blocks follow one another without gaps: no two overlap and no byte is left unread.
-        end_of_index = _FIXED.size + num_layers * _BLOCK.size
+        end_of_index = _FIXED.size + num_blocks * _BLOCK.size
         index = memoryview(header)[_FIXED.size : end_of_index]
         blocks = tuple(Block(*fields) for fields in _BLOCK.iter_unpack(index))
         end = len(header)
-        for layer_index, block in enumerate(blocks):
+        for block_index, block in enumerate(blocks):
             if block.offset != end:
-                self._refuse(f"layer {layer_index}: offset", str(end), str(block.offset))
+                self.refuse(f"block {block_index}: offset", str(end), str(block.offset))
             if not 1 <= block.size_bytes <= min(MAX_BLOCK_BYTES, size - end):
-                self._refuse(
-                    f"layer {layer_index}: size of the block",
+                self.refuse(
+                    f"block {block_index}: size",
                     f"1 to {min(MAX_BLOCK_BYTES, size - end)} bytes",
                     f"{block.size_bytes} bytes",
                 )
             end += block.padded_bytes
         if end != size:
-            self._refuse("end of the last block", f"at {size}, the end of the record", str(end))
+            self.refuse("end of the last block", f"at {size}, the end of the record", str(end))
         return blocks
 
-    def _refuse(self, what: str, expected: str, found: str, remedy: str = _REMEDY) -> NoReturn:
+    def refuse(self, what: str, expected: str, found: str, remedy: str = _REMEDY) -> NoReturn:
+        """Raise the RecordError of this record that says so."""
         raise RecordError(
             f"record {self._key}: {what}: expected {expected}, found {found}; {remedy}"
         )

@@ -12,8 +12,8 @@ import threading
 import torch
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import ByteSource
-from kvrag.codec.container import RecordReader, padded_size, write_record
+from kvrag.codec.base import Destination, check_kv, check_layer_index
+from kvrag.codec.container import ByteSource, RecordReader, padded_size, write_record
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 
@@ -75,6 +75,11 @@ class RawChunk:
         """Length of the whole record, header included."""
         return self._reader.size_bytes
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes fetched from the source so far, header included."""
+        return self._reader.bytes_read
+
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.
 
@@ -90,19 +95,23 @@ class RawChunk:
         ParameterError
             When there is no such layer.
         """
-        if not 0 <= layer_index < len(self._reader.header.blocks):
-            raise ParameterError(
-                f"layer_index is 0 to {len(self._reader.header.blocks) - 1}, found {layer_index}"
-            )
+        check_layer_index(layer_index, len(self._reader.header.blocks))
         buffer, keys, values = _scratch.view(*self._shape)
         self._reader.read_block(layer_index, buffer)
         return keys, values
+
+    def place_layer(self, layer_index: int, into: Destination) -> None:
+        """Read one layer, rotate its keys, and copy both into `into`. Raises as `read_layer`."""
+        keys, values = self.read_layer(layer_index)
+        device = into.keys.device
+        into.table.place(keys[:, into.tokens].to(device), into.rows, into.keys)
+        into.values.copy_(values[:, into.tokens])
 
 
 class RawCodec:
     """Lossless and uncompressed: what is read equals what the model gave, bit for bit."""
 
-    name = "raw"
+    name = label = "raw"
 
     def __init__(self) -> None:
         if sys.byteorder != "little":
@@ -124,9 +133,7 @@ class RawCodec:
             When keys and values differ in shape or type, hold no tokens, or hold NaN or
             infinity (the message names the first layer and token).
         """
-        spec = _spec_of(kv)
-        for what, tensor in (("keys", kv.keys), ("values", kv.values)):
-            _require_finite(what, tensor)
+        spec = check_kv(kv)
         blocks = [
             (_bytes_of(kv.keys[layer_index]), _bytes_of(kv.values[layer_index]))
             for layer_index in range(spec.num_layers)
@@ -146,38 +153,14 @@ class RawCodec:
         StoreError
             When the store cannot deliver the header.
         """
-        reader = RecordReader(source, key)
+        return self.open_record(RecordReader(source, key), spec)
+
+    def open_record(self, reader: RecordReader, spec: KVSpec) -> RawChunk:
+        """Go on from a header that has been read. Raises as `open` does."""
         reader.require(self.name, spec)
+        reader.require_blocks(spec.num_layers)
         reader.require_block_size(spec.layer_bytes_per_token * reader.header.num_tokens)
         return RawChunk(reader)
-
-
-def _spec_of(kv: ChunkKV) -> KVSpec:
-    keys, values = kv.keys, kv.values
-    if keys.dim() != 4 or keys.shape != values.shape or keys.dtype != values.dtype:
-        raise ParameterError(
-            "keys and values of a chunk have one shape [L, H, T, D] and one dtype; found "
-            f"{list(keys.shape)} {keys.dtype} and {list(values.shape)} {values.dtype}"
-        )
-    if keys.numel() == 0:
-        raise ParameterError(f"a chunk's KV holds at least one token; found {list(keys.shape)}")
-    for tensor in (keys, values):
-        if tensor.device.type != "cpu":
-            raise ParameterError(f"a chunk's KV is encoded on the CPU; found {tensor.device}")
-    num_layers, num_kv_heads, _, head_dim = keys.shape
-    return KVSpec(num_layers, num_kv_heads, head_dim, keys.dtype)
-
-
-def _require_finite(what: str, tensor: torch.Tensor) -> None:
-    # The extremes of a tensor with NaN are NaN, so one pass and no mask settle the usual case.
-    low, high = torch.aminmax(tensor.detach())
-    if torch.isfinite(low) and torch.isfinite(high):
-        return
-    layer_index, head, token, _ = (~torch.isfinite(tensor)).nonzero()[0].tolist()
-    raise ParameterError(
-        f"the {what} of layer {layer_index}, head {head}, token {token} hold NaN or infinity; "
-        "load the model in a wider dtype (bfloat16 or float32)"
-    )
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

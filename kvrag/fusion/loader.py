@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvrag.codec.base import EncodedChunk
+from kvrag.codec.base import Destination, EncodedChunk
 from kvrag.errors import IndexFormatError, RecordError, StoreError
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.kvcache import FusedKV
@@ -43,16 +43,14 @@ class SpanLoader:
     ----------
     spans
         Those that can be had, in prompt order; the others must be computed.
-    bytes_loaded
-        Bytes read from the store.
     misses
         Why spans were left out: reason to number of spans.
     """
 
     def __init__(self, spans: Sequence[ReusedSpan], open_kv: OpenKV) -> None:
         self.spans: list[ReusedSpan] = []
-        self.bytes_loaded = 0
         self.misses: Counter[str] = Counter()
+        self._bytes_of_dropped = 0
         self._records: dict[str, EncodedChunk] = {}
         for span in spans:
             try:
@@ -68,6 +66,11 @@ class SpanLoader:
                     self._records[span.chunk_id] = record
                     self.spans.append(span)
 
+    @property
+    def bytes_loaded(self) -> int:
+        """Bytes read from the store, headers included."""
+        return self._bytes_of_dropped + sum(r.bytes_read for r in self._records.values())
+
     def load_layer(self, layer_index: int, fused: FusedKV, table: RotaryTable) -> None:
         """Write one layer of every span into its rows of `fused`, keys at global positions.
 
@@ -78,23 +81,25 @@ class SpanLoader:
             has been computed with it must be computed again.
         """
         for span in self.spans:
+            rows = slice(span.prompt_start, span.prompt_end)
+            into = Destination(
+                keys=fused.keys[layer_index][0, :, rows],
+                values=fused.values[layer_index][0, :, rows],
+                tokens=slice(span.chunk_start, span.chunk_end),
+                table=table,
+                rows=rows,
+            )
             try:
-                keys, values = self._records[span.chunk_id].read_layer(layer_index)
+                self._records[span.chunk_id].place_layer(layer_index, into)
             except _DAMAGE as error:
                 self._drop(span.chunk_id, _reason(error))
                 self._drop_other_damage(len(fused.keys))
                 raise SpanLostError(f"chunk {span.chunk_id}: {_reason(error)}") from error
-            stored = slice(span.chunk_start, span.chunk_end)
-            rows = slice(span.prompt_start, span.prompt_end)
-            into = fused.keys[layer_index][0, :, rows]
-            table.place(keys[:, stored].to(into.device), rows, into)
-            fused.values[layer_index][0, :, rows] = values[:, stored].to(into.device)
-            self.bytes_loaded += 2 * keys.numel() * keys.element_size()
 
     def _drop(self, chunk_id: str, reason: str) -> None:
         self.misses[reason] += sum(span.chunk_id == chunk_id for span in self.spans)
         self.spans = [span for span in self.spans if span.chunk_id != chunk_id]
-        del self._records[chunk_id]
+        self._bytes_of_dropped += self._records.pop(chunk_id).bytes_read
 
     def _drop_other_damage(self, num_layers: int) -> None:
         """Read every layer of the records left, so that one new beginning is enough."""

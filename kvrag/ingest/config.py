@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -12,14 +13,14 @@ from typing import Any
 from kvrag.errors import IndexFormatError, IndexNotFoundError, StoreError
 from kvrag.kvcache import DTYPES, KVSpec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FILE_NAME = "index.json"
 _KIND = "kvrag index"
 
 
 @dataclass(frozen=True)
 class IndexConfig:
-    """The settings of an index; none of them can change after it was made.
+    """The settings of an index; but for codec and profile, none can change after it was made.
 
     Attributes
     ----------
@@ -36,7 +37,9 @@ class IndexConfig:
     embedding, embedding_dim
         Name and number of dimensions of the embedding.
     codec
-        Name of the codec of the records.
+        Name of the codec that records are written with; each record names its own.
+    profile
+        Hash of the codec's profile, or "" where it has none, or none yet.
     chunk_tokens
         Most tokens a chunk may have.
     tenant_salt
@@ -55,6 +58,7 @@ class IndexConfig:
     embedding: str
     embedding_dim: int
     codec: str
+    profile: str
     chunk_tokens: int
     tenant_salt: str
 
@@ -150,6 +154,8 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
         if not is_valid:
             raise _foreign(path, f"{field.name!r} is {value!r}")
         checked[field.name] = value
+    if not re.fullmatch(r"([0-9a-f]{40})?", checked["profile"]):
+        raise _foreign(path, f"'profile' is {checked['profile']!r}")
     if checked["dtype"] not in DTYPES:
         raise _foreign(path, f"'dtype' is {checked['dtype']!r}")
     try:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from kvrag.chunk import Chunk, ChunkKey, Document, chunk_key
 from kvrag.codec.base import Codec, EncodedChunk
-from kvrag.codec.registry import get_codec
+from kvrag.codec.presets import CodecChoice, choose_codec
+from kvrag.codec.profile import Profile
 from kvrag.errors import (
     IndexFormatError,
     IndexMismatchError,
@@ -29,9 +30,17 @@ from kvrag.errors import (
 )
 from kvrag.fusion.segments import ChunkMatcher
 from kvrag.ingest import catalog as catalogs
-from kvrag.ingest import lock, vectors
+from kvrag.ingest import lock, profiles, vectors
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.chunker import chunk_document
+from kvrag.ingest.coding import (
+    SAMPLE_TOKENS,
+    RecordCoding,
+    check_profile,
+    fit_to,
+    read_exact,
+    recode_records,
+)
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.embedding import Embedding, get_embedding
 from kvrag.ingest.loaders import is_storable
@@ -46,11 +55,13 @@ from kvrag.ingest.making import (
 )
 from kvrag.ingest.pipeline import Outcome, Work, check_space, run_plan
 from kvrag.ingest.plan import Plan, Planner, Sources, gather
+from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import (
     GcReport,
     IndexStats,
     IngestProgress,
     IngestReport,
+    RecodeReport,
     VerifyReport,
 )
 from kvrag.ingest.rows import Change, DocumentRow
@@ -89,7 +100,7 @@ class Index:
         The folder.
     config
         What it was made with.
-    catalog, store, codec
+    catalog, store, coding
         Where chunks and their KV are, and how the KV is encoded.
     """
 
@@ -107,7 +118,8 @@ class Index:
         self.config = config
         self.catalog = catalog
         self.store: Store = open_store(f"file:{path / KV_FOLDER}")
-        self.codec: Codec = get_codec(config.codec)
+        folder = ProfileFolder(path / profiles.FOLDER_NAME)
+        self.coding = RecordCoding(folder, config.codec, config.profile)
         self._given_model = model
         self._given_embedding = embedding
         self._device = device
@@ -126,6 +138,7 @@ class Index:
         model: KVModel | PreTrainedModel | str | Path,
         embedding: str | Path | Embedding | Any = "minilm",
         codec: str = "raw",
+        profile: Profile | None = None,
         chunk_tokens: int = 512,
         dtype: torch.dtype | str | None = None,
         tenant_salt: bytes | None = None,
@@ -142,7 +155,9 @@ class Index:
         embedding
             See `kvrag.ingest.embedding.get_embedding`.
         codec
-            How KV is encoded.
+            How KV is encoded: ``raw``, ``lossless``, ``cachegen:LEVEL`` or ``transform:BITS``.
+        profile
+            What the codec was fitted to this model with; None fits one to the first documents.
         chunk_tokens
             Most tokens a chunk may have; with the shared prefix it must fit into the model's
             context.
@@ -183,6 +198,7 @@ class Index:
             dtype=dtype,
             embedding=the_embedding,
             codec=codec,
+            profile=profile,
             chunk_tokens=chunk_tokens,
             tenant_salt=salt,
         )
@@ -195,6 +211,8 @@ class Index:
         with lock.writer_lock(folder):
             require_free(folder)
             catalog = Catalog.create(folder / catalogs.FILE_NAME)
+            if profile is not None:
+                ProfileFolder(folder / profiles.FOLDER_NAME).add(profile)
             # Last, since it is what makes the folder an index.
             config.save(folder)
         return cls(folder, config, catalog, model=loaded, embedding=the_embedding, device=device)
@@ -237,7 +255,7 @@ class Index:
         folder = Path(path).expanduser().resolve()
         config = IndexConfig.load(folder)
         try:
-            get_codec(config.codec)
+            choose_codec(config.codec)
         except ParameterError as error:
             raise IndexFormatError(f"{folder}: {error}; a newer kvrag may know it") from error
         the_embedding = None if embedding is None else get_embedding(embedding)
@@ -331,6 +349,11 @@ class Index:
                 ) from error
             check_embedding(self.config, self.path, embedding)
             return embedding
+
+    @property
+    def codec(self) -> Codec:
+        """What records are written with. Raises ParameterError before its profile is fitted."""
+        return self.coding.codec
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -511,7 +534,7 @@ class Index:
         if record is None:
             return None
         try:
-            encoded = self.codec.open(key, record, self.config.spec)
+            encoded = self.coding.open(key, record, self.config.spec)
             if encoded.num_tokens != len(chunk.token_ids):
                 raise RecordError(
                     f"the record of chunk {chunk_id} holds {encoded.num_tokens} tokens, expected "
@@ -570,12 +593,114 @@ class Index:
             return verify_records(
                 self.catalog,
                 self.store,
-                self.codec,
+                self.coding,
                 self.config.spec,
                 key_of=self.key_of,
                 repair=self._repair if repair else None,
                 on_progress=on_progress,
             )
+
+    def fit_profile(
+        self,
+        codec: str = "transform",
+        *,
+        num_tokens: int = SAMPLE_TOKENS,
+        on_progress: Callable[[str], None] = lambda _: None,
+    ) -> Profile:
+        """Fit a codec to the index's model and documents, and keep its profile with the index.
+
+        Parameters
+        ----------
+        codec
+            ``transform``, ``transform:BITS``, ``cachegen`` or ``lossless``.
+        num_tokens
+            Of the sample, which is taken evenly from the index.
+        on_progress
+            Receives a line whenever there is something new to say.
+
+        Raises
+        ------
+        ParameterError
+            When the codec needs no profile, or the index holds fewer than 64 tokens.
+        """
+        keys, lengths, kv_of = self._codable()
+        del keys
+        profile = self._fit(codec, lengths, kv_of, on_progress, num_tokens)
+        self.coding.profiles.add(profile)
+        return profile
+
+    def recode(
+        self,
+        codec: str,
+        *,
+        profile: Profile | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+        on_profile: Callable[[str], None] = lambda _: None,
+    ) -> RecodeReport:
+        """Write all records anew with another codec; a second run completes one that was killed.
+
+        Questions are answered meanwhile: every record names the codec that reads it.
+
+        Parameters
+        ----------
+        codec
+            ``raw``, ``lossless``, ``cachegen:LEVEL`` or ``transform:BITS``.
+        profile
+            What the codec was fitted to this model with; None takes the one the index has if it is
+            this codec's, and else fits one to a sample of the index.
+        on_progress
+            Called with the number of records done, and of how many.
+        on_profile
+            Receives a line whenever fitting has something new to say.
+
+        Raises
+        ------
+        ParameterError
+            When there is no such codec, or the profile is another model's.
+        IndexLockedError
+            When another process is writing to the index.
+        """
+        choice = choose_codec(codec)
+        with lock.writer_lock(self.path):
+            keys, lengths, kv_of = self._codable()
+            if profile is None and choice.config is not None:
+                profile = self._present_profile(choice) or self._fit(
+                    codec, lengths, kv_of, on_profile
+                )
+            if profile is not None:
+                check_profile(profile, codec, self.config.spec, self.config.model_fingerprint)
+            self._use_codec(codec, profile if choice.config is not None else None)
+            return recode_records(
+                keys,
+                self.store,
+                self.coding,
+                self.config.spec,
+                compute=lambda key: self._prefill(self.catalog.chunk_with(key, self.key_of)),
+                on_progress=on_progress,
+            )
+
+    def _codable(self) -> tuple[list[ChunkKey], list[int], Callable[[int], ChunkKV]]:
+        """Return the names of all KV, their tokens, and what returns the KV of one by number."""
+        needed, _ = self.catalog.audit(self.key_of)
+        keys = sorted(needed)
+
+        def kv_of(number: int) -> ChunkKV:
+            key = keys[number]
+            found = read_exact(key, self.store, self.coding, self.config.spec)
+            if found is not None:
+                return found
+            return self._prefill(self.catalog.chunk_with(key, self.key_of))
+
+        return keys, [needed[key] for key in keys], kv_of
+
+    def _present_profile(self, choice: CodecChoice) -> Profile | None:
+        """Return the index's profile if it has the level that a codec names."""
+        if not self.config.profile or choice.config is None:
+            return None
+        profile = self.coding.profiles.get(self.config.profile)
+        fits = profile.config.transform == choice.config.transform
+        fits = fits and profile.config.quantiser == choice.config.quantiser
+        return profile if fits and any(v.name == choice.level for v in profile.levels) else None
 
     def gc(self) -> GcReport:
         """Remove records that no chunk needs, and files left behind by killed processes."""
@@ -596,9 +721,45 @@ class Index:
 
     def _repair(self, key: ChunkKey) -> None:
         chunk = self.catalog.chunk_with(key, self.key_of)
-        record = self.codec.encode(key, self._prefill(chunk))
-        self.store.delete(key)
-        self.store.put(key, record)
+        self.store.replace(key, self.codec.encode(key, self._prefill(chunk)))
+
+    def _codec_for(self, chunks: list[Chunk], say: Callable[[str], None]) -> Codec:
+        """Return what records are written with; fit its profile to `chunks` if it has none."""
+        if self.coding.needs_profile:
+            lengths = [len(chunk.token_ids) for chunk in chunks]
+            codec = self.config.codec
+            profile = self._fit(codec, lengths, lambda number: self._prefill(chunks[number]), say)
+            self._use_codec(codec, profile)
+        return self.codec
+
+    def _fit(
+        self,
+        codec: str,
+        lengths: Sequence[int],
+        kv_of: Callable[[int], ChunkKV],
+        say: Callable[[str], None],
+        num_tokens: int = SAMPLE_TOKENS,
+    ) -> Profile:
+        config = self.config
+        return fit_to(
+            codec,
+            lengths,
+            kv_of,
+            spec=config.spec,
+            model_fingerprint=config.model_fingerprint,
+            on_progress=say,
+            num_tokens=num_tokens,
+        )
+
+    def _use_codec(self, codec: str, profile: Profile | None) -> None:
+        """Write records with another codec from now on."""
+        if profile is not None:
+            self.coding.profiles.add(profile)
+        name = choose_codec(codec).label
+        config = replace(self.config, codec=name, profile="" if profile is None else profile.hash)
+        config.save(self.path)
+        self.config = config
+        self.coding = RecordCoding(self.coding.profiles, config.codec, config.profile)
 
     def _plan(self, sources: Sources, on_progress: Callable[[IngestProgress], None] | None) -> Plan:
         started = time.perf_counter()
@@ -628,7 +789,7 @@ class Index:
         return Work(
             catalog=self.catalog,
             store=self.store,
-            codec=self.codec,
+            codec_for=self._codec_for,
             embedding=self.embedding,
             chunk=self._chunk,
             key_of=self.key_of,

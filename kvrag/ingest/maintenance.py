@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvrag.chunk import Chunk, ChunkKey
-from kvrag.codec.base import Codec
 from kvrag.errors import IndexFormatError, RecordError, StoreError
 from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.coding import RecordCoding
 from kvrag.ingest.report import GcReport, RecordProblem, VerifyReport
 from kvrag.kvcache import KVSpec
 from kvrag.store.base import Store
@@ -24,7 +24,7 @@ _MAX_CATALOG_PROBLEMS = 20  # told one by one
 def verify_records(
     catalog: Catalog,
     store: Store,
-    codec: Codec,
+    coding: RecordCoding,
     spec: KVSpec,
     *,
     key_of: Callable[[Chunk], ChunkKey],
@@ -57,7 +57,7 @@ def verify_records(
     num_repaired = 0
     size_bytes = 0
     for num_done, (key, num_tokens) in enumerate(sorted(needed.items()), 1):
-        size, reason = _read_record(key, num_tokens, store, codec, spec)
+        size, reason = _read_record(key, num_tokens, store, coding, spec)
         size_bytes += size
         if reason is not None:
             problems.extend(
@@ -65,7 +65,7 @@ def verify_records(
             )
             if repair is not None:
                 repair(key)
-                _, still = _read_record(key, num_tokens, store, codec, spec)
+                _, still = _read_record(key, num_tokens, store, coding, spec)
                 num_repaired += still is None
         if on_progress is not None:
             on_progress(num_done, len(needed))
@@ -88,7 +88,7 @@ def _first_of(problems: list[str]) -> tuple[str, ...]:
 
 
 def _read_record(
-    key: ChunkKey, num_tokens: int, store: Store, codec: Codec, spec: KVSpec
+    key: ChunkKey, num_tokens: int, store: Store, coding: RecordCoding, spec: KVSpec
 ) -> tuple[int, str | None]:
     """Return the bytes read, and what is wrong with the record, if anything is."""
     try:
@@ -96,7 +96,7 @@ def _read_record(
         if record is None:
             return 0, "missing"
         with contextlib.closing(record):
-            encoded = codec.open(key, record, spec)
+            encoded = coding.open(key, record, spec)
             if encoded.num_tokens != num_tokens:
                 return 0, f"holds {encoded.num_tokens} tokens, expected {num_tokens}"
             for layer_index in range(spec.num_layers):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.codec.registry import get_codec
+from kvrag.codec.presets import choose_codec
+from kvrag.codec.profile import Profile
 from kvrag.errors import IndexMismatchError, ParameterError
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import config as configs
-from kvrag.ingest import lock, vectors
+from kvrag.ingest import lock, profiles, vectors
 from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
+from kvrag.ingest.coding import check_profile
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.embedding import Embedding
 
@@ -20,14 +22,18 @@ if TYPE_CHECKING:
     from kvrag.models.kv_model import KVModel
 
 KV_FOLDER = "kv"
-_OUR_FILES = {configs.FILE_NAME, lock.FILE_NAME, vectors.FILE_NAME, KV_FOLDER} | {
-    catalogs.FILE_NAME + end for end in ("", "-wal", "-shm", "-journal")
-}
+_OUR_FILES = {
+    configs.FILE_NAME,
+    lock.FILE_NAME,
+    vectors.FILE_NAME,
+    KV_FOLDER,
+    profiles.FOLDER_NAME,
+} | {catalogs.FILE_NAME + end for end in ("", "-wal", "-shm", "-journal")}
 
 
 def check_settings(codec: str, chunk_tokens: int, tenant_salt: bytes) -> None:
     """Raise ParameterError for values that no model could make good."""
-    get_codec(codec)
+    choose_codec(codec)
     if chunk_tokens < MIN_CHUNK_TOKENS:
         raise ParameterError(f"chunk_tokens is at least {MIN_CHUNK_TOKENS}, found {chunk_tokens}")
     if not 1 <= len(tenant_salt) <= 64:
@@ -61,6 +67,7 @@ def make_config(
     dtype: torch.dtype | str | None,
     embedding: Embedding,
     codec: str,
+    profile: Profile | None,
     chunk_tokens: int,
     tenant_salt: bytes,
 ) -> IndexConfig:
@@ -90,6 +97,8 @@ def make_config(
             f"exceeds the model's context of {model.max_positions}; choose at most "
             f"{model.max_positions - len(prefix_ids)}"
         )
+    if profile is not None:
+        check_profile(profile, codec, model.spec, model.fingerprint)
     return IndexConfig(
         model=_model_reference(given, model),
         model_fingerprint=model.fingerprint,
@@ -102,7 +111,8 @@ def make_config(
         prefix_ids=prefix_ids,
         embedding=embedding.name,
         embedding_dim=embedding.dim,
-        codec=codec,
+        codec=choose_codec(codec).label,
+        profile="" if profile is None else profile.hash,
         chunk_tokens=chunk_tokens,
         tenant_salt=tenant_salt.hex(),
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvrag.chunk import Chunk, ChunkKey, Document
@@ -52,15 +52,18 @@ class Work:
         Returns the name of a chunk's KV.
     prefill
         Returns the KV of one chunk.
+    codec_for
+        Returns what records are written with, fitted to a sample of chunks if it is not yet;
+        its second argument is told what it does.
     """
 
     catalog: Catalog
     store: Store
-    codec: Codec
     embedding: Embedding
     chunk: Callable[[Document], list[Chunk]]
     key_of: Callable[[Chunk], ChunkKey]
     prefill: Callable[[Chunk], ChunkKV]
+    codec_for: Callable[[list[Chunk], Callable[[str], None]], Codec]
     bytes_per_token: int
 
 
@@ -117,6 +120,7 @@ class _Run:
         self._outcome = Outcome()
         self._num_documents_done = 0
         self._reread = _Rereader(work.chunk)
+        self._codec: Codec | None = None
 
     def run(self) -> Outcome:
         plan, work = self._plan, self._work
@@ -166,6 +170,8 @@ class _Run:
         missing = [(key, chunk) for key, chunk in by_key.items() if not work.store.contains(key)]
         # By length, so that neighbouring passes reuse each other's buffers.
         missing.sort(key=lambda pair: (len(pair[1].token_ids), pair[0]))
+        if missing and self._codec is None:
+            self._codec = work.codec_for([chunk for _, chunk in missing], self._report_profile)
         for key, chunk in missing:
             self._compute(key, chunk, writer)
         # Passages that several documents hold are embedded once.
@@ -191,10 +197,12 @@ class _Run:
         work = self._work
         started = time.perf_counter()
         kv = work.prefill(chunk)
+        codec = self._codec
+        assert codec is not None
         self._outcome.prefill_seconds += time.perf_counter() - started
 
         def store() -> None:
-            record = work.codec.encode(key, kv)
+            record = codec.encode(key, kv)
             work.store.put(key, record)
             self._outcome.size_bytes += len(record)
 
@@ -203,24 +211,29 @@ class _Run:
         self._outcome.num_tokens_computed += len(chunk.token_ids)
         self._report()
 
+    def _report_profile(self, doing: str) -> None:
+        if self._on_progress is not None:
+            progress = self._progress("profile")
+            self._on_progress(replace(progress, doing=doing))
+
     def _report(self) -> None:
-        if self._on_progress is None:
-            return
+        if self._on_progress is not None:
+            self._on_progress(self._progress("compute"))
+
+    def _progress(self, stage: str) -> IngestProgress:
         seconds = time.perf_counter() - self._started
         done, total = self._outcome.num_tokens_computed, self._plan.num_tokens_to_compute
-        self._on_progress(
-            IngestProgress(
-                stage="compute",
-                num_documents_done=self._num_documents_done,
-                num_documents=len(self._plan.documents),
-                num_tokens_done=done,
-                num_tokens=total,
-                size_bytes_done=self._outcome.size_bytes,
-                size_bytes_estimate=total * self._work.bytes_per_token,
-                seconds=seconds,
-                tokens_per_second=done / seconds if seconds > 0 else 0.0,
-                eta_seconds=seconds * (total - done) / done if done else None,
-            )
+        return IngestProgress(
+            stage=stage,
+            num_documents_done=self._num_documents_done,
+            num_documents=len(self._plan.documents),
+            num_tokens_done=done,
+            num_tokens=total,
+            size_bytes_done=self._outcome.size_bytes,
+            size_bytes_estimate=total * self._work.bytes_per_token,
+            seconds=seconds,
+            tokens_per_second=done / seconds if seconds > 0 else 0.0,
+            eta_seconds=seconds * (total - done) / done if done else None,
         )
 
 

@@ -13,7 +13,8 @@ class IngestProgress:
     Attributes
     ----------
     stage
-        "read" (files and cutting), then "compute" (embedding, KV, writing).
+        "read" (files and cutting), then "profile" where a codec is fitted first, then "compute"
+        (embedding, KV, writing).
     num_documents_done, num_documents
         Files and documents looked at (reading) or committed (computing), and of how many.
     num_tokens_done, num_tokens
@@ -28,6 +29,8 @@ class IngestProgress:
         0 before the first chunk is done.
     eta_seconds
         None while it cannot be told.
+    doing
+        In stage "profile", what is being done; else "".
     """
 
     stage: str
@@ -40,6 +43,7 @@ class IngestProgress:
     seconds: float
     tokens_per_second: float
     eta_seconds: float | None
+    doing: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -201,6 +205,38 @@ class GcReport:
     num_records: int
     size_bytes: int
     num_temporary_files: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class RecodeReport:
+    """What `Index.recode` did.
+
+    Attributes
+    ----------
+    codec
+        What all records are coded with now.
+    num_records
+        In the index.
+    num_recoded
+        Of these, records written anew; the others were coded so already.
+    num_computed
+        Of the recoded ones, those whose KV was computed again: what they held was lossy, damaged
+        or missing.
+    size_bytes_before, size_bytes
+        Of all records.
+    """
+
+    codec: str
+    num_records: int
+    num_recoded: int
+    num_computed: int
+    size_bytes_before: int
+    size_bytes: int
+    seconds: float
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""

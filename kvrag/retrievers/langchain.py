@@ -30,6 +30,7 @@ from pydantic import ConfigDict, Field
 
 from kvrag.chunk import Chunk
 from kvrag.chunk import Document as KVRagDocument
+from kvrag.codec.presets import choose_codec
 from kvrag.engine.shared import shared_index
 from kvrag.errors import (
     DocumentError,
@@ -322,7 +323,8 @@ def _by_folder(index: Index | str | Path) -> str:
 
 
 def _check_made_with(index: Index, *, codec: str | None, chunk_tokens: int | None) -> None:
-    for name, wanted in (("codec", codec), ("chunk_tokens", chunk_tokens)):
+    label = None if codec is None else choose_codec(codec).label
+    for name, wanted in (("codec", label), ("chunk_tokens", chunk_tokens)):
         recorded = getattr(index.config, name)
         if wanted is not None and wanted != recorded:
             raise IndexMismatchError(

@@ -44,6 +44,13 @@ class Store(Protocol):
         """Write a record atomically and durably; a key that is present keeps its record."""
         ...
 
+    def replace(self, key: ChunkKey, record: bytes) -> None:
+        """Write a record atomically and durably in place of the one `key` has, if any.
+
+        Whoever has the old one open goes on reading it.
+        """
+        ...
+
     def open(self, key: ChunkKey) -> StoredRecord | None:
         """Open a record for reading, or return None where there is none."""
         ...

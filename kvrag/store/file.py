@@ -140,9 +140,18 @@ class FileStore:
         StoreError
             When it cannot be written; nothing of it is then visible.
         """
+        if not _is_record(self._path_of(key)):
+            self.replace(key, record)
+
+    def replace(self, key: ChunkKey, record: bytes) -> None:
+        """Write a record in place of the one `key` has, if any; readers keep the one they opened.
+
+        Raises
+        ------
+        StoreError
+            When it cannot be written; the old one then stays.
+        """
         path = self._path_of(key)
-        if _is_record(path):
-            return
         try:
             _make_folder(path.parent)
             temporary = path.with_name(f".{key}.{secrets.token_hex(8)}.tmp")

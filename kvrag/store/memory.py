@@ -49,6 +49,11 @@ class MemoryStore:
         with self._lock:
             self._records.setdefault(key, bytes(record))
 
+    def replace(self, key: ChunkKey, record: bytes) -> None:
+        """Keep a record in place of the one `key` has, if any."""
+        with self._lock:
+            self._records[key] = bytes(record)
+
     def open(self, key: ChunkKey) -> MemoryRecord | None:
         """Open a record for reading, or return None where there is none."""
         with self._lock:

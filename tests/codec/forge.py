@@ -21,8 +21,12 @@ FIELDS = {
     "num_kv_heads": (68, "I"),
     "num_tokens": (72, "I"),
     "head_dim": (76, "I"),
+    "level": (80, "I"),
+    "num_blocks": (84, "I"),
+    "reserved": (88, "I"),
+    "profile": (92, "20s"),
 }
-INDEX_OFFSET = 80
+INDEX_OFFSET = 112
 INDEX_ENTRY_BYTES = 24
 BLOCK_FIELDS = {"offset": 0, "size": 8, "checksum": 16}
 
@@ -38,8 +42,8 @@ def set_field(record: bytearray, name: str, value: int | bytes) -> None:
     struct.pack_into("<" + kind, record, offset, value)
 
 
-def set_block_field(record: bytearray, layer_index: int, name: str, value: int) -> None:
-    start = INDEX_OFFSET + layer_index * INDEX_ENTRY_BYTES + BLOCK_FIELDS[name]
+def set_block_field(record: bytearray, block_index: int, name: str, value: int) -> None:
+    start = INDEX_OFFSET + block_index * INDEX_ENTRY_BYTES + BLOCK_FIELDS[name]
     struct.pack_into("<Q", record, start, value)
 
 
@@ -52,9 +56,9 @@ def reseal(record: bytearray, header_bytes: int) -> bytes:
 
 def reseal_blocks(record: bytearray) -> None:
     """Put right the checksums of those blocks that lie within the record."""
-    num_layers = struct.unpack_from("<I", record, FIELDS["num_layers"][0])[0]
-    for layer_index in range(min(num_layers, 64)):
-        start = INDEX_OFFSET + layer_index * INDEX_ENTRY_BYTES
+    num_blocks = struct.unpack_from("<I", record, FIELDS["num_blocks"][0])[0]
+    for block_index in range(min(num_blocks, 64)):
+        start = INDEX_OFFSET + block_index * INDEX_ENTRY_BYTES
         if start + INDEX_ENTRY_BYTES > len(record):
             return
         offset, size = struct.unpack_from("<QQ", record, start)

@@ -72,8 +72,8 @@ def test_a_header_longer_than_the_first_read() -> None:
         ({"num_tokens": 0}, "tokens; found 0"),
         ({"num_tokens": container.MAX_TOKENS + 1}, "tokens; found"),
         ({"blocks": []}, "found 0 blocks"),
-        ({"blocks": [[b"x"]] * 2}, "found 2 blocks for 3 layers"),
-        ({"blocks": [[b"x"], [], [b"x"]]}, "layer 1.*found 0"),
+        ({"level": 256}, "levels; found 257"),
+        ({"blocks": [[b"x"], [], [b"x"]]}, "block 1.*found 0"),
         ({"spec": KVSpec(3, 2, 8, torch.float64)}, "float64"),
         ({"spec": KVSpec(3, 0, 8, torch.float32)}, "heads; found 0"),
         ({"spec": KVSpec(3, 2, 0, torch.float32)}, "channels of a head; found 0"),
@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str) 
     ("field", "value", "message"),
     [
         ("magic", b"GARBAGE!", "magic number.*not a kvrag record"),
-        ("version", 2, r"format version: expected 1, found 2; use the kvrag that wrote it"),
+        ("version", 1, r"format version: expected 2, found 1; use the kvrag that wrote it"),
         ("header_bytes", 0, "header length"),
         ("header_bytes", 255, "header length"),
         ("header_bytes", 2**32 - 1, "header length.*found 4294967295"),
@@ -103,14 +103,19 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str) 
         ("dtype", 0, "code of the element type.*found 0"),
         ("dtype", 99, "code of the element type.*found 99"),
         ("dtype", 2, "shape of the KV"),
-        ("num_layers", 0, "header length"),
-        ("num_layers", 2, "end of the last block"),
-        ("num_layers", 2**32 - 1, "header length"),
+        ("num_blocks", 0, "header length"),
+        ("num_blocks", 2, "end of the last block"),
+        ("num_blocks", 2**32 - 1, "header length"),
+        ("num_blocks", 9, "header length"),
+        ("num_layers", 0, "number of layers"),
+        ("num_layers", 2**17, "number of layers"),
+        ("reserved", 1, "reserved field"),
+        ("level", 256, "level: expected 0 to 255"),
         ("num_kv_heads", 0, "number of key/value heads.*found 0"),
         ("num_kv_heads", 2**32 - 1, "number of key/value heads.*found 4294967295"),
         ("num_tokens", 0, "number of tokens.*found 0"),
-        ("num_tokens", 3, "layer 0: size of the block: expected 384 bytes, found 512"),
-        ("num_tokens", 2**20, "layer 0: size of the block"),
+        ("num_tokens", 3, "block 0: size: expected 384 bytes, found 512"),
+        ("num_tokens", 2**20, "block 0: size"),
         ("num_tokens", 2**32 - 1, "number of tokens.*found 4294967295"),
         ("head_dim", 0, "channels of a head.*found 0"),
         ("head_dim", 2**32 - 1, "channels of a head.*found 4294967295"),
@@ -123,16 +128,16 @@ def test_lying_fields(field: str, value: int | bytes, message: str) -> None:
         RawCodec().open(KEY, BytesSource(forge.reseal(record, header_size(3))), SPEC)
 
 
-@pytest.mark.parametrize("num_layers", [10, 2728, 100_000_000])
-def test_a_long_header_is_not_believed(num_layers: int) -> None:
+@pytest.mark.parametrize("num_blocks", [10, 2728, 100_000_000])
+def test_a_long_header_is_not_believed(num_blocks: int) -> None:
     """Longer than the record, longer than the cap, longer than the memory."""
-    record = make_record() + bytes(100_000 if num_layers == 2728 else 0)
-    record = record if num_layers != 10 else record[: header_size(1)]
-    forge.set_field(record, "num_layers", num_layers)
-    forge.set_field(record, "header_bytes", header_size(num_layers))
+    record = make_record() + bytes(100_000 if num_blocks == 2728 else 0)
+    record = record if num_blocks != 10 else record[: header_size(1)]
+    forge.set_field(record, "num_blocks", num_blocks)
+    forge.set_field(record, "header_bytes", header_size(num_blocks))
     forge.set_field(record, "record_bytes", len(record))
     source = BytesSource(bytes(record))
-    with pytest.raises(RecordError, match=f"header length.*found {header_size(num_layers)} bytes"):
+    with pytest.raises(RecordError, match=f"header length.*found {header_size(num_blocks)} bytes"):
         RawCodec().open(KEY, source, SPEC)
     assert source.largest_read <= container._FIRST_READ_BYTES
 
@@ -140,16 +145,16 @@ def test_a_long_header_is_not_believed(num_layers: int) -> None:
 @pytest.mark.parametrize(
     ("layer_index", "field", "value", "message"),
     [
-        (0, "offset", 0, "layer 0: offset: expected 192, found 0"),
-        (1, "offset", 192, "layer 1: offset: expected 704, found 192"),
-        (2, "offset", 2**64 - 64, "layer 2: offset"),
-        (0, "size", 0, "layer 0: size of the block"),
-        (1, "size", 448, "layer 2: offset: expected 1152, found 1216"),
+        (0, "offset", 0, "block 0: offset: expected 192, found 0"),
+        (1, "offset", 192, "block 1: offset: expected 704, found 192"),
+        (2, "offset", 2**64 - 64, "block 2: offset"),
+        (0, "size", 0, "block 0: size"),
+        (1, "size", 448, "block 2: offset: expected 1152, found 1216"),
         (2, "size", 448, "end of the last block"),
-        (2, "size", 513, "layer 2: size of the block"),
-        (2, "size", 2**64 - 1, "layer 2: size of the block"),
-        (0, "size", 511, "layer 0: size of the block: expected 512 bytes, found 511"),
-        (1, "checksum", 0, "layer 1: checksum"),
+        (2, "size", 513, "block 2: size"),
+        (2, "size", 2**64 - 1, "block 2: size"),
+        (0, "size", 511, "block 0: size: expected 512 bytes, found 511"),
+        (1, "checksum", 0, "block 1: checksum"),
     ],
 )
 def test_lying_index(layer_index: int, field: str, value: int, message: str) -> None:
@@ -164,7 +169,7 @@ def test_swapped_blocks() -> None:
     start, size = header_size(3), 512
     first, second = record[start : start + size], record[start + size : start + 2 * size]
     record[start : start + 2 * size] = second + first
-    with pytest.raises(RecordError, match="layer 0: checksum"):
+    with pytest.raises(RecordError, match="block 0: checksum"):
         decode(RawCodec(), KEY, bytes(record), SPEC)
 
 
@@ -198,7 +203,7 @@ def test_a_lie_costs_no_memory() -> None:
     source = BytesSource(sealed)
     tracemalloc.start()
     try:
-        with pytest.raises(RecordError, match="layer 0: size of the block"):
+        with pytest.raises(RecordError, match="block 0: size"):
             RawCodec().open(KEY, source, spec)
         _, peak = tracemalloc.get_traced_memory()
     finally:

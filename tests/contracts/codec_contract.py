@@ -249,7 +249,7 @@ class CodecContract:
         chunk = codec.open(KEY, BytesSource(bytes(record)), spec)
         chunk.read_layer(0)
         chunk.read_layer(1)
-        with pytest.raises(RecordError, match="layer 2: checksum"):
+        with pytest.raises(RecordError, match="block 2: checksum"):
             chunk.read_layer(2)
 
     @pytest.mark.parametrize(

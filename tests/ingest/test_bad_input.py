@@ -220,7 +220,8 @@ def test_a_missing_index(tmp_path: Path) -> None:
     [
         ("{", "", "not JSON"),
         ('"kvrag index"', '"other"', "'kind' is not"),
-        ('"format_version": 1', '"format_version": 2', "version 1 expected, found 2"),
+        ('"format_version": 2', '"format_version": 1', "version 2 expected, found 1"),
+        ('"profile": ""', '"profile": "../x"', "'profile' is '../x'"),
         ('"chunk_tokens": 64', '"chunk_tokens": "64"', "'chunk_tokens' is '64'"),
         ('"num_layers": 2', '"num_layers": -2', "'num_layers' is -2"),
         ('"float32"', '"float8"', "'dtype' is 'float8'"),

@@ -129,7 +129,7 @@ def test_a_record_of_another_length_is_refused(
     class Longer:
         num_tokens = 99
 
-    monkeypatch.setattr(type(index.codec), "open", lambda *_: Longer())
+    monkeypatch.setattr(type(index.coding), "open", lambda *_: Longer())
     with pytest.raises(RecordError, match="holds 99 tokens, expected"):
         index.open_kv(chunk_id)
 

@@ -53,7 +53,7 @@ class ChunkBank:
     ) -> None:
         self.model = model
         self.prefix_ids = model.default_prefix_ids()
-        self._shelves = {codec.name: _Shelf(codec, MemoryStore()) for codec in codecs}
+        self._shelves = {codec.label: _Shelf(codec, MemoryStore()) for codec in codecs}
         chunks = list(_tokenised(model.tokenizer, dict.fromkeys(texts)))
         self._chunks = {chunk.chunk_id: chunk for chunk in chunks}
         self._keys = {chunk.chunk_id: self._key(chunk) for chunk in chunks}

@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrag.bench.corpus import generate_corpus
 from kvrag.bench.quality import metrics
 from kvrag.bench.quality.answers import Answerer, FusedAnswer, ReferenceAnswer
 from kvrag.bench.quality.bank import ChunkBank
+from kvrag.bench.quality.codecs import fit_codecs
 from kvrag.bench.quality.datasets import GENERATED, load_questions
 from kvrag.bench.quality.questions import JudgedQuestion, RenderedPrompt, render
 from kvrag.bench.quality.rows import OVERALL, Judgement, QualityRow, TextScores, make_row
-from kvrag.codec.registry import get_codec
+from kvrag.codec.presets import choose_codec
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.policies.base import RecomputePolicy, check_ratio
@@ -106,8 +108,7 @@ def contestants(options: QualityOptions) -> list[Contestant]:
         make_policy(name)
     for ratio in options.ratios:
         check_ratio(ratio)
-    for name in options.codecs:
-        get_codec(name)
+    codecs = [choose_codec(name).label for name in options.codecs]
     if not options.policies or not options.codecs:
         raise ParameterError("bench quality: at least one policy and one codec must be given")
     if options.max_tokens < 1:
@@ -116,7 +117,7 @@ def contestants(options: QualityOptions) -> list[Contestant]:
         raise ParameterError("bench quality: only policy 'none' does without a ratio")
     found = [
         Contestant(policy, ratio, codec)
-        for codec in options.codecs
+        for codec in codecs
         for policy in options.policies
         for ratio in ([None] if policy == "none" else options.ratios)
     ]
@@ -163,10 +164,12 @@ def run_quality_bench(
     left_out = Counter(question.type for question in questions) - Counter(
         question.type for question, _ in prompts
     )
+    texts = [text for question, _ in prompts for text in question.texts]
+    codecs = fit_codecs(model, options.codecs, _texts_to_fit(options, texts), say)
     bank = ChunkBank(
         model,
-        (text for question, _ in prompts for text in question.texts),
-        [get_codec(name) for name in dict.fromkeys(options.codecs)],
+        texts,
+        codecs,
         lambda done, total: say(f"computing chunk {done:,} of {total:,}"),
     )
     judge = _Judge(bank, Answerer(model, options.max_tokens))
@@ -195,6 +198,14 @@ def run_quality_bench(
         for contestant, judgements in judged.items()
         for kind in _types(prompts)
     ]
+
+
+def _texts_to_fit(options: QualityOptions, texts: list[str]) -> list[str]:
+    """Return what codecs are fitted to: of generated questions, documents of another split."""
+    if options.data != GENERATED:
+        return texts
+    corpus = generate_corpus(options.seed, "train", 500, options.num_documents)
+    return [paragraph for document in corpus.documents for paragraph in document.paragraphs]
 
 
 def _types(prompts: Sequence[tuple[JudgedQuestion, RenderedPrompt]]) -> list[str]:

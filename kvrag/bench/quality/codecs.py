@@ -1,0 +1,65 @@
+"""The codecs that take part, each fitted to the model first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvrag.codec.base import Codec
+from kvrag.codec.fitting import fit_profile
+from kvrag.codec.presets import choose_codec
+from kvrag.codec.profile import Profile
+from kvrag.codec.registry import get_codec
+from kvrag.ingest.coding import spread_evenly
+from kvrag.kvcache import ChunkKV
+from kvrag.models.kv_model import KVModel
+
+
+def fit_codecs(
+    model: KVModel,
+    names: Sequence[str],
+    texts: Sequence[str],
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> list[Codec]:
+    """Return codecs by name, each once, their profiles fitted to a sample of texts.
+
+    Parameters
+    ----------
+    names
+        Such as ``raw`` or ``transform:1``.
+    texts
+        What the model's KV is sampled on.
+    on_progress
+        Receives a line whenever there is something new to say.
+    """
+    choices = {choice.label: choice for choice in map(choose_codec, names)}
+    profiles: dict[str, Profile] = {}
+    sample: list[ChunkKV] = []
+    codecs = []
+    for choice in choices.values():
+        profile = None
+        if choice.config is not None:
+            written = choice.config.to_json()
+            if written not in profiles:
+                sample = sample or prefill_sample(model, texts, on_progress)
+                on_progress(f"fitting codec {choice.label}")
+                profiles[written] = fit_profile(
+                    choice.config, model.spec, model.fingerprint, sample
+                )
+            profile = profiles[written]
+        codecs.append(get_codec(choice.label, profile))
+    return codecs
+
+
+def prefill_sample(
+    model: KVModel, texts: Sequence[str], on_progress: Callable[[str], None] = lambda _: None
+) -> list[ChunkKV]:
+    """Return the KV of texts spread evenly over `texts`, each computed behind the prefix alone."""
+    prefix = model.default_prefix_ids()
+    encoded = model.tokenizer(list(dict.fromkeys(texts)), add_special_tokens=False)["input_ids"]
+    chosen = spread_evenly([len(ids) for ids in encoded])
+    sample = []
+    for done, number in enumerate(chosen):
+        if done % 32 == 0:
+            on_progress(f"computing chunk {done + 1:,} of {len(chosen):,} of the codecs' sample")
+        sample.append(model.prefill(prefix, [encoded[number]])[0])
+    return sample

@@ -1,0 +1,54 @@
+"""`kvrag recode`: write an index's KV anew with another codec."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+
+if TYPE_CHECKING:
+    from kvrag.ingest.report import RecodeReport
+
+
+def recode(
+    index: o.IndexOption,
+    codec: o.CodecOption,
+    profile: o.ProfileOption = None,
+    model: o.ModelOption = None,
+    device: o.DeviceOption = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Write all stored KV anew with another codec; questions are answered meanwhile.
+
+    What is stored exactly (raw, lossless) is coded from the store; KV that was stored with loss
+    is computed again by the model. A run that was killed is completed by the next.
+    """
+    from kvrag.cli.opening import open_index
+    from kvrag.ingest.profiles import read_profile
+
+    given = None if profile is None else read_profile(profile)
+    with (
+        open_index(index, model, device) as opened,
+        console.err().status("reading the index") as status,
+    ):
+        report = opened.recode(
+            codec,
+            profile=given,
+            on_progress=lambda done, total: status.update(f"{done:,} of {total:,} records"),
+            on_profile=status.update,
+        )
+    if as_json:
+        console.print_json(report)
+    else:
+        _print_report(report)
+
+
+def _print_report(report: RecodeReport) -> None:
+    before = console.format_bytes(report.size_bytes_before)
+    after = console.format_bytes(report.size_bytes)
+    computed = f", {report.num_computed:,} of them computed again" if report.num_computed else ""
+    console.write(
+        f"{report.num_recoded:,} of {report.num_records:,} records written as {report.codec} in "
+        f"{console.format_seconds(report.seconds)}{computed}\n{before} before, {after} now\n"
+    )

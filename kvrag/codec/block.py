@@ -1,0 +1,169 @@
+"""The bytes of a coded block: what a writer joins and a reader takes apart, field by field."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrag.codec.container import RecordReader
+from kvrag.codec.entropy.tables import ESCAPE, ZERO_SYMBOL
+from kvrag.codec.quantiser import Symbols, to_values
+from kvrag.errors import RecordError
+from kvrag.native import RansModel, decode_rows, encode_rows
+from kvrag.positions.rotary import RotaryTable
+
+COUNT = struct.Struct("<I")
+MATRIX = struct.Struct("<II")  # escaped numbers, bytes of the streams
+
+# About so many symbols a stream: enough for its 128 bytes of states to weigh little, few enough
+# for two cores (and a GPU's many warps) to share a block.
+_STREAM_SYMBOLS = 1 << 17
+_MAX_STREAMS = 256
+_MAX_SYMBOLS = 1 << 31
+
+
+def pack_streams(
+    model: RansModel,
+    symbols: NDArray[np.uint8],
+    classes: NDArray[np.uint16],
+    context: NDArray[np.uint8] | None = None,
+) -> bytes:
+    """Return the rANS streams of symbols ``[R, T]``; nothing where there are none.
+
+    Parameters
+    ----------
+    context
+        uint8 ``[R, T]``: what is added to the class of each symbol's row.
+    """
+    if not symbols.size:
+        return b""
+    num_streams = max(1, min(_MAX_STREAMS, symbols.size // _STREAM_SYMBOLS, len(classes)))
+    return encode_rows(model, symbols, classes, num_streams=num_streams, context=context)
+
+
+class BlockReader:
+    """Takes one field after the other from a block, never past its end.
+
+    Parameters
+    ----------
+    reader
+        The record.
+    block
+        Number of the block; it is read and its checksum compared at once.
+
+    Raises
+    ------
+    RecordError
+        When the block is not what was written; its methods raise it too.
+    StoreError
+        When the store cannot deliver it.
+    """
+
+    def __init__(self, reader: RecordReader, block: int) -> None:
+        self._reader = reader
+        self._block = block
+        place = reader.header.blocks[block]
+        buffer = bytearray(place.padded_bytes)
+        reader.read_block(block, memoryview(buffer))
+        self._content = memoryview(buffer)[: place.size_bytes]
+
+    def take(self, size: int) -> memoryview:
+        """Return the next `size` bytes."""
+        if size > self._content.nbytes:
+            self.refuse("length", f"{size} bytes more", f"{self._content.nbytes}")
+        taken, self._content = self._content[:size], self._content[size:]
+        return taken
+
+    def unpack(self, fields: struct.Struct) -> tuple[int, ...]:
+        """Return the next fields."""
+        return fields.unpack(self.take(fields.size))
+
+    def array(self, dtype: str | np.dtype[Any], count: int) -> NDArray[Any]:
+        """Return a copy of the next `count` numbers."""
+        kind = np.dtype(dtype)
+        return np.frombuffer(self.take(count * kind.itemsize), dtype=kind).copy()
+
+    def floats(self, count: int) -> torch.Tensor:
+        """Return the next `count` numbers, float16 and finite."""
+        found = self.array("<f2", count)
+        if not np.isfinite(found).all():
+            self.refuse("scales", "finite numbers", "NaN or infinity")
+        return torch.from_numpy(found)
+
+    def symbols(
+        self,
+        model: RansModel,
+        classes: NDArray[np.uint16],
+        num_tokens: int,
+        num_bytes: int,
+        context: NDArray[np.uint8] | None = None,
+    ) -> NDArray[np.uint8]:
+        """Return the next matrix uint8 ``[R, T']`` from its streams.
+
+        Parameters
+        ----------
+        classes
+            uint16 ``[R]``.
+        num_tokens
+            T'.
+        num_bytes
+            Of the streams.
+        context
+            See `pack_streams`.
+        """
+        size = len(classes) * num_tokens
+        if size > _MAX_SYMBOLS:
+            self.refuse("symbols", f"at most {_MAX_SYMBOLS}", str(size))
+        streams = self.take(num_bytes)
+        out = np.full((len(classes), num_tokens), ZERO_SYMBOL, dtype=np.uint8)
+        if not size:
+            if num_bytes:
+                self.refuse("streams", "none", f"{num_bytes} bytes")
+            return out
+        try:
+            threads = torch.get_num_threads()
+            decode_rows(model, streams, classes, out, context=context, threads=threads)
+        except RecordError as error:
+            self.refuse("streams", "those that were written", str(error))
+        return out
+
+    def values(
+        self,
+        model: RansModel,
+        classes: NDArray[np.uint16],
+        num_tokens: int,
+        num_escaped: int,
+        num_bytes: int,
+    ) -> NDArray[np.int16]:
+        """Return the next matrix as whole numbers ``[R, T']``: escaped ones, then the streams."""
+        escaped = self.array("<i2", num_escaped)
+        symbols = self.symbols(model, classes, num_tokens, num_bytes)
+        found = int(np.count_nonzero(symbols == ESCAPE))
+        if found != num_escaped:
+            self.refuse("escaped numbers", str(found), str(num_escaped))
+        return to_values(Symbols(symbols, escaped))
+
+    def end(self) -> None:
+        """Refuse a block that has more bytes than its fields."""
+        if self._content.nbytes:
+            self.refuse("length", "its end", f"{self._content.nbytes} bytes more")
+
+    def refuse(self, what: str, expected: str, found: str) -> NoReturn:
+        """Raise RecordError."""
+        self._reader.refuse(f"block {self._block}: {what}", expected, found)
+
+
+def place_channels(
+    channels: torch.Tensor, out: torch.Tensor, positions: RotaryTable | None
+) -> None:
+    """Write channels ``[H * D, n]`` into `out` ``[H, n, D]``, rotated to n positions if given."""
+    num_heads, num_tokens, head_dim = out.shape
+    rows = channels.view(num_heads, head_dim, num_tokens).transpose(1, 2)
+    if positions is None:
+        out.copy_(rows)
+    else:
+        positions.place(rows, slice(0, num_tokens), out)

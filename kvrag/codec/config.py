@@ -1,0 +1,117 @@
+"""A pipeline of stages, written as JSON and read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvrag.codec.allocation import Allocation, LayerGroups, RateDistortion
+from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Quantiser, Uniform
+from kvrag.codec.transform.anchor_delta import AnchorDelta
+from kvrag.codec.transform.base import Transform
+from kvrag.codec.transform.none import NoTransform
+from kvrag.codec.transform.pca import PCA
+from kvrag.errors import ParameterError
+
+
+@dataclass(frozen=True)
+class Rans:
+    """The entropy coder: 32-lane interleaved rANS with 12-bit probabilities.
+
+    Attributes
+    ----------
+    classes
+        Most probability tables of a level; rows of like spread share one.
+    """
+
+    name: ClassVar[str] = "rans"
+    classes: int = 64
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.classes <= 1024:
+            raise ParameterError(f"rans: classes is 1 to 1024, found {self.classes}")
+
+
+_STAGES: dict[str, dict[str, type[Any]]] = {
+    "transform": {stage.name: stage for stage in (NoTransform, AnchorDelta, PCA)},
+    "allocation": {stage.name: stage for stage in (LayerGroups, RateDistortion)},
+    "quantiser": {stage.name: stage for stage in (Uniform, PerChannel, PerToken, Exact)},
+    "coder": {Rans.name: Rans},
+}
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """The stages of a codec and their parameters."""
+
+    transform: Transform
+    allocation: Allocation
+    quantiser: Quantiser
+    coder: Rans = Rans()
+
+    def to_json(self) -> str:
+        """Return the configuration as one line of JSON."""
+        stages = {}
+        for kind in _STAGES:
+            stage = getattr(self, kind)
+            values = {field.name: getattr(stage, field.name) for field in dataclasses.fields(stage)}
+            stages[kind] = {"name": stage.name, **values}
+        return json.dumps(stages)
+
+    @classmethod
+    def from_json(cls, text: str) -> PipelineConfig:
+        """Read what `to_json` wrote.
+
+        Raises
+        ------
+        ParameterError
+            When it is not JSON, or names a stage or a parameter there is none of.
+        """
+        try:
+            stages = json.loads(text)
+        except ValueError as error:
+            raise ParameterError(f"a codec configuration is JSON: {error}") from error
+        if not isinstance(stages, dict) or set(stages) != set(_STAGES):
+            found = sorted(stages) if isinstance(stages, dict) else type(stages).__name__
+            raise ParameterError(
+                f"a codec configuration has the stages {sorted(_STAGES)}, found {found}"
+            )
+        return cls(**{kind: _make_stage(kind, values) for kind, values in stages.items()})
+
+
+def _make_stage(kind: str, values: Any) -> Any:
+    if not isinstance(values, dict) or not isinstance(values.get("name"), str):
+        raise ParameterError(f"stage {kind!r} is an object with a 'name', found {values!r}")
+    parameters = dict(values)
+    name = parameters.pop("name")
+    stage = _STAGES[kind].get(name)
+    if stage is None:
+        raise ParameterError(
+            f"there is no {kind} {name!r}; known: {', '.join(sorted(_STAGES[kind]))}"
+        )
+    known = {field.name: field for field in dataclasses.fields(stage)}
+    for parameter, value in parameters.items():
+        if parameter not in known:
+            raise ParameterError(
+                f"{kind} {name!r} has no parameter {parameter!r}; it has {sorted(known) or 'none'}"
+            )
+        parameters[parameter] = _typed(f"{kind} {name!r}: {parameter}", known[parameter], value)
+    return stage(**parameters)
+
+
+def _typed(where: str, field: dataclasses.Field[Any], value: Any) -> Any:
+    if field.type == "bool" and isinstance(value, bool):
+        return value
+    if field.type == "int" and type(value) is int:
+        return value
+    if field.type == "float" and type(value) in (int, float):
+        return float(value)
+    if field.type == "tuple[float, ...]" and isinstance(value, list | tuple):
+        return tuple(_typed(where, _FLOAT, item) for item in value)
+    raise ParameterError(f"{where} is a {field.type}, found {value!r}")
+
+
+_FLOAT: dataclasses.Field[Any] = dataclasses.field()
+_FLOAT.type = "float"

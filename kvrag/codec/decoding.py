@@ -1,0 +1,213 @@
+"""Reading records of the pipeline codec, straight into the fused buffer."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrag.codec.base import Destination, check_layer_index
+from kvrag.codec.block import COUNT, MATRIX, BlockReader, place_channels
+from kvrag.codec.container import RecordReader
+from kvrag.codec.level import CodedBlock, LevelCoder
+from kvrag.codec.planes import NUM_CONTEXTS
+from kvrag.codec.transform.base import KINDS
+from kvrag.codec.transform.pca import Components
+from kvrag.native import contexts, reconstruct, refine
+from kvrag.positions.rotary import RotaryTable
+
+
+class PipelineChunk:
+    """An opened record of the pipeline codec (an `EncodedChunk`).
+
+    Symbols of a block are decoded when the first of its layers is asked for, and kept as long as
+    the chunk: they are a fraction of the KV itself.
+    """
+
+    def __init__(self, reader: RecordReader, coder: LevelCoder, num_planes: int) -> None:
+        self._reader = reader
+        self._coder = coder
+        self._num_planes = num_planes
+        self._blocks: dict[int, CodedBlock] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self._reader.header.num_tokens
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the whole record, header included."""
+        return self._reader.size_bytes
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes fetched from the source so far, header included."""
+        return self._reader.bytes_read
+
+    def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.
+
+        Raises
+        ------
+        RecordError
+            When the block that holds the layer is not what was written.
+        StoreError
+            When the store cannot deliver it.
+        ParameterError
+            When there is no such layer.
+        """
+        spec = self._reader.header.spec
+        check_layer_index(layer_index, spec.num_layers)
+        with torch.inference_mode(False), torch.no_grad():
+            shape = (spec.num_kv_heads, self.num_tokens, spec.head_dim)
+            keys, values = (torch.empty(shape, dtype=spec.dtype) for _ in range(2))
+            whole = slice(0, self.num_tokens)
+            for kind, out in zip(KINDS, (keys, values), strict=True):
+                self._write(layer_index, kind, out, whole, None)
+        return keys, values
+
+    def place_layer(self, layer_index: int, into: Destination) -> None:
+        """Decode one layer straight into the fused buffer. Raises as `read_layer` does."""
+        check_layer_index(layer_index, self._reader.header.spec.num_layers)
+        positions = RotaryTable(into.table.cos[into.rows], into.table.sin[into.rows])
+        self._write(layer_index, "keys", into.keys, into.tokens, positions)
+        self._write(layer_index, "values", into.values, into.tokens, None)
+
+    def _write(
+        self,
+        layer_index: int,
+        kind: str,
+        out: torch.Tensor,
+        tokens: slice,
+        positions: RotaryTable | None,
+    ) -> None:
+        """Write one kind of one layer into `out` ``[H, n, D]``, rotated where `positions` says."""
+        transform = self._coder.profile.transform
+        block = next(
+            number
+            for number, plan in enumerate(transform.plans)
+            if layer_index in plan.layers and kind in plan.kinds
+        )
+        coded = self.block(block)
+        if out.device.type != "cpu":
+            host = torch.empty(out.shape, dtype=out.dtype)
+            moved = None
+            if positions is not None:
+                moved = RotaryTable(positions.cos.cpu(), positions.sin.cpu())
+            self._write_host(block, coded, layer_index, kind, host, tokens, moved)
+            out.copy_(host)
+        else:
+            self._write_host(block, coded, layer_index, kind, out, tokens, positions)
+
+    def _write_host(
+        self,
+        block: int,
+        coded: CodedBlock,
+        layer_index: int,
+        kind: str,
+        out: torch.Tensor,
+        tokens: slice,
+        positions: RotaryTable | None,
+    ) -> None:
+        coder, spec = self._coder, self._reader.header.spec
+        transform = coder.profile.transform
+        which = transform.plans[block].channels_of(spec, layer_index, kind)
+        plane = self._num_planes - 1
+        if not isinstance(transform, Components) or coded.scales[0] is not None:
+            channels = coder.channels(plane, block, coded, self.num_tokens)[which, tokens]
+            place_channels(channels, out, positions)
+            return
+        (values,) = coded.values
+        reconstruct(
+            values,
+            coder.shrink(plane, block, 0, len(values)),
+            coder.basis(plane, block, layer_index, kind),
+            transform.mean_of(block, layer_index, kind),
+            out,
+            cos=None if positions is None else positions.cos,
+            sin=None if positions is None else positions.sin,
+            tokens=tokens,
+            threads=torch.get_num_threads(),
+        )
+        inside = (coded.raw_tokens >= tokens.start) & (coded.raw_tokens < tokens.stop)
+        for index in inside.nonzero()[:, 0].tolist():
+            at = int(coded.raw_tokens[index]) - tokens.start
+            one = slice(at, at + 1)
+            there = None
+            if positions is not None:
+                there = RotaryTable(positions.cos[one], positions.sin[one])
+            place_channels(coded.raw[index, which].float()[:, None], out[:, one], there)
+
+    def block(self, block: int) -> CodedBlock:
+        """Return the whole numbers of a block. Raises as `read_layer` does."""
+        with self._lock:
+            found = self._blocks.get(block)
+            if found is None:
+                found = self._blocks[block] = self._read_block(block)
+            return found
+
+    def _read_block(self, block: int) -> CodedBlock:
+        # Every length below is compared with what is left of the block before it is used.
+        coder, num_tokens = self._coder, self.num_tokens
+        transform, spec = coder.profile.transform, coder.profile.spec
+        fields = BlockReader(self._reader, block)
+        plans = transform.matrices(block)
+        (num_raw,) = fields.unpack(COUNT)
+        sizes = [fields.unpack(MATRIX) for _ in plans]
+        raw_tokens = fields.array("<u4", num_raw).astype(np.int64)
+        if num_raw and (int(raw_tokens[-1]) >= num_tokens or (np.diff(raw_tokens) <= 0).any()):
+            fields.refuse("tokens kept raw", f"ascending, below {num_tokens}", "others")
+        num_channels = transform.plans[block].num_channels(spec)
+        raw_bytes = fields.array("u1", num_raw * num_channels * spec.dtype.itemsize)
+        raw = torch.empty(num_raw, num_channels, dtype=spec.dtype)
+        raw.view(torch.uint8).numpy().reshape(-1)[:] = raw_bytes
+        if not bool(torch.isfinite(raw).all()):
+            fields.refuse("tokens kept raw", "finite numbers", "NaN or infinity")
+        num_side = transform.num_side(block, num_tokens)
+        side = fields.floats(num_side) if num_side else None
+        values, scales = [], []
+        widths = transform.widths(num_tokens)
+        num_rows = coder.level.planes[0].num_rows[block]
+        for index, (plan, width) in enumerate(zip(plans, widths, strict=True)):
+            scale = None
+            if coder.profile.config.quantiser.scales_tokens and not plan.is_exact:
+                num_segments = int(plan.segments.max()) + 1
+                scale = fields.floats(num_segments * width).view(num_segments, width)
+            scales.append(scale)
+            classes = coder.classes(block, index)[: num_rows[index]]
+            values.append(fields.values(coder.models[0], classes, width, *sizes[index]))
+        fields.end()
+        for number in range(1, self._num_planes):
+            values = self._refine(number, block, values)
+        return CodedBlock(tuple(values), tuple(scales), side, torch.from_numpy(raw_tokens), raw)
+
+    def _refine(
+        self, number: int, block: int, coarse: list[NDArray[np.int16]]
+    ) -> list[NDArray[np.int16]]:
+        """Return the numbers of a plane from those of the one before it."""
+        coder = self._coder
+        fields = BlockReader(self._reader, number * len(coder.profile.transform.plans) + block)
+        finer = []
+        for index, known in enumerate(coarse):
+            num_rows = coder.level.planes[number].num_rows[block][index]
+            (num_bytes,) = fields.unpack(COUNT)
+            if coder.profile.transform.matrices(block)[index].is_exact:
+                fields.symbols(coder.models[number], coder.classes(block, index)[:0], 0, num_bytes)
+                finer.append(known)
+                continue
+            values = np.zeros((num_rows, known.shape[1]), dtype=np.int16)
+            values[: len(known)] = known[:num_rows]
+            context = np.empty(values.shape, dtype=np.uint8)
+            contexts(values, context)
+            classes = coder.classes(block, index)[:num_rows] * NUM_CONTEXTS
+            symbols = fields.symbols(
+                coder.models[number], classes, values.shape[1], num_bytes, context
+            )
+            refine(values, symbols)
+            finer.append(values)
+        fields.end()
+        return finer

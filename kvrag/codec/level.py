@@ -1,0 +1,127 @@
+"""One level of a profile, ready to code with."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrag.codec.planes import RADIX
+from kvrag.codec.profile import Level, Profile
+from kvrag.codec.quantiser import MAX_MAGNITUDE
+from kvrag.codec.transform.base import Analysis
+from kvrag.codec.transform.pca import Components
+from kvrag.native import RansModel
+
+
+@dataclass(frozen=True)
+class CodedBlock:
+    """One block of a record as whole numbers.
+
+    Attributes
+    ----------
+    values
+        int16 ``[R, T']`` for each matrix.
+    scales
+        float16 ``[segments, T']`` for each matrix, or None.
+    side
+        What the transform keeps beside its matrices, or None.
+    raw_tokens
+        int64: tokens kept as they were, ascending.
+    raw
+        ``[raw tokens, N]`` in the model's dtype.
+    """
+
+    values: tuple[NDArray[np.int16], ...]
+    scales: tuple[torch.Tensor | None, ...]
+    side: torch.Tensor | None
+    raw_tokens: torch.Tensor
+    raw: torch.Tensor
+
+
+class LevelCoder:
+    """Tables, steps and bases of one level, made when they are first needed.
+
+    Parameters
+    ----------
+    profile
+        The level's profile.
+    level
+        One of its levels.
+    """
+
+    def __init__(self, profile: Profile, level: Level) -> None:
+        self.profile = profile
+        self.level = level
+        self._bases: dict[tuple[int, int, str], torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    @cached_property
+    def models(self) -> list[RansModel]:
+        """The coding tables of each plane."""
+        return [RansModel(plane.frequencies) for plane in self.level.planes]
+
+    def classes(self, block: int, matrix: int) -> NDArray[np.uint16]:
+        """Return the class of every coded row of a matrix."""
+        return self.level.classes[self.level.class_slices[block][matrix]]
+
+    def limits(self, block: int, matrix: int) -> torch.Tensor:
+        """Return int32 ``[R']``: the greatest magnitude the planes of each row can express.
+
+        A row that the coarsest planes leave out has only the digits of the others.
+        """
+        limits = torch.full((len(self.level.steps[block][matrix]),), MAX_MAGNITUDE)
+        num_planes = len(self.level.planes)
+        for number, plane in enumerate(self.level.planes[:-1]):
+            digits = num_planes - 1 - number
+            limits[plane.num_rows[block][matrix] :] = (RADIX**digits - 1) // 2
+        return limits
+
+    def shrink(self, plane: int, block: int, matrix: int, num_rows: int) -> torch.Tensor:
+        """Return float32 ``[R]``; zeros where the transform quantised by itself."""
+        classes = torch.from_numpy(self.classes(block, matrix)[:num_rows].astype(np.int64))
+        if self.profile.transform.matrices(block)[matrix].is_exact:
+            return torch.zeros(len(classes))
+        return self.level.planes[plane].shrink[classes]
+
+    def steps(self, plane: int, block: int, matrix: int, num_rows: int) -> torch.Tensor:
+        """Return float32 ``[R]``: the step of each row when `plane` is the last that is read."""
+        steps = self.level.steps[block][matrix][:num_rows]
+        if self.profile.transform.matrices(block)[matrix].is_exact:
+            return steps
+        return steps * float(RADIX ** (len(self.level.planes) - 1 - plane))
+
+    def channels(self, plane: int, block: int, coded: CodedBlock, num_tokens: int) -> torch.Tensor:
+        """Return a block's channels float32 ``[N, T]``."""
+        transform = self.profile.transform
+        matrices = []
+        for index, plan in enumerate(transform.matrices(block)):
+            rows = torch.from_numpy(coded.values[index]).float()
+            num_rows = len(rows)
+            rows -= rows.sign() * self.shrink(plane, block, index, num_rows)[:, None]
+            rows *= self.steps(plane, block, index, num_rows)[:, None]
+            scale = coded.scales[index]
+            if scale is not None:
+                rows *= scale.float()[plan.segments[:num_rows]]
+            matrices.append(torch.nn.functional.pad(rows, (0, 0, 0, plan.num_rows - num_rows)))
+        found = transform.synthesise(block, Analysis(matrices, coded.side), num_tokens)
+        if len(coded.raw_tokens):
+            found[:, coded.raw_tokens] = coded.raw.T.float()
+        return found
+
+    def basis(self, plane: int, block: int, layer_index: int, kind: str) -> torch.Tensor:
+        """Return float32 ``[H, R, D]`` with a plane's steps folded in (transform `pca` alone)."""
+        found = self._bases.get((plane, layer_index, kind))
+        if found is None:
+            transform = self.profile.transform
+            assert isinstance(transform, Components)
+            num_rows = self.level.planes[plane].num_rows[block][0]
+            steps = self.steps(plane, block, 0, num_rows)
+            found = transform.synthesis_basis(block, layer_index, kind, steps)
+            with self._lock:
+                self._bases[plane, layer_index, kind] = found
+        return found

@@ -1,0 +1,176 @@
+"""Every bit kept: exponents entropy-coded, signs and mantissas as they are.
+
+The exponents of a channel lie close together, so they take two to three bits in place of eight
+(five in float16); signs and mantissas are as good as random and are not coded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrag.chunk import ChunkKey
+from kvrag.codec.base import Destination, check_kv, check_layer_index
+from kvrag.codec.block import MATRIX, BlockReader, pack_streams
+from kvrag.codec.container import ByteSource, RecordReader, write_record
+from kvrag.codec.exponents import greatest_exponent, join, rest_bits, split
+from kvrag.codec.level import LevelCoder
+from kvrag.codec.profile import Profile
+from kvrag.codec.quantiser import to_symbols
+from kvrag.errors import ParameterError
+from kvrag.kvcache import ChunkKV, KVSpec
+
+NAME = "lossless"
+
+
+class LosslessCodec:
+    """What is read equals what the model gave, bit for bit.
+
+    Parameters
+    ----------
+    profile
+        Fitted with the quantiser `Exact`.
+    """
+
+    name = label = NAME
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._coder = LevelCoder(profile, profile.levels[0])
+
+    def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
+        """Return the record of `kv`. Raises as `PipelineCodec.encode` does."""
+        spec = check_kv(kv)
+        if spec != self.profile.spec:
+            raise ParameterError(
+                f"codec {self.label!r} was fitted to KV of {self.profile.spec}, found {spec}; fit "
+                "a profile for this model with 'kvrag profile'"
+            )
+        blocks = []
+        for block, plan in enumerate(self.profile.transform.plans):
+            exponents, rest = split(plan.stack(kv.keys, kv.values))
+            values = exponents - _centres(self._coder, block)[:, None]
+            classes = self._coder.classes(block, 0)
+            symbols = to_symbols(values, self._coder.level.planes[0].frequencies, classes)
+            streams = pack_streams(self._coder.models[0], symbols.symbols, classes)
+            head = MATRIX.pack(len(symbols.escaped), len(streams))
+            blocks.append(
+                [head, symbols.escaped.tobytes(), streams, _pack_rest(rest, rest_bits(spec.dtype))]
+            )
+        return write_record(
+            key,
+            codec=NAME,
+            spec=spec,
+            num_tokens=kv.num_tokens,
+            blocks=blocks,
+            profile=self.profile.hash,
+        )
+
+    def open(self, key: ChunkKey, source: ByteSource, spec: KVSpec) -> LosslessChunk:
+        """Read and check the header of a record. Raises as `PipelineCodec.open` does."""
+        return self.open_record(RecordReader(source, key), spec)
+
+    def open_record(self, reader: RecordReader, spec: KVSpec) -> LosslessChunk:
+        """Go on from a header that has been read. Raises as `open` does."""
+        reader.require(NAME, spec)
+        reader.require_profile(self.profile.hash, len(self.profile.levels))
+        reader.require_blocks(spec.num_layers)
+        return LosslessChunk(reader, self._coder)
+
+
+class LosslessChunk:
+    """An opened record of the lossless codec (an `EncodedChunk`)."""
+
+    def __init__(self, reader: RecordReader, coder: LevelCoder) -> None:
+        self._reader = reader
+        self._coder = coder
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self._reader.header.num_tokens
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the whole record, header included."""
+        return self._reader.size_bytes
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes fetched from the source so far, header included."""
+        return self._reader.bytes_read
+
+    def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.
+
+        Raises
+        ------
+        RecordError
+            When the layer's bytes are not what was written.
+        StoreError
+            When the store cannot deliver them.
+        ParameterError
+            When there is no such layer.
+        """
+        spec = self._reader.header.spec
+        check_layer_index(layer_index, spec.num_layers)
+        with torch.inference_mode(False), torch.no_grad():
+            channels = self._channels(layer_index)
+            shape = (2, spec.num_kv_heads, spec.head_dim, self.num_tokens)
+            keys, values = channels.view(shape).transpose(2, 3).contiguous()
+        return keys, values
+
+    def place_layer(self, layer_index: int, into: Destination) -> None:
+        """Decode one layer into the fused buffer. Raises as `read_layer` does."""
+        keys, values = self.read_layer(layer_index)
+        device = into.keys.device
+        into.table.place(keys[:, into.tokens].to(device), into.rows, into.keys)
+        into.values.copy_(values[:, into.tokens])
+
+    def _channels(self, layer_index: int) -> torch.Tensor:
+        dtype = self._reader.header.spec.dtype
+        fields = BlockReader(self._reader, layer_index)
+        num_escaped, num_bytes = fields.unpack(MATRIX)
+        classes = self._coder.classes(layer_index, 0)
+        numbers = fields.values(
+            self._coder.models[0], classes, self.num_tokens, num_escaped, num_bytes
+        )
+        values = torch.from_numpy(numbers).int()
+        exponents = values + _centres(self._coder, layer_index)[:, None]
+        if not bool(((exponents >= 0) & (exponents < greatest_exponent(dtype))).all()):
+            fields.refuse("exponents", "those of finite numbers", "others")
+        rest = _unpack_rest(fields, tuple(exponents.shape), rest_bits(dtype))
+        fields.end()
+        return join(exponents, rest, dtype)
+
+
+def _centres(coder: LevelCoder, block: int) -> torch.Tensor:
+    """Return int32 ``[R]``: the exponent field of each row's typical number."""
+    steps = coder.level.steps[block][0]
+    return split(steps.to(coder.profile.spec.dtype))[0]
+
+
+def _pack_rest(rest: torch.Tensor, num_bits: int) -> bytes:
+    """Return signs and mantissas: a plane of low bytes, and one of what is above 8 bits each."""
+    planes = []
+    numbers: NDArray[np.int32] = rest.numpy()
+    for shift in range(0, num_bits - num_bits % 8, 8):
+        planes.append((numbers >> shift & 255).astype(np.uint8).tobytes())
+    if num_bits % 8:
+        top = numbers.flatten() >> (num_bits - num_bits % 8)
+        bits = top[:, None] >> np.arange(num_bits % 8) & 1
+        planes.append(np.packbits(bits.astype(np.uint8)).tobytes())
+    return b"".join(planes)
+
+
+def _unpack_rest(fields: BlockReader, shape: tuple[int, ...], num_bits: int) -> torch.Tensor:
+    count = shape[0] * shape[1]
+    numbers = np.zeros(count, dtype=np.int32)
+    for shift in range(0, num_bits - num_bits % 8, 8):
+        numbers |= fields.array("u1", count).astype(np.int32) << shift
+    if num_bits % 8:
+        packed = fields.array("u1", -(-count * (num_bits % 8) // 8))
+        bits = np.unpackbits(packed)[: count * (num_bits % 8)].reshape(count, -1).astype(np.int32)
+        numbers |= (bits << np.arange(num_bits % 8)).sum(axis=1) << (num_bits - num_bits % 8)
+    return torch.from_numpy(numbers).view(shape)

@@ -1,0 +1,260 @@
+"""The codec made of stages: transform, quantiser, entropy coder, driven by a profile.
+
+A record has one block for each of the transform's. `docs/format.md` describes its bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrag.chunk import ChunkKey
+from kvrag.codec.base import check_kv
+from kvrag.codec.block import COUNT, MATRIX, pack_streams
+from kvrag.codec.container import ByteSource, RecordReader, key_of, write_record
+from kvrag.codec.decoding import PipelineChunk
+from kvrag.codec.level import CodedBlock, LevelCoder
+from kvrag.codec.planes import NUM_CONTEXTS, coarser, digit_contexts, digit_symbols
+from kvrag.codec.profile import Profile
+from kvrag.codec.quantiser import quantise, to_symbols, token_scales
+from kvrag.codec.transform.base import WILD
+from kvrag.errors import ParameterError
+from kvrag.kvcache import ChunkKV, KVSpec
+
+NAME = "pipeline"
+# Tokens whose error exceeds the level's mean so many times are stored as the model gave them:
+# attention sinks and the like, which no basis fitted to ordinary tokens describes.
+_OUTLIER_FACTOR = 64.0
+
+
+class PipelineCodec:
+    """Encodes with one level of a profile; reads records of every level of it.
+
+    Parameters
+    ----------
+    profile
+        What was fitted to the model.
+    label
+        What the codec is called in indexes and on the command line.
+    level
+        Name of the level to encode with.
+
+    Raises
+    ------
+    ParameterError
+        When the profile has no such level.
+    """
+
+    name = NAME
+
+    def __init__(self, profile: Profile, label: str, level: str) -> None:
+        self.profile = profile
+        self.label = label
+        self._level_index = profile.level_index(level)
+        self._coders = [LevelCoder(profile, one) for one in profile.levels]
+
+    def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
+        """Return the record of `kv`.
+
+        Parameters
+        ----------
+        kv
+            Keys and values ``[L, H, T, D]`` in the dtype of the profile's model, on the CPU,
+            T >= 1.
+
+        Raises
+        ------
+        ParameterError
+            When keys and values differ in shape or type, are not those of the profile's model,
+            hold no tokens, or hold NaN or infinity (the message names the first layer and token).
+        """
+        spec = check_kv(kv)
+        if spec != self.profile.spec:
+            raise ParameterError(
+                f"codec {self.label!r} was fitted to KV of {self.profile.spec}, found {spec}; fit "
+                "a profile for this model with 'kvrag profile'"
+            )
+        coder = self._coders[self._level_index]
+        by_block = [
+            self._encode_block(coder, block, plan.gather(kv))
+            for block, plan in enumerate(self.profile.transform.plans)
+        ]
+        # All blocks' coarsest planes first: whoever stops early has every layer.
+        blocks = [planes[index] for index in range(len(coder.level.planes)) for planes in by_block]
+        return write_record(
+            key,
+            codec=NAME,
+            spec=spec,
+            num_tokens=kv.num_tokens,
+            blocks=blocks,
+            level=self._level_index,
+            profile=self.profile.hash,
+        )
+
+    def open(self, key: ChunkKey, source: ByteSource, spec: KVSpec) -> PipelineChunk:
+        """Read and check the header of a record.
+
+        Raises
+        ------
+        RecordError
+            When the record is not one of this codec, was written for another key or shape, with
+            another profile, or is damaged.
+        StoreError
+            When the store cannot deliver the header.
+        """
+        return self.open_record(RecordReader(source, key), spec)
+
+    def open_record(self, reader: RecordReader, spec: KVSpec) -> PipelineChunk:
+        """Go on from a header that has been read. Raises as `open` does."""
+        reader.require(NAME, spec)
+        reader.require_profile(self.profile.hash, len(self.profile.levels))
+        coder = self._coders[reader.header.level]
+        num_planes, left = divmod(len(reader.header.blocks), len(self.profile.transform.plans))
+        if left or not 1 <= num_planes <= len(coder.level.planes):
+            reader.refuse(
+                "number of blocks",
+                f"{len(self.profile.transform.plans)} for each of 1 to {len(coder.level.planes)} "
+                "planes",
+                str(len(reader.header.blocks)),
+            )
+        return PipelineChunk(reader, coder, num_planes)
+
+    def _encode_block(
+        self, coder: LevelCoder, block: int, channels: torch.Tensor
+    ) -> list[list[bytes | memoryview]]:
+        """Return the payloads of a block's planes."""
+        wild = channels.abs().amax(0) > WILD
+        tame = torch.where(wild, 0.0, channels) if bool(wild.any()) else channels
+        coded = self._quantise(coder, block, tame, torch.zeros(0, dtype=torch.int64))
+        finest = len(coder.level.planes) - 1
+        found = coder.channels(finest, block, coded, channels.shape[1])
+        errors = self.profile.transform.errors(block, found, tame)
+        most = _OUTLIER_FACTOR * float(coder.level.distortion[block]) + 1e-12
+        outliers = (wild | (errors > most)).nonzero()[:, 0]
+        if len(outliers):
+            coded = self._quantise(coder, block, tame, outliers)
+        raw = channels[:, outliers].T.to(self.profile.spec.dtype).contiguous()
+        return self._write_block(coder, block, replace(coded, raw_tokens=outliers, raw=raw))
+
+    def _quantise(
+        self, coder: LevelCoder, block: int, channels: torch.Tensor, left_out: torch.Tensor
+    ) -> CodedBlock:
+        """Return a block's whole numbers; tokens left out become zeros, which cost least."""
+        transform, level = self.profile.transform, coder.level
+        quantiser = self.profile.config.quantiser
+        analysis = transform.analyse(block, channels)
+        all_values: list[NDArray[np.int16]] = []
+        scales: list[torch.Tensor | None] = []
+        for index, plan in enumerate(transform.matrices(block)):
+            steps = level.steps[block][index]
+            rows = analysis.matrices[index]
+            scale = None
+            if quantiser.scales_tokens and not plan.is_exact:
+                scale = token_scales(plan, rows)
+                rows = rows / scale.float()[plan.segments]
+            rows = rows[: len(steps)] / steps[:, None]
+            if len(left_out) and rows.shape[1] == channels.shape[1]:
+                rows[:, left_out] = 0.0
+            classes = torch.from_numpy(coder.classes(block, index).astype(np.int64))
+            costs = None if plan.is_exact else level.costs
+            values = quantise(rows, costs, classes, quantiser.rate_weight)
+            if not plan.is_exact:
+                limits = coder.limits(block, index)[:, None]
+                values = values.clamp(-limits, limits)
+            all_values.append(values.to(torch.int16).numpy())
+            scales.append(scale)
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return CodedBlock(
+            tuple(all_values), tuple(scales), analysis.side, nothing, torch.zeros(0, 0)
+        )
+
+    def _write_block(
+        self, coder: LevelCoder, block: int, coded: CodedBlock
+    ) -> list[list[bytes | memoryview]]:
+        planes: list[list[bytes | memoryview]] = [[] for _ in coder.level.planes]
+        body: list[bytes | memoryview] = [
+            coded.raw_tokens.numpy().astype("<u4").tobytes(),
+            coded.raw.flatten().view(torch.uint8).numpy().data,
+        ]
+        if coded.side is not None:
+            body.append(coded.side.numpy().astype("<f2").tobytes())
+        planes[0].append(COUNT.pack(len(coded.raw_tokens)))
+        for index, values in enumerate(coded.values):
+            is_exact = self.profile.transform.matrices(block)[index].is_exact
+            known = [torch.from_numpy(values).int()]
+            for _ in coder.level.planes[1:]:
+                known.insert(0, known[0] if is_exact else coarser(known[0]))
+            scale = coded.scales[index]
+            if scale is not None:
+                body.append(scale.numpy().astype("<f2").tobytes())
+            classes = coder.classes(block, index)
+            for number, plane in enumerate(coder.level.planes):
+                n = plane.num_rows[block][index]
+                if number == 0:
+                    symbols = to_symbols(known[0][:n], plane.frequencies, classes[:n])
+                    streams = pack_streams(coder.models[0], symbols.symbols, classes[:n])
+                    body += [symbols.escaped.tobytes(), streams]
+                    planes[0].append(MATRIX.pack(len(symbols.escaped), len(streams)))
+                else:
+                    before = known[number - 1][:n]
+                    streams = pack_streams(
+                        coder.models[number],
+                        digit_symbols(known[number][:n], before).numpy(),
+                        classes[:n] * NUM_CONTEXTS,
+                        digit_contexts(before).numpy(),
+                    )
+                    planes[number] += [COUNT.pack(len(streams)), streams]
+        planes[0] += body
+        return planes
+
+
+def cut_record(record: bytes, num_planes: int, num_plane_blocks: int) -> bytes:
+    """Return the coarser record that a record holds: its first planes, with a header of its own.
+
+    Parameters
+    ----------
+    num_planes
+        How many planes to keep, at least 1.
+    num_plane_blocks
+        Blocks of a plane: as many as the profile's transform has.
+
+    Raises
+    ------
+    ParameterError
+        When the record has no so many planes.
+    RecordError
+        When it is damaged.
+    """
+    reader = RecordReader(_Bytes(record), key_of(record))
+    header = reader.header
+    count = num_planes * num_plane_blocks
+    if not num_plane_blocks <= count <= len(header.blocks):
+        raise ParameterError(
+            f"a record of {len(header.blocks)} blocks, {num_plane_blocks} a plane, has no "
+            f"{num_planes} planes"
+        )
+    view = memoryview(record)
+    kept = [view[b.offset : b.offset + b.size_bytes] for b in header.blocks[:count]]
+    return write_record(
+        key_of(record),
+        codec=header.codec,
+        spec=header.spec,
+        num_tokens=header.num_tokens,
+        blocks=[[payload] for payload in kept],
+        level=header.level,
+        profile=header.profile,
+    )
+
+
+class _Bytes:
+    """A record in memory (a `ByteSource`)."""
+
+    def __init__(self, record: bytes) -> None:
+        self._record = record
+        self.size_bytes = len(record)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        buffer[:] = self._record[offset : offset + buffer.nbytes]

@@ -1,0 +1,338 @@
+"""What a codec knows of a model: bases, steps and probability tables, in one file.
+
+A profile is fitted once on a sample of a model's KV and shared by all records coded with it, so
+that no record carries tables. Its hash stands in every record: decoding with another profile is
+refused. The file is a safetensors file; its metadata hold the configuration as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from kvrag.codec.config import PipelineConfig
+from kvrag.codec.entropy.tables import NUM_SYMBOLS, TOTAL
+from kvrag.codec.planes import NUM_CONTEXTS, value_costs
+from kvrag.codec.transform.base import FittedTransform, take_tensor
+from kvrag.errors import ParameterError, ProfileError
+from kvrag.kvcache import DTYPES, KVSpec
+
+PROFILE_VERSION = 1
+MAX_PROFILE_BYTES = 4 << 30
+MAX_PLANES = 5
+_HASH_BYTES = 20
+_METADATA = "kvrag_profile"
+_REMEDY = "fit it again with 'kvrag profile', or put the right file back"
+
+
+@dataclass(frozen=True)
+class Plane:
+    """The tables of one plane of a level: of the coarsest numbers, or of one refinement.
+
+    Attributes
+    ----------
+    frequencies
+        uint16: ``[C, 256]`` in the coarsest plane, ``[3 C, 256]`` (class times context) in others.
+    num_rows
+        For each block, for each of its matrices, how many rows are coded.
+    shrink
+        float32 ``[C]``: how much nearer to zero than the whole number values lie when this plane is
+        the last that is read, by class.
+    bits
+        Bits per element with this plane and those before it, on tokens kept out of the fit.
+    """
+
+    frequencies: NDArray[np.uint16]
+    num_rows: tuple[tuple[int, ...], ...]
+    shrink: torch.Tensor
+    bits: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """The steps and tables of one level.
+
+    Attributes
+    ----------
+    name
+        What it is called on the command line.
+    steps
+        For each block, for each of its matrices, float32 ``[R']``: the steps of the finest plane,
+        of the rows that are coded, the first R' of the matrix.
+    classes
+        uint16: the class of every such row, block by block, matrix by matrix.
+    planes
+        From coarse to fine.
+    distortion
+        float32 ``[blocks]``: mean squared error of a token in the transform's metric.
+    relative_error
+        Of all blocks, over the variance in the same metric.
+    """
+
+    name: str
+    steps: tuple[tuple[torch.Tensor, ...], ...]
+    classes: NDArray[np.uint16]
+    planes: tuple[Plane, ...]
+    distortion: torch.Tensor
+    relative_error: float
+
+    @property
+    def bits(self) -> float:
+        """Bits per element with all planes."""
+        return self.planes[-1].bits
+
+    @property
+    def num_classes(self) -> int:
+        """C."""
+        return len(self.planes[0].frequencies)
+
+    @cached_property
+    def costs(self) -> torch.Tensor:
+        """Bits of whole numbers of the finest plane, float32 ``[C, 256]``; infinite for none."""
+        tables = [plane.frequencies for plane in self.planes]
+        return value_costs(tables[0], tables[1:], self.num_classes)
+
+    @cached_property
+    def class_slices(self) -> tuple[tuple[slice, ...], ...]:
+        """For each block, for each of its matrices, which of `classes` are its rows'."""
+        start = 0
+        slices = []
+        for matrices in self.steps:
+            of_block = []
+            for steps in matrices:
+                of_block.append(slice(start, start + len(steps)))
+                start += len(steps)
+            slices.append(tuple(of_block))
+        return tuple(slices)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A fitted codec of one model.
+
+    Attributes
+    ----------
+    config
+        The stages.
+    spec
+        Shape and type of the model's KV.
+    model_fingerprint
+        Digest of the model's weights and configuration.
+    transform
+        The first stage with what it learnt.
+    levels
+        In the order of the configuration.
+    num_tokens
+        How many tokens it was fitted on.
+    """
+
+    config: PipelineConfig
+    spec: KVSpec
+    model_fingerprint: str
+    transform: FittedTransform
+    levels: tuple[Level, ...]
+    num_tokens: int
+
+    @cached_property
+    def content(self) -> bytes:
+        """The profile's file."""
+        tensors = self.transform.tensors()
+        levels = []
+        for number, level in enumerate(self.levels):
+            for block, matrices in enumerate(level.steps):
+                for matrix, steps in enumerate(matrices):
+                    tensors[f"level.{number}.steps.{block}.{matrix}"] = steps
+            tensors[f"level.{number}.classes"] = torch.from_numpy(level.classes.astype(np.int16))
+            tensors[f"level.{number}.distortion"] = level.distortion
+            for index, plane in enumerate(level.planes):
+                where = f"level.{number}.plane.{index}"
+                tensors[f"{where}.frequencies"] = torch.from_numpy(
+                    plane.frequencies.astype(np.int16)
+                )
+                tensors[f"{where}.shrink"] = plane.shrink
+                tensors[f"{where}.num_rows"] = torch.tensor(
+                    [count for counts in plane.num_rows for count in counts], dtype=torch.int32
+                )
+            bits = [plane.bits for plane in level.planes]
+            levels.append(
+                {"name": level.name, "bits": bits, "relative_error": level.relative_error}
+            )
+        metadata = {
+            "version": PROFILE_VERSION,
+            "config": json.loads(self.config.to_json()),
+            "num_layers": self.spec.num_layers,
+            "num_kv_heads": self.spec.num_kv_heads,
+            "head_dim": self.spec.head_dim,
+            "dtype": str(self.spec.dtype).removeprefix("torch."),
+            "model_fingerprint": self.model_fingerprint,
+            "num_tokens": self.num_tokens,
+            "levels": levels,
+        }
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        return save_tensors(contiguous, metadata={_METADATA: json.dumps(metadata)})
+
+    @cached_property
+    def hash(self) -> str:
+        """BLAKE2b-160 of the file, 40 hexadecimal digits."""
+        return profile_hash(self.content)
+
+    def level_index(self, name: str) -> int:
+        """Return the number of the level called `name`.
+
+        Raises
+        ------
+        ParameterError
+            When there is none; the message names those there are.
+        """
+        names = [level.name for level in self.levels]
+        if name not in names:
+            raise ParameterError(
+                f"the profile has no level {name!r}; it has {', '.join(names)}; fit another one "
+                "with 'kvrag profile'"
+            )
+        return names.index(name)
+
+    @classmethod
+    def from_bytes(cls, content: bytes, expected_hash: str | None = None) -> Profile:
+        """Read a profile's file.
+
+        Parameters
+        ----------
+        expected_hash
+            What the file must hash to.
+
+        Raises
+        ------
+        ProfileError
+            When it is not one, or not the one expected.
+        """
+        found = profile_hash(content)
+        if expected_hash is not None and found != expected_hash:
+            raise ProfileError(f"a profile has hash {found}, expected {expected_hash}; {_REMEDY}")
+        try:
+            tensors = load_tensors(content)
+            metadata = _metadata_of(content)
+            config = PipelineConfig.from_json(json.dumps(metadata["config"]))
+            spec = KVSpec(
+                _positive(metadata, "num_layers"),
+                _positive(metadata, "num_kv_heads"),
+                _positive(metadata, "head_dim"),
+                DTYPES[metadata["dtype"]],
+            )
+            transform = config.transform.load(spec, tensors)
+            levels = tuple(
+                _load_level(number, found, transform, tensors)
+                for number, found in enumerate(metadata["levels"])
+            )
+            if not levels:
+                raise ProfileError(f"a profile has no level; {_REMEDY}")
+            return cls(
+                config=config,
+                spec=spec,
+                model_fingerprint=str(metadata["model_fingerprint"]),
+                transform=transform,
+                levels=levels,
+                num_tokens=_positive(metadata, "num_tokens"),
+            )
+        except (SafetensorError, ParameterError, KeyError, TypeError, ValueError) as error:
+            raise ProfileError(f"this is not a codec profile: {error}; {_REMEDY}") from error
+
+
+def profile_hash(content: bytes) -> str:
+    """Return BLAKE2b-160 of a profile's file, 40 hexadecimal digits."""
+    return hashlib.blake2b(content, digest_size=_HASH_BYTES).hexdigest()
+
+
+def _metadata_of(content: bytes) -> dict[str, Any]:
+    header_bytes = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + header_bytes])
+    metadata = json.loads(header["__metadata__"][_METADATA])
+    if not isinstance(metadata, dict) or metadata.get("version") != PROFILE_VERSION:
+        raise ProfileError(
+            f"a profile of version {PROFILE_VERSION} was expected, found "
+            f"{metadata.get('version') if isinstance(metadata, dict) else metadata}; {_REMEDY}"
+        )
+    return metadata
+
+
+def _positive(metadata: Mapping[str, Any], name: str) -> int:
+    value = metadata[name]
+    if type(value) is not int or not 1 <= value < 1 << 31:
+        raise ProfileError(f"the profile's {name!r} is {value!r}; {_REMEDY}")
+    return value
+
+
+def _load_level(
+    number: int,
+    found: Mapping[str, Any],
+    transform: FittedTransform,
+    tensors: Mapping[str, torch.Tensor],
+) -> Level:
+    name, bits = str(found["name"]), list(found["bits"])
+    steps = []
+    for block in range(len(transform.plans)):
+        of_block = []
+        for matrix, plan in enumerate(transform.matrices(block)):
+            where = f"level.{number}.steps.{block}.{matrix}"
+            tensor = take_tensor(tensors, where, [-1], torch.float32)
+            if len(tensor) > plan.num_rows or not bool((tensor > 0).all()):
+                raise ProfileError(f"the profile's {where!r} does not fit its rows; {_REMEDY}")
+            of_block.append(tensor)
+        steps.append(tuple(of_block))
+    num_rows = sum(len(tensor) for of_block in steps for tensor in of_block)
+    classes = _unsigned(tensors, f"level.{number}.classes", [num_rows])
+    planes: list[Plane] = []
+    if not 1 <= len(bits) <= MAX_PLANES:
+        raise ProfileError(f"the profile's level {name!r} has {len(bits)} planes; {_REMEDY}")
+    for index, plane_bits in enumerate(bits):
+        where = f"level.{number}.plane.{index}"
+        frequencies = _unsigned(tensors, f"{where}.frequencies", [-1, NUM_SYMBOLS])
+        num_classes = len(planes[0].frequencies) if planes else len(frequencies)
+        contexts = NUM_CONTEXTS if planes else 1
+        sums = frequencies.astype(np.int64).sum(axis=1)
+        if len(frequencies) != num_classes * contexts or not (sums == TOTAL).all():
+            raise ProfileError(f"the tables of {where!r} are not those of its classes; {_REMEDY}")
+        shrink = take_tensor(tensors, f"{where}.shrink", [num_classes], torch.float32)
+        counts = _unsigned(tensors, f"{where}.num_rows", [-1], torch.int32).tolist()
+        planes.append(
+            Plane(frequencies, _by_block(counts, steps, where), shrink, float(plane_bits))
+        )
+    if not num_classes or (len(classes) and int(classes.max()) >= num_classes):
+        raise ProfileError(f"the profile's level {name!r} names a class it lacks; {_REMEDY}")
+    distortion = take_tensor(tensors, f"level.{number}.distortion", [len(steps)], torch.float32)
+    error = float(found["relative_error"])
+    return Level(name, tuple(steps), classes, tuple(planes), distortion, error)
+
+
+def _by_block(
+    counts: list[int], steps: list[tuple[torch.Tensor, ...]], where: str
+) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of coded rows by block and matrix, checked."""
+    most = [len(tensor) for of_block in steps for tensor in of_block]
+    if len(counts) != len(most) or any(c > m for c, m in zip(counts, most, strict=True)):
+        raise ProfileError(f"the rows of {where!r} are not those of its matrices; {_REMEDY}")
+    left = iter(counts)
+    return tuple(tuple(next(left) for _ in of_block) for of_block in steps)
+
+
+def _unsigned(
+    tensors: Mapping[str, torch.Tensor],
+    name: str,
+    shape: list[int],
+    dtype: torch.dtype = torch.int16,
+) -> NDArray[np.uint16]:
+    tensor = take_tensor(tensors, name, shape, dtype)
+    if bool((tensor < 0).any()):
+        raise ProfileError(f"the profile's {name!r} holds negative numbers; {_REMEDY}")
+    return tensor.numpy().astype(np.uint16)

@@ -1,0 +1,1 @@
+"""The first stage of a codec: channels of KV to rows that are cheap to code, and back."""

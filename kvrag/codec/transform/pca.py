@@ -1,0 +1,236 @@
+"""Principal components: a basis in which the numbers of a token are uncorrelated.
+
+Keys (before RoPE) and values of one token, in all layers, are functions of one residual stream,
+so their covariance is far from diagonal. In its eigenvectors' basis most components are nearly
+constant and need no bits at all (transform coding; KVTC, 2025, does it for keys and values apart).
+
+Errors are measured as they are: dividing each layer and kind by its root mean square, weighting by
+the queries' second moment or by gradients lost as much or more of kvrag-tiny's answers at equal
+rate. `PCA.normalise` does the first for models whose layers differ too much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvrag.codec.transform.base import KINDS, Analysis, BlockPlan, MatrixPlan, take_tensor
+from kvrag.codec.transform.none import load_means
+from kvrag.errors import ParameterError
+from kvrag.kvcache import ChunkKV, KVSpec
+
+BASIS_DTYPE = torch.float16
+# A token whose energy exceeds the running mean this many times counts as if it did not: a few
+# attention sinks would otherwise turn the first components towards themselves.
+_MOST_ENERGY = 9.0
+_MOST_DOUBLE = 1536
+# A layer that hardly varies is not blown up to the others' size.
+_LEAST_VARIANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class PCA:
+    """Principal components of groups of layers.
+
+    Attributes
+    ----------
+    group_layers
+        Layers of a group; 0 means all. Decoding costs ``2 N R`` operations a token and group.
+    joint
+        Whether keys and values share one basis.
+    normalise
+        Whether channels are divided by the root mean square of their layer and kind first.
+    """
+
+    name: ClassVar[str] = "pca"
+    group_layers: int = 0
+    joint: bool = True
+    normalise: bool = False
+
+    def __post_init__(self) -> None:
+        if self.group_layers < 0:
+            raise ParameterError(f"pca: group_layers is at least 0, found {self.group_layers}")
+
+    def plans(self, spec: KVSpec) -> tuple[BlockPlan, ...]:
+        """Return a block for each group of layers, or for each kind of each group."""
+        size = self.group_layers or spec.num_layers
+        groups = [
+            range(start, min(start + size, spec.num_layers))
+            for start in range(0, spec.num_layers, size)
+        ]
+        kinds: list[tuple[str, ...]] = [KINDS] if self.joint else [(kind,) for kind in KINDS]
+        return tuple(BlockPlan(layers, which) for layers in groups for which in kinds)
+
+    def fitter(self, spec: KVSpec) -> PCAFitter:
+        """Return an empty fitter: it keeps ``N^2`` numbers a block, whatever the corpus."""
+        return PCAFitter(spec, self)
+
+    def load(self, spec: KVSpec, tensors: Mapping[str, torch.Tensor]) -> Components:
+        """Return the transform that a profile keeps. Raises ProfileError."""
+        plans = self.plans(spec)
+        means = load_means(spec, plans, tensors)
+        weights, bases = [], []
+        for block, plan in enumerate(plans):
+            size = plan.num_channels(spec)
+            weights.append(take_tensor(tensors, f"weight.{block}", [size], torch.float32))
+            bases.append(take_tensor(tensors, f"basis.{block}", [-1, size], BASIS_DTYPE))
+        return Components(spec, plans, means, weights, bases)
+
+
+class PCAFitter:
+    """Accumulates the covariance of every block."""
+
+    def __init__(self, spec: KVSpec, transform: PCA) -> None:
+        self._spec = spec
+        self._transform = transform
+        self._plans = transform.plans(spec)
+        sizes = [plan.num_channels(spec) for plan in self._plans]
+        self._count = 0
+        self._shift: list[torch.Tensor] = []  # the first chunk's means, against cancellation
+        self._sums = [torch.zeros(size, dtype=torch.float64) for size in sizes]
+        self._products = [torch.zeros(size, size) for size in sizes]
+        self._energy = [0.0] * len(sizes)
+
+    def update(self, kv: ChunkKV) -> None:
+        """Take one chunk in."""
+        channels = [plan.gather(kv) for plan in self._plans]
+        if not self._shift:
+            self._shift = [rows.mean(1) for rows in channels]
+        self._count += kv.num_tokens
+        for block, rows in enumerate(channels):
+            rows = rows - self._shift[block][:, None]
+            energy = rows.square().sum(0)
+            self._energy[block] += float(energy.clamp(max=_MOST_ENERGY * energy.median()).sum())
+            most = _MOST_ENERGY * self._energy[block] / self._count
+            rows = rows * torch.where(energy > most, (most / energy).sqrt(), 1.0)
+            self._sums[block] += rows.sum(1)
+            self._products[block].addmm_(rows, rows.T)
+
+    def finish(self) -> Components:
+        """Return the components, those of most variance first."""
+        if self._count < 2:
+            raise ParameterError(f"a profile is fitted on 2 tokens or more; found {self._count}")
+        means, weights, bases = [], [], []
+        for block, plan in enumerate(self._plans):
+            mean = self._sums[block] / self._count
+            covariance = self._products[block].double() / self._count - mean[:, None] * mean
+            means.append((mean + self._shift[block]).float())
+            weight = self._weights(plan, covariance.diagonal())
+            weights.append(weight.float())
+            # Centred numbers of T tokens span T - 1 directions at most.
+            rank = min(len(mean), self._count - 1)
+            scaled = covariance * weight * weight[:, None]
+            # Single precision where double would take minutes; small bases are not worth its risk.
+            precision = torch.float64 if len(mean) <= _MOST_DOUBLE else torch.float32
+            _, vectors = torch.linalg.eigh(((scaled + scaled.T) / 2).to(precision))
+            bases.append(vectors[:, -rank:].flip(1).T.contiguous().to(BASIS_DTYPE))
+        return Components(self._spec, self._plans, means, weights, bases)
+
+    def _weights(self, plan: BlockPlan, variance: torch.Tensor) -> torch.Tensor:
+        weight = torch.ones_like(variance)
+        if not self._transform.normalise:
+            return weight
+        for layer_index in plan.layers:
+            for kind in plan.kinds:
+                which = plan.channels_of(self._spec, layer_index, kind)
+                least = _LEAST_VARIANCE * variance.mean() + 1e-30
+                weight[which] = variance[which].mean().clamp(min=float(least)).rsqrt()
+        return weight
+
+
+class Components:
+    """Rows are components (a `FittedTransform`).
+
+    Attributes
+    ----------
+    means, weights
+        float32 ``[N]`` for each block.
+    bases
+        float16 ``[R, N]`` for each block: orthonormal rows, in the weighted channels.
+    """
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        plans: tuple[BlockPlan, ...],
+        means: list[torch.Tensor],
+        weights: list[torch.Tensor],
+        bases: list[torch.Tensor],
+    ) -> None:
+        self.plans = plans
+        self.means = means
+        self.weights = weights
+        self.bases = bases
+        self._spec = spec
+        self._wide = [basis.float() for basis in bases]
+        self._matrices = [self._matrix(len(basis)) for basis in bases]
+
+    @staticmethod
+    def _matrix(num_rows: int) -> tuple[MatrixPlan, ...]:
+        nothing = torch.zeros(num_rows, dtype=torch.int64)
+        return (MatrixPlan(num_rows, nothing, nothing - 1),)
+
+    def matrices(self, block: int) -> tuple[MatrixPlan, ...]:
+        """Return the one matrix of a block."""
+        return self._matrices[block]
+
+    def widths(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the columns of each matrix of a block."""
+        return (num_tokens,)
+
+    def num_side(self, block: int, num_tokens: int) -> int:
+        """Nothing stands beside the matrices."""
+        return 0
+
+    def analyse(self, block: int, channels: torch.Tensor) -> Analysis:
+        """Return the components of weighted channels less their means."""
+        return Analysis([self._wide[block] @ self._weighted(block, channels)])
+
+    def synthesise(self, block: int, analysis: Analysis, num_tokens: int) -> torch.Tensor:
+        """Return the channels; rows that were not decoded may be missing at the end."""
+        rows = analysis.matrices[0]
+        channels = self._wide[block][: len(rows)].T @ rows
+        return channels / self.weights[block][:, None] + self.means[block][:, None]
+
+    def errors(self, block: int, found: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+        """Return each token's weighted squared error ``[T]``."""
+        return ((found - true) * self.weights[block][:, None]).square().sum(0)
+
+    def synthesis_basis(
+        self, block: int, layer_index: int, kind: str, steps: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what turns symbols of R rows into one layer's channels.
+
+        Parameters
+        ----------
+        steps
+            float32 ``[R]``: the quantiser's step of each row.
+
+        Returns
+        -------
+        torch.Tensor
+            float32 ``[H, R, D]``, contiguous.
+        """
+        which = self.plans[block].channels_of(self._spec, layer_index, kind)
+        basis = self._wide[block][: len(steps), which] / self.weights[block][which]
+        basis = basis * steps[:, None]
+        heads = basis.view(len(steps), self._spec.num_kv_heads, self._spec.head_dim)
+        return heads.transpose(0, 1).contiguous()
+
+    def mean_of(self, block: int, layer_index: int, kind: str) -> torch.Tensor:
+        """Return float32 ``[H, D]``."""
+        which = self.plans[block].channels_of(self._spec, layer_index, kind)
+        return self.means[block][which].view(self._spec.num_kv_heads, self._spec.head_dim)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return means, weights and bases by name."""
+        kept = {f"mean.{block}": mean for block, mean in enumerate(self.means)}
+        kept |= {f"weight.{block}": weight for block, weight in enumerate(self.weights)}
+        return kept | {f"basis.{block}": basis for block, basis in enumerate(self.bases)}
+
+    def _weighted(self, block: int, channels: torch.Tensor) -> torch.Tensor:
+        centred = channels - self.means[block][:, None]
+        return centred * self.weights[block][:, None]

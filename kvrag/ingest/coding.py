@@ -1,0 +1,234 @@
+"""How an index codes its KV: the codec it writes, the profile it fits, and what it can read."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvrag.chunk import ChunkKey
+from kvrag.codec.base import Codec, EncodedChunk
+from kvrag.codec.container import RecordHeader, RecordReader
+from kvrag.codec.fitting import fit_profile
+from kvrag.codec.lossless import NAME as LOSSLESS
+from kvrag.codec.presets import RAW, choose_codec
+from kvrag.codec.profile import Profile
+from kvrag.codec.registry import RecordOpener, get_codec
+from kvrag.errors import ParameterError, RecordError, StoreError
+from kvrag.ingest.profiles import ProfileFolder
+from kvrag.ingest.report import RecodeReport
+from kvrag.kvcache import ChunkKV, KVSpec
+from kvrag.store.base import Store, StoredRecord
+
+EXACT_CODECS = (RAW, LOSSLESS)
+"""Codecs whose records give back what the model gave."""
+
+SAMPLE_TOKENS = 16_384
+"""Tokens a profile is fitted on unless another number is asked for."""
+
+
+def check_profile(profile: Profile, codec: str, spec: KVSpec, model_fingerprint: str) -> None:
+    """Raise ParameterError unless a profile can be used for a codec and a model."""
+    if profile.spec != spec or profile.model_fingerprint != model_fingerprint:
+        raise ParameterError(
+            f"the codec profile {profile.hash} was fitted to a model with fingerprint "
+            f"{profile.model_fingerprint} ({profile.spec}), this one's is {model_fingerprint} "
+            f"({spec}): fit another one with 'kvrag profile'"
+        )
+    get_codec(codec, profile)
+
+
+def spread_evenly(lengths: Sequence[int], num_tokens: int = SAMPLE_TOKENS) -> list[int]:
+    """Return which chunks to take for a sample of about `num_tokens` tokens, spread evenly.
+
+    Parameters
+    ----------
+    lengths
+        Tokens of each chunk.
+    """
+    total = sum(lengths)
+    sampled, seen, taken = [], 0, 0
+    for number, length in enumerate(lengths):
+        seen += length
+        # Each chunk that brings what was taken up to its even share of what is wanted.
+        if taken * total < min(num_tokens, total) * seen:
+            sampled.append(number)
+            taken += length
+    return sampled
+
+
+def fit_to(
+    codec: str,
+    lengths: Sequence[int],
+    kv_of: Callable[[int], ChunkKV],
+    *,
+    spec: KVSpec,
+    model_fingerprint: str,
+    on_progress: Callable[[str], None] = lambda _: None,
+    num_tokens: int = SAMPLE_TOKENS,
+) -> Profile:
+    """Fit the profile of a codec to a sample of chunks.
+
+    Parameters
+    ----------
+    codec
+        Any but ``raw``.
+    lengths
+        Tokens of each chunk there is.
+    kv_of
+        Returns the KV of a chunk by its number.
+    on_progress
+        Receives a line whenever there is something new to say.
+    num_tokens
+        Of the sample.
+
+    Raises
+    ------
+    ParameterError
+        When the codec needs no profile, or the sample is too small.
+    """
+    choice = choose_codec(codec)
+    if choice.config is None:
+        raise ParameterError(f"codec {codec!r} needs no profile")
+    sample = spread_evenly(lengths, num_tokens)
+
+    def computed() -> Iterator[ChunkKV]:
+        for done, number in enumerate(sample):
+            on_progress(f"computing chunk {done + 1:,} of {len(sample):,} of the sample")
+            yield kv_of(number)
+
+    return fit_profile(choice.config, spec, model_fingerprint, computed(), on_progress)
+
+
+@dataclass
+class RecordCoding:
+    """Opens records of any codec, and makes the one that records are written with.
+
+    Attributes
+    ----------
+    profiles
+        Those of the index.
+    label
+        The codec records are written with.
+    profile_hash
+        Its profile, or "" where it has none, or none yet.
+    """
+
+    profiles: ProfileFolder
+    label: str
+    profile_hash: str
+
+    def __post_init__(self) -> None:
+        self._opener = RecordOpener(self.profiles.get)
+        self._codec: Codec | None = None
+
+    @property
+    def needs_profile(self) -> bool:
+        """Whether nothing can be written before a profile is fitted."""
+        return not self.profile_hash and choose_codec(self.label).config is not None
+
+    @property
+    def codec(self) -> Codec:
+        """What records are written with. Raises ProfileError when its profile cannot be had."""
+        if self._codec is None:
+            profile = self.profiles.get(self.profile_hash) if self.profile_hash else None
+            self._codec = get_codec(self.label, profile)
+        return self._codec
+
+    def writes(self, header: RecordHeader) -> bool:
+        """Whether a record is what this codec would write: by name, profile and level."""
+        choice = choose_codec(self.label)
+        if choice.config is None or header.codec == LOSSLESS:
+            return (header.codec, header.profile) == (self.codec.name, self.profile_hash)
+        level = self.profiles.get(self.profile_hash).level_index(choice.level)
+        return (header.profile, header.level) == (self.profile_hash, level)
+
+    def open(self, key: ChunkKey, source: StoredRecord, spec: KVSpec) -> EncodedChunk:
+        """Open a record of any codec. Raises RecordError and StoreError."""
+        return self._opener.open(key, source, spec)
+
+
+def recode_records(
+    keys: Sequence[ChunkKey],
+    store: Store,
+    coding: RecordCoding,
+    spec: KVSpec,
+    *,
+    compute: Callable[[ChunkKey], ChunkKV],
+    on_progress: Callable[[int, int], None] | None,
+) -> RecodeReport:
+    """Write every record anew with the index's codec; each is replaced in one step.
+
+    What can be read back exactly is; KV of lossy, damaged and missing records is computed again.
+
+    Parameters
+    ----------
+    compute
+        Returns the KV of a key by the model.
+    """
+    started = time.perf_counter()
+    target = coding.codec
+    size_before = size_after = num_recoded = num_computed = 0
+    for number, key in enumerate(keys):
+        if on_progress is not None:
+            on_progress(number, len(keys))
+        old_bytes, is_done = _coded_already(key, store, coding)
+        size_before += old_bytes
+        if is_done:
+            size_after += old_bytes
+            continue
+        kv = read_exact(key, store, coding, spec)
+        if kv is None:
+            kv = compute(key)
+            num_computed += 1
+        record = target.encode(key, kv)
+        store.replace(key, record)
+        size_after += len(record)
+        num_recoded += 1
+    return RecodeReport(
+        codec=coding.label,
+        num_records=len(keys),
+        num_recoded=num_recoded,
+        num_computed=num_computed,
+        size_bytes_before=size_before,
+        size_bytes=size_after,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _coded_already(key: ChunkKey, store: Store, coding: RecordCoding) -> tuple[int, bool]:
+    """Return a record's bytes, and whether it is coded as wanted."""
+    try:
+        record = store.open(key)
+        if record is None:
+            return 0, False
+        with contextlib.closing(record):
+            return record.size_bytes, coding.writes(RecordReader(record, key).header)
+    except (RecordError, StoreError):
+        return 0, False
+
+
+def read_exact(key: ChunkKey, store: Store, coding: RecordCoding, spec: KVSpec) -> ChunkKV | None:
+    """Return the KV of a record that gives back what the model gave, or None."""
+    try:
+        record = store.open(key)
+        if record is None:
+            return None
+        with contextlib.closing(record):
+            if RecordReader(record, key).header.codec not in EXACT_CODECS:
+                return None
+            return read_all(coding.open(key, record, spec), spec)
+    except (RecordError, StoreError):
+        return None
+
+
+def read_all(encoded: EncodedChunk, spec: KVSpec) -> ChunkKV:
+    """Return the whole KV of an opened record. Raises as `EncodedChunk.read_layer` does."""
+    shape = (2, spec.num_layers, spec.num_kv_heads, encoded.num_tokens, spec.head_dim)
+    both = torch.empty(shape, dtype=spec.dtype)
+    for layer_index in range(spec.num_layers):
+        both[0, layer_index], both[1, layer_index] = encoded.read_layer(layer_index)
+    return ChunkKV(both[0], both[1])

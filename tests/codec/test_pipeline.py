@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from kvrag.codec.allocation import LayerGroups, RateDistortion
+from kvrag.codec.base import Codec, Destination
+from kvrag.codec.config import PipelineConfig
+from kvrag.codec.pipeline import PipelineCodec, cut_record
+from kvrag.codec.profile import Profile
+from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Uniform
+from kvrag.codec.transform.anchor_delta import AnchorDelta
+from kvrag.codec.transform.none import NoTransform
+from kvrag.codec.transform.pca import PCA
+from kvrag.errors import ParameterError, RecordError
+from kvrag.kvcache import ChunkKV, KVSpec
+from kvrag.positions.rotary import RotaryTable
+from tests.contracts.codec_contract import KEY, BytesSource, CodecContract, decode
+from tests.support.codecs import FittingCodec, fit, smooth_kv
+
+SPEC = KVSpec(num_layers=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+TRANSFORM = PipelineConfig(PCA(group_layers=2), RateDistortion((4.0, 1.0)), Uniform(refinements=2))
+CACHEGEN = PipelineConfig(NoTransform(), LayerGroups(), PerChannel(0.0))
+CONFIGS = {
+    "transform": (dataclasses.replace(TRANSFORM, transform=PCA(group_layers=1)), "4"),
+    "apart": (
+        PipelineConfig(PCA(joint=False, normalise=True), RateDistortion((3.0,)), Uniform(0.0)),
+        "3",
+    ),
+    "cachegen": (CACHEGEN, "1"),
+    "anchors": (PipelineConfig(AnchorDelta(), LayerGroups(), PerChannel(refinements=1)), "1"),
+    "per_token": (PipelineConfig(NoTransform(), LayerGroups(), PerToken(0.0)), "1"),
+}
+
+
+LOSSLESS = PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact())
+
+
+@functools.cache
+def fitting_codec(name: str) -> FittingCodec:
+    return FittingCodec(LOSSLESS, "1") if name == "lossless" else FittingCodec(*CONFIGS[name])
+
+
+class TestLossless(CodecContract):
+    @pytest.fixture
+    def codec(self) -> Codec:
+        return fitting_codec("lossless")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+class TestPipeline(CodecContract):
+    @pytest.fixture
+    def codec(self, name: str) -> Codec:
+        return fitting_codec(name)
+
+    def assert_close(self, decoded: ChunkKV, original: ChunkKV) -> None:
+        for found, true in ((decoded.keys, original.keys), (decoded.values, original.values)):
+            assert found.shape == true.shape
+            assert found.dtype == true.dtype
+            # The contract's KV is white noise the codec was not fitted to: tokens it cannot
+            # describe are kept raw, the others lie within what their level allows.
+            error = (found.double() - true.double()).square().sum()
+            assert error <= 0.3 * true.double().square().sum()
+
+    def test_a_damaged_layer_spares_the_others(self, codec: Codec, name: str) -> None:
+        if name == "apart":
+            pytest.skip("all its layers are in one block")
+        spec = KVSpec(4, 2, 8, torch.float32)
+        record = bytearray(codec.encode(KEY, smooth_kv(spec, 40)))
+        record[-1] ^= 1
+        chunk = codec.open(KEY, BytesSource(bytes(record)), spec)
+        chunk.read_layer(0)
+        with pytest.raises(RecordError, match="checksum"):
+            chunk.read_layer(3)
+
+
+def errors(found: ChunkKV, true: ChunkKV) -> float:
+    pairs = ((found.keys, true.keys), (found.values, true.values))
+    return float(sum((a - b).square().sum() for a, b in pairs))
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return fit(TRANSFORM, SPEC)
+
+
+@pytest.fixture(scope="module")
+def codec(profile: Profile) -> PipelineCodec:
+    return PipelineCodec(profile, "transform:4", "4")
+
+
+def test_smooth_kv_takes_the_bits_asked_for(profile: Profile) -> None:
+    kv = smooth_kv(SPEC, 400, seed=7)
+    for name, bits in (("4", 4.0), ("1", 1.0)):
+        codec = PipelineCodec(profile, "", name)
+        record = codec.encode(KEY, kv)
+        measured = 8 * len(record) / (2 * kv.keys.numel())
+        # 2 planes of 3 streams of 128 bytes, header and padding weigh something at this size.
+        assert bits * 0.85 < measured < bits * 1.1 + 0.35
+        level = profile.levels[profile.level_index(name)]
+        assert level.bits == pytest.approx(bits, rel=0.1)
+
+
+def test_every_plane_brings_the_kv_nearer(codec: PipelineCodec) -> None:
+    kv = smooth_kv(SPEC, 100, seed=5)
+    record = codec.encode(KEY, kv)
+    num_blocks = len(codec.profile.transform.plans)
+    found, sizes = [], []
+    for num_planes in (1, 2, 3):
+        cut = cut_record(record, num_planes, num_blocks)
+        sizes.append(len(cut))
+        found.append(errors(decode(codec, KEY, cut, SPEC), kv))
+    assert cut == record
+    assert sizes[0] < sizes[1] < sizes[2]
+    # Each plane makes the step a third, hence the squared error about a ninth.
+    assert found[0] > 5 * found[1] > 25 * found[2]
+    for num_planes in (0, 4):
+        with pytest.raises(ParameterError, match="planes"):
+            cut_record(record, num_planes, num_blocks)
+
+
+def test_levels_of_one_profile_are_read_by_one_codec(profile: Profile) -> None:
+    kv = smooth_kv(SPEC, 50, seed=6)
+    fine, coarse = (PipelineCodec(profile, "", name) for name in ("4", "1"))
+    assert errors(decode(coarse, KEY, fine.encode(KEY, kv), SPEC), kv) < errors(
+        decode(fine, KEY, coarse.encode(KEY, kv), SPEC), kv
+    )
+
+
+def test_another_profile_is_refused(codec: PipelineCodec) -> None:
+    other = PipelineCodec(fit(TRANSFORM, SPEC, num_chunks=8), "", "4")
+    record = other.encode(KEY, smooth_kv(SPEC, 20))
+    with pytest.raises(RecordError, match=f"profile: expected {codec.profile.hash}, found"):
+        codec.open(KEY, BytesSource(record), SPEC)
+
+
+def test_another_model_is_refused_at_encoding(codec: PipelineCodec) -> None:
+    with pytest.raises(ParameterError, match="was fitted to KV of"):
+        codec.encode(KEY, smooth_kv(dataclasses.replace(SPEC, num_layers=3), 20))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("num_rotated", [16, 8])
+def test_placing_equals_reading_and_rotating(
+    name: str, dtype: torch.dtype, num_rotated: int
+) -> None:
+    spec = dataclasses.replace(SPEC, dtype=dtype)
+    codec = fitting_codec(name)
+    kv = smooth_kv(spec, 70, seed=3)
+    kv.keys[:, :, 33] *= 20  # kept raw where a basis was fitted to other tokens
+    chunk = codec.open(KEY, BytesSource(codec.encode(KEY, kv)), spec)
+    angles = torch.randn(200, num_rotated // 2)
+    cos, sin = (torch.cat([f(angles)] * 2, dim=1) for f in (torch.cos, torch.sin))
+    table = RotaryTable(cos, sin)
+    buffers = [torch.full((spec.num_kv_heads, 200, spec.head_dim), 7.0).to(dtype) for _ in "kv"]
+    tokens, rows = slice(10, 61), slice(100, 151)
+    for layer_index in range(spec.num_layers):
+        into = Destination(buffers[0][:, rows], buffers[1][:, rows], tokens, table, rows)
+        chunk.place_layer(layer_index, into)
+        keys, values = chunk.read_layer(layer_index)
+        expected = torch.empty_like(keys[:, tokens])
+        table.place(keys[:, tokens], rows, expected)
+        exact = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+        torch.testing.assert_close(into.keys, expected, rtol=exact, atol=5 * exact)
+        torch.testing.assert_close(into.values, values[:, tokens], rtol=0, atol=0)
+    for buffer in buffers:
+        assert (buffer[:, :100] == 7).all()
+        assert (buffer[:, 151:] == 7).all()
+
+
+def test_tokens_like_no_other_are_kept_raw(profile: Profile) -> None:
+    codec = PipelineCodec(profile, "transform:1", "1")
+    kv = smooth_kv(SPEC, 60, seed=4)
+    generator = torch.Generator().manual_seed(0)
+    kv.keys[:, :, 17] = 50 * torch.randn(4, 2, 16, generator=generator)
+    kv.values[:, :, 59] = 1e30
+    found = decode(codec, KEY, codec.encode(KEY, kv), SPEC)
+    for token in (17, 59):
+        assert torch.equal(found.keys[:, :, token], kv.keys[:, :, token])
+        assert torch.equal(found.values[:, :, token], kv.values[:, :, token])
+    rest = [token for token in range(60) if token not in (17, 59)]
+    error = (found.keys[:, :, rest] - kv.keys[:, :, rest]).abs().max()
+    assert error < 1.0
+
+
+def test_bytes_read_grow_with_the_layers_asked_for(codec: PipelineCodec) -> None:
+    record = codec.encode(KEY, smooth_kv(SPEC, 50))
+    chunk = codec.open(KEY, BytesSource(record), SPEC)
+    header = chunk.bytes_read
+    chunk.read_layer(0)
+    one_group = chunk.bytes_read
+    chunk.read_layer(1)
+    assert chunk.bytes_read == one_group  # of the same block
+    chunk.read_layer(2)
+    assert header < one_group < chunk.bytes_read == chunk.size_bytes

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from kvrag.codec.allocation import LayerGroups, RateDistortion
+from kvrag.codec.config import PipelineConfig, Rans
+from kvrag.codec.entropy.tables import TOTAL, fit_digit_frequencies, fit_frequencies
+from kvrag.codec.fitting import fit_profile
+from kvrag.codec.planes import coarser, digit_symbols
+from kvrag.codec.presets import choose_codec
+from kvrag.codec.profile import Profile, profile_hash
+from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Uniform
+from kvrag.codec.registry import get_codec
+from kvrag.codec.transform.anchor_delta import AnchorDelta
+from kvrag.codec.transform.none import NoTransform
+from kvrag.codec.transform.pca import PCA
+from kvrag.errors import ParameterError, ProfileError
+from kvrag.kvcache import ChunkKV, KVSpec
+from tests.contracts.codec_contract import random_kv
+from tests.support.codecs import FINGERPRINT, fit, smooth_kv
+
+SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+CONFIG = PipelineConfig(PCA(), RateDistortion((3.0, 1.0)), Uniform(refinements=1), Rans(8))
+
+CONFIGS = [
+    CONFIG,
+    PipelineConfig(
+        PCA(group_layers=1, joint=False, normalise=True), RateDistortion((2.0,)), Uniform()
+    ),
+    PipelineConfig(NoTransform(), LayerGroups((0.5, 2.0), (1.0,)), PerChannel(0.2)),
+    PipelineConfig(AnchorDelta(group=4), LayerGroups(), PerToken(0.0)),
+    PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact()),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.transform.name}-{c.quantiser.name}")
+def test_a_configuration_and_its_profile_survive_being_written(config: PipelineConfig) -> None:
+    assert PipelineConfig.from_json(config.to_json()) == config
+    profile = fit(config, SPEC)
+    again = Profile.from_bytes(profile.content, profile.hash)
+    assert again.content == profile.content
+    assert again.hash == profile.hash
+    assert again.config == config
+    assert [level.name for level in again.levels] == list(config.allocation.level_names())
+    assert profile.num_tokens == 12 * 40
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is JSON"),
+        ("[]", "has the stages"),
+        ('{"transform": {}}', "has the stages"),
+        (CONFIG.to_json().replace('"pca"', '"dct"'), "no transform 'dct'; known: anchor_delta"),
+        (CONFIG.to_json().replace('"joint"', '"join"'), "'pca' has no parameter 'join'"),
+        (CONFIG.to_json().replace('"joint": true', '"joint": 3'), "joint is a bool, found 3"),
+        (
+            CONFIG.to_json().replace('"group_layers": 0', '"group_layers": -1'),
+            "at least 0, found -1",
+        ),
+        (CONFIG.to_json().replace("[3.0, 1.0]", "[3.0, 99]"), "0.05 to 12"),
+        (CONFIG.to_json().replace("[3.0, 1.0]", "[]"), "1 to 16 numbers"),
+        (CONFIG.to_json().replace("[3.0, 1.0]", "[1.0, 1.0]"), "comes twice"),
+        (CONFIG.to_json().replace('"classes": 8', '"classes": 0'), "classes is 1 to 1024"),
+        (CONFIG.to_json().replace('"refinements": 1', '"refinements": 9'), "0 to 4, found 9"),
+        (CONFIG.to_json().replace('"rate_weight": 0.1', '"rate_weight": 2.0'), "0 to 1, found 2"),
+    ],
+)
+def test_bad_configurations(text: str, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        PipelineConfig.from_json(text)
+
+
+def test_the_basis_is_orthonormal_and_ordered() -> None:
+    transform = fit(CONFIG, SPEC).transform
+    (basis,) = transform.bases
+    identity = basis.float() @ basis.float().T
+    assert torch.allclose(identity, torch.eye(len(basis)), atol=2e-3)
+    rows = transform.analyse(0, transform.plans[0].gather(smooth_kv(SPEC, 500, 9))).matrices[0]
+    spread = rows.square().mean(1)
+    assert (spread[:12].min() > 20 * spread[12:].max()).item()  # 12 numbers a token make it all
+
+
+def test_fewer_tokens_than_channels() -> None:
+    chunks = [smooth_kv(SPEC, 10, seed) for seed in range(8)]
+    wide = KVSpec(8, 4, 32, torch.float32)
+    few = [smooth_kv(wide, 10, seed) for seed in range(8)]
+    assert fit_profile(CONFIG, SPEC, FINGERPRINT, chunks).num_tokens == 80
+    profile = fit_profile(CONFIG, wide, FINGERPRINT, few)
+    assert len(profile.transform.bases[0]) < 80  # as many directions as tokens at most
+
+
+def test_one_chunk_will_do_but_not_a_handful_of_tokens() -> None:
+    assert fit_profile(CONFIG, SPEC, FINGERPRINT, [smooth_kv(SPEC, 64)]).num_tokens == 64
+    with pytest.raises(ParameterError, match=r"64 tokens or more.*found 63"):
+        fit_profile(CONFIG, SPEC, FINGERPRINT, [smooth_kv(SPEC, 63)])
+    with pytest.raises(ParameterError, match="found 0"):
+        fit_profile(CONFIG, SPEC, FINGERPRINT, [])
+
+
+def test_channels_that_never_vary() -> None:
+    chunks = [random_kv(SPEC, 40, seed) for seed in range(6)]
+    for kv in chunks:
+        kv.keys[:, 0] = 0.0
+        kv.values[1] = 2.5
+    for config in CONFIGS:
+        profile = fit_profile(config, SPEC, FINGERPRINT, chunks)
+        assert all(torch.isfinite(level.distortion).all() for level in profile.levels)
+
+
+def test_fitting_is_a_function_of_the_chunks() -> None:
+    assert fit(CONFIG, SPEC).hash == fit(CONFIG, SPEC).hash
+
+
+def test_memory_is_bounded_by_the_model_not_by_the_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrag.codec.fitting._MAX_KEPT_BYTES", 3 * smooth_kv(SPEC, 40).size_bytes)
+    seen = 0
+
+    def chunks() -> object:
+        nonlocal seen
+        for seed in range(200):
+            seen += 1
+            yield smooth_kv(SPEC, 40, seed)
+
+    profile = fit_profile(CONFIG, SPEC, FINGERPRINT, chunks())  # type: ignore[arg-type]
+    assert (seen, profile.num_tokens) == (200, 8000)
+
+
+def damaged(content: bytes, change: object) -> bytes:
+    """Return a profile's file with its tensors and metadata changed by a function."""
+    tensors = load(content)
+    length = int.from_bytes(content[:8], "little")
+    metadata = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["kvrag_profile"])
+    change(tensors, metadata)  # type: ignore[operator]
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return save(tensors, metadata={"kvrag_profile": json.dumps(metadata)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, m: t.pop("mean.0"), "lacks 'mean.0'"),
+        (lambda t, m: t.update({"mean.0": t["mean.0"][:5]}), "expected torch.float32"),
+        (lambda t, m: t.update({"mean.0": t["mean.0"] / 0}), "NaN or infinity"),
+        (lambda t, m: t.update({"basis.0": t["basis.0"].float()}), "expected torch.float16"),
+        (lambda t, m: t["level.0.classes"].fill_(99), "names a class it lacks"),
+        (lambda t, m: t["level.0.classes"].fill_(-1), "negative"),
+        (lambda t, m: t["level.0.plane.0.frequencies"].add_(1), "not those of its classes"),
+        (lambda t, m: t["level.0.plane.1.num_rows"].fill_(9999), "not those of its matrices"),
+        (lambda t, m: t["level.0.steps.0.0"].mul_(-1), "does not fit its rows"),
+        (lambda t, m: m.update(version=7), "version 1 was expected, found 7"),
+        (lambda t, m: m.update(levels=[]), "no level"),
+        (lambda t, m: m["levels"][0].update(bits=[]), "0 planes"),
+        (lambda t, m: m.update(num_layers=0), "'num_layers' is 0"),
+        (lambda t, m: m.update(num_layers=50), "expected torch.float32"),
+        (lambda t, m: m.update(dtype="int8"), "int8"),
+        (lambda t, m: m.pop("config"), "config"),
+    ],
+)
+def test_damaged_profiles(change: object, message: str) -> None:
+    content = fit(CONFIG, SPEC).content
+    with pytest.raises(ProfileError, match=message):
+        Profile.from_bytes(damaged(content, change))
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, b"\xff" * 8, b"\x02" + b"\0" * 7 + b"{}"])
+def test_foreign_files(content: bytes) -> None:
+    with pytest.raises(ProfileError, match="not a codec profile"):
+        Profile.from_bytes(content)
+
+
+def test_a_profile_is_known_by_its_hash() -> None:
+    content = fit(CONFIG, SPEC).content
+    flipped = content[:-1] + bytes([content[-1] ^ 1])
+    with pytest.raises(ProfileError, match=f"has hash {profile_hash(flipped)}"):
+        Profile.from_bytes(flipped, profile_hash(content))
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("raw", "raw"),
+        ("lossless", "lossless"),
+        ("cachegen", "cachegen:2"),
+        ("cachegen:4", "cachegen:4"),
+        ("transform:0.5", "transform:0.5"),
+        ("transform:1.60", "transform:1.6"),
+    ],
+)
+def test_names_of_codecs(name: str, label: str) -> None:
+    assert choose_codec(name).label == label
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("zip", "no codec 'zip'; known codecs: raw, lossless"),
+        ("raw:1", "no codec 'raw:1'"),
+        ("", "no codec ''"),
+        ("cachegen:5", "'cachegen' has no level '5'; it has 1, 2, 3, 4"),
+        ("lossless:2", "no level '2'"),
+        ("transform:much", "a number of bits"),
+        ("transform:", "a number of bits"),
+        ("transform:0", "0.05 to 12"),
+        ("transform:nan", "0.05 to 12"),
+    ],
+)
+def test_names_of_no_codec(name: str, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        choose_codec(name)
+
+
+def test_a_codec_needs_a_profile_with_its_level() -> None:
+    with pytest.raises(ParameterError, match="needs a profile"):
+        get_codec("transform:1")
+    with pytest.raises(ParameterError, match=r"no level '2'; it has 3, 1"):
+        get_codec("transform:2", fit(CONFIG, SPEC))
+
+
+def test_tables_sum_up_and_leave_no_hole_around_zero() -> None:
+    counts = np.zeros((4, 256), dtype=np.int64)
+    counts[0, 128] = 10**9
+    counts[1, 100:157] = 1
+    counts[2, 1:256] = 10**6
+    frequencies = fit_frequencies(counts)
+    assert (frequencies.sum(axis=1) == TOTAL).all()
+    assert (frequencies[:, 128] > 0).all()
+    assert (frequencies[2, 1:] > 0).all()
+    digits = fit_digit_frequencies(counts)
+    assert (digits.sum(axis=1) == TOTAL).all()
+    assert (digits[:, 127:130] > 0).all()
+    assert not digits[:, :127].any()
+    assert not digits[:, 130:].any()
+
+
+def test_planes_put_together_again() -> None:
+    values = torch.arange(-5000, 5001, dtype=torch.int32)
+    known = coarser(values)
+    assert ((values - 3 * known).abs() <= 1).all()
+    symbols = digit_symbols(values, known).int() - 128
+    assert torch.equal(3 * known + torch.where(known < 0, -1, 1) * symbols, values)
+
+
+def test_lossless_profile_of_zeros_and_subnormals() -> None:
+    config = PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact())
+    kv = random_kv(SPEC, 80)
+    zeros = ChunkKV(torch.zeros_like(kv.keys), kv.values * 1e-40)
+    assert fit_profile(config, SPEC, FINGERPRINT, [zeros]).levels[0].bits < 64
