@@ -18,7 +18,9 @@ from kvrag.cli.gc import gc
 from kvrag.cli.ingest import ingest
 from kvrag.cli.inspect import inspect
 from kvrag.cli.ls import ls
+from kvrag.cli.profile import profile
 from kvrag.cli.query import query
+from kvrag.cli.recode import recode
 from kvrag.cli.stats import stats
 from kvrag.cli.verify import verify
 
@@ -57,6 +59,8 @@ app.command("ls")(guarded(ls))
 app.command("stats")(guarded(stats))
 app.command("verify")(guarded(verify))
 app.command("gc")(guarded(gc))
+app.command("profile")(guarded(profile))
+app.command("recode")(guarded(recode))
 app.command("doctor")(guarded(doctor))
 app.command("demo")(guarded(demo))
 app.command("inspect")(guarded(inspect))
