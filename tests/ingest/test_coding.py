@@ -1,0 +1,243 @@
+"""Codecs of an index: fitting at the first ingestion, recoding, what is missing or foreign."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrag.chunk import Document
+from kvrag.errors import IndexFormatError, ParameterError, ProfileError, RecordError
+from kvrag.ingest.coding import read_all, spread_evenly
+from kvrag.ingest.index import Index
+from kvrag.ingest.profiles import read_profile
+from kvrag.ingest.report import IngestProgress
+from kvrag.kvcache import ChunkKV
+from kvrag.models.kv_model import KVModel
+from tests.ingest.conftest import MakeIndex
+
+WORDS = "harbour ledger clock keeper river light boat fox Varn Ines Tomas writes old".split()  # noqa: SIM905
+DOCUMENTS = [
+    Document(f"doc{number}", " ".join(WORDS[(number * i) % 13] for i in range(3, 33)))
+    for number in range(1, 9)
+]
+
+
+@pytest.fixture
+def make_index(make_index: MakeIndex) -> MakeIndex:
+    """Each document is one chunk."""
+    return lambda name="index", **settings: make_index(name, chunk_tokens=256, **settings)
+
+
+CODECS = ["lossless", "cachegen:1", "transform:4", "transform:1.5"]
+
+
+def kv_of(index: Index, number: int) -> ChunkKV:
+    chunk = index.catalog.chunks(chunk_ids(index))[number]
+    encoded = index.open_kv(chunk.chunk_id)
+    assert encoded is not None
+    return read_all(encoded, index.config.spec)
+
+
+def chunk_ids(index: Index) -> list[str]:
+    return [chunk_id for doc in DOCUMENTS for chunk_id in index.catalog.chunk_ids_of(doc.source)]
+
+
+def distance(first: ChunkKV, second: ChunkKV) -> float:
+    pairs = ((first.keys, second.keys), (first.values, second.values))
+    return float(sum((a - b).square().sum() for a, b in pairs))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_first_ingestion_fits_the_codec(codec: str, make_index: MakeIndex) -> None:
+    raw, index = make_index("raw"), make_index("coded", codec=codec)
+    assert index.config.profile == ""
+    raw.add(DOCUMENTS)
+    seen: list[IngestProgress] = []
+    report = index.add(DOCUMENTS, on_progress=seen.append)
+    assert report.ok
+    assert {progress.stage for progress in seen} == {"read", "profile", "compute"}
+    assert any("fitting level" in progress.doing for progress in seen) or codec == "lossless"
+    assert index.config.codec == codec
+    assert (index.path / "profiles" / f"{index.config.profile}.safetensors").is_file()
+    assert report.size_bytes == index.stats().size_bytes < raw.stats().size_bytes
+    error = distance(kv_of(index, 3), kv_of(raw, 3))
+    exact = kv_of(raw, 3)
+    energy = distance(exact, ChunkKV(exact.keys * 0, exact.values * 0))
+    assert error == 0 if codec == "lossless" else 0 < error < 0.2 * energy
+    assert index.verify().ok
+
+    reopened = Index.open(index.path, model=index.model, embedding="hashing")
+    assert distance(kv_of(reopened, 3), kv_of(index, 3)) == 0
+    more = reopened.add([*DOCUMENTS, Document("another", "The keeper writes of the light.")])
+    assert (more.num_records, reopened.config.profile) == (1, index.config.profile)
+    reopened.close()
+
+
+def test_a_profile_serves_another_index_of_the_same_model(
+    make_index: MakeIndex, tmp_path: Path
+) -> None:
+    first = make_index("first")
+    first.add(DOCUMENTS)
+    profile = first.fit_profile("transform:2")
+    assert first.config.codec == "raw"
+    path = tmp_path / "fitted.safetensors"
+    path.write_bytes(profile.content)
+    second = make_index("second", codec="transform:2", profile=read_profile(path))
+    second.add(DOCUMENTS[:2])
+    assert second.config.profile == profile.hash
+    report = first.recode("transform:2", profile=profile)
+    assert (report.num_recoded, report.num_computed) == (8, 0)
+    assert distance(kv_of(first, 0), kv_of(second, 0)) == 0
+
+
+def test_recoding_there_and_back(make_index: MakeIndex) -> None:
+    index = make_index()
+    index.add(DOCUMENTS)
+    exact = [kv_of(index, number) for number in range(8)]
+    raw_bytes = index.stats().size_bytes
+
+    report = index.recode("lossless")
+    assert (report.num_records, report.num_recoded, report.num_computed) == (8, 8, 0)
+    assert report.size_bytes == index.stats().size_bytes < report.size_bytes_before == raw_bytes
+    assert all(distance(kv_of(index, n), exact[n]) == 0 for n in range(8))
+
+    seen: list[tuple[int, int]] = []
+    lossy = index.recode("transform:1", on_progress=lambda *done: seen.append(done))
+    assert (lossy.num_recoded, lossy.num_computed) == (8, 0)
+    assert seen == [(n, 8) for n in range(8)]
+    assert all(distance(kv_of(index, n), exact[n]) > 0 for n in range(8))
+
+    again = index.recode("transform:1")
+    assert (again.num_recoded, again.size_bytes) == (0, lossy.size_bytes)
+
+    back = index.recode("raw")  # what was lost is computed again
+    assert (back.num_recoded, back.num_computed, back.size_bytes) == (8, 8, raw_bytes)
+    assert all(distance(kv_of(index, n), exact[n]) == 0 for n in range(8))
+    assert index.config.profile == ""
+
+
+def test_levels_of_one_profile_need_no_new_fit(make_index: MakeIndex) -> None:
+    index = make_index()
+    index.add(DOCUMENTS)
+    sizes = {}
+    for level in ("1", "2", "4"):
+        report = index.recode(f"transform:{level}")
+        sizes[level] = report.size_bytes
+        assert report.num_recoded == 8
+    assert sizes["1"] < sizes["2"] <= sizes["4"]
+    assert len(list((index.path / "profiles").iterdir())) == 1
+
+
+def test_an_interrupted_recoding_can_be_read_and_is_completed(
+    make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = make_index()
+    index.add(DOCUMENTS)
+    exact = [kv_of(index, number) for number in range(8)]
+
+    class KilledError(BaseException):
+        pass
+
+    def kill(done: int, _total: int) -> None:
+        if done == 5:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        index.recode("transform:2", on_progress=kill)
+    reopened = Index.open(index.path, model=index.model, embedding="hashing")
+    errors = [distance(kv_of(reopened, n), exact[n]) for n in range(8)]
+    assert sorted(error == 0 for error in errors) == [False] * 5 + [True] * 3
+    assert reopened.verify().ok
+    report = reopened.recode("transform:2")
+    assert (report.num_recoded, report.num_computed) == (3, 0)
+    reopened.close()
+
+
+def test_a_missing_profile_is_a_miss_and_recoding_mends_it(make_index: MakeIndex) -> None:
+    index = make_index(codec="transform:2")
+    index.add(DOCUMENTS)
+    (path,) = (index.path / "profiles").iterdir()
+    content = path.read_bytes()
+    path.unlink()
+    reopened = Index.open(index.path, model=index.model, embedding="hashing")
+    with pytest.raises(RecordError, match="cannot read the codec profile"):
+        kv_of(reopened, 0)
+    assert "codec profile" in reopened.verify().problems[0].reason
+    with pytest.raises(ProfileError, match="kvrag recode"):
+        reopened.add([Document("new", "The keeper of the light.")])
+    report = reopened.recode("raw")
+    assert (report.num_recoded, report.num_computed) == (8, 8)
+    assert reopened.verify().ok
+    reopened.close()
+
+    path.write_bytes(content[:-1] + b"\0" * (content[-1:] != b"\0"))
+    with pytest.raises(ProfileError, match="expected"):
+        read_profile(path, path.stem)
+
+
+def test_profiles_of_another_model_are_refused(make_index: MakeIndex) -> None:
+    index = make_index()
+    index.add(DOCUMENTS)
+    profile = index.fit_profile("transform:2")
+    from tests.support.models import make_model, make_tokenizer
+
+    other_model = KVModel.load(
+        make_model("llama", num_hidden_layers=2, seed=7), tokenizer=make_tokenizer()
+    )
+    other = make_index("other", model=other_model)
+    other.add(DOCUMENTS)
+    with pytest.raises(ParameterError, match="was fitted to a model with fingerprint"):
+        other.recode("transform:2", profile=profile)
+    with pytest.raises(ParameterError, match="was fitted to a model with fingerprint"):
+        make_index("third", model=other_model, codec="transform:2", profile=profile)
+    with pytest.raises(ParameterError, match="no level '9'"):
+        index.recode("transform:9", profile=profile)
+    assert other.config.codec == "raw"
+
+
+@pytest.mark.parametrize("codec", ["zip", "transform:x", "cachegen:9"])
+def test_codecs_there_are_none_of(codec: str, make_index: MakeIndex) -> None:
+    index = make_index()
+    for call in (
+        lambda: index.recode(codec),
+        lambda: index.fit_profile(codec),
+        lambda: make_index("new", codec=codec),
+    ):
+        with pytest.raises(ParameterError, match="codec"):
+            call()
+    assert not (index.path.parent / "new").exists()
+
+
+def test_raw_needs_no_profile(make_index: MakeIndex) -> None:
+    index = make_index()
+    with pytest.raises(ParameterError, match="needs no profile"):
+        index.fit_profile("raw")
+
+
+def test_too_little_to_fit_to(make_index: MakeIndex) -> None:
+    index = make_index(codec="transform:2")
+    with pytest.raises(ParameterError, match="64 tokens or more"):
+        index.add([Document("short", "The keeper of the light.")])
+    assert index.stats().num_chunks == 0
+    index.add(DOCUMENTS)  # and with more it goes on
+    assert index.verify().ok
+
+
+def test_an_index_of_an_earlier_version_is_refused(make_index: MakeIndex) -> None:
+    index = make_index()
+    path = index.path / "index.json"
+    values = json.loads(path.read_text()) | {"format_version": 1}
+    path.write_text(json.dumps(values))
+    with pytest.raises(IndexFormatError, match="version 2 expected, found 1"):
+        Index.open(index.path)
+
+
+def test_samples_are_spread_evenly() -> None:
+    assert spread_evenly([10] * 100, 100) == list(range(0, 100, 10))
+    assert spread_evenly([10] * 5, 1000) == [0, 1, 2, 3, 4]
+    assert spread_evenly([500, 1, 1, 1], 100) == [0]
+    assert spread_evenly([]) == []
+    assert torch.tensor(spread_evenly([7] * 1000, 700)).diff().unique().tolist() == [10]
