@@ -73,7 +73,10 @@ def known_codecs() -> str:
     names = [RAW]
     for preset, config in _CONFIGS.items():
         levels = config.allocation.level_names()
-        names.append(preset if len(levels) == 1 else f"{preset}:{'|'.join(levels)}")
+        if isinstance(config.allocation, RateDistortion):
+            names.append(f"{preset}:BITS")
+        else:
+            names.append(preset if len(levels) == 1 else f"{preset}:{'|'.join(levels)}")
     return ", ".join(names)
 
 

@@ -165,7 +165,7 @@ def test_store_reopens(rag: Rag, store: KVRagVectorStore) -> None:
 
 @pytest.mark.parametrize(
     ("given", "named"),
-    [({"codec": "nonsense"}, "codec='raw'"), ({"chunk_tokens": 128}, "chunk_tokens=64")],
+    [({"codec": "lossless"}, "codec='raw'"), ({"chunk_tokens": 128}, "chunk_tokens=64")],
 )
 def test_store_there_was_made_otherwise(
     rag: Rag, store: KVRagVectorStore, given: dict[str, Any], named: str
