@@ -49,7 +49,8 @@ sanitize: $(STAMP)
 			-DCMAKE_BUILD_TYPE=RelWithDebInfo \
 			-DCMAKE_CXX_FLAGS="-fsanitize=$$kind -fno-sanitize-recover=all" >/dev/null \
 		&& $(BIN)/cmake --build build/sanitize-$$kind -j 2 >/dev/null \
-		&& build/sanitize-$$kind/kvrag_driver 3000 || exit 1; \
+		&& build/sanitize-$$kind/kvrag_driver 3000 \
+		&& build/sanitize-$$kind/kvrag_emulation 50 || exit 1; \
 	done
 
 train-tiny: $(STAMP)

@@ -2,21 +2,12 @@
 #pragma once
 
 #include "kvrag/common.h"
+#include "kvrag/rans.h"
 #include "kvrag/reconstruct.h"
 
 namespace kvrag::host {
 
-// What is wrong with a stream; the order is that of `_DAMAGE` in kvrag/native/payload.py.
-enum class Damage : i32 {
-  none = 0,
-  stream_count = 1,
-  payload_size = 2,
-  stream_size = 3,
-  initial_state = 4,
-  words_missing = 5,
-  words_left = 6,
-  final_state = 7,
-};
+using rans::Damage;
 
 // One stream to decode. Its rows begin at `symbols` and `classes`.
 struct DecodeStream {

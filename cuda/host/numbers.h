@@ -42,17 +42,7 @@ static inline bool read_points(const Numbers& numbers, u64 row, u64 token, u64 c
 
 // First patch whose token is not below `token`.
 static inline u64 first_patch(const Numbers& numbers, u64 token) {
-  u64 low = 0;
-  u64 high = numbers.num_patches;
-  while (low < high) {
-    const u64 middle = (low + high) / 2;
-    if (numbers.patch_tokens[middle] < token) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
+  return reconstruct::first_patch(numbers.patch_tokens, numbers.num_patches, token);
 }
 
 }  // namespace kvrag::host

@@ -24,7 +24,8 @@ MAX_SYMBOLS = 256
 MAX_CLASSES = 1 << 14
 
 # What a damaged payload has wrong, by the kernel's code: expected and found, whose fields are
-# those of the kernel's report. The order is that of `Damage` in cuda/host/kernels.h.
+# those of the kernel's report. The order is that of `Damage` in
+# cuda/include/kvrag/rans.h.
 _DAMAGE = {
     1: ("number of streams", "1 to {expected}", "{found}"),
     2: ("length of the payload", "{expected} bytes, as its index says", "{found} bytes"),

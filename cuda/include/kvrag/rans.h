@@ -29,6 +29,18 @@ constexpr u32 kLowerBound = 1u << 16;
 constexpr u32 kWordBits = 16;
 constexpr u32 kStateBytes = kNumLanes * sizeof(u32);
 
+// What is wrong with a stream; the order is that of `_DAMAGE` in kvrag/native/entropy.py.
+enum class Damage : i32 {
+  none = 0,
+  stream_count = 1,
+  payload_size = 2,
+  stream_size = 3,
+  initial_state = 4,
+  words_missing = 5,
+  words_left = 6,
+  final_state = 7,
+};
+
 // Row at which stream `stream` of `num_streams` begins; that of the next one is its end.
 KVRAG_HD static u64 first_row(u64 stream, u64 num_streams, u64 num_rows) {
   return stream * num_rows / num_streams;

@@ -44,6 +44,21 @@ KVRAG_HD static u32 bits_of(float value) {
 #endif
 }
 
+// First of `count` patches, sorted by token, whose token is not below `token`.
+KVRAG_HD static u64 first_patch(const u32* patch_tokens, u64 count, u64 token) {
+  u64 low = 0;
+  u64 high = count;
+  while (low < high) {
+    const u64 middle = (low + high) / 2;
+    if (patch_tokens[middle] < token) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
 // Round to the nearest bfloat16, ties to even; NaN stays NaN.
 KVRAG_HD static u16 to_bf16(float value) {
   const u32 bits = bits_of(value);
@@ -72,6 +87,20 @@ KVRAG_HD static u16 to_f16(float value) {
   const u32 infinite = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
   // From 65520 on values round to infinity.
   return static_cast<u16>(sign | (magnitude >= 0x477ff000 ? infinite : finite));
+}
+
+// Numbers in planes: a coarse one first, then digits to base 3, each coded in the context of
+// the magnitude known so far (0, 1, more). A digit is symbol - 128, mirrored where the number
+// is negative. Damaged digits can leave the range of 16 bits: they stop at its ends.
+KVRAG_HD static u8 context_of(i16 value) {
+  const i32 magnitude = value < 0 ? -value : value;
+  return static_cast<u8>(magnitude < 2 ? magnitude : 2);
+}
+
+KVRAG_HD static i16 refined(i16 value, u8 symbol) {
+  const i32 digit = symbol - kZeroSymbol;
+  const i32 finer = 3 * value + (value < 0 ? -digit : digit);
+  return static_cast<i16>(finer > 32767 ? 32767 : finer < -32767 ? -32767 : finer);
 }
 
 }  // namespace reconstruct

@@ -1,0 +1,126 @@
+// The kernels without Python, for sanitizers and for processors that are emulated.
+//
+//     driver [rounds] [seed]
+//
+// Round trips, damaged payloads and reconstructions with every instruction set there is, in
+// buffers of exactly the size the kernels may touch. Prints a hash of all payloads, which must
+// be the same on every machine.
+#include <thread>
+
+#include "input.h"
+
+using namespace kvrag;
+using namespace kvrag::host;
+
+namespace {
+
+Failure decode(const Matrix& m, const Model& model, const std::vector<u8>& payload, u8* out) {
+  const auto copy = exactly<u8>(payload.size());
+  if (!payload.empty()) std::memcpy(copy.get(), payload.data(), payload.size());
+  const std::vector<DecodeJob> jobs{{copy.get(), payload.size(), model.decode(), m.rows(out)}};
+  return decode_payloads(jobs, 1).front();
+}
+
+// Whatever the bytes say: an answer, and no access outside the buffers.
+void damage(const Matrix& m, const Model& model, std::vector<u8> payload, u8* out) {
+  switch (below(4)) {
+    case 0:
+      payload.resize(below(payload.size() + 1));
+      break;
+    case 1:
+      for (u64 i = below(8) + 1; i-- > 0;) payload[below(payload.size())] ^= 1u << below(8);
+      break;
+    case 2:
+      for (u64 i = 4 + 4 * below(8); i < payload.size(); ++i) payload[i] = engine() & 0xff;
+      break;
+    default:
+      payload.resize(payload.size() + 1 + below(200));
+      break;
+  }
+  decode(m, model, payload, out);
+}
+
+u64 code(u64 hash) {
+  const u64 num_rows = below(12);
+  const Matrix m = random_matrix(num_rows, below(4) == 0 ? below(400) : below(70));
+  const Model model = make_model(m);
+  const u64 num_streams = 1 + below(m.num_rows == 0 ? 1 : m.num_rows);
+  std::vector<u8> first;
+  for (const Kernels* found : available_kernels()) {
+    use_kernels(found->name);
+    const auto payload =
+        encode_payload(m.rows<const u8>(m.symbols.get()), model.encode(), num_streams, 1);
+    if (first.empty()) first = payload;
+    check(payload == first, "another payload than the first instruction set's");
+    const u64 size = m.num_rows * m.num_tokens;
+    const auto out = exactly<u8>(size);
+    check(decode(m, model, payload, out.get()).damage == Damage::none, "refused its own payload");
+    check(size == 0 || std::memcmp(out.get(), m.symbols.get(), size) == 0, "other symbols");
+    // The same damage for each, and the same numbers afterwards however many there are.
+    const std::mt19937_64 before = engine;
+    for (int i = 0; i < 4; ++i) damage(m, model, payload, out.get());
+    engine = before;
+  }
+  for (const u8 byte : first) hash = (hash ^ byte) * 1099511628211u;
+  return hash;
+}
+
+void reconstruct_once() {
+  Reconstruction input;
+  const u64 size = input.size();
+  std::vector<float> first;
+  for (const Kernels* found : available_kernels()) {
+    use_kernels(found->name);
+    for (const ElementType type : {ElementType::bf16, ElementType::f16, ElementType::f32}) {
+      const auto out = exactly<u8>(size * (type == ElementType::f32 ? 4 : 2));
+      input.run(out.get(), type);
+      if (type != ElementType::f32) continue;
+      std::vector<float> written(size);
+      std::memcpy(written.data(), out.get(), size * 4);
+      if (first.empty()) first = written;
+      check_close(written.data(), first.data(), size, "another sum than the first's");
+    }
+    const u64 count = input.num_rows * input.num_tokens;
+    auto finer = filled<i16>(count, [] { return i16{-7}; });
+    const auto context = exactly<u8>(count);
+    kernels().contexts(finer.get(), context.get(), count);
+    kernels().refine(finer.get(), input.symbols.get(), count);
+  }
+}
+
+// Several callers at a time, each with helpers from the pool.
+void share_the_pool() {
+  const Matrix m = random_matrix(200, 1000);
+  const Model model = make_model(m);
+  const Rows<const u8> rows = m.rows<const u8>(m.symbols.get());
+  const auto payload = encode_payload(rows, model.encode(), 20, 1);
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 4; ++i) {
+    callers.emplace_back([&] {
+      for (int round = 0; round < 5; ++round) {
+        check(encode_payload(rows, model.encode(), 20, 3) == payload, "threads change a payload");
+        const auto out = exactly<u8>(m.num_rows * m.num_tokens);
+        const std::vector<DecodeJob> jobs{
+            {payload.data(), payload.size(), model.decode(), m.rows(out.get())}};
+        check(decode_payloads(jobs, 3).front().damage == Damage::none, "threads find damage");
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const u64 rounds = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 300;
+  engine.seed(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
+  u64 hash = 14695981039346656037u;
+  for (u64 round = 0; round < rounds; ++round) {
+    hash = code(hash);
+    reconstruct_once();
+  }
+  share_the_pool();
+  std::string names;
+  for (const Kernels* found : available_kernels()) names += std::string(" ") + found->name;
+  std::printf("%llu rounds,%s: payloads %016llx\n", rounds, names.c_str(), hash);
+}
