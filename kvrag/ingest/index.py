@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.chunk import Chunk, ChunkKey, Document, chunk_key
-from kvrag.codec.base import Codec, EncodedChunk
-from kvrag.codec.presets import CodecChoice, choose_codec
+from kvrag.codec.base import EncodedChunk
+from kvrag.codec.presets import choose_codec
 from kvrag.codec.profile import Profile
 from kvrag.errors import (
     IndexFormatError,
@@ -30,21 +30,15 @@ from kvrag.errors import (
 )
 from kvrag.fusion.segments import ChunkMatcher
 from kvrag.ingest import catalog as catalogs
-from kvrag.ingest import lock, profiles, vectors
+from kvrag.ingest import lock, profiles
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.chunker import chunk_document
 from kvrag.ingest.coding import (
-    SAMPLE_TOKENS,
     RecordCoding,
-    check_profile,
-    fit_to,
-    read_exact,
-    recode_records,
 )
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.embedding import Embedding, get_embedding
 from kvrag.ingest.loaders import is_storable
-from kvrag.ingest.maintenance import collect_garbage, verify_records
 from kvrag.ingest.making import (
     KV_FOLDER,
     check_device,
@@ -57,14 +51,11 @@ from kvrag.ingest.pipeline import Outcome, Work, check_space, run_plan
 from kvrag.ingest.plan import Plan, Planner, Sources, gather
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import (
-    GcReport,
-    IndexStats,
     IngestProgress,
     IngestReport,
-    RecodeReport,
-    VerifyReport,
 )
 from kvrag.ingest.rows import Change, DocumentRow
+from kvrag.ingest.upkeep import IndexUpkeep
 from kvrag.ingest.vectors import VectorIndex
 from kvrag.kvcache import ChunkKV
 from kvrag.store.base import Store
@@ -88,7 +79,7 @@ class SearchHit:
     score: float
 
 
-class Index:
+class Index(IndexUpkeep):
     """Chunks of documents with precomputed position-free KV, in one folder.
 
     Made by `create`, opened by `open`. Reading is safe from several threads and processes, also
@@ -351,11 +342,6 @@ class Index:
             return embedding
 
     @property
-    def codec(self) -> Codec:
-        """What records are written with. Raises ParameterError before its profile is fitted."""
-        return self.coding.codec
-
-    @property
     def prefix_ids(self) -> tuple[int, ...]:
         """Token ids every chunk is encoded behind."""
         return self.config.prefix_ids
@@ -415,11 +401,11 @@ class Index:
                 outcome = Outcome(
                     num_records=plan.num_records,
                     num_tokens_computed=plan.num_tokens_to_compute,
-                    size_bytes=plan.num_tokens_to_compute * self.config.spec.bytes_per_token,
+                    size_bytes=plan.num_tokens_to_compute * self.expected_bytes_per_token,
                 )
             else:
-                spec = self.config.spec
-                check_space(plan, self.path, spec.bytes_per_token, self.config.embedding_dim)
+                room = self.expected_bytes_per_token
+                check_space(plan, self.path, room, self.config.embedding_dim)
                 outcome = run_plan(plan, self._work(), on_progress)
         seconds = outcome.seconds
         return IngestReport(
@@ -497,7 +483,7 @@ class Index:
 
     def documents(self) -> list[DocumentRow]:
         """Return the indexed documents, by source."""
-        return self.catalog.documents(self.config.spec.bytes_per_token)
+        return self.catalog.documents(self.expected_bytes_per_token)
 
     def key_of(self, chunk: Chunk) -> ChunkKey:
         """Return the name of a chunk's KV."""
@@ -545,168 +531,6 @@ class Index:
             raise
         return encoded
 
-    # -- upkeep ------------------------------------------------------------------------------
-
-    def stats(self) -> IndexStats:
-        """Return what the index holds, in numbers."""
-        config = self.config
-        num_documents, num_chunks, num_tokens = self.catalog.counts()
-        needed = self.catalog.keys()
-        stored = sorted(map(str, self.store.keys()))
-        return IndexStats(
-            path=str(self.path),
-            model=config.model,
-            dtype=config.dtype,
-            codec=config.codec,
-            embedding=config.embedding,
-            chunk_tokens=config.chunk_tokens,
-            num_prefix_tokens=len(config.prefix_ids),
-            num_documents=num_documents,
-            num_chunks=num_chunks,
-            num_tokens=num_tokens,
-            num_records=len(stored),
-            num_unreferenced_records=sum(digest not in needed for digest in stored),
-            size_bytes=self.store.size_bytes(),
-            bytes_per_token=config.spec.bytes_per_token,
-            catalog_bytes=_size_of(self.path / catalogs.FILE_NAME),
-            vectors_bytes=_size_of(self.path / vectors.FILE_NAME),
-            generation=self.catalog.generation(),
-        )
-
-    def verify(
-        self,
-        *,
-        repair: bool = False,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> VerifyReport:
-        """Read every layer of every record, compare checksums, and check the catalog's rows.
-
-        Parameters
-        ----------
-        repair
-            Compute missing and damaged records anew, and let the next ingestion write documents
-            with damaged rows anew; loads the model and takes the lock.
-        on_progress
-            Called with the number of records read, and of how many.
-        """
-        with lock.writer_lock(self.path) if repair else contextlib.nullcontext():
-            return verify_records(
-                self.catalog,
-                self.store,
-                self.coding,
-                self.config.spec,
-                key_of=self.key_of,
-                repair=self._repair if repair else None,
-                on_progress=on_progress,
-            )
-
-    def fit_profile(
-        self,
-        codec: str = "transform",
-        *,
-        num_tokens: int = SAMPLE_TOKENS,
-        on_progress: Callable[[str], None] = lambda _: None,
-    ) -> Profile:
-        """Fit a codec to the index's model and documents, and keep its profile with the index.
-
-        Parameters
-        ----------
-        codec
-            ``transform``, ``transform:BITS``, ``cachegen`` or ``lossless``.
-        num_tokens
-            Of the sample, which is taken evenly from the index.
-        on_progress
-            Receives a line whenever there is something new to say.
-
-        Raises
-        ------
-        ParameterError
-            When the codec needs no profile, or the index holds fewer than 64 tokens.
-        """
-        keys, lengths, kv_of = self._codable()
-        del keys
-        profile = self._fit(codec, lengths, kv_of, on_progress, num_tokens)
-        self.coding.profiles.add(profile)
-        return profile
-
-    def recode(
-        self,
-        codec: str,
-        *,
-        profile: Profile | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
-        on_profile: Callable[[str], None] = lambda _: None,
-    ) -> RecodeReport:
-        """Write all records anew with another codec; a second run completes one that was killed.
-
-        Questions are answered meanwhile: every record names the codec that reads it.
-
-        Parameters
-        ----------
-        codec
-            ``raw``, ``lossless``, ``cachegen:LEVEL`` or ``transform:BITS``.
-        profile
-            What the codec was fitted to this model with; None takes the one the index has if it is
-            this codec's, and else fits one to a sample of the index.
-        on_progress
-            Called with the number of records done, and of how many.
-        on_profile
-            Receives a line whenever fitting has something new to say.
-
-        Raises
-        ------
-        ParameterError
-            When there is no such codec, or the profile is another model's.
-        IndexLockedError
-            When another process is writing to the index.
-        """
-        choice = choose_codec(codec)
-        with lock.writer_lock(self.path):
-            keys, lengths, kv_of = self._codable()
-            if profile is None and choice.config is not None:
-                profile = self._present_profile(choice) or self._fit(
-                    codec, lengths, kv_of, on_profile
-                )
-            if profile is not None:
-                check_profile(profile, codec, self.config.spec, self.config.model_fingerprint)
-            self._use_codec(codec, profile if choice.config is not None else None)
-            return recode_records(
-                keys,
-                self.store,
-                self.coding,
-                self.config.spec,
-                compute=lambda key: self._prefill(self.catalog.chunk_with(key, self.key_of)),
-                on_progress=on_progress,
-            )
-
-    def _codable(self) -> tuple[list[ChunkKey], list[int], Callable[[int], ChunkKV]]:
-        """Return the names of all KV, their tokens, and what returns the KV of one by number."""
-        needed, _ = self.catalog.audit(self.key_of)
-        keys = sorted(needed)
-
-        def kv_of(number: int) -> ChunkKV:
-            key = keys[number]
-            found = read_exact(key, self.store, self.coding, self.config.spec)
-            if found is not None:
-                return found
-            return self._prefill(self.catalog.chunk_with(key, self.key_of))
-
-        return keys, [needed[key] for key in keys], kv_of
-
-    def _present_profile(self, choice: CodecChoice) -> Profile | None:
-        """Return the index's profile if it has the level that a codec names."""
-        if not self.config.profile or choice.config is None:
-            return None
-        profile = self.coding.profiles.get(self.config.profile)
-        fits = profile.config.transform == choice.config.transform
-        fits = fits and profile.config.quantiser == choice.config.quantiser
-        return profile if fits and any(v.name == choice.level for v in profile.levels) else None
-
-    def gc(self) -> GcReport:
-        """Remove records that no chunk needs, and files left behind by killed processes."""
-        with lock.writer_lock(self.path):
-            return collect_garbage(self.path, self.catalog, self.store)
-
     # -- private -----------------------------------------------------------------------------
 
     def _chunk(self, document: Document) -> list[Chunk]:
@@ -718,48 +542,6 @@ class Index:
 
     def _prefill(self, chunk: Chunk) -> ChunkKV:
         return self.model.prefill(self.prefix_ids, [chunk.token_ids])[0]
-
-    def _repair(self, key: ChunkKey) -> None:
-        chunk = self.catalog.chunk_with(key, self.key_of)
-        self.store.replace(key, self.codec.encode(key, self._prefill(chunk)))
-
-    def _codec_for(self, chunks: list[Chunk], say: Callable[[str], None]) -> Codec:
-        """Return what records are written with; fit its profile to `chunks` if it has none."""
-        if self.coding.needs_profile:
-            lengths = [len(chunk.token_ids) for chunk in chunks]
-            codec = self.config.codec
-            profile = self._fit(codec, lengths, lambda number: self._prefill(chunks[number]), say)
-            self._use_codec(codec, profile)
-        return self.codec
-
-    def _fit(
-        self,
-        codec: str,
-        lengths: Sequence[int],
-        kv_of: Callable[[int], ChunkKV],
-        say: Callable[[str], None],
-        num_tokens: int = SAMPLE_TOKENS,
-    ) -> Profile:
-        config = self.config
-        return fit_to(
-            codec,
-            lengths,
-            kv_of,
-            spec=config.spec,
-            model_fingerprint=config.model_fingerprint,
-            on_progress=say,
-            num_tokens=num_tokens,
-        )
-
-    def _use_codec(self, codec: str, profile: Profile | None) -> None:
-        """Write records with another codec from now on."""
-        if profile is not None:
-            self.coding.profiles.add(profile)
-        name = choose_codec(codec).label
-        config = replace(self.config, codec=name, profile="" if profile is None else profile.hash)
-        config.save(self.path)
-        self.config = config
-        self.coding = RecordCoding(self.coding.profiles, config.codec, config.profile)
 
     def _plan(self, sources: Sources, on_progress: Callable[[IngestProgress], None] | None) -> Plan:
         started = time.perf_counter()
@@ -794,7 +576,7 @@ class Index:
             chunk=self._chunk,
             key_of=self.key_of,
             prefill=self._prefill,
-            bytes_per_token=self.config.spec.bytes_per_token,
+            bytes_per_token=self.expected_bytes_per_token,
         )
 
     def _model_source(self) -> KVModel | PreTrainedModel | str | Path:
@@ -814,10 +596,3 @@ class Index:
             f"(fingerprint {expected}), but that of {name!r} has fingerprint {found}; give the "
             "model it was made with, or ingest into a new folder"
         )
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -123,6 +123,10 @@ class IndexStats:
         Of these, records that no chunk needs any more; `Index.gc` removes them.
     size_bytes
         Of all records.
+    bytes_per_token
+        What the KV of a token takes in the model's own type.
+    stored_bytes_per_token
+        What it takes in the store, headers included.
     catalog_bytes, vectors_bytes
         Of the catalog and of the vectors' cache.
     """
@@ -141,6 +145,7 @@ class IndexStats:
     num_unreferenced_records: int
     size_bytes: int
     bytes_per_token: int
+    stored_bytes_per_token: float
     catalog_bytes: int
     vectors_bytes: int
     generation: int
