@@ -10,8 +10,12 @@ from kvrag.codec.quantiser import Exact, PerChannel, Uniform
 from kvrag.codec.transform.none import NoTransform
 from kvrag.codec.transform.pca import PCA
 from kvrag.errors import ParameterError
+from kvrag.kvcache import KVSpec
 
 RAW = "raw"
+# Of `cachegen` at its finest level; of headers, padding and states beside the numbers.
+_CHANNEL_BITS = 5.0
+_OVERHEAD_BITS = 0.3
 
 # What each preset is made of was measured with `kvrag bench codec`; see docs/results.md.
 _CONFIGS = {
@@ -66,6 +70,17 @@ def choose_codec(name: str) -> CodecChoice:
     elif level not in levels:
         raise ParameterError(f"codec {preset!r} has no level {level!r}; it has {', '.join(levels)}")
     return CodecChoice(preset if len(levels) == 1 else f"{preset}:{level}", config, level)
+
+
+def expected_bytes_per_token(choice: CodecChoice, spec: KVSpec) -> int:
+    """Return about how many bytes a token will take, not less than it usually does."""
+    if choice.config is None or isinstance(choice.config.quantiser, Exact):
+        return spec.bytes_per_token
+    bits = _CHANNEL_BITS
+    if isinstance(choice.config.allocation, RateDistortion):
+        bits = float(choice.level)
+    elements = spec.bytes_per_token // spec.dtype.itemsize
+    return min(spec.bytes_per_token, int(elements * (bits + _OVERHEAD_BITS) / 8) + 1)
 
 
 def known_codecs() -> str:
