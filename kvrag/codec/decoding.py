@@ -86,26 +86,19 @@ class PipelineChunk:
         positions: RotaryTable | None,
     ) -> None:
         """Write one kind of one layer into `out` ``[H, n, D]``, rotated where `positions` says."""
-        transform = self._coder.profile.transform
-        block = next(
-            number
-            for number, plan in enumerate(transform.plans)
-            if layer_index in plan.layers and kind in plan.kinds
-        )
-        coded = self.block(block)
+        coded = self.block(self._coder.block_of(layer_index, kind))
         if out.device.type != "cpu":
             host = torch.empty(out.shape, dtype=out.dtype)
             moved = None
             if positions is not None:
                 moved = RotaryTable(positions.cos.cpu(), positions.sin.cpu())
-            self._write_host(block, coded, layer_index, kind, host, tokens, moved)
+            self._write_host(coded, layer_index, kind, host, tokens, moved)
             out.copy_(host)
         else:
-            self._write_host(block, coded, layer_index, kind, out, tokens, positions)
+            self._write_host(coded, layer_index, kind, out, tokens, positions)
 
     def _write_host(
         self,
-        block: int,
         coded: CodedBlock,
         layer_index: int,
         kind: str,
@@ -113,34 +106,35 @@ class PipelineChunk:
         tokens: slice,
         positions: RotaryTable | None,
     ) -> None:
-        coder, spec = self._coder, self._reader.header.spec
+        coder, plane = self._coder, self._num_planes - 1
         transform = coder.profile.transform
-        which = transform.plans[block].channels_of(spec, layer_index, kind)
-        plane = self._num_planes - 1
         if not isinstance(transform, Components) or coded.scales[0] is not None:
+            block = coder.block_of(layer_index, kind)
+            spec = coder.profile.spec
+            which = transform.plans[block].channels_of(spec, layer_index, kind)
             channels = coder.channels(plane, block, coded, self.num_tokens)[which, tokens]
             place_channels(channels, out, positions)
             return
-        (values,) = coded.values
+        synthesis = coder.synthesis(plane, layer_index, kind)
         reconstruct(
-            values,
-            coder.shrink(plane, block, 0, len(values)),
-            coder.basis(plane, block, layer_index, kind),
-            transform.mean_of(block, layer_index, kind),
+            coded.values[0],
+            synthesis.shrink,
+            synthesis.basis,
+            synthesis.mean,
             out,
             cos=None if positions is None else positions.cos,
             sin=None if positions is None else positions.sin,
             tokens=tokens,
             threads=torch.get_num_threads(),
         )
-        inside = (coded.raw_tokens >= tokens.start) & (coded.raw_tokens < tokens.stop)
-        for index in inside.nonzero()[:, 0].tolist():
-            at = int(coded.raw_tokens[index]) - tokens.start
-            one = slice(at, at + 1)
-            there = None
-            if positions is not None:
-                there = RotaryTable(positions.cos[one], positions.sin[one])
-            place_channels(coded.raw[index, which].float()[:, None], out[:, one], there)
+        for index, token in enumerate(coded.raw_tokens.tolist()):
+            if tokens.start <= token < tokens.stop:
+                one = slice(token - tokens.start, token - tokens.start + 1)
+                there = None
+                if positions is not None:
+                    there = RotaryTable(positions.cos[one], positions.sin[one])
+                channels = coded.raw[index, synthesis.channels].float()[:, None]
+                place_channels(channels, out[:, one], there)
 
     def block(self, block: int) -> CodedBlock:
         """Return the whole numbers of a block. Raises as `read_layer` does."""

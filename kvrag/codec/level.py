@@ -43,6 +43,28 @@ class CodedBlock:
     raw: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Synthesis:
+    """What turns the numbers ``[R, T]`` of a block into one kind of one layer.
+
+    Attributes
+    ----------
+    channels
+        Which channels of the block these are.
+    shrink
+        float32 ``[R]``.
+    basis
+        float32 ``[H, R, D]``, steps multiplied in.
+    mean
+        float32 ``[H, D]``.
+    """
+
+    channels: slice
+    shrink: torch.Tensor
+    basis: torch.Tensor
+    mean: torch.Tensor
+
+
 class LevelCoder:
     """Tables, steps and bases of one level, made when they are first needed.
 
@@ -57,7 +79,13 @@ class LevelCoder:
     def __init__(self, profile: Profile, level: Level) -> None:
         self.profile = profile
         self.level = level
-        self._bases: dict[tuple[int, int, str], torch.Tensor] = {}
+        self._blocks = {
+            (layer_index, kind): number
+            for number, plan in enumerate(profile.transform.plans)
+            for layer_index in plan.layers
+            for kind in plan.kinds
+        }
+        self._syntheses: dict[tuple[int, int, str], Synthesis] = {}
         self._lock = threading.Lock()
 
     @cached_property
@@ -113,15 +141,31 @@ class LevelCoder:
             found[:, coded.raw_tokens] = coded.raw.T.float()
         return found
 
-    def basis(self, plane: int, block: int, layer_index: int, kind: str) -> torch.Tensor:
-        """Return float32 ``[H, R, D]`` with a plane's steps folded in (transform `pca` alone)."""
-        found = self._bases.get((plane, layer_index, kind))
+    def synthesis(self, plane: int, layer_index: int, kind: str) -> Synthesis:
+        """Return what turns a block's numbers into one kind of one layer (transform `pca` alone).
+
+        Parameters
+        ----------
+        plane
+            The last that is read.
+        """
+        found = self._syntheses.get((plane, layer_index, kind))
         if found is None:
             transform = self.profile.transform
             assert isinstance(transform, Components)
+            block = self.block_of(layer_index, kind)
             num_rows = self.level.planes[plane].num_rows[block][0]
             steps = self.steps(plane, block, 0, num_rows)
-            found = transform.synthesis_basis(block, layer_index, kind, steps)
+            found = Synthesis(
+                channels=transform.plans[block].channels_of(self.profile.spec, layer_index, kind),
+                shrink=self.shrink(plane, block, 0, num_rows),
+                basis=transform.synthesis_basis(block, layer_index, kind, steps),
+                mean=transform.mean_of(block, layer_index, kind),
+            )
             with self._lock:
-                self._bases[plane, layer_index, kind] = found
+                self._syntheses[plane, layer_index, kind] = found
         return found
+
+    def block_of(self, layer_index: int, kind: str) -> int:
+        """Return which block holds one kind of one layer."""
+        return self._blocks[layer_index, kind]
