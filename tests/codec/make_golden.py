@@ -1,0 +1,60 @@
+"""Writes golden records of the codecs that need a profile: run once for a version of the format.
+
+``python -m tests.codec.make_golden`` refuses to overwrite what is there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from kvrag.codec.allocation import LayerGroups, RateDistortion
+from kvrag.codec.base import Codec
+from kvrag.codec.config import PipelineConfig, Rans
+from kvrag.codec.lossless import LosslessCodec
+from kvrag.codec.pipeline import PipelineCodec
+from kvrag.codec.quantiser import Exact, PerToken, Uniform
+from kvrag.codec.transform.anchor_delta import AnchorDelta
+from kvrag.codec.transform.none import NoTransform
+from kvrag.codec.transform.pca import PCA
+from kvrag.kvcache import KVSpec
+from tests.contracts.codec_contract import KEY, decode
+from tests.support.codecs import fit, smooth_kv
+
+GOLDEN = Path(__file__).parent / "golden"
+SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32)
+CONFIGS = {
+    "transform": PipelineConfig(
+        PCA(group_layers=1), RateDistortion((2.0, 4.0)), Uniform(refinements=2), Rans(3)
+    ),
+    "anchors": PipelineConfig(AnchorDelta(), LayerGroups(), PerToken(refinements=1), Rans(3)),
+    "lossless": PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact(), Rans(3)),
+}
+
+
+def main() -> None:
+    """Write for each codec its profile, a record, and what the record decodes to."""
+    for name, config in CONFIGS.items():
+        profile = fit(config, SPEC)
+        level = profile.levels[-1].name
+        codec: Codec = PipelineCodec(profile, name, level)
+        if name == "lossless":
+            codec = LosslessCodec(profile)
+        kv = smooth_kv(SPEC, 37, seed=9)
+        kv.keys[1, :, 7] *= 300.0  # kept raw, or escaped
+        record = codec.encode(KEY, kv)
+        found = decode(codec, KEY, record, SPEC)
+        files = {
+            f"{name}-v2.profile": profile.content,
+            f"{name}-v2.kv": record,
+        }
+        for file, content in files.items():
+            with (GOLDEN / file).open("xb") as out:
+                out.write(content)
+        save_file({"keys": found.keys, "values": found.values}, GOLDEN / f"{name}-v2.decoded")
+
+
+if __name__ == "__main__":
+    main()

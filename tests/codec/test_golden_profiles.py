@@ -1,0 +1,252 @@
+"""Golden records of the codecs that need a profile, read by docs/format.md alone, without kvrag."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load
+
+from kvrag.codec.profile import Profile
+from kvrag.codec.registry import codec_of
+from tests.codec.make_golden import CONFIGS, GOLDEN, SPEC
+from tests.contracts.codec_contract import KEY, decode
+
+L, H, D, T = SPEC.num_layers, SPEC.num_kv_heads, SPEC.head_dim, 37
+N = 2 * H * D  # channels of a block: one layer, keys and values
+
+
+def expected(name: str) -> dict[str, torch.Tensor]:
+    arrays = load((GOLDEN / f"{name}-v2.decoded").read_bytes())
+    return {kind: torch.from_numpy(array) for kind, array in arrays.items()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_golden_records(name: str) -> None:
+    profile = Profile.from_bytes((GOLDEN / f"{name}-v2.profile").read_bytes())
+    assert profile.config == CONFIGS[name]
+    record = (GOLDEN / f"{name}-v2.kv").read_bytes()
+    found = decode(codec_of(profile), KEY, record, SPEC)
+    exact = 0.0 if name == "lossless" else 1e-4
+    for kind, true in expected(name).items():
+        torch.testing.assert_close(getattr(found, kind), true, rtol=exact, atol=exact)
+
+
+class Reader:
+    """The fields of a block, one after the other."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def take(self, kind: str, count: int) -> NDArray[Any]:
+        size = np.dtype(kind).itemsize * count
+        found = np.frombuffer(self.content[:size], kind)
+        assert len(found) == count
+        self.content = self.content[size:]
+        return found
+
+
+def read_streams(
+    payload: bytes,
+    shape: tuple[int, int],
+    tables: NDArray[np.int64],
+    classes: NDArray[np.int64],
+    context: NDArray[np.int64] | None = None,
+) -> NDArray[np.int64]:
+    """Decode 32-lane rANS in plain Python."""
+    num_rows, num_columns = shape
+    out = np.zeros(shape, dtype=np.int64)
+    if not out.size:
+        assert payload == b""
+        return out
+    reader = Reader(payload)
+    (num_streams,) = reader.take("<u4", 1)
+    for number, size in enumerate(reader.take("<u4", num_streams)):
+        stream = Reader(bytes(reader.take("u1", size)))
+        states = [int(state) for state in stream.take("<u4", 32)]
+        words = iter(stream.take("<u2", len(stream.content) // 2).tolist())
+        first, last = (n * num_rows // int(num_streams) for n in (number, number + 1))
+        for row in range(first, last):
+            for start in range(0, num_columns, 32):
+                columns = range(start, min(start + 32, num_columns))
+                for column in columns:
+                    lane = column % 32
+                    one = int(classes[row]) + (0 if context is None else int(context[row, column]))
+                    ends = np.cumsum(tables[one])
+                    slot = states[lane] % 4096
+                    symbol = int(np.searchsorted(ends, slot, side="right"))
+                    begin = int(ends[symbol] - tables[one][symbol])
+                    states[lane] = int(tables[one][symbol]) * (states[lane] >> 12) + slot - begin
+                    out[row, column] = symbol
+                for column in columns:
+                    if states[column % 32] < 65536:
+                        states[column % 32] = states[column % 32] << 16 | next(words)
+        assert states == [65536] * 32
+        assert next(words, None) is None
+    assert reader.content == b""
+    return out
+
+
+def read_numbers(reader: Reader, num_escaped: int, size: int, *layout: Any) -> NDArray[np.int64]:
+    escaped = reader.take("<i2", num_escaped)
+    symbols = read_streams(bytes(reader.take("u1", size)), *layout)
+    numbers = symbols - 128
+    numbers[symbols == 0] = escaped
+    return numbers
+
+
+class Record:
+    """A golden record and its profile, taken apart."""
+
+    def __init__(self, name: str) -> None:
+        profile = (GOLDEN / f"{name}-v2.profile").read_bytes()
+        (length,) = struct.unpack("<Q", profile[:8])
+        metadata = json.loads(profile[8 : 8 + length])["__metadata__"]["kvrag_profile"]
+        self.metadata = json.loads(metadata)
+        self.tensors = load(profile)
+        record = (GOLDEN / f"{name}-v2.kv").read_bytes()
+        self.level, num_blocks, zero, profile_hash = struct.unpack("<3I20s", record[80:112])
+        assert zero == 0
+        assert profile_hash == hashlib.blake2b(profile, digest_size=20).digest()
+        index = [struct.unpack_from("<QQQ", record, 112 + 24 * b) for b in range(num_blocks)]
+        self.blocks = [record[offset : offset + size] for offset, size, _ in index]
+        self.classes = self.of_level("classes").astype(np.int64)
+
+    def of_level(self, name: str) -> NDArray[Any]:
+        return self.tensors[f"level.{self.level}.{name}"]
+
+    def tables(self, plane: int) -> NDArray[np.int64]:
+        return self.of_level(f"plane.{plane}.frequencies").astype(np.int64)
+
+
+def kv_of_channels(channels: NDArray[Any]) -> dict[str, torch.Tensor]:
+    """Return keys and values ``[H, T, D]`` of one layer's channels ``[N, T]``."""
+    both = torch.from_numpy(channels.astype(np.float32)).view(2, H, D, T).transpose(2, 3)
+    return {"keys": both[0], "values": both[1]}
+
+
+def test_the_documented_layout_of_transform() -> None:
+    record = Record("transform")
+    assert len(record.blocks) == 3 * L
+    num_rows = [record.of_level(f"plane.{plane}.num_rows") for plane in range(3)]
+    first_class = 0
+    for layer in range(L):
+        steps = record.of_level(f"steps.{layer}.0")
+        classes = record.classes[first_class : first_class + len(steps)]
+        first_class += len(steps)
+        reader = Reader(record.blocks[layer])
+        (num_raw,) = reader.take("<u4", 1)
+        num_escaped, size = reader.take("<u4", 2)
+        raw_tokens = reader.take("<u4", num_raw)
+        raw = reader.take("<f4", num_raw * N).reshape(num_raw, N)
+        rows = int(num_rows[0][layer])
+        numbers = np.zeros((len(steps), T), dtype=np.int64)
+        numbers[:rows] = read_numbers(
+            reader, num_escaped, size, (rows, T), record.tables(0), classes[:rows]
+        )
+        assert reader.content == b""
+        for plane in (1, 2):
+            reader = Reader(record.blocks[plane * L + layer])
+            (size,) = reader.take("<u4", 1)
+            rows = int(num_rows[plane][layer])
+            known = numbers[:rows]
+            streams = bytes(reader.take("u1", size))
+            assert reader.content == b""
+            context = np.minimum(np.abs(known), 2)
+            symbols = read_streams(
+                streams, (rows, T), record.tables(plane), 3 * classes[:rows], context
+            )
+            numbers[:rows] = 3 * known + np.where(known < 0, -1, 1) * (symbols - 128)
+        shrink = record.of_level("plane.2.shrink")[classes][:, None]
+        scaled = (numbers - np.sign(numbers) * shrink) * steps[:, None]
+        basis = record.tensors[f"basis.{layer}"][: len(steps)].astype(np.float64)
+        channels = (basis.T @ scaled) / record.tensors[f"weight.{layer}"][:, None]
+        channels += record.tensors[f"mean.{layer}"][:, None]
+        channels[:, raw_tokens.astype(np.int64)] = raw.T
+        for kind, found in kv_of_channels(channels).items():
+            true = expected("transform")[kind][layer]
+            torch.testing.assert_close(found, true, rtol=1e-3, atol=1e-3)
+
+
+def test_the_documented_layout_of_lossless() -> None:
+    record = Record("lossless")
+    for layer in range(L):
+        reader = Reader(record.blocks[layer])
+        num_escaped, size = reader.take("<u4", 2)
+        classes = record.classes[layer * N : (layer + 1) * N]
+        numbers = read_numbers(reader, num_escaped, size, (N, T), record.tables(0), classes)
+        steps = record.of_level(f"steps.{layer}.0")
+        exponents = numbers + (steps.view(np.int32) >> 23)[:, None]
+        rest = sum(
+            reader.take("u1", N * T).astype(np.int64).reshape(N, T) << shift for shift in (0, 8, 16)
+        )
+        assert reader.content == b""
+        bits = (rest >> 23) << 31 | exponents << 23 | rest & 0x7FFFFF
+        channels = bits.astype(np.uint32).view(np.float32)
+        for kind, found in kv_of_channels(channels).items():
+            assert torch.equal(found, expected("lossless")[kind][layer])
+
+
+def test_the_documented_layout_of_anchors() -> None:
+    record = Record("anchors")
+    assert len(record.blocks) == 2 * L
+    is_anchor = np.arange(T) % 10 == 0
+    num_anchors = int(is_anchor.sum())
+    widths = (num_anchors, T - num_anchors)
+    first_class = 0
+    for layer in range(L):
+        reader = Reader(record.blocks[layer])
+        (num_raw,) = reader.take("<u4", 1)
+        sizes = [reader.take("<u4", 2) for _ in range(2)]
+        raw_tokens = reader.take("<u4", num_raw).astype(np.int64)
+        raw = reader.take("<f4", num_raw * N).reshape(num_raw, N)
+        anchor_scales = reader.take("<f2", 2 * num_anchors).reshape(2, num_anchors)
+        found = []
+        for matrix, width in enumerate(widths):
+            steps = record.of_level(f"steps.{layer}.{matrix}")
+            classes = record.classes[first_class : first_class + len(steps)]
+            first_class += len(steps)
+            scales = reader.take("<f2", 2 * width).reshape(2, width) if matrix else None
+            rows = int(record.of_level("plane.0.num_rows")[2 * layer + matrix])
+            numbers = np.zeros((len(steps), width), dtype=np.int64)
+            numbers[:rows] = read_numbers(
+                reader, *sizes[matrix], (rows, width), record.tables(0), classes[:rows]
+            )
+            found.append((numbers, steps, classes, scales))
+        assert reader.content == b""
+        anchors = np.zeros((N, num_anchors))
+        anchors[: len(found[0][0])] = found[0][0]
+        anchors = anchors * np.repeat(anchor_scales.astype(np.float64), H * D, axis=0)
+        numbers, steps, classes, scales = found[1]
+        reader = Reader(record.blocks[L + layer])
+        assert reader.take("<u4", 1).tolist() == [0]  # anchors are not refined
+        (size,) = reader.take("<u4", 1)
+        rows = int(record.of_level("plane.1.num_rows")[2 * layer + 1])
+        known = numbers[:rows]
+        symbols = read_streams(
+            bytes(reader.take("u1", size)),
+            known.shape,
+            record.tables(1),
+            3 * classes[:rows],
+            np.minimum(np.abs(known), 2),
+        )
+        assert reader.content == b""
+        numbers[:rows] = 3 * known + np.where(known < 0, -1, 1) * (symbols - 128)
+        shrink = record.of_level("plane.1.shrink")[classes][:, None]
+        differences = np.zeros((N, widths[1]))
+        differences[: len(steps)] = (numbers - np.sign(numbers) * shrink) * steps[:, None]
+        differences *= np.repeat(scales.astype(np.float64), H * D, axis=0)
+        channels = np.zeros((N, T))
+        channels[:, is_anchor] = anchors
+        channels[:, ~is_anchor] = differences + anchors[:, np.arange(T)[~is_anchor] // 10]
+        channels += record.tensors[f"mean.{layer}"][:, None]
+        channels[:, raw_tokens] = raw.T
+        for kind, placed in kv_of_channels(channels).items():
+            true = expected("anchors")[kind][layer]
+            torch.testing.assert_close(placed, true, rtol=1e-3, atol=1e-3)
