@@ -149,16 +149,19 @@ def _describe(number: int, part: Part) -> str:
         )
     else:
         start = (
-            f"- Part {number}, {options.num_layers} layers: new ones stand behind the last, copies "
-            f"of layers {options.twins} of part\n  {number - 1} (counted from 0) with outputs of "
-            "zero, so that they change nothing at first. Stage\n"
-            f"  {options.last_stage}: the benchmark's own text, with more two-hop questions whose "
-            "first relation matters. Beside\n  the answers, weighted "
-            f"{HOP_WEIGHT:g}: behind the name in a two-hop question, the person in between, read\n"
-            f"  off behind layer {options.hop_layers} through the model's own output head. "
-            "Question types drawn\n"
-            f"  {_shares(STAGES[options.last_stage - 1].shares)}."
+            f"- Part {number}, {options.num_layers} layers: behind the first {options.grow_at} of "
+            f"part {number - 1} stands a copy of each of its layers\n  {options.twins} (counted "
+            "from 0) with outputs of zero, so that it changes nothing at first. Stage "
+            f"{options.last_stage}:\n  the benchmark's own text, with more two-hop questions whose "
+            "first relation matters. Question\n  types drawn "
+            f"{_shares(STAGES[options.last_stage - 1].shares)}."
         )
+        if options.hop_layers:
+            start += (
+                f"\n  Beside the answers, weighted {HOP_WEIGHT:g}: behind the name in a two-hop "
+                "question, the person in\n  between, read off behind layer "
+                f"{options.hop_layers} through the model's own output head."
+            )
     return (
         f"{start}\n  A tenth of the steps is copying. Peak rate {options.learning_rate:g}, "
         f"{options.warmup_steps} warm-up steps, linear decay over the last\n"

@@ -11,11 +11,13 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _OUTPUTS = ("self_attn.o_proj.", "mlp.down_proj.")
 
 
-def grow(weights: Mapping[str, torch.Tensor], twins: Sequence[int]) -> dict[str, torch.Tensor]:
+def grow(
+    weights: Mapping[str, torch.Tensor], twins: Sequence[int], place: int | None = None
+) -> dict[str, torch.Tensor]:
     """Return the weights of a deeper model that computes what `weights` compute.
 
-    Behind the last layer stands a copy of each of the layers `twins`, in that order, with
-    outputs of zero: it looks where its twin looks and adds nothing yet.
+    Behind the first `place` layers, or behind all, stands a copy of each of the layers `twins`,
+    in that order, with outputs of zero: it looks where its twin looks and adds nothing yet.
 
     Raises
     ------
@@ -26,12 +28,19 @@ def grow(weights: Mapping[str, torch.Tensor], twins: Sequence[int]) -> dict[str,
     present = 1 + max((int(match[1]) for match in matches.values() if match), default=-1)
     if missing := [layer for layer in twins if not 0 <= layer < present]:
         raise ValueError(f"weights of {present} layers have no layer {missing[0]}")
-    grown = dict(weights)
-    for place, twin in enumerate(twins, present):
-        for name, match in matches.items():
-            if match and int(match[1]) == twin:
-                is_output = match[2].startswith(_OUTPUTS)
-                tensor = weights[name]
+    place = present if place is None else place
+    grown = {}
+    for name, tensor in weights.items():
+        match = matches[name]
+        if match is None:
+            grown[name] = tensor
+            continue
+        layer, rest = int(match[1]), match[2]
+        moved = layer if layer < place else layer + len(twins)
+        grown[f"model.layers.{moved}.{rest}"] = tensor
+        for new, twin in enumerate(twins, place):
+            if twin == layer:
+                is_output = rest.startswith(_OUTPUTS)
                 copy = torch.zeros_like(tensor) if is_output else tensor.clone()
-                grown[f"model.layers.{place}.{match[2]}"] = copy
+                grown[f"model.layers.{new}.{rest}"] = copy
     return grown

@@ -51,17 +51,18 @@ class TrainingOptions:
     """What one part of a run is made of; the defaults are the second part's."""
 
     out: Path
-    steps: int = 1650
-    decay_steps: int = 800
+    steps: int = 1300
+    decay_steps: int = 380
     warmup_steps: int = 50
     rows: int = 16  # of five documents; more rows where documents are fewer
     questions: int = 18
     copying_rows: int = 64
     learning_rate: float = 1.5e-3
     hidden_size: int = 128
-    num_layers: int = 8
-    twins: str = "1,3,4"  # layers of the model gone on from that are repeated behind its last
-    hop_layers: int = 5  # layers that have to find the person between two hops; 0: not said
+    num_layers: int = 6
+    twins: str = "3"  # layers of the model gone on from that are repeated
+    grow_at: int = 4  # how many of its layers stand before the repeated ones
+    hop_layers: int = 0  # layers that have to find the person between two hops; 0: not said
     last_stage: int = len(STAGES)  # 1 to 6
     seed: int = 0
     threads: int = 1
@@ -125,7 +126,7 @@ class Trainer:
             self.progress = Progress(copying_done=0, stage=options.last_stage - 1)
             weights = _trained_weights(Path(options.start))
             twins = [int(layer) for layer in options.twins.split(",") if layer]
-            self.model.load_state_dict(grow(weights, twins))
+            self.model.load_state_dict(grow(weights, twins, options.grow_at))
 
     def run(self) -> None:
         """Train until the last step."""

@@ -92,12 +92,13 @@ def test_a_grown_model_computes_what_it_did(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in small.parameters():
             parameter.add_(torch.randn_like(parameter) / 10)
-    large.load_state_dict(grow(small.state_dict(), [1, 2]))
     ids = torch.arange(40).reshape(2, 20)
-    assert torch.equal(small(ids).logits, large(ids).logits)
-    for layer, twin in ((3, 1), (4, 2)):
-        theirs = large.model.layers[twin].self_attn.q_proj.weight
-        assert torch.equal(large.model.layers[layer].self_attn.q_proj.weight, theirs)
+    for place, new in ((None, (3, 4)), (2, (2, 3))):
+        large.load_state_dict(grow(small.state_dict(), [1, 2], place))
+        assert torch.equal(small(ids).logits, large(ids).logits)
+        for layer, twin in zip(new, (1, 2), strict=True):
+            theirs = small.model.layers[twin].self_attn.q_proj.weight
+            assert torch.equal(large.model.layers[layer].self_attn.q_proj.weight, theirs)
 
 
 def test_a_layer_that_is_not_there_has_no_twin(tmp_path: Path) -> None:
