@@ -40,6 +40,7 @@ from kvrag.codec.planes import (
 from kvrag.codec.profile import Level, Plane, Profile
 from kvrag.codec.quantiser import ESCAPE_BITS, MAX_MAGNITUDE, Exact, quantise, token_scales
 from kvrag.codec.transform.base import WILD, Analysis, FittedTransform
+from kvrag.codec.transform.pca import Components
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 
@@ -106,6 +107,10 @@ def fit_profile(
     for level, name in enumerate(config.allocation.level_names()):
         on_progress(f"fitting level {name}")
         levels.append(sample.fit_level(level, name))
+    if isinstance(transform, Components):
+        # Components that no level codes would make most of the file.
+        most = [max(len(level.steps[b][0]) for level in levels) for b in range(len(sample.blocks))]
+        transform = transform.keep_rows(most)
     return Profile(config, spec, model_fingerprint, transform, tuple(levels), num_tokens)
 
 
@@ -143,13 +148,13 @@ class _Sample:
         self._spec = spec
         num_tokens = sum(kv.num_tokens for kv in kept)
         self._num_elements = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * num_tokens
-        self._blocks: list[list[_Matrix]] = []
+        self.blocks: list[list[_Matrix]] = []
         self._lost: list[float] = []  # a token's squared error before anything is quantised
         self._energy = 0.0  # of a token about the mean, in the same metric
         for block, plan in enumerate(transform.plans):
             channels = [plan.gather(kv) for kv in kept]
             analyses = [transform.analyse(block, rows) for rows in channels]
-            self._blocks.append(self._matrices(transform, block, analyses))
+            self.blocks.append(self._matrices(transform, block, analyses))
             self._lost.append(_mean_error(transform, block, channels, analyses))
             every = torch.cat(channels, dim=1)
             middle = every.mean(1, keepdim=True).expand_as(every)
@@ -200,7 +205,7 @@ class _Sample:
         return matrix.units * relative * factor
 
     def _greatest(self) -> float:
-        return max(float(m.rows.abs().max()) for b in self._blocks for m in b)
+        return max(float(m.rows.abs().max()) for b in self.blocks for m in b)
 
     def _find_factor(self, level: int, target: float, finest: float) -> float:
         """Return the factor at which rows coded at their own entropies take the target."""
@@ -208,14 +213,14 @@ class _Sample:
         for _ in range(_BISECTIONS):
             middle = (low * high) ** 0.5
             bits = 0.0
-            for matrix in (m for block in self._blocks for m in block):
+            for matrix in (m for block in self.blocks for m in block):
                 rows = matrix.rows / self._steps(level, matrix, middle)[:, None]
                 bits += empirical_bits(count_symbols(quantise(rows)))
             low, high = (middle, high) if bits > target * self._num_elements else (low, middle)
         return math.sqrt(low * high)
 
     def _fit(self, level: int, name: str, factor: float) -> Level:
-        matrices = [m for block in self._blocks for m in block]
+        matrices = [m for block in self.blocks for m in block]
         steps = [self._steps(level, m, factor) for m in matrices]
         rows = [m.rows / step[:, None] for m, step in zip(matrices, steps, strict=True)]
         coded = [self._worth_coding(level, m, r) for m, r in zip(matrices, rows, strict=True)]
@@ -232,7 +237,7 @@ class _Sample:
         planes = self._planes(fitted, rows)
         last = planes[-1]
         distortion, all_steps, index = [], [], 0
-        for block, lost in zip(self._blocks, self._lost, strict=True):
+        for block, lost in zip(self.blocks, self._lost, strict=True):
             error, of_block = lost, []
             for matrix in block:
                 n = fitted.num_rows[index]
@@ -274,7 +279,7 @@ class _Sample:
             scale = float(RADIX ** (len(fitted.values) - 1 - number))
             num_rows, index = [], 0
             gaps, hits = np.zeros(fitted.num_classes), np.zeros(fitted.num_classes)
-            for block in self._blocks:
+            for block in self.blocks:
                 of_block = []
                 for matrix in block:
                     n = fitted.num_rows_of(number, index)

@@ -11,7 +11,7 @@ rate. `PCA.normalise` does the first for models whose layers differ too much.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,6 +27,7 @@ BASIS_DTYPE = torch.float16
 # attention sinks would otherwise turn the first components towards themselves.
 _MOST_ENERGY = 9.0
 _MOST_DOUBLE = 1536
+_MOST_CHANNELS = 6144
 # A layer that hardly varies is not blown up to the others' size.
 _LEAST_VARIANCE = 1e-4
 
@@ -38,7 +39,9 @@ class PCA:
     Attributes
     ----------
     group_layers
-        Layers of a group; 0 means all. Decoding costs ``2 N R`` operations a token and group.
+        Layers of a group; 0 means as many as have at most 6,144 channels together. The more, the
+        smaller the records; fitting costs ``N^3`` operations and decoding ``2 N R`` a token for
+        each group of N channels, R of whose components are coded.
     joint
         Whether keys and values share one basis.
     normalise
@@ -56,7 +59,9 @@ class PCA:
 
     def plans(self, spec: KVSpec) -> tuple[BlockPlan, ...]:
         """Return a block for each group of layers, or for each kind of each group."""
-        size = self.group_layers or spec.num_layers
+        width = 2 * spec.num_kv_heads * spec.head_dim
+        num_groups = -(-spec.num_layers * width // _MOST_CHANNELS)
+        size = self.group_layers or -(-spec.num_layers // min(num_groups, spec.num_layers))
         groups = [
             range(start, min(start + size, spec.num_layers))
             for start in range(0, spec.num_layers, size)
@@ -165,7 +170,7 @@ class Components:
         self.weights = weights
         self.bases = bases
         self._spec = spec
-        self._wide = [basis.float() for basis in bases]
+        self._wide: dict[int, torch.Tensor] = {}
         self._matrices = [self._matrix(len(basis)) for basis in bases]
 
     @staticmethod
@@ -187,12 +192,12 @@ class Components:
 
     def analyse(self, block: int, channels: torch.Tensor) -> Analysis:
         """Return the components of weighted channels less their means."""
-        return Analysis([self._wide[block] @ self._weighted(block, channels)])
+        return Analysis([self._basis(block) @ self._weighted(block, channels)])
 
     def synthesise(self, block: int, analysis: Analysis, num_tokens: int) -> torch.Tensor:
         """Return the channels; rows that were not decoded may be missing at the end."""
         rows = analysis.matrices[0]
-        channels = self._wide[block][: len(rows)].T @ rows
+        channels = self._basis(block)[: len(rows)].T @ rows
         return channels / self.weights[block][:, None] + self.means[block][:, None]
 
     def errors(self, block: int, found: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
@@ -215,7 +220,7 @@ class Components:
             float32 ``[H, R, D]``, contiguous.
         """
         which = self.plans[block].channels_of(self._spec, layer_index, kind)
-        basis = self._wide[block][: len(steps), which] / self.weights[block][which]
+        basis = self.bases[block][: len(steps), which].float() / self.weights[block][which]
         basis = basis * steps[:, None]
         heads = basis.view(len(steps), self._spec.num_kv_heads, self._spec.head_dim)
         return heads.transpose(0, 1).contiguous()
@@ -225,11 +230,23 @@ class Components:
         which = self.plans[block].channels_of(self._spec, layer_index, kind)
         return self.means[block][which].view(self._spec.num_kv_heads, self._spec.head_dim)
 
+    def keep_rows(self, num_rows: Sequence[int]) -> Components:
+        """Return the same with no more than so many components of each block."""
+        bases = [basis[:n].clone() for basis, n in zip(self.bases, num_rows, strict=True)]
+        return Components(self._spec, self.plans, self.means, self.weights, bases)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return means, weights and bases by name."""
         kept = {f"mean.{block}": mean for block, mean in enumerate(self.means)}
         kept |= {f"weight.{block}": weight for block, weight in enumerate(self.weights)}
         return kept | {f"basis.{block}": basis for block, basis in enumerate(self.bases)}
+
+    def _basis(self, block: int) -> torch.Tensor:
+        """Return a basis in float32, made when it is first needed."""
+        found = self._wide.get(block)
+        if found is None:
+            found = self._wide[block] = self.bases[block].float()
+        return found
 
     def _weighted(self, block: int, channels: torch.Tensor) -> torch.Tensor:
         centred = channels - self.means[block][:, None]
