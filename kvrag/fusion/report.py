@@ -79,7 +79,7 @@ class FusionReport:
         parts = [
             f"{self.num_tokens} prompt tokens: {self.num_cached} from {self.num_chunks} "
             f"cached chunks, {self.num_recomputed} recomputed, {self.num_fresh} fresh",
-            f"{self.bytes_loaded / 1e6:.1f} MB loaded",
+            f"{_size(self.bytes_loaded)} loaded",
             self.policy,
         ]
         if self.misses:
@@ -87,3 +87,8 @@ class FusionReport:
                 "misses: " + ", ".join(f"{count} {why}" for why, count in self.misses.items())
             )
         return " | ".join(parts)
+
+
+def _size(num_bytes: int) -> str:
+    """Return bytes with one decimal, in the unit that leaves few digits."""
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.1f} kB"

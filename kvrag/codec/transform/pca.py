@@ -43,7 +43,8 @@ class PCA:
         smaller the records; fitting costs ``N^3`` operations and decoding ``2 N R`` a token for
         each group of N channels, R of whose components are coded.
     joint
-        Whether keys and values share one basis.
+        Whether keys and values share one basis, where those of one layer have at most 6,144
+        channels.
     normalise
         Whether channels are divided by the root mean square of their layer and kind first.
     """
@@ -66,7 +67,8 @@ class PCA:
             range(start, min(start + size, spec.num_layers))
             for start in range(0, spec.num_layers, size)
         ]
-        kinds: list[tuple[str, ...]] = [KINDS] if self.joint else [(kind,) for kind in KINDS]
+        is_joint = self.joint and width <= _MOST_CHANNELS
+        kinds: list[tuple[str, ...]] = [KINDS] if is_joint else [(kind,) for kind in KINDS]
         return tuple(BlockPlan(layers, which) for layers in groups for which in kinds)
 
     def fitter(self, spec: KVSpec) -> PCAFitter:
