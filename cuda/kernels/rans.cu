@@ -18,15 +18,23 @@ __device__ u64 warp_index() {
 // Lanes below this one that are set in `mask`.
 __device__ u32 rank_in(u32 mask, u32 lane) { return __popc(mask & ((1u << lane) - 1)); }
 
+// Index of a symbol's table. A class beyond the model's, which only damage can bring, is its
+// last: kernels do not read past the tables.
+__device__ u64 table_index(u32 row_class, const u8* context, u64 token, u64 num_classes) {
+  const u64 wanted = u64{row_class} + (context == nullptr ? 0 : context[token]);
+  return wanted < num_classes ? wanted : num_classes - 1;
+}
+
 }  // namespace
 
 // Decode the streams whose bytes lie from offsets[i] to offsets[i + 1]: even numbers, at least
 // 128 apart, which the caller has checked. Writes what is wrong with each stream to `damage`.
 // `contexts` may be null.
 extern "C" __global__ void rans_decode(const u8* payload, const u64* offsets, u64 num_streams,
-                                       const u32* tables, const u16* classes, const u8* contexts,
-                                       i64 context_stride, u8* symbols, i64 row_stride,
-                                       u64 num_rows, u64 num_tokens, i32* damage) {
+                                       const u32* tables, u64 num_classes, const u16* classes,
+                                       const u8* contexts, i64 context_stride, u8* symbols,
+                                       i64 row_stride, u64 num_rows, u64 num_tokens,
+                                       i32* damage) {
   const u64 stream = warp_index();
   const u32 lane = threadIdx.x % rans::kNumLanes;
   if (stream >= num_streams) return;
@@ -42,16 +50,15 @@ extern "C" __global__ void rans_decode(const u8* payload, const u64* offsets, u6
   const u64 end = rans::first_row(stream + 1, num_streams, num_rows);
   for (u64 row = rans::first_row(stream, num_streams, num_rows);
        row < end && found == rans::Damage::none; ++row) {
-    const u32* table = tables + u64{classes[row]} * rans::kNumSlots;
+    const u32 row_class = classes[row];
     u8* out = symbols + static_cast<i64>(row) * row_stride;
     const u8* context =
         contexts == nullptr ? nullptr : contexts + static_cast<i64>(row) * context_stride;
     for (u64 token = lane; token < num_tokens + lane; token += rans::kNumLanes) {
       const bool active = token < num_tokens;
       if (active) {
-        u32 index = rans::slot_of(state);
-        if (context != nullptr) index += u32{context[token]} << rans::kProbabilityBits;
-        const u32 entry = table[index];
+        const u64 table = table_index(row_class, context, token, num_classes);
+        const u32 entry = tables[table * rans::kNumSlots + rans::slot_of(state)];
         out[token] = rans::symbol_of(entry);
         state = rans::pop(state, entry);
       }
@@ -77,8 +84,9 @@ extern "C" __global__ void rans_decode(const u8* payload, const u64* offsets, u6
 // `num_words` [num_streams] say what there is, or -1 where a symbol has frequency 0.
 extern "C" __global__ void rans_encode(const u8* symbols, i64 row_stride, const u16* classes,
                                        const u8* contexts, i64 context_stride, const u32* tables,
-                                       u64 num_streams, u64 num_rows, u64 num_tokens,
-                                       u16* scratch, u32* states, i64* num_words) {
+                                       u64 num_classes, u64 num_streams, u64 num_rows,
+                                       u64 num_tokens, u16* scratch, u32* states,
+                                       i64* num_words) {
   const u64 stream = warp_index();
   const u32 lane = threadIdx.x % rans::kNumLanes;
   if (stream >= num_streams) return;
@@ -89,7 +97,7 @@ extern "C" __global__ void rans_encode(const u8* symbols, i64 row_stride, const 
   u32 state = rans::kLowerBound;
   const u64 num_vectors = (num_tokens + rans::kNumLanes - 1) / rans::kNumLanes;
   for (u64 row = end; row-- > begin;) {
-    const u32* table = tables + u64{classes[row]} * rans::kMaxSymbols;
+    const u32 row_class = classes[row];
     const u8* in = symbols + static_cast<i64>(row) * row_stride;
     const u8* context =
         contexts == nullptr ? nullptr : contexts + static_cast<i64>(row) * context_stride;
@@ -98,9 +106,8 @@ extern "C" __global__ void rans_encode(const u8* symbols, i64 row_stride, const 
       const bool active = token < num_tokens;
       u32 entry = 0;
       if (active) {
-        u32 index = in[token];
-        if (context != nullptr) index += u32{context[token]} * rans::kMaxSymbols;
-        entry = table[index];
+        const u64 table = table_index(row_class, context, token, num_classes);
+        entry = tables[table * rans::kMaxSymbols + in[token]];
       }
       if (__any_sync(kWarp, active && entry == 0)) {
         if (lane == 0) num_words[stream] = -1;

@@ -94,10 +94,11 @@ extern "C" __global__ void dequantise(const void* numbers, i64 number_type, i64 
 
 // Replace points of what `dequantise` wrote.
 extern "C" __global__ void patch(const u32* rows, const u32* tokens, const float* values,
-                                 u64 num_patches, u64 first_token, u64 num_tokens, void* out,
-                                 i64 out_type, i64 out_stride) {
+                                 u64 num_patches, u64 num_rows, u64 first_token, u64 num_tokens,
+                                 void* out, i64 out_type, i64 out_stride) {
   for (u64 i = thread_index(); i < num_patches; i += num_threads()) {
-    if (tokens[i] < first_token || tokens[i] - first_token >= num_tokens) continue;
+    if (rows[i] >= num_rows || tokens[i] < first_token) continue;
+    if (tokens[i] - first_token >= num_tokens) continue;
     const i64 token = static_cast<i64>(tokens[i] - first_token);
     store_at(out, out_type, static_cast<i64>(rows[i]) * out_stride + token, values[i]);
   }

@@ -9,7 +9,7 @@ the number of threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,7 @@ MAX_SYMBOLS = 256
 MAX_CLASSES = 1 << 14
 
 # What a damaged payload has wrong, by the kernel's code: expected and found, whose fields are
-# those of the kernel's report. The order is that of `Damage` in
-# cuda/include/kvrag/rans.h.
+# those of the kernel's report. The order is that of `Damage` in cuda/include/kvrag/rans.h.
 _DAMAGE = {
     1: ("number of streams", "1 to {expected}", "{found}"),
     2: ("length of the payload", "{expected} bytes, as its index says", "{found} bytes"),
@@ -225,10 +224,15 @@ def decode_many(jobs: Sequence[DecodeJob], *, threads: int = 1) -> None:
     reports = _native.decode(prepared, check_threads(threads))
     for index, (damage, stream, expected, found) in enumerate(reports):
         if damage:
-            fields = {"stream": stream, "expected": expected, "found": found}
-            what, wanted, seen = (text.format(**fields) for text in _DAMAGE[damage])
             where = f"payload {index}: " if len(jobs) > 1 else ""
-            raise RecordError(f"{where}{what}: expected {wanted}, found {seen}")
+            refuse(damage, stream, expected, found, where)
+
+
+def refuse(damage: int, stream: int, expected: int, found: int, where: str = "") -> NoReturn:
+    """Raise the RecordError of one of the kernels' codes of damage, which is not 0."""
+    fields = {"stream": stream, "expected": expected, "found": found}
+    what, wanted, seen = (text.format(**fields) for text in _DAMAGE[damage])
+    raise RecordError(f"{where}{what}: expected {wanted}, found {seen}")
 
 
 def ideal_bits(

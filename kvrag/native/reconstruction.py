@@ -20,7 +20,7 @@ from kvrag.native.arrays import ArrayLike, check_threads, view
 
 ZERO_SYMBOL = 128
 
-_ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # The optional arguments of a kernel, checked.
 _Floats = NDArray[np.float32] | None
@@ -94,14 +94,14 @@ def reconstruct(
     matrix = _numbers(numbers)
     placed, element_type = _output(out)
     num_heads, _, head_dim = placed.shape
-    first_token = _first_token(tokens, matrix.shape[1], placed.shape[1])
+    first_token = first_of_tokens(tokens, matrix.shape[1], placed.shape[1])
     if mean is None:
         mean = np.zeros((num_heads, head_dim), np.float32)
     shape = (num_heads, matrix.shape[0], head_dim)
     _native.transform(
         matrix,
         _factor(shrink, "shrink", matrix.shape[0]),
-        _patches(patches, matrix),
+        check_patches(patches, *matrix.shape),
         view(basis, "basis", np.float32, shape, contiguous=True),
         view(mean, "mean", np.float32, (num_heads, head_dim), contiguous=True),
         placed,
@@ -158,12 +158,12 @@ def place_channels(
         raise ParameterError(
             f"numbers: expected {placed.shape[0]} x {placed.shape[2]} rows, found {num_rows}"
         )
-    first_token = _first_token(tokens, num_tokens, placed.shape[1])
+    first_token = first_of_tokens(tokens, num_tokens, placed.shape[1])
     shape = (num_rows, num_tokens)
     _native.channels(
         matrix,
         _factor(shrink, "shrink", num_rows),
-        _patches(patches, matrix),
+        check_patches(patches, *matrix.shape),
         _factor(row_scale, "row_scale", num_rows),
         _factor(token_scale, "token_scale", num_tokens),
         None if addend is None else view(addend, "addend", np.float32, shape),
@@ -228,17 +228,18 @@ def _output(out: ArrayLike) -> tuple[NDArray[Any], int]:
         if out.dtype not in (np.float32, np.float16):
             raise ParameterError(f"out: expected float32 or float16, found {out.dtype}")
         out = torch.from_numpy(out)
-    if out.dtype not in _ELEMENT_TYPES:
-        known = ", ".join(str(dtype) for dtype in _ELEMENT_TYPES)
+    if out.dtype not in ELEMENT_TYPES:
+        known = ", ".join(str(dtype) for dtype in ELEMENT_TYPES)
         raise ParameterError(f"out: expected {known}, found {out.dtype}")
-    code = _ELEMENT_TYPES[out.dtype]
+    code = ELEMENT_TYPES[out.dtype]
     if code == 0:
         return view(out, "out", np.float32, (None, None, None), writable=True), code
     bits = out.detach().view(torch.int16)
     return view(bits, "out", np.int16, (None, None, None), writable=True), code
 
 
-def _first_token(tokens: slice | None, num_tokens: int, num_written: int) -> int:
+def first_of_tokens(tokens: slice | None, num_tokens: int, num_written: int) -> int:
+    """Return where a slice begins; ParameterError unless it is of `num_written` tokens in turn."""
     start, stop, step = (slice(None) if tokens is None else tokens).indices(num_tokens)
     if step != 1 or stop - start != num_written:
         raise ParameterError(
@@ -262,17 +263,30 @@ def _tables(
     if cos is None or sin is None:
         raise ParameterError("cos, sin: expected both or neither, found one")
     cosines = view(cos, "cos", np.float32, (out.shape[1], None))
-    num_rotated = cosines.shape[1]
-    if num_rotated % 2 or num_rotated > out.shape[2]:
-        raise ParameterError(
-            f"cos: expected an even number of columns, at most {out.shape[2]}, found {num_rotated}"
-        )
+    check_tables_width(cosines.shape[1], out.shape[2])
     return cosines, view(sin, "sin", np.float32, cosines.shape)
 
 
-def _patches(
-    patches: Patches | None, matrix: NDArray[Any]
+def check_tables_width(num_rotated: int, head_dim: int) -> None:
+    """Raise ParameterError unless so many of a head's channels can be rotated."""
+    if num_rotated % 2 or num_rotated > head_dim:
+        raise ParameterError(
+            f"cos: expected an even number of columns, at most {head_dim}, found {num_rotated}"
+        )
+
+
+def check_patches(
+    patches: Patches | None, num_rows: int, num_tokens: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.float32]] | None:
+    """Return rows, tokens and values of patches, or None where there are none.
+
+    Raises
+    ------
+    ParameterError
+        When they have other shapes or types.
+    RecordError
+        When they lie outside the matrix or out of order.
+    """
     if patches is None:
         return None
     rows = view(patches.rows, "rows of patches", np.uint32, (None,), contiguous=True)
@@ -280,7 +294,6 @@ def _patches(
     values = view(patches.values, "values of patches", np.float32, rows.shape, contiguous=True)
     if not rows.size:
         return None
-    num_rows, num_tokens = matrix.shape
     places = tokens.astype(np.int64) * (1 << 32) + rows
     if rows.max() >= num_rows or tokens.max() >= num_tokens or (np.diff(places) <= 0).any():
         raise RecordError(

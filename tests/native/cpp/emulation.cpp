@@ -26,8 +26,8 @@ std::vector<u8> encode_emulated(const Matrix& m, const Model& model, u64 num_str
   const unsigned num_blocks = static_cast<unsigned>(num_streams + 1) / 2;
   emulation::launch(num_blocks, 1, 64, [&] {
     rans_encode(m.symbols.get(), stride, m.classes.get(), m.contexts.get(), stride,
-                model.encode(), num_streams, m.num_rows, m.num_tokens, scratch.get(),
-                states.get(), num_words.get());
+                model.encode(), model.num_classes, num_streams, m.num_rows, m.num_tokens,
+                scratch.get(), states.get(), num_words.get());
   });
   std::vector<u64> offsets{4 + 4 * num_streams};
   std::vector<u32> index{static_cast<u32>(num_streams)};
@@ -58,8 +58,8 @@ i32 decode_emulated(const Matrix& m, const Model& model, const std::vector<u8>& 
   std::vector<i32> damage(num_streams, -1);
   const i64 stride = static_cast<i64>(m.num_tokens);
   emulation::launch((num_streams + 1) / 2, 1, 64, [&] {
-    rans_decode(payload.data(), offsets.data(), num_streams, model.decode(), m.classes.get(),
-                m.contexts.get(), stride, out, stride, m.num_rows, m.num_tokens, damage.data());
+    rans_decode(payload.data(), offsets.data(), num_streams, model.decode(), model.num_classes,
+                m.classes.get(), m.contexts.get(), stride, out, stride, m.num_rows, m.num_tokens, damage.data());
   });
   for (const i32 found : damage) {
     if (found != 0) return found;
@@ -124,7 +124,7 @@ void reconstruct_once() {
     });
     emulation::launch(2, 1, 32, [&] {
       patch(numbers.patch_rows, numbers.patch_tokens, numbers.patch_values, numbers.num_patches,
-            to.first_token, n, points.get(), 0, static_cast<i64>(n));
+            input.num_rows, to.first_token, n, points.get(), 0, static_cast<i64>(n));
     });
     const auto product = exactly<float>(size);
     for (u64 head = 0; head < input.num_heads; ++head) {

@@ -1,0 +1,30 @@
+"""The same kernels on an NVIDIA GPU; wants ``pip install 'kvrag[gpu]'`` and a CUDA build of torch.
+
+Payloads are bit for bit those of `kvrag.native`. Arguments are torch tensors on one GPU; work
+goes to torch's current stream, and nothing here waits for the whole device. The kernels are
+compiled when the first of them is used and kept in ``~/.cache/kvrag`` (``KVRAG_CACHE``).
+
+So far these kernels have been compiled for sm_80 and sm_90 and checked, played by the host's
+threads, against the host's kernels; they have not run on a GPU. `tests/native/test_gpu.py` holds
+what must pass there.
+
+- `kvrag.native.gpu.entropy`: `DeviceTables`, `encode_rows`, `decode_rows`, `Verdict`.
+- `kvrag.native.gpu.reconstruction`: `reconstruct`, `place_channels`, `contexts`, `refine`.
+- `kvrag.native.gpu.compiling`: from the sources in ``cuda/`` to kernels.
+"""
+
+from __future__ import annotations
+
+from kvrag.native.gpu.entropy import DeviceTables, Verdict, decode_rows, encode_rows
+from kvrag.native.gpu.reconstruction import contexts, place_channels, reconstruct, refine
+
+__all__ = [
+    "DeviceTables",
+    "Verdict",
+    "contexts",
+    "decode_rows",
+    "encode_rows",
+    "place_channels",
+    "reconstruct",
+    "refine",
+]

@@ -1,0 +1,168 @@
+"""From the sources in ``cuda/`` to kernels on a device: NVRTC, and a cache of what it made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from kvrag.errors import ParameterError
+
+_KERNELS = {
+    "rans": ("rans_decode", "rans_encode", "rans_pack"),
+    "reconstruct": ("dequantise", "patch", "place", "channels", "magnitude_contexts", "refine"),
+}
+_FILE_OF = {kernel: file for file, kernels in _KERNELS.items() for kernel in kernels}
+_THREADS = 256
+_CHECKSUM_BYTES = 16
+
+_lock = threading.Lock()
+_loaded: dict[tuple[int, str], Any] = {}
+
+Argument = torch.Tensor | int | None
+
+
+def source_folder() -> Path:
+    """Return the folder that holds ``include/`` and ``kernels/``."""
+    installed = Path(__file__).parents[1] / "cuda"
+    # In a checkout they are where they are edited.
+    return installed if installed.is_dir() else Path(__file__).parents[3] / "cuda"
+
+
+def compile_kernels(file: str, arch: str) -> bytes:
+    """Return the cubin of ``kernels/<file>.cu``; needs NVRTC, but no GPU.
+
+    Parameters
+    ----------
+    file
+        rans or reconstruct.
+    arch
+        What to compile for, say sm_90.
+
+    Raises
+    ------
+    ParameterError
+        When the extra ``gpu`` is not installed.
+    """
+    core = _cuda_core()
+    folder = source_folder()
+    options = core.ProgramOptions(
+        name=f"{file}.cu", arch=arch, std="c++17", include_path=[str(folder / "include")]
+    )
+    source = (folder / "kernels" / f"{file}.cu").read_text()
+    return bytes(core.Program(source, "c++", options).compile("cubin").code)
+
+
+def launch(
+    kernel: str,
+    device: torch.device,
+    grid: tuple[int, int],
+    *arguments: Argument,
+    num_threads: int = _THREADS,
+    shared_bytes: int = 0,
+) -> None:
+    """Start a kernel on torch's current stream of `device`; returns without waiting.
+
+    Parameters
+    ----------
+    kernel
+        Its name.
+    grid
+        Blocks in x and y; nothing happens where one is 0.
+    arguments
+        In the kernel's order: tensors and None become pointers, numbers 64-bit integers.
+    num_threads
+        Of a block.
+    shared_bytes
+        Dynamic shared memory of a block.
+    """
+    if 0 in grid:
+        return
+    core = _cuda_core()
+    passed = [
+        argument.data_ptr() if isinstance(argument, torch.Tensor) else argument or 0
+        for argument in arguments
+    ]
+    with torch.cuda.device(device):
+        # torch makes its context current lazily, and only in threads that have used it.
+        core.Device(torch.cuda.current_device()).set_current()
+        function = _function(kernel)
+        config = core.LaunchConfig(grid=grid, block=num_threads, shmem_size=shared_bytes)
+        core.launch(torch.cuda.current_stream(), config, function, *passed)
+
+
+def blocks_for(num_items: int, num_threads: int = _THREADS) -> tuple[int, int]:
+    """Return a grid for kernels that stride over `num_items`."""
+    return min(-(-num_items // num_threads), 1 << 16), 1
+
+
+def _function(kernel: str) -> Any:
+    """Return a kernel for the current device."""
+    index = torch.cuda.current_device()
+    with _lock:
+        if (index, kernel) not in _loaded:
+            core = _cuda_core()
+            file = _FILE_OF[kernel]
+            major, minor = torch.cuda.get_device_capability(index)
+            module = core.ObjectCode.from_cubin(_cached_cubin(file, f"sm_{major}{minor}"))
+            for name in _KERNELS[file]:
+                _loaded[index, name] = module.get_kernel(name)
+        return _loaded[index, kernel]
+
+
+def _cached_cubin(file: str, arch: str) -> bytes:
+    """Return what `compile_kernels` made, now or in an earlier process."""
+    path = _cache_folder() / f"{file}-{arch}-{_key(file)}.cubin"
+    with contextlib.suppress(OSError):
+        kept = path.read_bytes()
+        if xxhash.xxh3_128_digest(kept[_CHECKSUM_BYTES:]) == kept[:_CHECKSUM_BYTES]:
+            return kept[_CHECKSUM_BYTES:]
+    cubin = compile_kernels(file, arch)
+    # A folder that cannot be written costs a compilation in every process, nothing else.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as written:
+            written.write(xxhash.xxh3_128_digest(cubin) + cubin)
+        Path(name).replace(path)
+    return cubin
+
+
+def _key(file: str) -> str:
+    """Return a hash of all that the compiler reads, and of the compiler's version."""
+    folder = source_folder()
+    content = xxhash.xxh3_128(_compiler_version().encode())
+    headers = sorted((folder / "include" / "kvrag").glob("*.h"))
+    for path in [*headers, folder / "kernels" / f"{file}.cu"]:
+        content.update(path.read_bytes())
+    return content.hexdigest()
+
+
+def _compiler_version() -> str:
+    from cuda.bindings import nvrtc
+
+    return str(nvrtc.nvrtcVersion())
+
+
+def _cache_folder() -> Path:
+    named = os.environ.get("KVRAG_CACHE")
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "kvrag"
+
+
+def _cuda_core() -> Any:
+    try:
+        import cuda.core as core
+    except ImportError as error:
+        raise ParameterError(
+            f"kernels for the GPU: expected cuda-core, found {error}; pip install 'kvrag[gpu]'"
+        ) from None
+    return core
