@@ -7,8 +7,7 @@
 namespace kvrag::host {
 
 static void channels_tile(const Numbers& numbers, const Channels& factors,
-                          const Placement& placement, u64 begin, u64 end,
-                          float* scratch) noexcept {
+                          const Placement& placement, u64 begin, u64 end, float* scratch) noexcept {
   const u64 head_dim = placement.head_dim;
   const u64 count = end - begin;
   const u64 first_token = placement.first_token + begin;

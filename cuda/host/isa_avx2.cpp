@@ -40,7 +40,8 @@ struct Avx2 {
     refill(x, state, below_bound(state), next);
   }
 
-  static void pop_first(Register& x, u32 count, const u32* table, Register offsets, const u8*& next, u8* out) {
+  static void pop_first(Register& x, u32 count, const u32* table, Register offsets, const u8*& next,
+                        u8* out) {
     const __m256i entry = entries(x, table, offsets);
     store_symbols(out, entry);
     const __m256i active = first(count);
@@ -52,7 +53,8 @@ struct Avx2 {
     return push_masked(x, _mm256_set1_epi32(-1), table, offsets, next, in);
   }
 
-  static bool push_first(Register& x, u32 count, const u32* table, Register offsets, u8*& next, const u8* in) {
+  static bool push_first(Register& x, u32 count, const u32* table, Register offsets, u8*& next,
+                         const u8* in) {
     return push_masked(x, first(count), table, offsets, next, in);
   }
 
@@ -78,8 +80,8 @@ struct Avx2 {
 
   static void store_symbols(u8* out, __m256i entry) {
     const __m256i low = _mm256_and_si256(entry, _mm256_set1_epi32(0xff));
-    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(low),
-                                           _mm256_extracti128_si256(low, 1));
+    const __m128i words =
+        _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packus_epi16(words, words));
   }
 
@@ -100,8 +102,7 @@ struct Avx2 {
     const __m256i ahead =
         _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(next)));
     const __m256i words = _mm256_permutevar8x32_epi32(ahead, order(kLaneTables.expand[mask]));
-    const __m256i refilled =
-        _mm256_or_si256(_mm256_slli_epi32(state, rans::kWordBits), words);
+    const __m256i refilled = _mm256_or_si256(_mm256_slli_epi32(state, rans::kWordBits), words);
     x = _mm256_blendv_epi8(state, refilled, lanes);
     next += 2 * __builtin_popcount(mask);
   }
@@ -113,13 +114,12 @@ struct Avx2 {
     return _mm256_fmadd_ps(high, _mm256_set1_ps(65536.0f), low);
   }
 
-  static bool push_masked(Register& x, __m256i active, const u32* table, Register offsets, u8*& next,
-                          const u8* in) {
+  static bool push_masked(Register& x, __m256i active, const u32* table, Register offsets,
+                          u8*& next, const u8* in) {
     const __m256i symbols =
         _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(in)));
-    const __m256i entry =
-        _mm256_i32gather_epi32(reinterpret_cast<const i32*>(table),
-                               _mm256_add_epi32(symbols, offsets), 4);
+    const __m256i entry = _mm256_i32gather_epi32(reinterpret_cast<const i32*>(table),
+                                                 _mm256_add_epi32(symbols, offsets), 4);
     const __m256i frequency = _mm256_and_si256(entry, _mm256_set1_epi32(0xffff));
     const __m256i impossible =
         _mm256_and_si256(active, _mm256_cmpeq_epi32(frequency, _mm256_setzero_si256()));
@@ -129,19 +129,19 @@ struct Avx2 {
     const u32 mask = bits(emit);
     // The words go to the upper end of a register, so that one plain store puts them right
     // below those already written; what it writes below them is overwritten later.
-    const __m256i packed = _mm256_and_si256(
-        _mm256_permutevar8x32_epi32(x, order(kLaneTables.pack_high[mask])),
-        _mm256_set1_epi32(0xffff));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(next - 16),
-                     _mm_packus_epi32(_mm256_castsi256_si128(packed),
-                                      _mm256_extracti128_si256(packed, 1)));
+    const __m256i packed =
+        _mm256_and_si256(_mm256_permutevar8x32_epi32(x, order(kLaneTables.pack_high[mask])),
+                         _mm256_set1_epi32(0xffff));
+    _mm_storeu_si128(
+        reinterpret_cast<__m128i*>(next - 16),
+        _mm_packus_epi32(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1)));
     next -= 2 * __builtin_popcount(mask);
     const __m256i state = _mm256_blendv_epi8(x, _mm256_srli_epi32(x, rans::kWordBits), emit);
 
     // The quotient is below 2^20, so its estimate in float is off by at most one; the
     // remainder tells which way.
-    __m256i quotient = _mm256_cvttps_epi32(
-        _mm256_div_ps(to_float(state), _mm256_cvtepi32_ps(frequency)));
+    __m256i quotient =
+        _mm256_cvttps_epi32(_mm256_div_ps(to_float(state), _mm256_cvtepi32_ps(frequency)));
     __m256i remainder = _mm256_sub_epi32(state, _mm256_mullo_epi32(quotient, frequency));
     const __m256i over = _mm256_srai_epi32(remainder, 31);
     quotient = _mm256_add_epi32(quotient, over);
@@ -162,8 +162,8 @@ struct Avx2 {
 }  // namespace
 
 const Kernels kAvx2 = {
-    "avx2",       decode_stream<Avx2>, encode_stream<Avx2>, transform_tile,
-    channels_tile, magnitude_contexts,   refine_values,
+    "avx2",        decode_stream<Avx2>, encode_stream<Avx2>, transform_tile,
+    channels_tile, magnitude_contexts,  refine_values,
 };
 
 }  // namespace kvrag::host

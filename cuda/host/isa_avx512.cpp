@@ -1,6 +1,6 @@
 // AVX-512 (F, BW, DQ, VL): two registers of 16 lanes.
 #define KVRAG_FLOATS 16  // in a register
-#define KVRAG_TOKENS 8  // whose sums fit the registers, two vectors each
+#define KVRAG_TOKENS 8   // whose sums fit the registers, two vectors each
 #define KVRAG_UNROLL _Pragma("GCC unroll 2")
 
 #include <immintrin.h>
@@ -36,7 +36,8 @@ struct Avx512 {
     refill(x, state, below_bound(state), next);
   }
 
-  static void pop_first(Register& x, u32 count, const u32* table, Register offsets, const u8*& next, u8* out) {
+  static void pop_first(Register& x, u32 count, const u32* table, Register offsets, const u8*& next,
+                        u8* out) {
     const __m512i entry = entries(x, table, offsets);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(entry));
     const __mmask16 active = first(count);
@@ -48,7 +49,8 @@ struct Avx512 {
     return push_masked(x, 0xffff, table, offsets, next, in);
   }
 
-  static bool push_first(Register& x, u32 count, const u32* table, Register offsets, u8*& next, const u8* in) {
+  static bool push_first(Register& x, u32 count, const u32* table, Register offsets, u8*& next,
+                         const u8* in) {
     return push_masked(x, first(count), table, offsets, next, in);
   }
 
@@ -77,8 +79,8 @@ struct Avx512 {
     next += 2 * __builtin_popcount(lanes);
   }
 
-  static bool push_masked(Register& x, __mmask16 active, const u32* table, Register offsets, u8*& next,
-                          const u8* in) {
+  static bool push_masked(Register& x, __mmask16 active, const u32* table, Register offsets,
+                          u8*& next, const u8* in) {
     const __m512i symbols =
         _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
     const __m512i entry = _mm512_i32gather_epi32(_mm512_add_epi32(symbols, offsets), table, 4);
@@ -90,11 +92,10 @@ struct Avx512 {
     // The words go to the upper end of a register, so that one plain store puts them right
     // below those already written; what it writes below them is overwritten later.
     const u32 count = static_cast<u32>(__builtin_popcount(emit));
-    const __m512i lanes =
-        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i rotated =
-        _mm512_permutexvar_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<i32>(count))),
-                                 _mm512_maskz_compress_epi32(emit, x));
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i rotated = _mm512_permutexvar_epi32(
+        _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<i32>(count))),
+        _mm512_maskz_compress_epi32(emit, x));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(next - 32), _mm512_cvtepi32_epi16(rotated));
     next -= 2 * count;
     const __m512i state = _mm512_mask_srli_epi32(x, emit, x, rans::kWordBits);
@@ -124,8 +125,8 @@ struct Avx512 {
 }  // namespace
 
 const Kernels kAvx512 = {
-    "avx512",       decode_stream<Avx512>, encode_stream<Avx512>, transform_tile,
-    channels_tile, magnitude_contexts,   refine_values,
+    "avx512",      decode_stream<Avx512>, encode_stream<Avx512>, transform_tile,
+    channels_tile, magnitude_contexts,    refine_values,
 };
 
 }  // namespace kvrag::host

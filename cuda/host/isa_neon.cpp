@@ -31,8 +31,7 @@ constexpr Shuffles make_shuffles() {
       shuffles.expand[mask][4 * lane + 2] = 255;
       shuffles.expand[mask][4 * lane + 3] = 255;
       shuffles.pack_high[mask][2 * lane] = static_cast<u8>(4 * lanes.pack_high[mask][lane]);
-      shuffles.pack_high[mask][2 * lane + 1] =
-          static_cast<u8>(4 * lanes.pack_high[mask][lane] + 1);
+      shuffles.pack_high[mask][2 * lane + 1] = static_cast<u8>(4 * lanes.pack_high[mask][lane] + 1);
     }
   }
   return shuffles;
@@ -59,7 +58,8 @@ struct Neon {
     pop_masked(x, vdupq_n_u32(~0u), table, offsets, next, out);
   }
 
-  static void pop_first(Register& x, u32 count, const u32* table, Register offsets, const u8*& next, u8* out) {
+  static void pop_first(Register& x, u32 count, const u32* table, Register offsets, const u8*& next,
+                        u8* out) {
     pop_masked(x, first(count), table, offsets, next, out);
   }
 
@@ -67,7 +67,8 @@ struct Neon {
     return push_masked(x, vdupq_n_u32(~0u), table, offsets, next, in);
   }
 
-  static bool push_first(Register& x, u32 count, const u32* table, Register offsets, u8*& next, const u8* in) {
+  static bool push_first(Register& x, u32 count, const u32* table, Register offsets, u8*& next,
+                         const u8* in) {
     return push_masked(x, first(count), table, offsets, next, in);
   }
 
@@ -82,8 +83,8 @@ struct Neon {
     return vld1q_u32(entries);
   }
 
-  static void pop_masked(Register& x, uint32x4_t active, const u32* table, Register offsets, const u8*& next,
-                         u8* out) {
+  static void pop_masked(Register& x, uint32x4_t active, const u32* table, Register offsets,
+                         const u8*& next, u8* out) {
     const uint32x4_t slot_mask = vdupq_n_u32(rans::kNumSlots - 1);
     const uint32x4_t entry = look_up(table, vaddq_u32(vandq_u32(x, slot_mask), offsets));
     const uint16x4_t narrow = vmovn_u32(entry);
@@ -106,8 +107,8 @@ struct Neon {
     next += 2 * __builtin_popcount(mask);
   }
 
-  static bool push_masked(Register& x, uint32x4_t active, const u32* table, Register offsets, u8*& next,
-                          const u8* in) {
+  static bool push_masked(Register& x, uint32x4_t active, const u32* table, Register offsets,
+                          u8*& next, const u8* in) {
     const u32 symbols[4] = {in[0], in[1], in[2], in[3]};
     const uint32x4_t entry = look_up(table, vaddq_u32(vld1q_u32(symbols), offsets));
     const uint32x4_t frequency = vandq_u32(entry, vdupq_n_u32(0xffff));
@@ -118,16 +119,14 @@ struct Neon {
     const u32 mask = bits(emit);
     // The words go to the upper end of a register, so that one plain store puts them right
     // below those already written; what it writes below them is overwritten later.
-    const uint8x8_t packed =
-        vqtbl1_u8(vreinterpretq_u8_u32(x), vld1_u8(kShuffles.pack_high[mask]));
+    const uint8x8_t packed = vqtbl1_u8(vreinterpretq_u8_u32(x), vld1_u8(kShuffles.pack_high[mask]));
     vst1_u8(next - 8, packed);
     next -= 2 * __builtin_popcount(mask);
     const uint32x4_t state = vbslq_u32(emit, vshrq_n_u32(x, rans::kWordBits), x);
 
     // The quotient is below 2^20, so its estimate in float is off by at most one; the
     // remainder tells which way.
-    uint32x4_t quotient =
-        vcvtq_u32_f32(vdivq_f32(vcvtq_f32_u32(state), vcvtq_f32_u32(frequency)));
+    uint32x4_t quotient = vcvtq_u32_f32(vdivq_f32(vcvtq_f32_u32(state), vcvtq_f32_u32(frequency)));
     uint32x4_t remainder = vmlsq_u32(state, quotient, frequency);
     const uint32x4_t over = vcltzq_s32(vreinterpretq_s32_u32(remainder));
     quotient = vaddq_u32(quotient, over);
@@ -146,8 +145,8 @@ struct Neon {
 }  // namespace
 
 const Kernels kNeon = {
-    "neon",       decode_stream<Neon>, encode_stream<Neon>, transform_tile,
-    channels_tile, magnitude_contexts,   refine_values,
+    "neon",        decode_stream<Neon>, encode_stream<Neon>, transform_tile,
+    channels_tile, magnitude_contexts,  refine_values,
 };
 
 }  // namespace kvrag::host

@@ -35,7 +35,8 @@ struct Scalar {
   }
 
   // The same for the first `count` lanes; the others stay as they are.
-  static void pop_first(Register& x, u32, const u32* table, Register offsets, const u8*& next, u8* out) {
+  static void pop_first(Register& x, u32, const u32* table, Register offsets, const u8*& next,
+                        u8* out) {
     pop(x, table, offsets, next, out);
   }
 
@@ -53,7 +54,8 @@ struct Scalar {
     return true;
   }
 
-  static bool push_first(Register& x, u32, const u32* table, Register offsets, u8*& next, const u8* in) {
+  static bool push_first(Register& x, u32, const u32* table, Register offsets, u8*& next,
+                         const u8* in) {
     return push(x, table, offsets, next, in);
   }
 };
@@ -61,8 +63,8 @@ struct Scalar {
 }  // namespace
 
 const Kernels kScalar = {
-    "scalar",       decode_stream<Scalar>, encode_stream<Scalar>, transform_tile,
-    channels_tile, magnitude_contexts,   refine_values,
+    "scalar",      decode_stream<Scalar>, encode_stream<Scalar>, transform_tile,
+    channels_tile, magnitude_contexts,    refine_values,
 };
 
 }  // namespace kvrag::host

@@ -19,8 +19,8 @@ class Model {
     const u64 address = reinterpret_cast<u64>(decode_storage_.get());
     decode_ = decode_storage_.get() + (-address & 63) / sizeof(u32);
     for (u64 i = 0; i < num_classes; ++i) {
-      rans::fill_tables(frequencies + i * num_symbols, num_symbols,
-                        decode_ + i * rans::kNumSlots, encode_.get() + i * rans::kMaxSymbols);
+      rans::fill_tables(frequencies + i * num_symbols, num_symbols, decode_ + i * rans::kNumSlots,
+                        encode_.get() + i * rans::kMaxSymbols);
     }
   }
 

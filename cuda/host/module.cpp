@@ -4,15 +4,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "bindings.h"
+#include "code_length.h"
 #include "dispatch.h"
 #include "model.h"
 #include "payload.h"
@@ -27,9 +25,10 @@ using Contexts = std::optional<Bytes>;
 template <class Symbol, class Matrix>
 Rows<Symbol> make_rows(const Model& model, Matrix& symbols, const Classes& classes,
                        const Contexts& contexts) {
-  Rows<Symbol> rows{symbols.data(), symbols.stride(0), classes.data(), nullptr, 0,
+  Rows<Symbol> rows{symbols.data(),   symbols.stride(0), classes.data(), nullptr, 0,
                     symbols.shape(0), symbols.shape(1)};
-  require(symbols.size() == 0 || rows.num_tokens <= 1 || symbols.stride(1) == 1, "tokens are not contiguous");
+  require(symbols.size() == 0 || rows.num_tokens <= 1 || symbols.stride(1) == 1,
+          "tokens are not contiguous");
   require(classes.shape(0) == rows.num_rows, "one class a row");
   require(rows.num_rows <= 1 || classes.stride(0) == 1, "classes are not contiguous");
   if (contexts) {
@@ -37,17 +36,13 @@ Rows<Symbol> make_rows(const Model& model, Matrix& symbols, const Classes& class
     rows.context_stride = contexts->stride(0);
     require(contexts->shape(0) == rows.num_rows && contexts->shape(1) == rows.num_tokens,
             "one context a symbol");
-    require(contexts->size() == 0 || rows.num_tokens <= 1 || contexts->stride(1) == 1, "contexts are not contiguous");
+    require(contexts->size() == 0 || rows.num_tokens <= 1 || contexts->stride(1) == 1,
+            "contexts are not contiguous");
   }
-  for (u64 row = 0; row < rows.num_rows; ++row) {
-    u8 greatest = 0;
-    if (rows.contexts != nullptr) {
-      const u8* found = rows.contexts + static_cast<i64>(row) * rows.context_stride;
-      for (u64 i = 0; i < rows.num_tokens; ++i) greatest = std::max(greatest, found[i]);
-    }
-    require(u64{rows.classes[row]} + greatest < model.num_classes,
-            "a class the model does not have");
-  }
+  require(greatest_class(rows.classes, rows.contexts, rows.context_stride, rows.num_rows,
+                         rows.num_tokens) < model.num_classes ||
+              rows.num_rows == 0,
+          "a class the model does not have");
   return rows;
 }
 
@@ -68,7 +63,7 @@ Model* make_model(const Array<const u16, 2>& frequencies) {
 nb::object encode(const Model& model, const Bytes& symbols, const Classes& classes,
                   const Contexts& contexts, u64 num_streams, u32 threads) {
   const auto rows = make_rows<const u8>(model, symbols, classes, contexts);
-  require(num_streams >= 1 && num_streams <= std::max<u64>(rows.num_rows, 1), "streams");
+  require(num_streams >= 1 && num_streams <= (rows.num_rows == 0 ? 1 : rows.num_rows), "streams");
   std::vector<u8> payload;
   {
     const nb::gil_scoped_release release;
@@ -101,49 +96,18 @@ std::vector<std::tuple<i32, u64, u64, u64>> decode(const std::vector<Job>& jobs,
   return found;
 }
 
-u32 frequency_at(const Model& model, const Rows<const u8>& rows, u64 row, u64 token) {
-  u64 row_class = rows.classes[row];
-  if (rows.contexts != nullptr) {
-    row_class += rows.contexts[static_cast<i64>(row) * rows.context_stride +
-                               static_cast<i64>(token)];
-  }
-  return model.frequency(
-      row_class, rows.symbols[static_cast<i64>(row) * rows.row_stride + static_cast<i64>(token)]);
-}
-
 double ideal_bits(const Model& model, const Bytes& symbols, const Classes& classes,
                   const Contexts& contexts) {
   const auto rows = make_rows<const u8>(model, symbols, classes, contexts);
   const nb::gil_scoped_release release;
-  std::vector<double> cost(rans::kNumSlots + 1);
-  for (u32 i = 0; i <= rans::kNumSlots; ++i) {
-    cost[i] = i == 0 ? std::numeric_limits<double>::infinity()
-                     : rans::kProbabilityBits - std::log2(static_cast<double>(i));
-  }
-  double total = 0;
-  for (u64 row = 0; row < rows.num_rows; ++row) {
-    double bits = 0;
-    for (u64 token = 0; token < rows.num_tokens; ++token) {
-      bits += cost[frequency_at(model, rows, row, token)];
-    }
-    total += bits;
-  }
-  return total;
+  return code_length(model, rows);
 }
 
-// First (row, token) whose symbol cannot be coded, (-1, -1) where all can.
-std::tuple<i64, i64> first_uncodable(const Model& model, const Bytes& symbols, const Classes& classes,
-                  const Contexts& contexts) {
+std::tuple<i64, i64> first_uncodable(const Model& model, const Bytes& symbols,
+                                     const Classes& classes, const Contexts& contexts) {
   const auto rows = make_rows<const u8>(model, symbols, classes, contexts);
   const nb::gil_scoped_release release;
-  for (u64 row = 0; row < rows.num_rows; ++row) {
-    for (u64 token = 0; token < rows.num_tokens; ++token) {
-      if (frequency_at(model, rows, row, token) == 0) {
-        return {static_cast<i64>(row), static_cast<i64>(token)};
-      }
-    }
-  }
-  return {-1, -1};
+  return uncodable_place(model, rows);
 }
 
 }  // namespace
@@ -155,7 +119,8 @@ NB_MODULE(_native, m) {
       .def_ro("num_classes", &Model::num_classes)
       .def_ro("num_symbols", &Model::num_symbols);
   m.def("encode", &encode, nb::arg("model"), nb::arg("symbols").noconvert(),
-        nb::arg("classes").noconvert(), nb::arg("contexts").none(), nb::arg("num_streams"), nb::arg("threads"));
+        nb::arg("classes").noconvert(), nb::arg("contexts").none(), nb::arg("num_streams"),
+        nb::arg("threads"));
   m.def("decode", &decode, nb::arg("jobs"), nb::arg("threads"));
   m.def("ideal_bits", &ideal_bits, nb::arg("model"), nb::arg("symbols").noconvert(),
         nb::arg("classes").noconvert(), nb::arg("contexts").none());

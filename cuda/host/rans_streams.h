@@ -126,10 +126,8 @@ static u8* encode_rows(const EncodeStream& stream, u32* states) noexcept {
       if constexpr (kContexts) std::memcpy(last_contexts, contexts + whole, rest);
       for (u32 i = (rest - 1) / Simd::kWidth + 1; i-- > 0;) {
         const u32 place = i * Simd::kWidth;
-        const auto offsets =
-            table_offsets<Simd, kContexts>(last_contexts, place, kSymbolBits);
-        codable &=
-            Simd::push_first(x[i], rest - place, table, offsets, next, symbols + place);
+        const auto offsets = table_offsets<Simd, kContexts>(last_contexts, place, kSymbolBits);
+        codable &= Simd::push_first(x[i], rest - place, table, offsets, next, symbols + place);
       }
     }
     for (u64 token = whole; token > 0;) {

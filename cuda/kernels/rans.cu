@@ -33,8 +33,7 @@ __device__ u64 table_index(u32 row_class, const u8* context, u64 token, u64 num_
 extern "C" __global__ void rans_decode(const u8* payload, const u64* offsets, u64 num_streams,
                                        const u32* tables, u64 num_classes, const u16* classes,
                                        const u8* contexts, i64 context_stride, u8* symbols,
-                                       i64 row_stride, u64 num_rows, u64 num_tokens,
-                                       i32* damage) {
+                                       i64 row_stride, u64 num_rows, u64 num_tokens, i32* damage) {
   const u64 stream = warp_index();
   const u32 lane = threadIdx.x % rans::kNumLanes;
   if (stream >= num_streams) return;
@@ -85,8 +84,7 @@ extern "C" __global__ void rans_decode(const u8* payload, const u64* offsets, u6
 extern "C" __global__ void rans_encode(const u8* symbols, i64 row_stride, const u16* classes,
                                        const u8* contexts, i64 context_stride, const u32* tables,
                                        u64 num_classes, u64 num_streams, u64 num_rows,
-                                       u64 num_tokens, u16* scratch, u32* states,
-                                       i64* num_words) {
+                                       u64 num_tokens, u16* scratch, u32* states, i64* num_words) {
   const u64 stream = warp_index();
   const u32 lane = threadIdx.x % rans::kNumLanes;
   if (stream >= num_streams) return;

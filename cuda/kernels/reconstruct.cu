@@ -56,8 +56,8 @@ template <class Channel>
 __device__ void place_unit(const Target& target, u64 head, u64 token, u64 unit,
                            const Channel& channel) {
   const u64 half = target.num_rotated / 2;
-  const i64 place = static_cast<i64>(head) * target.head_stride +
-                    static_cast<i64>(token) * target.token_stride;
+  const i64 place =
+      static_cast<i64>(head) * target.head_stride + static_cast<i64>(token) * target.token_stride;
   const i64 low = place + static_cast<i64>(unit);
   const i64 high = low + static_cast<i64>(half);
   if (unit >= half) {
@@ -133,10 +133,10 @@ extern "C" __global__ void channels(const void* numbers, i64 number_type, i64 ro
                                     const float* token_scale, const float* addend,
                                     i64 addend_stride, const u32* patch_rows,
                                     const u32* patch_tokens, const float* patch_values,
-                                    u64 num_patches, u64 first_token, u64 num_tokens,
-                                    u64 head_dim, const float* cos, i64 cos_stride,
-                                    const float* sin, i64 sin_stride, u64 num_rotated, void* out,
-                                    i64 out_type, i64 head_stride, i64 token_stride) {
+                                    u64 num_patches, u64 first_token, u64 num_tokens, u64 head_dim,
+                                    const float* cos, i64 cos_stride, const float* sin,
+                                    i64 sin_stride, u64 num_rotated, void* out, i64 out_type,
+                                    i64 head_stride, i64 token_stride) {
   extern __shared__ float tile[];  // [32, head_dim + 1]
   const u64 pitch = head_dim + 1;
   const u64 head = blockIdx.y;
@@ -152,8 +152,7 @@ extern "C" __global__ void channels(const void* numbers, i64 number_type, i64 ro
     for (u64 d = warp; d < head_dim; d += num_warps) {
       const i64 row = static_cast<i64>(first_row + d);
       const i32 number = number_at(numbers, number_type, row * row_stride + token);
-      tile[lane * pitch + d] =
-          reconstruct::point(number, shrink == nullptr ? 0.0f : shrink[row]);
+      tile[lane * pitch + d] = reconstruct::point(number, shrink == nullptr ? 0.0f : shrink[row]);
     }
   }
   __syncthreads();

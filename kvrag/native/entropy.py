@@ -90,18 +90,20 @@ class RansModel:
     ) -> tuple[NDArray[np.uint16], NDArray[np.uint8] | None]:
         """Return both as numpy arrays; ParameterError unless their sums are classes of ours."""
         found = view(classes, "classes", np.uint16, (shape[0],), contiguous=True)
-        greatest = found.astype(np.int64)
-        contexts = None
-        if context is not None:
-            contexts = view(context, "context", np.uint8, shape)
-            if contexts.size:
-                greatest += contexts.max(axis=1)
-        if shape[0] and greatest.max() >= self.num_classes:
+        contexts = None if context is None else view(context, "context", np.uint8, shape)
+        most = int(found.max(initial=0))
+        if contexts is not None:
+            most += int(contexts.max(initial=0))
+        if shape[0] and most >= self.num_classes:
+            greatest = found.astype(np.int64)
+            if contexts is not None:
+                greatest += contexts.max(axis=1, initial=0)
             row = int(greatest.argmax())
-            raise ParameterError(
-                f"classes: row {row}: expected 0 to {self.num_classes - 1}, contexts added, "
-                f"found {greatest[row]}"
-            )
+            if greatest[row] >= self.num_classes:
+                raise ParameterError(
+                    f"classes: row {row}: expected 0 to {self.num_classes - 1}, contexts added, "
+                    f"found {greatest[row]}"
+                )
         return found, contexts
 
 

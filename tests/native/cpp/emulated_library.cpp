@@ -5,11 +5,11 @@
 // What `extern __shared__` declares.
 float tile[32 * 257];
 
-#include "../../../cuda/kernels/rans.cu"
-#include "../../../cuda/kernels/reconstruct.cu"
-
 #include <cstring>
 #include <utility>
+
+#include "../../../cuda/kernels/rans.cu"
+#include "../../../cuda/kernels/reconstruct.cu"
 
 namespace {
 
@@ -30,9 +30,8 @@ template <class... Parameters>
 int launch_one(void (*kernel)(Parameters...), unsigned grid_x, unsigned grid_y,
                unsigned num_threads, const u64* arguments, u64 num_arguments) {
   if (num_arguments != sizeof...(Parameters)) return 2;
-  emulation::launch(grid_x, grid_y, num_threads, [&] {
-    call(kernel, arguments, std::index_sequence_for<Parameters...>{});
-  });
+  emulation::launch(grid_x, grid_y, num_threads,
+                    [&] { call(kernel, arguments, std::index_sequence_for<Parameters...>{}); });
   return 0;
 }
 
@@ -41,9 +40,9 @@ int launch_one(void (*kernel)(Parameters...), unsigned grid_x, unsigned grid_y,
 // 0, 1 for a kernel that does not exist, 2 for another number of arguments than it has.
 extern "C" int launch(const char* name, unsigned grid_x, unsigned grid_y, unsigned num_threads,
                       const u64* arguments, u64 num_arguments) {
-#define KVRAG_KERNEL(kernel) \
+#define KVRAG_KERNEL(kernel)       \
   if (!std::strcmp(name, #kernel)) \
-    return launch_one(kernel, grid_x, grid_y, num_threads, arguments, num_arguments)
+  return launch_one(kernel, grid_x, grid_y, num_threads, arguments, num_arguments)
   KVRAG_KERNEL(rans_decode);
   KVRAG_KERNEL(rans_encode);
   KVRAG_KERNEL(rans_pack);

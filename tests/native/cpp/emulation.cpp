@@ -11,7 +11,6 @@ float tile[32 * 257];
 
 #include "../../../cuda/kernels/rans.cu"
 #include "../../../cuda/kernels/reconstruct.cu"
-
 #include "input.h"
 
 using namespace kvrag::host;
@@ -25,9 +24,9 @@ std::vector<u8> encode_emulated(const Matrix& m, const Model& model, u64 num_str
   const i64 stride = static_cast<i64>(m.num_tokens);
   const unsigned num_blocks = static_cast<unsigned>(num_streams + 1) / 2;
   emulation::launch(num_blocks, 1, 64, [&] {
-    rans_encode(m.symbols.get(), stride, m.classes.get(), m.contexts.get(), stride,
-                model.encode(), model.num_classes, num_streams, m.num_rows, m.num_tokens,
-                scratch.get(), states.get(), num_words.get());
+    rans_encode(m.symbols.get(), stride, m.classes.get(), m.contexts.get(), stride, model.encode(),
+                model.num_classes, num_streams, m.num_rows, m.num_tokens, scratch.get(),
+                states.get(), num_words.get());
   });
   std::vector<u64> offsets{4 + 4 * num_streams};
   std::vector<u32> index{static_cast<u32>(num_streams)};
@@ -59,7 +58,8 @@ i32 decode_emulated(const Matrix& m, const Model& model, const std::vector<u8>& 
   const i64 stride = static_cast<i64>(m.num_tokens);
   emulation::launch((num_streams + 1) / 2, 1, 64, [&] {
     rans_decode(payload.data(), offsets.data(), num_streams, model.decode(), model.num_classes,
-                m.classes.get(), m.contexts.get(), stride, out, stride, m.num_rows, m.num_tokens, damage.data());
+                m.classes.get(), m.contexts.get(), stride, out, stride, m.num_rows, m.num_tokens,
+                damage.data());
   });
   for (const i32 found : damage) {
     if (found != 0) return found;
@@ -105,16 +105,15 @@ void reconstruct_once() {
   const Placement& to = input.placement;
   if (input.by_channel) {
     const Channels& factors = input.factors;
-    emulation::launch(static_cast<unsigned>((to.num_tokens + 31) / 32),
-                      static_cast<unsigned>(to.num_heads), 64, [&] {
-                        channels(matrix, number_type, numbers.row_stride, numbers.shrink,
-                                 factors.row_scale, factors.token_scale, factors.addend,
-                                 factors.addend_stride, numbers.patch_rows, numbers.patch_tokens,
-                                 numbers.patch_values, numbers.num_patches, to.first_token,
-                                 to.num_tokens, to.head_dim, to.cos, to.cos_stride, to.sin,
-                                 to.sin_stride, to.num_rotated, found.get(), 0, to.head_stride,
-                                 to.token_stride);
-                      });
+    emulation::launch(
+        static_cast<unsigned>((to.num_tokens + 31) / 32), static_cast<unsigned>(to.num_heads), 64,
+        [&] {
+          channels(matrix, number_type, numbers.row_stride, numbers.shrink, factors.row_scale,
+                   factors.token_scale, factors.addend, factors.addend_stride, numbers.patch_rows,
+                   numbers.patch_tokens, numbers.patch_values, numbers.num_patches, to.first_token,
+                   to.num_tokens, to.head_dim, to.cos, to.cos_stride, to.sin, to.sin_stride,
+                   to.num_rotated, found.get(), 0, to.head_stride, to.token_stride);
+        });
   } else {
     const u64 n = to.num_tokens;
     const auto points = exactly<float>(input.num_rows * n);

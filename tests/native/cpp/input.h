@@ -46,8 +46,8 @@ struct Matrix {
   template <class Symbol>
   Rows<Symbol> rows(Symbol* where) const {
     const i64 stride = static_cast<i64>(num_tokens);
-    return {where, stride, classes.get(), contexts.get(), contexts ? stride : 0, num_rows,
-            num_tokens};
+    return {where,    stride,    classes.get(), contexts.get(), contexts ? stride : 0,
+            num_rows, num_tokens};
   }
 };
 

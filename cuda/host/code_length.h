@@ -1,0 +1,21 @@
+// Questions about rows and a model that no stream is needed for.
+#pragma once
+
+#include <tuple>
+
+#include "model.h"
+#include "payload.h"
+
+namespace kvrag::host {
+
+// The greatest sum of a row's class and one of its contexts; 0 without rows.
+u64 greatest_class(const u16* classes, const u8* contexts, i64 context_stride, u64 num_rows,
+                   u64 num_tokens);
+
+// The sum of -log2(frequency / 4096); infinite where a frequency is 0.
+double code_length(const Model& model, const Rows<const u8>& rows);
+
+// First (row, token) whose symbol cannot be coded, (-1, -1) where all can.
+std::tuple<i64, i64> uncodable_place(const Model& model, const Rows<const u8>& rows);
+
+}  // namespace kvrag::host
