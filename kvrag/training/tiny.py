@@ -51,8 +51,8 @@ class TrainingOptions:
     """What one part of a run is made of; the defaults are the second part's."""
 
     out: Path
-    steps: int = 1300
-    decay_steps: int = 380
+    steps: int = 1240
+    decay_steps: int = 250
     warmup_steps: int = 50
     rows: int = 16  # of five documents; more rows where documents are fewer
     questions: int = 18
