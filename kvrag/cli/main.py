@@ -9,6 +9,7 @@ import typer
 
 import kvrag
 from kvrag.cli.bench import bench_ingest, bench_ttft
+from kvrag.cli.bench_codec import bench_codec
 from kvrag.cli.bench_quality import bench_quality
 from kvrag.cli.chat import chat
 from kvrag.cli.demo import demo
@@ -67,6 +68,7 @@ app.command("inspect")(guarded(inspect))
 bench_app.command("ttft")(guarded(bench_ttft))
 bench_app.command("ingest")(guarded(bench_ingest))
 bench_app.command("quality")(guarded(bench_quality))
+bench_app.command("codec")(guarded(bench_codec))
 app.add_typer(bench_app, name="bench")
 
 

@@ -1,0 +1,176 @@
+"""`kvrag bench codec`: what each codec takes, loses and costs, against CacheGen's and others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+from kvrag.errors import ParameterError
+
+if TYPE_CHECKING:
+    from kvrag.bench.codec.rows import CodecRow
+
+_CODECS = (
+    "raw,lossless,cachegen:1,cachegen:2,cachegen:3,cachegen:4,"
+    "transform:2,transform:1,transform:0.5,transform:0.3,transform:0.15,transform:0.08"
+)
+
+
+def bench_codec(
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="What to run, with commas: rate (codecs and baselines on real KV), designs (the "
+            "codec with stages exchanged), speed (entropy coders), decode (a whole context)."
+        ),
+    ] = "rate,designs,speed,decode",
+    sources: Annotated[
+        str,
+        typer.Option(
+            help="Whose KV, with commas: kvrag-tiny (generated documents), minilm (the embedding "
+            "model's keys and values; needs --data)."
+        ),
+    ] = "kvrag-tiny",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Folder or hub name of a decoder, as one more source; needs --data.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Texts: a JSON file in MuSiQue layout or a JSONL file in LongBench layout.",
+            show_default=False,
+        ),
+    ] = None,
+    codecs: Annotated[str, typer.Option(help="Codecs of part 'rate', with commas.")] = _CODECS,
+    chunk_tokens: Annotated[
+        str, typer.Option(help="Tokens of the chunks; each length makes rows.")
+    ] = "100,250,500",
+    fit_tokens: Annotated[
+        int, typer.Option(min=64, help="Tokens that profiles are fitted on.")
+    ] = 16_000,
+    test_tokens: Annotated[
+        int, typer.Option(min=1, help="Other tokens, that are measured.")
+    ] = 5_000,
+    random_shape: Annotated[
+        str, typer.Option(help="Part 'decode': random weights in the shape of this model.")
+    ] = "qwen2.5-0.5b",
+    decode_codecs: Annotated[
+        str, typer.Option(help="Codecs of part 'decode', with commas.")
+    ] = "transform:2,transform:1,transform:0.5,lossless,raw",
+    group_layers: Annotated[
+        str,
+        typer.Option(
+            help="Part 'decode': layers that share a basis, with commas; 0 means as many "
+            "as the codec takes."
+        ),
+    ] = "4,8",
+    context_chunks: Annotated[
+        int, typer.Option(min=1, help="Part 'decode': chunks of the context.")
+    ] = 10,
+    context_tokens: Annotated[
+        int, typer.Option(min=1, help="Part 'decode': tokens of each.")
+    ] = 500,
+    symbol_rows: Annotated[
+        int, typer.Option(min=1, help="Part 'speed': rows of the matrix that is coded.")
+    ] = 1000,
+    symbol_tokens: Annotated[
+        int, typer.Option(min=1, help="Part 'speed': symbols of each row.")
+    ] = 500,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of timing; medians count.")] = 7,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.png", help="Also draw rate against distortion.", show_default=False
+        ),
+    ] = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Bits, error and speed of the codecs, against CacheGen's public scheme and other coders."""
+    named = (*_names(sources, "--sources"), *((model,) if model else ()))
+    lengths = _numbers(chunk_tokens, "--chunk-tokens", 1)
+    groups = _numbers(group_layers, "--group-layers", 0)
+    wanted = _names(parts, "--parts")
+    from kvrag.bench.codec.options import CodecBenchOptions
+    from kvrag.cli.opening import quiet_libraries
+
+    quiet_libraries()
+    options = CodecBenchOptions(
+        parts=wanted,
+        sources=named,
+        data=data,
+        codecs=_names(codecs, "--codecs"),
+        chunk_tokens=lengths,
+        fit_tokens=fit_tokens,
+        test_tokens=test_tokens,
+        shape=random_shape,
+        decode_codecs=_names(decode_codecs, "--decode-codecs"),
+        group_layers=groups,
+        context_chunks=context_chunks,
+        context_tokens=context_tokens,
+        symbol_rows=symbol_rows,
+        symbol_tokens=symbol_tokens,
+        repeats=repeats,
+    )
+    draw = None if out is None else _drawing(out, wanted)
+    from kvrag.bench.codec import run
+
+    with console.err().status("measuring") as status:
+        rows = list(run.run_codec_bench(options, on_progress=status.update))
+    if draw is not None:
+        draw(rows)
+    if as_json:
+        console.print_json(rows)
+    else:
+        from kvrag.cli.codec_tables import print_rows
+
+        print_rows(rows)
+
+
+def _drawing(out: Path, parts: Sequence[str]) -> Callable[[Sequence[CodecRow]], None]:
+    """Return what draws, now that it is known to be able to: not after minutes of computing."""
+    if not {"rate", "designs"} & set(parts):
+        raise ParameterError("--out draws part 'rate' or 'designs': add one to --parts")
+    try:
+        from kvrag.bench.codec.picture import draw_codecs
+        from kvrag.bench.quality.picture import check_picture_path
+    except ModuleNotFoundError as error:
+        raise ParameterError(
+            f"--out needs {error.name}: pip install 'kvrag[bench]', or leave it out"
+        ) from error
+    check_picture_path(out)
+
+    def draw(rows: Sequence[CodecRow]) -> None:
+        draw_codecs(rows, out)
+        console.note(f"picture: {out}")
+
+    return draw
+
+
+def _names(text: str, option: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
+        raise ParameterError(f"{option} is empty: expected names with commas between them")
+    return names
+
+
+def _numbers(text: str, option: str, least: int) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in _names(text, option))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < least:
+        raise ParameterError(
+            f"{option} {text!r}: expected whole numbers from {least} with commas between them"
+        )
+    return numbers

@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvrag.bench.codec import contenders, run
+from kvrag.bench.codec.baselines import (
+    CACHEGEN_PUBLIC,
+    measure_cachegen,
+    measure_eight_bit,
+    public_bins,
+)
+from kvrag.bench.codec.curves import bits_at
+from kvrag.bench.codec.decoding import context_rows
+from kvrag.bench.codec.designs import REFERENCE, design_rows
+from kvrag.bench.codec.encoder import EncoderKV
+from kvrag.bench.codec.numba_coder import NumbaCoder
+from kvrag.bench.codec.options import MINILM, CodecBenchOptions
+from kvrag.bench.codec.presets import preset_rows
+from kvrag.bench.codec.records import KEY, Point, cut_record, measure_codec
+from kvrag.bench.codec.rows import BASELINE, CODER, CONTEXT, DESIGN, EQUAL, PRESET, CodecRow
+from kvrag.bench.codec.sources import Source, make_source
+from kvrag.bench.codec.speed import speed_rows
+from kvrag.bench.codec.symbols import preset_mix, three_bits
+from kvrag.codec.fitting import fit_profile
+from kvrag.codec.pipeline import PipelineCodec
+from kvrag.codec.presets import choose_codec
+from kvrag.codec.raw import RawCodec
+from kvrag.errors import ParameterError
+from kvrag.ingest.coding import read_all
+from kvrag.kvcache import ChunkKV, KVSpec
+from kvrag.native import instruction_set, instruction_sets
+from kvrag.store.memory import MemoryRecord
+
+SMALL = CodecBenchOptions(
+    chunk_tokens=(40,),
+    fit_tokens=600,
+    test_tokens=80,
+    codecs=("raw", "lossless", "cachegen:2", "transform:0.5", "transform:0.2"),
+    shape="test",
+    decode_codecs=("transform:1", "lossless", "raw"),
+    group_layers=(1, 0),
+    context_chunks=2,
+    context_tokens=30,
+    symbol_rows=20,
+    symbol_tokens=32,
+    repeats=1,
+)
+
+
+def correlated(spec: KVSpec, num_tokens: int, seed: int) -> ChunkKV:
+    """Return KV that a few directions nearly describe, as real KV is."""
+    draw = torch.Generator().manual_seed(seed)
+    width = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    basis = torch.randn(6, width, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(num_tokens, 6, generator=draw) @ basis
+    rows += 0.05 * torch.randn(num_tokens, width, generator=draw) + 1.0
+    shape = (num_tokens, 2, spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    keys, values = rows.view(shape).permute(1, 2, 3, 0, 4).contiguous()
+    return ChunkKV(keys, values)
+
+
+@pytest.fixture(scope="module")
+def source() -> Source:
+    spec = KVSpec(3, 2, 8, torch.float32)
+    fit = [correlated(spec, 60, seed) for seed in range(12)]
+    return Source("made up", spec, fit, {50: [correlated(spec, 50, 100)]})
+
+
+def test_rates_and_errors_of_presets_and_baselines(source: Source) -> None:
+    rows = list(preset_rows(source, ("raw", "lossless", "transform:1", "transform:0.5")))
+    by_name = {row.name: row for row in rows if row.part == PRESET}
+    assert list(by_name) == [
+        "raw",
+        "lossless",
+        *(f"transform:{bits}{cut}" for bits in ("1", "0.5") for cut in ("/1", "/2", "")),
+    ]
+    raw = by_name["raw"]
+    assert raw.bits_per_element is not None
+    assert raw.bits_per_element > 32.0  # the header is counted
+    assert raw.relative_error == 0.0
+    assert raw.entropy_bits is None
+    assert by_name["lossless"].relative_error == 0.0
+    whole, cut = by_name["transform:1"], by_name["transform:1/1"]
+    assert cut.bits_per_element is not None
+    assert whole.bits_per_element is not None
+    assert cut.bits_per_element < whole.bits_per_element
+    assert whole.relative_error is not None
+    assert cut.relative_error is not None
+    assert whole.relative_error < cut.relative_error
+    for row in rows:
+        if row.entropy_bits is not None:
+            assert row.bits_per_element is not None
+            assert row.entropy_bits < row.bits_per_element
+    # 2 scales of 16 bits for each layer's 16 keys and 16 values.
+    eight = next(row for row in rows if row.preset == "8-bit" and row.part == BASELINE)
+    assert eight.bits_per_element == 9.0
+
+
+def test_a_cut_record_is_what_a_shorter_profile_would_decode(source: Source) -> None:
+    choice = choose_codec("transform:1")
+    assert choice.config is not None
+    profile = fit_profile(choice.config, source.spec, "0" * 40, source.fit)
+    codec = PipelineCodec(profile, "transform:1", "1")
+    record = codec.encode(KEY, source.measured[50][0])
+    assert cut_record(codec, record, 3) == record
+    sizes = [len(cut_record(codec, record, planes)) for planes in (1, 2, 3)]
+    assert sizes == sorted(sizes)
+    coarse = codec.open(KEY, MemoryRecord(KEY, cut_record(codec, record, 1)), source.spec)
+    assert read_all(coarse, source.spec).num_tokens == 50
+
+
+def test_raw_loses_nothing(source: Source) -> None:
+    (point,) = measure_codec(RawCodec(), source, source.measured[50])
+    assert point.error == point.balanced_error == 0.0
+
+
+def test_the_public_scheme_is_counted_by_hand() -> None:
+    spec = KVSpec(1, 1, 2, torch.float32)
+    # One channel sets the scale and stays at 7, the other is 7 or -7 in turn.
+    channel = torch.tensor([1.0, -1.0] * 8)
+    tensor = torch.stack([torch.ones(16), channel], dim=1)[None, None]
+    source = Source("one", spec, [ChunkKV(tensor, tensor)], {16: []})
+    point = measure_cachegen(source, [ChunkKV(tensor, tensor)], 1.0, same_bins=True)
+    assert point.error < 1e-6
+    assert point.entropy == pytest.approx(0.5)  # one bit in every second channel
+    tables, scales = (1 + 15) * 8, 16 * 16  # least to greatest symbol; 16 tokens
+    assert point.bits == pytest.approx(0.5 + (tables + scales) / 32)
+    eight = measure_eight_bit(source, [ChunkKV(tensor, tensor)])
+    assert eight.bits == 8 + 16 / 2
+
+
+def test_bins_of_the_public_scheme() -> None:
+    assert public_bins(6, 0) == [32, 32, 16, 16, 16, 16]
+    assert public_bins(6, 1) == [32, 16, 16, 16, 16, 16]
+    assert sum(bins == 32 for bins in public_bins(32, 1)) == 2
+
+
+def test_curves_are_read_between_their_points() -> None:
+    points = [Point(4.0, None, 0.001, 0.1), Point(2.0, None, 0.1, 0.2)]
+    assert bits_at(points, 0.01) == pytest.approx(3.0)
+    assert bits_at(points, 0.001) == pytest.approx(4.0)
+    assert bits_at(points, 0.5) is None
+    assert bits_at(points, 0.1, balanced=True) == pytest.approx(4.0)
+    assert bits_at([Point(32.0, None, 0.0, 0.0)], 0.1) is None
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+@pytest.mark.parametrize("count", [4, 400, 20_000])
+def test_the_coder_of_numba_gives_back_its_symbols(lanes: int, count: int) -> None:
+    matrix = three_bits(1, count)
+    coder = NumbaCoder(matrix.model.frequencies[0], lanes)
+    coded = coder.encode(matrix.symbols[0])
+    out = np.zeros(count, dtype=np.uint8)
+    coder.decode(coded, out)
+    assert np.array_equal(out, matrix.symbols[0])
+
+
+def test_three_bits_are_three_bits() -> None:
+    matrix = three_bits(100, 500)
+    assert matrix.entropy / matrix.symbols.size == pytest.approx(3.0, abs=0.1)
+
+
+def test_the_mix_has_the_entropy_of_records(source: Source) -> None:
+    choice = choose_codec("transform:1")
+    assert choice.config is not None
+    profile = fit_profile(choice.config, source.spec, "0" * 40, source.fit)
+    level = profile.levels[profile.level_index("1")]
+    num_rows = len(level.classes)
+    mix = preset_mix(profile, level, num_rows, 4000)
+    bits = sum(matrix.entropy for matrix in mix) / 4000 / (2 * 3 * 2 * 8)
+    assert bits == pytest.approx(level.bits, rel=0.1)
+    assert all(math.isfinite(matrix.entropy) for matrix in mix)
+
+
+def test_designs_are_compared_at_equal_distortion(source: Source) -> None:
+    rows = list(design_rows(source))
+    by_design = {(row.preset, row.relative_error): row for row in rows}
+    assert {row.part for row in rows} == {DESIGN}
+    assert by_design[REFERENCE, 0.02].ratio == 1.0
+    for name in ("none", "anchor deltas"):
+        bits = [by_design[design, 0.02].bits_per_element for design in (name, REFERENCE)]
+        assert bits[0] is not None
+        assert bits[1] is not None
+        assert bits[0] > bits[1]
+
+
+def test_smaller_than_the_public_scheme_at_equal_distortion(source: Source) -> None:
+    rows = preset_rows(source, ("transform:0.3", "transform:0.1", "transform:0.05"))
+    equal = [row for row in rows if row.part == EQUAL and row.baseline == CACHEGEN_PUBLIC]
+    assert equal
+    assert all(row.ratio is not None and row.ratio > 2.5 for row in equal)
+
+
+def test_entropy_coders_take_turns(source: Source) -> None:
+    rows = list(speed_rows(SMALL, source))
+    assert {row.preset for row in rows} == {"kvrag", "constriction", "numba"}
+    assert {row.threads for row in rows if row.preset == "kvrag"} == {1, 2}
+    assert instruction_set() == instruction_sets()[-1]
+    for row in rows:
+        assert row.part == CODER
+        assert row.decode_symbols_per_second is not None
+        assert row.entropy_bits is not None
+        assert row.bits_per_element is not None
+        assert row.entropy_bits < row.bits_per_element
+
+
+def test_a_context_is_decoded_and_timed() -> None:
+    rows = list(context_rows(SMALL))
+    assert [row.name for row in rows] == [
+        "lossless",
+        "raw",
+        "transform:1, 1 layers",
+        "transform:1, 3 layers",
+    ]
+    for row in rows:
+        assert row.part == CONTEXT
+        assert row.num_tokens == 60
+        assert row.seconds is not None
+        assert row.ratio is not None
+        assert row.ratio > 0
+
+
+def test_the_parts_that_are_asked_for_run() -> None:
+    options = replace(SMALL, parts=("rate",), codecs=("raw",))
+    rows = list(run.run_codec_bench(options))
+    assert {row.part for row in rows} == {PRESET, BASELINE}
+    assert {row.source for row in rows} == {"kvrag-tiny"}
+
+
+def test_keys_and_values_of_the_encoder() -> None:
+    model = EncoderKV()
+    ids = model.tokenizer("The old river bank was built.", add_special_tokens=False)["input_ids"]
+    kv = model.prefill(ids)
+    assert kv.keys.shape == (6, 12, len(ids), 32)
+    output = model._model(
+        input_ids=torch.tensor(
+            [[model.tokenizer.cls_token_id, *ids, model.tokenizer.sep_token_id]]
+        ),
+        output_hidden_states=True,
+    )
+    layer = model._model.encoder.layer[2].attention.self
+    values = layer.value(output.hidden_states[2])[0, 1:-1].view(len(ids), 12, 32).transpose(0, 1)
+    assert torch.allclose(kv.values[2], values, atol=1e-5)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    words = ["river", "bank", "keeper", "light", "harbour", "ledger", "clock", "tower", "boat"]
+    texts = [" ".join(words[i % 9 :] + words[: i % 9]) * 9 + f" {i}" for i in range(12)]
+    record = {
+        "question": "Who?",
+        "answers": ["no one"],
+        "ctxs": [{"title": "", "text": text} for text in texts],
+    }
+    path = tmp_path / "texts.json"
+    path.write_text(json.dumps([record]))
+    return path
+
+
+def test_the_two_parts_of_a_data_set_share_no_text(data: Path) -> None:
+    options = replace(SMALL, sources=(MINILM,), data=str(data), fit_tokens=200, test_tokens=40)
+    source = make_source(MINILM, options)
+    assert [kv.num_tokens for kv in source.measured[40]] == [40]
+    assert not any(
+        torch.allclose(source.measured[40][0].keys, kv.keys, atol=1e-4) for kv in source.fit
+    )
+
+
+def test_chunks_too_long_or_texts_too_few(data: Path) -> None:
+    options = replace(SMALL, sources=(MINILM,), data=str(data))
+    with pytest.raises(ParameterError, match="600 tokens do not fit the 510 of minilm"):
+        make_source(MINILM, replace(options, chunk_tokens=(600,)))
+    record = {"question": "Who?", "answers": ["I"], "ctxs": [{"title": "", "text": "one"}] * 3}
+    data.write_text(json.dumps([record]))
+    with pytest.raises(ParameterError, match="3 different texts"):
+        make_source(MINILM, options)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"parts": ("weight",)}, "there is no part 'weight'"),
+        ({"parts": ()}, "at least one part"),
+        ({"sources": ("kvrag-big",), "data": __file__}, "there is no source 'kvrag-big'"),
+        ({"sources": (MINILM,)}, "'minilm' needs texts"),
+        ({"sources": (MINILM,), "data": "missing.json"}, "no data file 'missing.json'"),
+        ({"chunk_tokens": (0,)}, "chunk tokens: expected 1 or more, found 0"),
+        ({"codecs": ("zip",)}, "there is no codec 'zip'"),
+        ({"shape": "gpt-9"}, "there is no shape 'gpt-9'"),
+        ({"group_layers": (-1,)}, "layers of a group"),
+        ({"repeats": 0}, "repeats"),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        replace(SMALL, **wrong)
+
+
+@pytest.mark.parametrize("missing", ["numba", "constriction"])
+def test_a_missing_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.import_module
+
+    def fake(name: str, package: str | None = None) -> Any:
+        if name == missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", fake)
+    with pytest.raises(ParameterError, match=rf"needs {missing}: pip install 'kvrag\[bench\]'"):
+        contenders.check_contenders()
+    with pytest.raises(ParameterError, match=missing):
+        next(iter(run.run_codec_bench(SMALL)))
+
+
+def test_the_extra_is_imported_by_nothing_else() -> None:
+    for name in ("numba", "constriction"):
+        for path in Path(contenders.__file__).parents[2].rglob("*.py"):
+            if path.name not in ("contenders.py", "numba_coder.py"):
+                assert f"import {name}" not in path.read_text(), path
+
+
+def test_a_picture(source: Source, tmp_path: Path) -> None:
+    from kvrag.bench.codec.picture import draw_codecs
+
+    rows = list(preset_rows(source, ("transform:1", "transform:0.5")))
+    path = tmp_path / "curves.png"
+    draw_codecs(rows, path)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(ParameterError, match="nothing to draw"):
+        draw_codecs([CodecRow(part=CODER, source="x", preset="y")], path)
