@@ -1,7 +1,6 @@
 """The compiled kernels; what calls them is `kvrag.native`, which checks the arguments."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray

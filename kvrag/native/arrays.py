@@ -98,7 +98,7 @@ def byte_view(buffer: Any, name: str) -> NDArray[np.uint8]:
 
 
 def check_threads(threads: int) -> int:
-    """Return `threads`, or raise ParameterError unless it is 1 to `MAX_THREADS`."""
-    if not 1 <= threads <= MAX_THREADS:
-        raise ParameterError(f"threads: expected 1 to {MAX_THREADS}, found {threads}")
-    return threads
+    """Return `threads`, or `MAX_THREADS` where that is fewer; ParameterError when below 1."""
+    if threads < 1:
+        raise ParameterError(f"threads: expected at least 1, found {threads}")
+    return min(threads, MAX_THREADS)
