@@ -210,7 +210,7 @@ def test_channels(dtype: torch.dtype, rich: bool, device: str) -> None:
     moved = {name: on(device, factor) for name, factor in options.items()}
     numbers = on(device, numbers)
     gpu.place_channels(numbers, out, tokens=slice(3, 43), patches=patches, **moved)
-    assert_close(out.cpu(), expected, 2.0)
+    assert_close(out.cpu(), expected, 50.0)
 
 
 def test_digits_and_contexts(device: str) -> None:
