@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import threading
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +35,7 @@ class PipelineChunk:
         self._coder = coder
         self._num_planes = num_planes
         self._blocks: dict[int, CodedBlock] = {}
+        self._on_device: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._lock = threading.Lock()
 
     @property
@@ -86,47 +91,38 @@ class PipelineChunk:
         positions: RotaryTable | None,
     ) -> None:
         """Write one kind of one layer into `out` ``[H, n, D]``, rotated where `positions` says."""
-        coded = self.block(self._coder.block_of(layer_index, kind))
-        if out.device.type != "cpu":
-            host = torch.empty(out.shape, dtype=out.dtype)
-            moved = None
-            if positions is not None:
-                moved = RotaryTable(positions.cos.cpu(), positions.sin.cpu())
-            self._write_host(coded, layer_index, kind, host, tokens, moved)
-            out.copy_(host)
-        else:
-            self._write_host(coded, layer_index, kind, out, tokens, positions)
-
-    def _write_host(
-        self,
-        coded: CodedBlock,
-        layer_index: int,
-        kind: str,
-        out: torch.Tensor,
-        tokens: slice,
-        positions: RotaryTable | None,
-    ) -> None:
         coder, plane = self._coder, self._num_planes - 1
         transform = coder.profile.transform
+        block = coder.block_of(layer_index, kind)
+        coded = self.block(block)
+        on_gpu = _is_on_gpu(out)
         if not isinstance(transform, Components) or coded.scales[0] is not None:
-            block = coder.block_of(layer_index, kind)
             spec = coder.profile.spec
             which = transform.plans[block].channels_of(spec, layer_index, kind)
             channels = coder.channels(plane, block, coded, self.num_tokens)[which, tokens]
-            place_channels(channels, out, positions)
+            place_channels(channels.to(out.device), out, positions)
             return
-        synthesis = coder.synthesis(plane, layer_index, kind)
-        reconstruct(
-            coded.values[0],
-            synthesis.shrink,
-            synthesis.basis,
-            synthesis.mean,
-            out,
-            cos=None if positions is None else positions.cos,
-            sin=None if positions is None else positions.sin,
-            tokens=tokens,
-            threads=torch.get_num_threads(),
-        )
+        gpu = _gpu_kernels() if on_gpu else None
+        if on_gpu and gpu is None:
+            # Without the GPU's kernels the CPU's do it, next to where the model is.
+            host = torch.empty(out.shape, dtype=out.dtype)
+            self._write(layer_index, kind, host, tokens, None)
+            if positions is None:
+                out.copy_(host)
+            else:
+                positions.place(host.to(out.device), slice(0, len(positions.cos)), out)
+            return
+        synthesis = coder.synthesis(plane, layer_index, kind, out.device)
+        arguments = (synthesis.shrink, synthesis.basis, synthesis.mean, out)
+        tables: dict[str, Any] = {}
+        if positions is not None:
+            tables = {"cos": positions.cos, "sin": positions.sin}
+        if gpu is None:
+            threads = torch.get_num_threads()
+            numbers = coded.values[0]
+            reconstruct(numbers, *arguments, **tables, tokens=tokens, threads=threads)
+        else:
+            gpu.reconstruct(self._uploaded(block, out.device), *arguments, **tables, tokens=tokens)
         for index, token in enumerate(coded.raw_tokens.tolist()):
             if tokens.start <= token < tokens.stop:
                 one = slice(token - tokens.start, token - tokens.start + 1)
@@ -134,7 +130,15 @@ class PipelineChunk:
                 if positions is not None:
                     there = RotaryTable(positions.cos[one], positions.sin[one])
                 channels = coded.raw[index, synthesis.channels].float()[:, None]
-                place_channels(channels, out[:, one], there)
+                place_channels(channels.to(out.device), out[:, one], there)
+
+    def _uploaded(self, block: int, device: torch.device) -> torch.Tensor:
+        """Return a block's numbers on a GPU: a fraction of the KV they stand for."""
+        found = self._on_device.get((block, device))
+        if found is None:
+            found = torch.from_numpy(self.block(block).values[0]).to(device)
+            self._on_device[block, device] = found
+        return found
 
     def block(self, block: int) -> CodedBlock:
         """Return the whole numbers of a block. Raises as `read_layer` does."""
@@ -205,3 +209,19 @@ class PipelineChunk:
             finer.append(values)
         fields.end()
         return finer
+
+
+def _is_on_gpu(out: torch.Tensor) -> bool:
+    return out.is_cuda
+
+
+@functools.cache
+def _gpu_kernels() -> ModuleType | None:
+    """Return the GPU's kernels, or None without the extra ``gpu``."""
+    try:
+        importlib.import_module("cuda.core")
+    except ImportError:
+        return None
+    from kvrag.native import gpu
+
+    return gpu

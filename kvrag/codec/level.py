@@ -17,6 +17,8 @@ from kvrag.codec.transform.base import Analysis
 from kvrag.codec.transform.pca import Components
 from kvrag.native import RansModel
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class CodedBlock:
@@ -85,7 +87,7 @@ class LevelCoder:
             for layer_index in plan.layers
             for kind in plan.kinds
         }
-        self._syntheses: dict[tuple[int, int, str], Synthesis] = {}
+        self._syntheses: dict[tuple[int, int, str, torch.device], Synthesis] = {}
         self._lock = threading.Lock()
 
     @cached_property
@@ -141,15 +143,19 @@ class LevelCoder:
             found[:, coded.raw_tokens] = coded.raw.T.float()
         return found
 
-    def synthesis(self, plane: int, layer_index: int, kind: str) -> Synthesis:
+    def synthesis(
+        self, plane: int, layer_index: int, kind: str, device: torch.device = _CPU
+    ) -> Synthesis:
         """Return what turns a block's numbers into one kind of one layer (transform `pca` alone).
 
         Parameters
         ----------
         plane
             The last that is read.
+        device
+            Where its tensors are to be.
         """
-        found = self._syntheses.get((plane, layer_index, kind))
+        found = self._syntheses.get((plane, layer_index, kind, device))
         if found is None:
             transform = self.profile.transform
             assert isinstance(transform, Components)
@@ -158,12 +164,12 @@ class LevelCoder:
             steps = self.steps(plane, block, 0, num_rows)
             found = Synthesis(
                 channels=transform.plans[block].channels_of(self.profile.spec, layer_index, kind),
-                shrink=self.shrink(plane, block, 0, num_rows),
-                basis=transform.synthesis_basis(block, layer_index, kind, steps),
-                mean=transform.mean_of(block, layer_index, kind),
+                shrink=self.shrink(plane, block, 0, num_rows).to(device),
+                basis=transform.synthesis_basis(block, layer_index, kind, steps).to(device),
+                mean=transform.mean_of(block, layer_index, kind).contiguous().to(device),
             )
             with self._lock:
-                self._syntheses[plane, layer_index, kind] = found
+                self._syntheses[plane, layer_index, kind, device] = found
         return found
 
     def block_of(self, layer_index: int, kind: str) -> int:
