@@ -136,7 +136,7 @@ def _codecs(
         profile = fit_profile(config, model.spec, NO_MODEL, fit, say)
         for level in profile.levels:
             name = f"transform:{level.name}"
-            yield name, size, get_codec(name, profile)
+            yield name, size, PipelineCodec(profile, name, level.name)
 
 
 def _row(context: _Context, label: str, codec: Codec, repeats: int) -> CodecRow:
