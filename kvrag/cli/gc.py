@@ -17,6 +17,6 @@ def gc(index: o.IndexOption, as_json: o.JsonOption = False) -> None:
     else:
         size = console.format_bytes(report.size_bytes)
         console.write(
-            f"deleted: {report.num_records:,} records ({size}), "
-            f"{report.num_temporary_files:,} temporary files\n"
+            f"deleted: {report.num_records:,} records ({size}), {report.num_profiles:,} codec "
+            f"profiles, {report.num_temporary_files:,} temporary files\n"
         )

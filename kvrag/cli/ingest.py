@@ -123,6 +123,8 @@ def _print_report(report: IngestReport) -> None:
         f"{len(report.removed):,} removed, {len(report.unchanged):,} unchanged, "
         f"{len(report.failed):,} left out\n{work}\n"
     )
+    if report.note:
+        console.note(report.note)
 
 
 def _open_or_create(
@@ -155,8 +157,8 @@ def _open_or_create(
     try:
         if profile is not None and profile.hash != opened.config.profile:
             raise ParameterError(
-                f"the index at {path} has a codec profile already, or needs none: leave --profile "
-                "out, or use 'kvrag recode --profile'"
+                f"the index at {path} is there already, --profile is for a new one: leave it out, "
+                "or use 'kvrag recode --profile'"
             )
         for name, wanted in asdict(settings).items():
             recorded = getattr(opened.config, name)

@@ -26,8 +26,8 @@ from kvrag.positions.rotary import RotaryTable
 class PipelineChunk:
     """An opened record of the pipeline codec (an `EncodedChunk`).
 
-    Symbols of a block are decoded when the first of its layers is asked for, and kept as long as
-    the chunk: they are a fraction of the KV itself.
+    The numbers of a block are decoded when the first of its layers is asked for, and kept until its
+    last layer has been placed.
     """
 
     def __init__(self, reader: RecordReader, coder: LevelCoder, num_planes: int) -> None:
@@ -81,6 +81,7 @@ class PipelineChunk:
         positions = RotaryTable(into.table.cos[into.rows], into.table.sin[into.rows])
         self._write(layer_index, "keys", into.keys, into.tokens, positions)
         self._write(layer_index, "values", into.values, into.tokens, None)
+        self._forget(layer_index)
 
     def _write(
         self,
@@ -132,6 +133,15 @@ class PipelineChunk:
                 channels = coded.raw[index, synthesis.channels].float()[:, None]
                 place_channels(channels.to(out.device), out[:, one], there)
 
+    def _forget(self, layer_index: int) -> None:
+        """Let go of blocks whose last layer this was: prompts are filled layer by layer."""
+        with self._lock:
+            for number, plan in enumerate(self._coder.profile.transform.plans):
+                if plan.layers[-1] == layer_index:
+                    self._blocks.pop(number, None)
+                    for place in [place for place in self._on_device if place[0] == number]:
+                        del self._on_device[place]
+
     def _uploaded(self, block: int, device: torch.device) -> torch.Tensor:
         """Return a block's numbers on a GPU: a fraction of the KV they stand for."""
         found = self._on_device.get((block, device))
@@ -173,8 +183,7 @@ class PipelineChunk:
         for index, (plan, width) in enumerate(zip(plans, widths, strict=True)):
             scale = None
             if coder.profile.config.quantiser.scales_tokens and not plan.is_exact:
-                num_segments = int(plan.segments.max()) + 1
-                scale = fields.floats(num_segments * width).view(num_segments, width)
+                scale = fields.floats(plan.num_segments * width).view(plan.num_segments, width)
             scales.append(scale)
             classes = coder.classes(block, index)[: num_rows[index]]
             values.append(fields.values(coder.models[0], classes, width, *sizes[index]))

@@ -1,6 +1,6 @@
 """Fits a profile: from chunks of KV to bases, steps and probability tables.
 
-Three chunks in four teach the transform (its covariance grows with the model, not with the
+Three runs of tokens in four teach the transform (its covariance grows with the model, not with the
 corpus); the fourth is kept out, so that steps and tables are fitted to numbers the basis has not
 seen: numbers that taught it look smaller than others in the components that matter least. What is
 kept out is held in memory up to a limit.
@@ -39,18 +39,19 @@ from kvrag.codec.planes import (
 )
 from kvrag.codec.profile import Level, Plane, Profile
 from kvrag.codec.quantiser import ESCAPE_BITS, MAX_MAGNITUDE, Exact, quantise, token_scales
-from kvrag.codec.transform.base import WILD, Analysis, FittedTransform
+from kvrag.codec.transform.base import Analysis, FittedTransform, greatest_tame
 from kvrag.codec.transform.pca import Components
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 
-MIN_TOKENS = 64
-_KEPT_OUT = 4  # one chunk in four
-_MAX_KEPT_BYTES = 1 << 29
+MIN_TOKENS = 256
+_RUN = 32
+_KEPT_OUT = 4  # one run of tokens in four
+_MAX_KEPT_NUMBERS = 1 << 24  # the fit needs some 40 times their 4 bytes
 _ROUNDS = 2  # tables depend on what the quantiser prefers, and the other way round
 _BISECTIONS = 14
-_CORRECTIONS = 6
-_CLOSE_ENOUGH = 0.01
+_CORRECTIONS = 8
+_CLOSE_ENOUGH = 0.015
 _LEAST_SPREAD = 0.35
 
 
@@ -73,30 +74,30 @@ def fit_profile(
     Raises
     ------
     ParameterError
-        When the sample holds fewer than 64 tokens, or NaN or infinity.
+        When the sample holds fewer than 256 tokens, or NaN or infinity.
     """
     fitter = config.transform.fitter(spec)
     kept: list[ChunkKV] = []
-    kept_bytes = 0
-    num_tokens = 0
-    last: ChunkKV | None = None
-    for number, chunk in enumerate(chunks):
+    num_tokens = num_kept = 0
+    for chunk in chunks:
         kv = _without_wild_tokens(chunk)
+        # Runs of tokens in turn, so that a sample of one chunk has both kinds of them.
+        runs = (num_tokens + torch.arange(kv.num_tokens)) // _RUN
         num_tokens += kv.num_tokens
-        last = kv
-        if number % _KEPT_OUT < _KEPT_OUT - 1:
-            fitter.update(kv)
-        elif kept_bytes + kv.size_bytes <= _MAX_KEPT_BYTES or not kept:
-            kept.append(kv)
-            kept_bytes += kv.size_bytes
+        for is_kept_out, tokens in ((False, runs % _KEPT_OUT != 1), (True, runs % _KEPT_OUT == 1)):
+            part = ChunkKV(kv.keys[:, :, tokens], kv.values[:, :, tokens])
+            if part.num_tokens == 0:
+                continue
+            if not is_kept_out:
+                fitter.update(part)
+            elif num_kept + part.keys.numel() <= _MAX_KEPT_NUMBERS or not kept:
+                kept.append(part)
+                num_kept += part.keys.numel()
     if num_tokens < MIN_TOKENS:
         raise ParameterError(
             f"a profile is fitted on {MIN_TOKENS} tokens or more, and on many thousands to be "
             f"good; found {num_tokens}: give more documents"
         )
-    if not kept:  # three chunks or fewer: nothing can be kept out
-        assert last is not None
-        kept.append(last)
     on_progress("finding the basis")
     transform = fitter.finish()
     if isinstance(config.quantiser, Exact):
@@ -118,7 +119,7 @@ def _without_wild_tokens(kv: ChunkKV) -> ChunkKV:
     """Return a chunk without the tokens that are kept raw whatever the profile says."""
     check_kv(kv)
     most = torch.maximum(kv.keys.abs().amax((0, 1, 3)), kv.values.abs().amax((0, 1, 3)))
-    tokens = most > WILD
+    tokens = most > greatest_tame(kv.keys.dtype)
     if not bool(tokens.any()):
         return kv
     return ChunkKV(kv.keys[:, :, ~tokens], kv.values[:, :, ~tokens])
@@ -183,17 +184,22 @@ class _Sample:
         finest = 2.0 * self._greatest() / MAX_MAGNITUDE + 1e-12
         factor = self._find_factor(level, target, finest)
         # Rate-distortion optimised rounding and shared tables move the rate.
+        fine, coarse = 0.0, math.inf
         for _ in range(_CORRECTIONS):
             found = self._fit(level, name, factor)
             if abs(found.bits / target - 1.0) < _CLOSE_ENOUGH:
                 break
-            # At high rates a bit less is twice the step; at low ones the rate falls faster.
             if found.bits < target and factor <= finest:
                 break  # all there is to say takes fewer bits than were asked for
-            factor = max(
-                finest,
-                factor * 2.0 ** min(found.bits - target, 0.7 * math.log2(found.bits / target)),
-            )
+            if found.bits > target:
+                fine = factor
+            else:
+                coarse = factor
+            if fine > 0.0 and coarse < math.inf:
+                factor = math.sqrt(fine * coarse)
+            else:  # a bit less is about twice the step
+                step = 2.0 ** (found.bits - target)
+                factor = max(finest, factor * min(max(step, 0.5), 2.0))
         return found
 
     def _steps(self, level: int, matrix: _Matrix, factor: float) -> torch.Tensor:
@@ -270,7 +276,9 @@ class _Sample:
         """
         if matrix.is_exact or self._config.allocation.target_bits(level) is None:
             return rows
-        return rows * (rows.square().mean(1, keepdim=True).sqrt() >= _LEAST_SPREAD)
+        spread = rows.square().mean(1, keepdim=True).sqrt()
+        # At very low rates all rows spread less: then the widest of them are worth most.
+        return rows * (spread >= min(_LEAST_SPREAD, 0.5 * float(spread.max())))
 
     def _planes(self, fitted: _FittedPlanes, rows: list[torch.Tensor]) -> tuple[Plane, ...]:
         planes, bits = [], 0.0

@@ -74,6 +74,7 @@ class LosslessCodec:
     def open_record(self, reader: RecordReader, spec: KVSpec) -> LosslessChunk:
         """Go on from a header that has been read. Raises as `open` does."""
         reader.require(NAME, spec)
+        reader.require(NAME, self.profile.spec)
         reader.require_profile(self.profile.hash, len(self.profile.levels))
         reader.require_blocks(spec.num_layers)
         return LosslessChunk(reader, self._coder)

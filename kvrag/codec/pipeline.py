@@ -20,7 +20,7 @@ from kvrag.codec.level import CodedBlock, LevelCoder
 from kvrag.codec.planes import NUM_CONTEXTS, coarser, digit_contexts, digit_symbols
 from kvrag.codec.profile import Profile
 from kvrag.codec.quantiser import quantise, to_symbols, token_scales
-from kvrag.codec.transform.base import WILD
+from kvrag.codec.transform.base import greatest_tame
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 
@@ -110,6 +110,7 @@ class PipelineCodec:
     def open_record(self, reader: RecordReader, spec: KVSpec) -> PipelineChunk:
         """Go on from a header that has been read. Raises as `open` does."""
         reader.require(NAME, spec)
+        reader.require(NAME, self.profile.spec)
         reader.require_profile(self.profile.hash, len(self.profile.levels))
         coder = self._coders[reader.header.level]
         num_planes, left = divmod(len(reader.header.blocks), len(self.profile.transform.plans))
@@ -126,7 +127,7 @@ class PipelineCodec:
         self, coder: LevelCoder, block: int, channels: torch.Tensor
     ) -> list[list[bytes | memoryview]]:
         """Return the payloads of a block's planes."""
-        wild = channels.abs().amax(0) > WILD
+        wild = channels.abs().amax(0) > greatest_tame(self.profile.spec.dtype)
         tame = torch.where(wild, 0.0, channels) if bool(wild.any()) else channels
         coded = self._quantise(coder, block, tame, torch.zeros(0, dtype=torch.int64))
         finest = len(coder.level.planes) - 1

@@ -13,8 +13,8 @@ from kvrag.errors import ParameterError
 from kvrag.kvcache import KVSpec
 
 RAW = "raw"
-# Of `cachegen` at its finest level; of headers, padding and states beside the numbers.
-_CHANNEL_BITS = 5.0
+# Of `cachegen` by level, on models measured; of headers, padding and states beside the numbers.
+_CHANNEL_BITS = {"1": 4.6, "2": 3.6, "3": 2.7, "4": 1.8}
 _OVERHEAD_BITS = 0.3
 
 # What each preset is made of was measured with `kvrag bench codec`; see docs/results.md.
@@ -76,9 +76,10 @@ def expected_bytes_per_token(choice: CodecChoice, spec: KVSpec) -> int:
     """Return about how many bytes a token will take, not less than it usually does."""
     if choice.config is None or isinstance(choice.config.quantiser, Exact):
         return spec.bytes_per_token
-    bits = _CHANNEL_BITS
     if isinstance(choice.config.allocation, RateDistortion):
         bits = float(choice.level)
+    else:
+        bits = _CHANNEL_BITS[choice.level]
     elements = spec.bytes_per_token // spec.dtype.itemsize
     return min(spec.bytes_per_token, int(elements * (bits + _OVERHEAD_BITS) / 8) + 1)
 

@@ -24,13 +24,18 @@ from safetensors.torch import save as save_tensors
 from kvrag.codec.config import PipelineConfig
 from kvrag.codec.entropy.tables import NUM_SYMBOLS, TOTAL
 from kvrag.codec.planes import NUM_CONTEXTS, value_costs
+from kvrag.codec.quantiser import Exact
 from kvrag.codec.transform.base import FittedTransform, take_tensor
+from kvrag.codec.transform.none import NoTransform
 from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import DTYPES, KVSpec
+from kvrag.native.entropy import MAX_CLASSES
 
 PROFILE_VERSION = 1
 MAX_PROFILE_BYTES = 4 << 30
 MAX_PLANES = 5
+_MAX_DIMENSION = 1 << 16
+_MAX_LAYERS_A_TENSOR = 8192
 _HASH_BYTES = 20
 _METADATA = "kvrag_profile"
 _REMEDY = "fit it again with 'kvrag profile', or put the right file back"
@@ -230,9 +235,12 @@ class Profile:
                 _positive(metadata, "head_dim"),
                 DTYPES[metadata["dtype"]],
             )
+            # Made of what the header says: never more blocks than there are tensors for them.
+            if spec.num_layers > len(tensors) * _MAX_LAYERS_A_TENSOR:
+                raise ProfileError(f"the profile lacks tensors of its layers; {_REMEDY}")
             transform = config.transform.load(spec, tensors)
             levels = tuple(
-                _load_level(number, found, transform, tensors)
+                _load_level(number, found, config, transform, tensors)
                 for number, found in enumerate(metadata["levels"])
             )
             if not levels:
@@ -243,10 +251,23 @@ class Profile:
                 model_fingerprint=str(metadata["model_fingerprint"]),
                 transform=transform,
                 levels=levels,
-                num_tokens=_positive(metadata, "num_tokens"),
+                num_tokens=int(metadata["num_tokens"]),
             )
-        except (SafetensorError, ParameterError, KeyError, TypeError, ValueError) as error:
+        except _MALFORMED as error:
             raise ProfileError(f"this is not a codec profile: {error}; {_REMEDY}") from error
+
+
+_MALFORMED = (
+    SafetensorError,
+    ParameterError,
+    ArithmeticError,
+    LookupError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What reading bytes of any content may raise."""
 
 
 def profile_hash(content: bytes) -> str:
@@ -268,7 +289,7 @@ def _metadata_of(content: bytes) -> dict[str, Any]:
 
 def _positive(metadata: Mapping[str, Any], name: str) -> int:
     value = metadata[name]
-    if type(value) is not int or not 1 <= value < 1 << 31:
+    if type(value) is not int or not 1 <= value <= _MAX_DIMENSION:
         raise ProfileError(f"the profile's {name!r} is {value!r}; {_REMEDY}")
     return value
 
@@ -276,6 +297,7 @@ def _positive(metadata: Mapping[str, Any], name: str) -> int:
 def _load_level(
     number: int,
     found: Mapping[str, Any],
+    config: PipelineConfig,
     transform: FittedTransform,
     tensors: Mapping[str, torch.Tensor],
 ) -> Level:
@@ -301,6 +323,8 @@ def _load_level(
         num_classes = len(planes[0].frequencies) if planes else len(frequencies)
         contexts = NUM_CONTEXTS if planes else 1
         sums = frequencies.astype(np.int64).sum(axis=1)
+        if len(frequencies) > MAX_CLASSES:
+            raise ProfileError(f"{where!r} has more than {MAX_CLASSES} tables; {_REMEDY}")
         if len(frequencies) != num_classes * contexts or not (sums == TOTAL).all():
             raise ProfileError(f"the tables of {where!r} are not those of its classes; {_REMEDY}")
         shrink = take_tensor(tensors, f"{where}.shrink", [num_classes], torch.float32)
@@ -312,6 +336,14 @@ def _load_level(
         raise ProfileError(f"the profile's level {name!r} names a class it lacks; {_REMEDY}")
     distortion = take_tensor(tensors, f"level.{number}.distortion", [len(steps)], torch.float32)
     error = float(found["relative_error"])
+    if isinstance(config.quantiser, Exact):
+        whole = all(
+            len(of_matrix) == plan.num_rows
+            for block, of_block in enumerate(steps)
+            for of_matrix, plan in zip(of_block, transform.matrices(block), strict=True)
+        )
+        if not isinstance(config.transform, NoTransform) or len(planes) > 1 or not whole:
+            raise ProfileError(f"the profile's level {name!r} is not lossless; {_REMEDY}")
     return Level(name, tuple(steps), classes, tuple(planes), distortion, error)
 
 
@@ -331,8 +363,8 @@ def _unsigned(
     name: str,
     shape: list[int],
     dtype: torch.dtype = torch.int16,
-) -> NDArray[np.uint16]:
+) -> NDArray[Any]:
     tensor = take_tensor(tensors, name, shape, dtype)
     if bool((tensor < 0).any()):
         raise ProfileError(f"the profile's {name!r} holds negative numbers; {_REMEDY}")
-    return tensor.numpy().astype(np.uint16)
+    return tensor.numpy().astype(np.uint16 if dtype == torch.int16 else np.int64)

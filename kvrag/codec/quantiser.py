@@ -113,7 +113,7 @@ class Exact(Quantiser):
 
 def token_scales(plan: MatrixPlan, rows: torch.Tensor) -> torch.Tensor:
     """Return float16 ``[segments, T]``: each token's greatest magnitude in each segment."""
-    num_segments = int(plan.segments.max()) + 1
+    num_segments = plan.num_segments
     scales = torch.zeros(num_segments, rows.shape[1])
     index = plan.segments[: len(rows), None].expand(rows.shape)
     scales.scatter_reduce_(0, index, rows.abs(), "amax")

@@ -9,11 +9,11 @@ from kvrag.codec.base import Codec, EncodedChunk
 from kvrag.codec.container import ByteSource, RecordReader
 from kvrag.codec.lossless import LosslessCodec
 from kvrag.codec.pipeline import PipelineCodec
-from kvrag.codec.presets import choose_codec
+from kvrag.codec.presets import CodecChoice, choose_codec
 from kvrag.codec.profile import Profile
 from kvrag.codec.quantiser import Exact
 from kvrag.codec.raw import RawCodec
-from kvrag.errors import ParameterError, ProfileError, RecordError
+from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import KVSpec
 
 GetProfile = Callable[[str], Profile]
@@ -31,13 +31,21 @@ def get_codec(name: str, profile: Profile | None = None) -> Codec:
     Raises
     ------
     ParameterError
-        When there is no such codec, or the profile is missing or lacks the level.
+        When there is no such codec, or the profile is missing, another codec's, or lacks the
+        level.
     """
     choice = choose_codec(name)
     if choice.config is None:
         return RawCodec()
     if profile is None:
         raise ParameterError(f"codec {name!r} needs a profile: fit one with 'kvrag profile'")
+    if not is_profile_of(profile, choice):
+        raise ParameterError(
+            f"the codec profile {profile.hash} was fitted for transform "
+            f"{profile.config.transform.name!r} and quantiser {profile.config.quantiser.name!r}, "
+            f"codec {name!r} has {choice.config.transform.name!r} and "
+            f"{choice.config.quantiser.name!r}: fit one with 'kvrag profile --codec {name}'"
+        )
     if isinstance(profile.config.quantiser, Exact):
         return LosslessCodec(profile)
     return PipelineCodec(profile, choice.label, choice.level)
@@ -50,16 +58,15 @@ class RecordOpener:
     ----------
     get_profile
         Where profiles are found.
+    model_fingerprint
+        Of the model whose records are opened.
     """
 
-    def __init__(self, get_profile: GetProfile) -> None:
+    def __init__(self, get_profile: GetProfile, model_fingerprint: str) -> None:
         self._get_profile = get_profile
+        self._model_fingerprint = model_fingerprint
         self._raw = RawCodec()
         self._by_profile: dict[str, Codec] = {}
-
-    def add(self, codec: Codec, profile: Profile) -> None:
-        """Use `codec` for the records of `profile`."""
-        self._by_profile[profile.hash] = codec
 
     def open(self, key: ChunkKey, source: ByteSource, spec: KVSpec) -> EncodedChunk:
         """Read and check the header of a record.
@@ -67,7 +74,9 @@ class RecordOpener:
         Raises
         ------
         RecordError
-            When it is damaged, belongs to another key or shape, or its profile cannot be had.
+            When it is damaged, or belongs to another key or shape.
+        ProfileError
+            When its profile cannot be had, or is another model's.
         StoreError
             When the store cannot deliver the header.
         """
@@ -76,13 +85,25 @@ class RecordOpener:
             return self._raw.open_record(reader, spec)
         codec = self._by_profile.get(reader.header.profile)
         if codec is None:
-            try:
-                profile = self._get_profile(reader.header.profile)
-            except ProfileError as error:
-                raise RecordError(f"record {key}: {error}") from error
+            profile = self._get_profile(reader.header.profile)
+            if profile.model_fingerprint != self._model_fingerprint:
+                raise ProfileError(
+                    f"record {key} was coded with profile {profile.hash} of a model with "
+                    f"fingerprint {profile.model_fingerprint}, expected {self._model_fingerprint}; "
+                    "ingest its document again"
+                )
             codec = codec_of(profile)
             self._by_profile[profile.hash] = codec
         return codec.open_record(reader, spec)
+
+
+def is_profile_of(profile: Profile, choice: CodecChoice) -> bool:
+    """Say whether a profile was fitted for the stages of a codec; its levels may be others."""
+    config = choice.config
+    return config is not None and (profile.config.transform, profile.config.quantiser) == (
+        config.transform,
+        config.quantiser,
+    )
 
 
 def codec_of(profile: Profile) -> Codec:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvrag.codec.base import Destination, EncodedChunk
-from kvrag.errors import IndexFormatError, RecordError, StoreError
+from kvrag.errors import IndexFormatError, ProfileError, RecordError, StoreError
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.kvcache import FusedKV
 from kvrag.positions.rotary import RotaryTable
@@ -14,8 +14,9 @@ from kvrag.positions.rotary import RotaryTable
 MISS_ABSENT = "KV not in the store"
 MISS_DAMAGED = "record damaged"
 MISS_UNREADABLE = "store unreadable"
+MISS_PROFILE = "codec profile missing"
 
-_DAMAGE = (RecordError, StoreError, IndexFormatError)
+_DAMAGE = (RecordError, StoreError, IndexFormatError, ProfileError)
 
 OpenKV = Callable[[str], EncodedChunk | None]
 """From a chunk id to its opened record, or None where the store has none."""
@@ -112,4 +113,6 @@ class SpanLoader:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, ProfileError):
+        return MISS_PROFILE
     return MISS_UNREADABLE if isinstance(error, StoreError) else MISS_DAMAGED

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -14,10 +16,10 @@ from kvrag.codec.base import Codec, EncodedChunk
 from kvrag.codec.container import RecordHeader, RecordReader
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.lossless import NAME as LOSSLESS
-from kvrag.codec.presets import RAW, choose_codec
+from kvrag.codec.presets import RAW, CodecChoice, choose_codec, expected_bytes_per_token
 from kvrag.codec.profile import Profile
 from kvrag.codec.registry import RecordOpener, get_codec
-from kvrag.errors import ParameterError, RecordError, StoreError
+from kvrag.errors import ParameterError, ProfileError, RecordError, StoreError
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import RecodeReport
 from kvrag.kvcache import ChunkKV, KVSpec
@@ -28,6 +30,9 @@ EXACT_CODECS = (RAW, LOSSLESS)
 
 SAMPLE_TOKENS = 16_384
 """Tokens a profile is fitted on unless another number is asked for."""
+
+LEAST_TOKENS = 512
+"""With fewer, an ingestion stores KV raw: what is fitted to a handful fits nothing else."""
 
 
 def check_profile(profile: Profile, codec: str, spec: KVSpec, model_fingerprint: str) -> None:
@@ -115,14 +120,17 @@ class RecordCoding:
         The codec records are written with.
     profile_hash
         Its profile, or "" where it has none, or none yet.
+    model_fingerprint
+        Of the index's model.
     """
 
     profiles: ProfileFolder
     label: str
     profile_hash: str
+    model_fingerprint: str
 
     def __post_init__(self) -> None:
-        self._opener = RecordOpener(self.profiles.get)
+        self._opener = RecordOpener(self.profiles.get, self.model_fingerprint)
         self._codec: Codec | None = None
 
     @property
@@ -147,12 +155,12 @@ class RecordCoding:
         return (header.profile, header.level) == (self.profile_hash, level)
 
     def open(self, key: ChunkKey, source: StoredRecord, spec: KVSpec) -> EncodedChunk:
-        """Open a record of any codec. Raises RecordError and StoreError."""
+        """Open a record of any codec. Raises RecordError, StoreError and ProfileError."""
         return self._opener.open(key, source, spec)
 
 
 def recode_records(
-    keys: Sequence[ChunkKey],
+    needed: Mapping[ChunkKey, int],
     store: Store,
     coding: RecordCoding,
     spec: KVSpec,
@@ -166,21 +174,23 @@ def recode_records(
 
     Parameters
     ----------
+    needed
+        The keys, with the tokens of each.
     compute
         Returns the KV of a key by the model.
     """
     started = time.perf_counter()
     target = coding.codec
     size_before = size_after = num_recoded = num_computed = 0
-    for number, key in enumerate(keys):
+    for number, (key, num_tokens) in enumerate(sorted(needed.items())):
         if on_progress is not None:
-            on_progress(number, len(keys))
+            on_progress(number, len(needed))
         old_bytes, is_done = _coded_already(key, store, coding)
         size_before += old_bytes
         if is_done:
             size_after += old_bytes
             continue
-        kv = read_exact(key, store, coding, spec)
+        kv = read_exact(key, num_tokens, store, coding, spec)
         if kv is None:
             kv = compute(key)
             num_computed += 1
@@ -190,13 +200,26 @@ def recode_records(
         num_recoded += 1
     return RecodeReport(
         codec=coding.label,
-        num_records=len(keys),
+        num_records=len(needed),
         num_recoded=num_recoded,
         num_computed=num_computed,
         size_bytes_before=size_before,
         size_bytes=size_after,
         seconds=time.perf_counter() - started,
     )
+
+
+def check_room(
+    needed: Mapping[ChunkKey, int], store: Store, choice: CodecChoice, spec: KVSpec, folder: Path
+) -> None:
+    """Raise StoreError when the disk has no room for all records in another codec."""
+    more = sum(needed.values()) * expected_bytes_per_token(choice, spec) - store.size_bytes()
+    free = shutil.disk_usage(folder).free
+    if more > free:
+        raise StoreError(
+            f"records in codec {choice.label} need about {more / 1e6:,.0f} MB more in {folder}, "
+            f"and {free / 1e6:,.0f} MB are free; free some space, or choose a smaller codec"
+        )
 
 
 def _coded_already(key: ChunkKey, store: Store, coding: RecordCoding) -> tuple[int, bool]:
@@ -211,7 +234,9 @@ def _coded_already(key: ChunkKey, store: Store, coding: RecordCoding) -> tuple[i
         return 0, False
 
 
-def read_exact(key: ChunkKey, store: Store, coding: RecordCoding, spec: KVSpec) -> ChunkKV | None:
+def read_exact(
+    key: ChunkKey, num_tokens: int, store: Store, coding: RecordCoding, spec: KVSpec
+) -> ChunkKV | None:
     """Return the KV of a record that gives back what the model gave, or None."""
     try:
         record = store.open(key)
@@ -220,8 +245,10 @@ def read_exact(key: ChunkKey, store: Store, coding: RecordCoding, spec: KVSpec) 
         with contextlib.closing(record):
             if RecordReader(record, key).header.codec not in EXACT_CODECS:
                 return None
-            return read_all(coding.open(key, record, spec), spec)
-    except (RecordError, StoreError):
+            encoded = coding.open(key, record, spec)
+            # The header alone says how long the record is: believe the chunk.
+            return read_all(encoded, spec) if encoded.num_tokens == num_tokens else None
+    except (RecordError, StoreError, ProfileError):
         return None
 
 

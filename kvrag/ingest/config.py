@@ -116,6 +116,7 @@ def write_atomically(path: Path, content: bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
+            _sync_folder(path.parent)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -124,6 +125,16 @@ def write_atomically(path: Path, content: bytes) -> None:
             f"cannot write {path}: {error.strerror or error}; free some space, change the "
             "folder's permissions, or use another folder"
         ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename survive a power cut, where the system can."""
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _foreign(path: Path, what: str) -> IndexFormatError:

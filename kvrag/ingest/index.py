@@ -110,7 +110,7 @@ class Index(IndexUpkeep):
         self.catalog = catalog
         self.store: Store = open_store(f"file:{path / KV_FOLDER}")
         folder = ProfileFolder(path / profiles.FOLDER_NAME)
-        self.coding = RecordCoding(folder, config.codec, config.profile)
+        self.coding = RecordCoding(folder, config.codec, config.profile, config.model_fingerprint)
         self._given_model = model
         self._given_embedding = embedding
         self._device = device
@@ -396,6 +396,7 @@ class Index(IndexUpkeep):
         started = time.perf_counter()
         sources = gather(paths_or_documents, self.path)
         with contextlib.nullcontext() if dry_run else lock.writer_lock(self.path):
+            self._reload_codec()
             plan = self._plan(sources, on_progress)
             if dry_run:
                 outcome = Outcome(
@@ -424,6 +425,7 @@ class Index(IndexUpkeep):
             prefill_seconds=outcome.prefill_seconds,
             tokens_per_second=outcome.num_tokens_computed / seconds if seconds else 0.0,
             dry_run=dry_run,
+            note="" if dry_run or not outcome.num_records else self._codec_note(),
         )
 
     def delete(self, *, sources: Sequence[str] = (), chunk_ids: Sequence[str] = ()) -> int:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvrag.chunk import Chunk, ChunkKey
-from kvrag.errors import IndexFormatError, RecordError, StoreError
+from kvrag.codec.container import RecordReader
+from kvrag.errors import IndexFormatError, ProfileError, RecordError, StoreError
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.coding import RecordCoding
+from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport, RecordProblem, VerifyReport
 from kvrag.kvcache import KVSpec
 from kvrag.store.base import Store
@@ -102,12 +104,14 @@ def _read_record(
             for layer_index in range(spec.num_layers):
                 encoded.read_layer(layer_index)
             return encoded.size_bytes, None
-    except (RecordError, StoreError) as error:
+    except (RecordError, StoreError, ProfileError) as error:
         return 0, str(error)
 
 
-def collect_garbage(folder: Path, catalog: Catalog, store: Store) -> GcReport:
-    """Remove records that no chunk refers to, and files of killed processes.
+def collect_garbage(
+    folder: Path, catalog: Catalog, store: Store, profiles: ProfileFolder, profile_hash: str
+) -> GcReport:
+    """Remove records that no chunk refers to, profiles no record needs, files of killed processes.
 
     Call with the writer's lock held: a record is stored before its chunk is in the catalog.
     """
@@ -119,9 +123,24 @@ def collect_garbage(folder: Path, catalog: Catalog, store: Store) -> GcReport:
     if isinstance(store, FileStore):
         num_temporary += store.collect_garbage(min_age_seconds=0.0)
     newest = time.time() - _TEMPORARY_AGE_SECONDS
-    for path in folder.glob(".*.tmp"):
+    for path in (*folder.glob(".*.tmp"), *profiles.folder.glob(".*.tmp")):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < newest:
                 path.unlink()
                 num_temporary += 1
-    return GcReport(num_records, size_bytes, num_temporary)
+    unused = set(profiles.hashes()) - {profile_hash} - _profiles_in_use(store)
+    for one in unused:
+        profiles.delete(one)
+    return GcReport(num_records, size_bytes, num_temporary, len(unused))
+
+
+def _profiles_in_use(store: Store) -> set[str]:
+    """Return the profiles that records name, those of damaged records left out."""
+    used = set()
+    for key in list(store.keys()):
+        with contextlib.suppress(RecordError, StoreError):
+            record = store.open(key)
+            if record is not None:
+                with contextlib.closing(record):
+                    used.add(RecordReader(record, key).header.profile)
+    return used

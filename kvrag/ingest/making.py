@@ -97,6 +97,10 @@ def make_config(
             f"exceeds the model's context of {model.max_positions}; choose at most "
             f"{model.max_positions - len(prefix_ids)}"
         )
+    if profile is not None and choose_codec(codec).config is None:
+        raise ParameterError(
+            f"codec {codec!r} takes no profile: name the codec it was fitted for, or leave it out"
+        )
     if profile is not None:
         check_profile(profile, codec, model.spec, model.fingerprint)
     return IndexConfig(

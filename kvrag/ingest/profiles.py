@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from kvrag.ingest.config import write_atomically
 
 FOLDER_NAME = "profiles"
 _SUFFIX = ".safetensors"
+_NAME = re.compile(r"([0-9a-f]{40})\.safetensors")
 
 
 class ProfileFolder:
@@ -28,15 +30,22 @@ class ProfileFolder:
         self._lock = threading.Lock()
 
     def add(self, profile: Profile) -> None:
-        """Write a profile; one that is there already stays. Raises StoreError."""
+        """Write a profile, unless it is there whole. Raises StoreError."""
         path = self._path(profile.hash)
-        if not path.exists():
-            try:
-                self._folder.mkdir(exist_ok=True)
-            except OSError as error:
-                raise StoreError(
-                    f"cannot make the folder {self._folder}: {error.strerror or error}"
-                ) from error
+        if len(profile.content) > MAX_PROFILE_BYTES:
+            raise ProfileError(
+                f"a codec profile has at most {MAX_PROFILE_BYTES} bytes, this one has "
+                f"{len(profile.content)}; use codec cachegen for a model of this width"
+            )
+        try:
+            self._folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"cannot make the folder {self._folder}: {error.strerror or error}"
+            ) from error
+        try:
+            read_profile(path, profile.hash)
+        except ProfileError:  # missing or damaged
             write_atomically(path, profile.content)
         with self._lock:
             self._read[profile.hash] = profile
@@ -55,6 +64,24 @@ class ProfileFolder:
                 profile = read_profile(self._path(profile_hash), profile_hash)
                 self._read[profile_hash] = profile
             return profile
+
+    def hashes(self) -> list[str]:
+        """Return the hashes that files are named by, in order."""
+        if not self._folder.is_dir():
+            return []
+        names = sorted(path.name for path in self._folder.iterdir())
+        return [match[1] for match in map(_NAME.fullmatch, names) if match]
+
+    def delete(self, profile_hash: str) -> None:
+        """Remove a profile's file, if there is one."""
+        with self._lock:
+            self._read.pop(profile_hash, None)
+        self._path(profile_hash).unlink(missing_ok=True)
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are; there may be none yet."""
+        return self._folder
 
     def _path(self, profile_hash: str) -> Path:
         return self._folder / f"{profile_hash}{_SUFFIX}"

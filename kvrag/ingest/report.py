@@ -83,6 +83,8 @@ class IngestReport:
         Of these, the model's own time.
     tokens_per_second
         Tokens computed over `compute_seconds`.
+    note
+        What to know of how KV was stored; "" for nothing.
     """
 
     added: tuple[str, ...] = ()
@@ -100,6 +102,7 @@ class IngestReport:
     prefill_seconds: float = 0.0
     tokens_per_second: float = 0.0
     dry_run: bool = False
+    note: str = ""
 
     @property
     def ok(self) -> bool:
@@ -205,11 +208,14 @@ class VerifyReport:
 
 @dataclass(frozen=True)
 class GcReport:
-    """What `Index.gc` removed: records no chunk needs, and files left by killed processes."""
+    """What `Index.gc` removed: records no chunk needs, codec profiles no record needs, and files
+    left by killed processes.
+    """
 
     num_records: int
     size_bytes: int
     num_temporary_files: int
+    num_profiles: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""

@@ -12,13 +12,18 @@ from kvrag.chunk import Chunk, ChunkKey
 from kvrag.codec.base import Codec
 from kvrag.codec.presets import CodecChoice, choose_codec, expected_bytes_per_token
 from kvrag.codec.profile import Profile
+from kvrag.codec.raw import RawCodec
+from kvrag.codec.registry import is_profile_of
+from kvrag.errors import ParameterError, ProfileError
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import lock, vectors
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.coding import (
+    LEAST_TOKENS,
     SAMPLE_TOKENS,
     RecordCoding,
     check_profile,
+    check_room,
     fit_to,
     read_exact,
     recode_records,
@@ -110,6 +115,9 @@ class IndexUpkeep(ABC):
             Called with the number of records read, and of how many.
         """
         with lock.writer_lock(self.path) if repair else contextlib.nullcontext():
+            self._reload_codec()
+            if repair:
+                self._find_profile()
             return verify_records(
                 self.catalog,
                 self.store,
@@ -143,11 +151,12 @@ class IndexUpkeep(ABC):
         ParameterError
             When the codec needs no profile, or the index holds fewer than 64 tokens.
         """
-        keys, lengths, kv_of = self._codable()
-        del keys
-        profile = self._fit(codec, lengths, kv_of, on_progress, num_tokens)
-        self.coding.profiles.add(profile)
-        return profile
+        with lock.writer_lock(self.path):
+            self._reload_codec()
+            needed, kv_of = self._codable()
+            profile = self._fit(codec, list(needed.values()), kv_of, on_progress, num_tokens)
+            self.coding.profiles.add(profile)
+            return profile
 
     def recode(
         self,
@@ -182,16 +191,20 @@ class IndexUpkeep(ABC):
         """
         choice = choose_codec(codec)
         with lock.writer_lock(self.path):
-            keys, lengths, kv_of = self._codable()
+            self._reload_codec()
+            if profile is not None and choice.config is None:
+                raise ParameterError(f"codec {codec!r} takes no profile: leave it out")
+            needed, kv_of = self._codable()
             if profile is None and choice.config is not None:
-                profile = self._present_profile(choice) or self._fit(
-                    codec, lengths, kv_of, on_profile
+                profile = self._present_profile(choice, sum(needed.values())) or self._fit(
+                    codec, list(needed.values()), kv_of, on_profile
                 )
             if profile is not None:
                 check_profile(profile, codec, self.config.spec, self.config.model_fingerprint)
-            self._use_codec(codec, profile if choice.config is not None else None)
+            check_room(needed, self.store, choice, self.config.spec, self.path)
+            self._use_codec(codec, profile)
             return recode_records(
-                keys,
+                needed,
                 self.store,
                 self.coding,
                 self.config.spec,
@@ -199,33 +212,47 @@ class IndexUpkeep(ABC):
                 on_progress=on_progress,
             )
 
-    def _codable(self) -> tuple[list[ChunkKey], list[int], Callable[[int], ChunkKV]]:
-        """Return the names of all KV, their tokens, and what returns the KV of one by number."""
-        needed, _ = self.catalog.audit(self.key_of)
-        keys = sorted(needed)
+    def _codable(self) -> tuple[dict[ChunkKey, int], Callable[[int], ChunkKV]]:
+        """Return all KV by name, with its tokens, and what returns the KV of one by its place."""
+        needed = dict(sorted(self.catalog.audit(self.key_of)[0].items()))
+        keys = list(needed)
 
         def kv_of(number: int) -> ChunkKV:
             key = keys[number]
-            found = read_exact(key, self.store, self.coding, self.config.spec)
+            found = read_exact(key, needed[key], self.store, self.coding, self.config.spec)
             if found is not None:
                 return found
             return self._prefill(self.catalog.chunk_with(key, self.key_of))
 
-        return keys, [needed[key] for key in keys], kv_of
+        return needed, kv_of
 
-    def _present_profile(self, choice: CodecChoice) -> Profile | None:
-        """Return the index's profile if it has the level that a codec names."""
-        if not self.config.profile or choice.config is None:
+    def _present_profile(self, choice: CodecChoice, num_tokens: int) -> Profile | None:
+        """Return the best of the index's profiles that a codec can use, if any is good enough.
+
+        One that was fitted on much less than there is now is not: an index is small at first.
+        """
+        fitting: list[Profile] = []
+        for profile_hash in self.coding.profiles.hashes():
+            with contextlib.suppress(ProfileError):
+                profile = self.coding.profiles.get(profile_hash)
+                is_ours = profile.model_fingerprint == self.config.model_fingerprint
+                has_level = any(level.name == choice.level for level in profile.levels)
+                if is_ours and has_level and is_profile_of(profile, choice):
+                    fitting.append(profile)
+        best = max(fitting, key=lambda profile: (profile.num_tokens, profile.hash), default=None)
+        if best is None or best.num_tokens < min(SAMPLE_TOKENS, num_tokens) / 2:
             return None
-        profile = self.coding.profiles.get(self.config.profile)
-        fits = profile.config.transform == choice.config.transform
-        fits = fits and profile.config.quantiser == choice.config.quantiser
-        return profile if fits and any(v.name == choice.level for v in profile.levels) else None
+        return best
 
     def gc(self) -> GcReport:
-        """Remove records that no chunk needs, and files left behind by killed processes."""
+        """Remove records that no chunk needs, codec profiles that no record needs, and what killed
+        processes left behind.
+        """
         with lock.writer_lock(self.path):
-            return collect_garbage(self.path, self.catalog, self.store)
+            self._reload_codec()
+            return collect_garbage(
+                self.path, self.catalog, self.store, self.coding.profiles, self.config.profile
+            )
 
     # -- private -----------------------------------------------------------------------------
 
@@ -234,13 +261,55 @@ class IndexUpkeep(ABC):
         self.store.replace(key, self.codec.encode(key, self._prefill(chunk)))
 
     def _codec_for(self, chunks: list[Chunk], say: Callable[[str], None]) -> Codec:
-        """Return what records are written with; fit its profile to `chunks` if it has none."""
-        if self.coding.needs_profile:
-            lengths = [len(chunk.token_ids) for chunk in chunks]
-            codec = self.config.codec
-            profile = self._fit(codec, lengths, lambda number: self._prefill(chunks[number]), say)
-            self._use_codec(codec, profile)
+        """Return what records are written with; fit its profile to `chunks` if it has none.
+
+        Too few of them are stored raw: `recode` finds them when there is more to fit to.
+        """
+        if not self.coding.needs_profile:
+            return self.codec
+        lengths = [len(chunk.token_ids) for chunk in chunks]
+        if sum(lengths) < LEAST_TOKENS:
+            return RawCodec()
+        codec = self.config.codec
+        profile = self._fit(codec, lengths, lambda number: self._prefill(chunks[number]), say)
+        self._use_codec(codec, profile)
         return self.codec
+
+    def _codec_note(self) -> str:
+        """Return what to know after an ingestion of how KV was stored; "" for nothing."""
+        codec = self.config.codec
+        again = f"'kvrag recode --codec {codec}' fits it again when the index holds more"
+        if self.coding.needs_profile:
+            return f"KV was stored raw: {codec} is fitted on {LEAST_TOKENS} tokens or more; {again}"
+        if self.config.profile:
+            num_tokens = self.coding.profiles.get(self.config.profile).num_tokens
+            if num_tokens < SAMPLE_TOKENS // 4:
+                return f"{codec} was fitted on {num_tokens:,} tokens only; {again}"
+        return ""
+
+    def _find_profile(self) -> None:
+        """Fit another profile if the one that records are written with is lost."""
+        if self.coding.needs_profile:
+            return
+        try:
+            _ = self.codec
+        except ProfileError:
+            needed, kv_of = self._codable()
+            codec = self.config.codec
+            self._use_codec(codec, self._fit(codec, list(needed.values()), kv_of, lambda _: None))
+
+    def _reload_codec(self) -> None:
+        """Take over what another process or object has made of the index's codec since."""
+        config = IndexConfig.load(self.path)
+        if (config.codec, config.profile) != (self.config.codec, self.config.profile):
+            self.config = replace(self.config, codec=config.codec, profile=config.profile)
+            self.coding = self._make_coding()
+
+    def _make_coding(self) -> RecordCoding:
+        config = self.config
+        return RecordCoding(
+            self.coding.profiles, config.codec, config.profile, config.model_fingerprint
+        )
 
     def _fit(
         self,
@@ -269,7 +338,7 @@ class IndexUpkeep(ABC):
         config = replace(self.config, codec=name, profile="" if profile is None else profile.hash)
         config.save(self.path)
         self.config = config
-        self.coding = RecordCoding(self.coding.profiles, config.codec, config.profile)
+        self.coding = self._make_coding()
 
 
 def _size_of(path: Path) -> int:

@@ -9,7 +9,7 @@ import pytest
 from tests.cli.conftest import Run
 
 LINES = [
-    f"Ines keeps ledger {n} of the harbour and Tomas repairs clock {n} of Varn." for n in range(12)
+    f"Ines keeps ledger {n} of the harbour and Tomas repairs clock {n} of Varn." for n in range(40)
 ]
 
 

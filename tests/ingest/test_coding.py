@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvrag.chunk import Document
-from kvrag.errors import IndexFormatError, ParameterError, ProfileError, RecordError
+from kvrag.errors import IndexFormatError, ParameterError, ProfileError
 from kvrag.ingest.coding import read_all, spread_evenly
 from kvrag.ingest.index import Index
 from kvrag.ingest.profiles import read_profile
@@ -163,15 +163,22 @@ def test_a_missing_profile_is_a_miss_and_recoding_mends_it(make_index: MakeIndex
     content = path.read_bytes()
     path.unlink()
     reopened = Index.open(index.path, model=index.model, embedding="hashing")
-    with pytest.raises(RecordError, match="cannot read the codec profile"):
+    with pytest.raises(ProfileError, match="cannot read the codec profile"):
         kv_of(reopened, 0)
     assert "codec profile" in reopened.verify().problems[0].reason
     with pytest.raises(ProfileError, match="kvrag recode"):
         reopened.add([Document("new", "The keeper of the light.")])
-    report = reopened.recode("raw")
+    report = reopened.recode("transform:2")  # fitted anew
     assert (report.num_recoded, report.num_computed) == (8, 8)
     assert reopened.verify().ok
+    (path,) = (index.path / "profiles").iterdir()
+    path.write_bytes(b"damaged")
     reopened.close()
+    repaired = Index.open(index.path, model=index.model, embedding="hashing")
+    report = repaired.verify(repair=True)
+    assert report.ok  # the same profile, fitted again
+    assert kv_of(repaired, 0).num_tokens > 0
+    repaired.close()
 
     path.write_bytes(content[:-1] + b"\0" * (content[-1:] != b"\0"))
     with pytest.raises(ProfileError, match="expected"):
@@ -213,17 +220,38 @@ def test_codecs_there_are_none_of(codec: str, make_index: MakeIndex) -> None:
 
 def test_raw_needs_no_profile(make_index: MakeIndex) -> None:
     index = make_index()
+    index.add(DOCUMENTS)
+    profile = index.fit_profile("transform:2")
+    for call in (
+        lambda: make_index("new", profile=profile),
+        lambda: index.recode("raw", profile=profile),
+    ):
+        with pytest.raises(ParameterError, match="takes no profile"):
+            call()
     with pytest.raises(ParameterError, match="needs no profile"):
         index.fit_profile("raw")
 
 
-def test_too_little_to_fit_to(make_index: MakeIndex) -> None:
+def test_too_little_to_fit_to_is_stored_raw(make_index: MakeIndex) -> None:
     index = make_index(codec="transform:2")
-    with pytest.raises(ParameterError, match="64 tokens or more"):
-        index.add([Document("short", "The keeper of the light.")])
-    assert index.stats().num_chunks == 0
-    index.add(DOCUMENTS)  # and with more it goes on
+    short = Document("short", "The keeper of the light.")
+    report = index.add([short])
+    assert "KV was stored raw" in report.note
+    assert (index.config.codec, index.config.profile) == ("transform:2", "")
+    chunk = index.catalog.chunks(index.catalog.chunk_ids_of("short"))[0]
+    (exact,) = index.model.prefill(index.prefix_ids, [chunk.token_ids])
+    encoded = index.open_kv(chunk.chunk_id)
+    assert encoded is not None
+    assert distance(read_all(encoded, index.config.spec), exact) == 0
+    more = index.add([short, *DOCUMENTS])  # and with more it is fitted
+    assert "fitted on" in more.note
+    assert "tokens only" in more.note
+    assert index.config.profile
     assert index.verify().ok
+    recoded = index.recode("transform:2")
+    assert (recoded.num_records, recoded.num_recoded) == (9, 1)
+    with pytest.raises(ParameterError, match="256 tokens or more"):
+        make_index("empty").fit_profile("transform")
 
 
 def test_an_index_of_an_earlier_version_is_refused(make_index: MakeIndex) -> None:
@@ -241,3 +269,57 @@ def test_samples_are_spread_evenly() -> None:
     assert spread_evenly([500, 1, 1, 1], 100) == [0]
     assert spread_evenly([]) == []
     assert torch.tensor(spread_evenly([7] * 1000, 700)).diff().unique().tolist() == [10]
+
+
+def test_a_profile_of_another_codec_is_refused(make_index: MakeIndex) -> None:
+    index = make_index()
+    index.add(DOCUMENTS)
+    profile = index.fit_profile("transform")  # which has a level 1, as lossless has
+    for codec in ("lossless", "cachegen:1"):
+        with pytest.raises(ParameterError, match="was fitted for transform 'pca'"):
+            index.recode(codec, profile=profile)
+        with pytest.raises(ParameterError, match="was fitted for transform 'pca'"):
+            make_index(f"new-{codec[:4]}", codec=codec, profile=profile)
+
+
+def test_an_index_object_opened_before_a_recoding(make_index: MakeIndex) -> None:
+    first = make_index()
+    first.add(DOCUMENTS[:4])
+    second = Index.open(first.path, model=first.model, embedding="hashing")
+    first.recode("transform:2")
+    second.add(DOCUMENTS)
+    assert second.config.codec == "transform:2"
+    third = Index.open(first.path, model=first.model, embedding="hashing")
+    assert (third.config.codec, third.config.profile) == ("transform:2", first.config.profile)
+    assert third.recode("transform:2", profile=third.coding.profiles.get(first.config.profile))
+    for index in (second, third):
+        assert kv_of(index, 7).num_tokens > 0
+        index.close()
+
+
+def test_garbage_collection_keeps_the_profiles_that_records_name(make_index: MakeIndex) -> None:
+    index = make_index()
+    index.add(DOCUMENTS)
+    index.recode("transform:2")
+    used = index.config.profile
+    index.fit_profile("cachegen")
+    index.fit_profile("transform:3")
+    assert len(index.coding.profiles.hashes()) == 3
+    report = index.gc()
+    assert (report.num_records, report.num_profiles) == (0, 2)
+    assert index.coding.profiles.hashes() == [used]
+    index.recode("raw")
+    assert index.gc().num_profiles == 1
+    assert index.verify().ok
+
+
+def test_recoding_believes_the_chunk_not_the_record(make_index: MakeIndex) -> None:
+    index = make_index()
+    index.add(DOCUMENTS)
+    exact = kv_of(index, 0)
+    key = index.key_of(index.catalog.chunks(chunk_ids(index))[0])
+    longer = ChunkKV(exact.keys.repeat(1, 1, 2, 1), exact.values.repeat(1, 1, 2, 1))
+    index.store.replace(key, index.codec.encode(key, longer))
+    report = index.recode("lossless")
+    assert (report.num_recoded, report.num_computed) == (8, 1)
+    assert distance(kv_of(index, 0), exact) == 0

@@ -18,8 +18,15 @@ from kvrag.errors import ProfileError
 from kvrag.kvcache import ChunkKV, KVSpec
 
 KINDS = ("keys", "values")
-WILD = 1e15
-"""Tokens with greater numbers are never transformed: their squares would overflow on the way."""
+
+
+def greatest_tame(dtype: torch.dtype) -> float:
+    """Return the magnitude beyond which a token is kept raw whatever the profile says.
+
+    Squares of greater numbers would overflow on their way through the transform, and in float16
+    what comes back of a number near the greatest would be infinity.
+    """
+    return min(1e15, torch.finfo(dtype).max / 2)
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,11 @@ class MatrixPlan:
     segments: torch.Tensor
     layers: torch.Tensor
     is_exact: bool = False
+
+    @property
+    def num_segments(self) -> int:
+        """Segments there are."""
+        return int(self.segments.max()) + 1 if len(self.segments) else 0
 
 
 @dataclass(frozen=True)

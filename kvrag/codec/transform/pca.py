@@ -11,6 +11,7 @@ rate. `PCA.normalise` does the first for models whose layers differ too much.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -73,6 +74,13 @@ class PCA:
 
     def fitter(self, spec: KVSpec) -> PCAFitter:
         """Return an empty fitter: it keeps ``N^2`` numbers a block, whatever the corpus."""
+        needed = sum(4 * plan.num_channels(spec) ** 2 for plan in self.plans(spec))
+        if needed > _memory_bytes() / 2:
+            raise ParameterError(
+                f"pca: the covariances of a model of {spec.num_layers} layers of "
+                f"{spec.num_kv_heads} x {spec.head_dim} key/value channels take {needed / 1e9:.0f} "
+                "GB, more than half of this machine's memory; use codec cachegen or a larger one"
+            )
         return PCAFitter(spec, self)
 
     def load(self, spec: KVSpec, tensors: Mapping[str, torch.Tensor]) -> Components:
@@ -85,6 +93,10 @@ class PCA:
             weights.append(take_tensor(tensors, f"weight.{block}", [size], torch.float32))
             bases.append(take_tensor(tensors, f"basis.{block}", [-1, size], BASIS_DTYPE))
         return Components(spec, plans, means, weights, bases)
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class PCAFitter:
