@@ -27,7 +27,7 @@ class Rans:
     """
 
     name: ClassVar[str] = "rans"
-    classes: int = 64
+    classes: int = 32
 
     def __post_init__(self) -> None:
         if not 1 <= self.classes <= 1024:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvrag.codec.allocation import LayerGroups, RateDistortion
-from kvrag.codec.config import PipelineConfig, Rans
+from kvrag.codec.config import PipelineConfig
 from kvrag.codec.quantiser import Exact, PerChannel, Uniform
 from kvrag.codec.transform.none import NoTransform
 from kvrag.codec.transform.pca import PCA
@@ -20,7 +20,7 @@ _OVERHEAD_BITS = 0.3
 # What each preset is made of was measured with `kvrag bench codec`; see docs/results.md.
 _CONFIGS = {
     "lossless": PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact()),
-    "cachegen": PipelineConfig(NoTransform(), LayerGroups(), PerChannel(0.0), Rans(128)),
+    "cachegen": PipelineConfig(NoTransform(), LayerGroups(), PerChannel(0.0)),
     "transform": PipelineConfig(PCA(), RateDistortion(), Uniform(refinements=2)),
 }
 _DEFAULT_LEVELS = {"lossless": "1", "cachegen": "2", "transform": "2"}

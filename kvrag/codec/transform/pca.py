@@ -29,6 +29,8 @@ BASIS_DTYPE = torch.float16
 _MOST_ENERGY = 9.0
 _MOST_DOUBLE = 1536
 _MOST_CHANNELS = 6144
+_FEW_CHANNELS = 2048
+_FEW_LAYERS = 3
 # A layer that hardly varies is not blown up to the others' size.
 _LEAST_VARIANCE = 1e-4
 
@@ -40,9 +42,10 @@ class PCA:
     Attributes
     ----------
     group_layers
-        Layers of a group; 0 means as many as have at most 6,144 channels together. The more, the
-        smaller the records; fitting costs ``N^3`` operations and decoding ``2 N R`` a token for
-        each group of N channels, R of whose components are coded.
+        Layers of a group; 0 means as many as have 2,048 channels together, but up to three
+        layers of wide models, with at most 6,144. The more, the smaller the records; fitting costs
+        ``N^3`` operations and decoding ``2 N R`` a token for each group of N channels, R of whose
+        components are coded: with these groups at most 3 % of a prefill (``kvrag bench codec``).
     joint
         Whether keys and values share one basis, where those of one layer have at most 6,144
         channels.
@@ -62,7 +65,8 @@ class PCA:
     def plans(self, spec: KVSpec) -> tuple[BlockPlan, ...]:
         """Return a block for each group of layers, or for each kind of each group."""
         width = 2 * spec.num_kv_heads * spec.head_dim
-        num_groups = -(-spec.num_layers * width // _MOST_CHANNELS)
+        most = min(_MOST_CHANNELS, max(_FEW_CHANNELS, _FEW_LAYERS * width))
+        num_groups = -(-spec.num_layers * width // most)
         size = self.group_layers or -(-spec.num_layers // min(num_groups, spec.num_layers))
         groups = [
             range(start, min(start + size, spec.num_layers))
