@@ -57,7 +57,7 @@ def bench_codec(
         str, typer.Option(help="Tokens of the chunks; each length makes rows.")
     ] = "100,250,500",
     fit_tokens: Annotated[
-        int, typer.Option(min=64, help="Tokens that profiles are fitted on.")
+        int, typer.Option(min=256, help="Tokens that profiles are fitted on.")
     ] = 16_000,
     test_tokens: Annotated[
         int, typer.Option(min=1, help="Other tokens, that are measured.")

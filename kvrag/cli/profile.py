@@ -20,7 +20,7 @@ def profile(
         str, typer.Option(help="What to fit: transform, transform:BITS, cachegen or lossless.")
     ] = "transform",
     tokens: Annotated[
-        int, typer.Option(min=64, help="Tokens of the sample, taken evenly from the index.")
+        int, typer.Option(min=256, help="Tokens of the sample, taken evenly from the index.")
     ] = 16_384,
     out: Annotated[
         Path | None,

@@ -24,6 +24,9 @@ from kvrag.fusion.policies.registry import make_policy
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
 
+# Of texts that codecs are fitted to: some 5,000 tokens.
+_LEAST_CHARACTERS_TO_FIT = 20_000
+
 
 @dataclass(frozen=True)
 class QualityOptions:
@@ -200,12 +203,23 @@ def run_quality_bench(
     ]
 
 
-def _texts_to_fit(options: QualityOptions, texts: list[str]) -> list[str]:
-    """Return what codecs are fitted to: of generated questions, documents of another split."""
-    if options.data != GENERATED:
-        return texts
-    corpus = generate_corpus(options.seed, "train", 500, options.num_documents)
-    return [paragraph for document in corpus.documents for paragraph in document.paragraphs]
+def _texts_to_fit(options: QualityOptions, judged: list[str]) -> list[str]:
+    """Return what codecs are fitted to: texts that are not judged, where there are enough.
+
+    Of generated questions documents of another split; of a file the texts of its other questions,
+    and only if those are few what is judged itself, as an index is fitted to its own documents.
+    """
+    if options.data == GENERATED:
+        corpus = generate_corpus(options.seed, "train", 500, options.num_documents)
+        return [paragraph for document in corpus.documents for paragraph in document.paragraphs]
+    known = set(judged)
+    others = [
+        text
+        for question in load_questions(options.data)
+        for text in question.texts
+        if text not in known
+    ]
+    return others if sum(map(len, others)) >= _LEAST_CHARACTERS_TO_FIT else judged
 
 
 def _types(prompts: Sequence[tuple[JudgedQuestion, RenderedPrompt]]) -> list[str]:
