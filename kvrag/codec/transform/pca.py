@@ -29,7 +29,7 @@ BASIS_DTYPE = torch.float16
 _MOST_ENERGY = 9.0
 _MOST_DOUBLE = 1536
 _MOST_CHANNELS = 6144
-_FEW_CHANNELS = 2048
+_FEW_CHANNELS = 1536
 _FEW_LAYERS = 3
 # A layer that hardly varies is not blown up to the others' size.
 _LEAST_VARIANCE = 1e-4
@@ -42,7 +42,7 @@ class PCA:
     Attributes
     ----------
     group_layers
-        Layers of a group; 0 means as many as have 2,048 channels together, but up to three
+        Layers of a group; 0 means as many as have 1,536 channels together, but up to three
         layers of wide models, with at most 6,144. The more, the smaller the records; fitting costs
         ``N^3`` operations and decoding ``2 N R`` a token for each group of N channels, R of whose
         components are coded: with these groups at most 3 % of a prefill (``kvrag bench codec``).
