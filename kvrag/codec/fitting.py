@@ -8,38 +8,26 @@ kept out is held in memory up to a limit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvrag.codec.base import check_kv
 from kvrag.codec.config import PipelineConfig
 from kvrag.codec.entropy.tables import (
-    ESCAPE,
     NUM_SYMBOLS,
     bits_of,
     cluster,
     count_symbols,
-    empirical_bits,
-    fit_digit_frequencies,
     fit_frequencies,
 )
 from kvrag.codec.exponents import rest_bits, split
-from kvrag.codec.planes import (
-    NUM_CONTEXTS,
-    RADIX,
-    coarser,
-    digit_contexts,
-    digit_symbols,
-    value_costs,
-)
+from kvrag.codec.fitted_planes import with_escapes
+from kvrag.codec.level_fitting import Sample
 from kvrag.codec.profile import Level, Plane, Profile
-from kvrag.codec.quantiser import ESCAPE_BITS, MAX_MAGNITUDE, Exact, quantise, token_scales
-from kvrag.codec.transform.base import Analysis, FittedTransform, greatest_tame
+from kvrag.codec.quantiser import Exact
+from kvrag.codec.transform.base import FittedTransform, greatest_tame
 from kvrag.codec.transform.pca import Components
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
@@ -48,11 +36,6 @@ MIN_TOKENS = 256
 _RUN = 32
 _KEPT_OUT = 4  # one run of tokens in four
 _MAX_KEPT_NUMBERS = 1 << 24  # the fit needs some 40 times their 4 bytes
-_ROUNDS = 2  # tables depend on what the quantiser prefers, and the other way round
-_BISECTIONS = 14
-_CORRECTIONS = 8
-_CLOSE_ENOUGH = 0.015
-_LEAST_SPREAD = 0.35
 
 
 def fit_profile(
@@ -103,7 +86,7 @@ def fit_profile(
     if isinstance(config.quantiser, Exact):
         exact = _fit_exponents(config, spec, transform, kept)
         return Profile(config, spec, model_fingerprint, transform, (exact,), num_tokens)
-    sample = _Sample(config, spec, transform, kept)
+    sample = Sample(config, spec, transform, kept)
     levels = []
     for level, name in enumerate(config.allocation.level_names()):
         on_progress(f"fitting level {name}")
@@ -125,278 +108,6 @@ def _without_wild_tokens(kv: ChunkKV) -> ChunkKV:
     return ChunkKV(kv.keys[:, :, ~tokens], kv.values[:, :, ~tokens])
 
 
-@dataclass(frozen=True)
-class _Matrix:
-    """One matrix of one block over all kept tokens, in units of tokens' scales."""
-
-    rows: torch.Tensor
-    units: torch.Tensor
-    layers: torch.Tensor
-    is_exact: bool
-
-
-class _Sample:
-    """What was kept out of the fit, transformed."""
-
-    def __init__(
-        self,
-        config: PipelineConfig,
-        spec: KVSpec,
-        transform: FittedTransform,
-        kept: list[ChunkKV],
-    ) -> None:
-        self._config = config
-        self._spec = spec
-        num_tokens = sum(kv.num_tokens for kv in kept)
-        self._num_elements = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * num_tokens
-        self.blocks: list[list[_Matrix]] = []
-        self._lost: list[float] = []  # a token's squared error before anything is quantised
-        self._energy = 0.0  # of a token about the mean, in the same metric
-        for block, plan in enumerate(transform.plans):
-            channels = [plan.gather(kv) for kv in kept]
-            analyses = [transform.analyse(block, rows) for rows in channels]
-            self.blocks.append(self._matrices(transform, block, analyses))
-            self._lost.append(_mean_error(transform, block, channels, analyses))
-            every = torch.cat(channels, dim=1)
-            middle = every.mean(1, keepdim=True).expand_as(every)
-            self._energy += float(transform.errors(block, middle, every).mean())
-
-    def _matrices(
-        self, transform: FittedTransform, block: int, analyses: list[Analysis]
-    ) -> list[_Matrix]:
-        found = []
-        for index, plan in enumerate(transform.matrices(block)):
-            parts = [analysis.matrices[index] for analysis in analyses]
-            if self._config.quantiser.scales_tokens and not plan.is_exact:
-                parts = [part / token_scales(plan, part).float()[plan.segments] for part in parts]
-            rows = torch.cat(parts, dim=1)
-            spread = rows.square().mean(1).sqrt()
-            units = self._config.quantiser.units(plan, spread)
-            found.append(_Matrix(rows, units, plan.layers, plan.is_exact))
-        return found
-
-    def fit_level(self, level: int, name: str) -> Level:
-        """Return the level called `name`, at its target where the allocation has one."""
-        target = self._config.allocation.target_bits(level)
-        if target is None:
-            return self._fit(level, name, 1.0)
-        # Finer steps than this would not hold the greatest numbers.
-        finest = 2.0 * self._greatest() / MAX_MAGNITUDE + 1e-12
-        factor = self._find_factor(level, target, finest)
-        # Rate-distortion optimised rounding and shared tables move the rate.
-        fine, coarse = 0.0, math.inf
-        for _ in range(_CORRECTIONS):
-            found = self._fit(level, name, factor)
-            if abs(found.bits / target - 1.0) < _CLOSE_ENOUGH:
-                break
-            if found.bits < target and factor <= finest:
-                break  # all there is to say takes fewer bits than were asked for
-            if found.bits > target:
-                fine = factor
-            else:
-                coarse = factor
-            if fine > 0.0 and coarse < math.inf:
-                factor = math.sqrt(fine * coarse)
-            else:  # a bit less is about twice the step
-                step = 2.0 ** (found.bits - target)
-                factor = max(finest, factor * min(max(step, 0.5), 2.0))
-        return found
-
-    def _steps(self, level: int, matrix: _Matrix, factor: float) -> torch.Tensor:
-        if matrix.is_exact:
-            return torch.ones(len(matrix.rows))
-        relative = self._config.allocation.relative_steps(
-            level, matrix.layers, self._spec.num_layers
-        )
-        return matrix.units * relative * factor
-
-    def _greatest(self) -> float:
-        return max(float(m.rows.abs().max()) for b in self.blocks for m in b)
-
-    def _find_factor(self, level: int, target: float, finest: float) -> float:
-        """Return the factor at which rows coded at their own entropies take the target."""
-        low, high = finest, 4.0 * self._greatest() + 1e-9
-        for _ in range(_BISECTIONS):
-            middle = (low * high) ** 0.5
-            bits = 0.0
-            for matrix in (m for block in self.blocks for m in block):
-                rows = matrix.rows / self._steps(level, matrix, middle)[:, None]
-                bits += empirical_bits(count_symbols(quantise(rows)))
-            low, high = (middle, high) if bits > target * self._num_elements else (low, middle)
-        return math.sqrt(low * high)
-
-    def _fit(self, level: int, name: str, factor: float) -> Level:
-        matrices = [m for block in self.blocks for m in block]
-        steps = [self._steps(level, m, factor) for m in matrices]
-        rows = [m.rows / step[:, None] for m, step in zip(matrices, steps, strict=True)]
-        coded = [self._worth_coding(level, m, r) for m, r in zip(matrices, rows, strict=True)]
-        values = [quantise(r) for r in coded]
-        weight = self._config.quantiser.rate_weight
-        fitted = _FittedPlanes(self._config, matrices, values)
-        for _ in range(_ROUNDS if weight else 0):
-            for index, (matrix, n) in enumerate(zip(matrices, fitted.num_rows, strict=True)):
-                if not matrix.is_exact:
-                    classes = torch.from_numpy(fitted.classes_of(index))
-                    values[index][:n] = quantise(coded[index][:n], fitted.costs, classes, weight)
-                    values[index][n:] = 0
-            fitted = _FittedPlanes(self._config, matrices, values)
-        planes = self._planes(fitted, rows)
-        last = planes[-1]
-        distortion, all_steps, index = [], [], 0
-        for block, lost in zip(self.blocks, self._lost, strict=True):
-            error, of_block = lost, []
-            for matrix in block:
-                n = fitted.num_rows[index]
-                v = fitted.values[-1][index].float()
-                v[:n] -= (
-                    v[:n].sign() * last.shrink[torch.from_numpy(fitted.classes_of(index)), None]
-                )
-                if not matrix.is_exact:
-                    squares = (v - rows[index]).square() * steps[index][:, None].square()
-                    error += float(squares.sum(0).mean())
-                of_block.append(steps[index][:n].contiguous())
-                index += 1
-            distortion.append(error)
-            all_steps.append(tuple(of_block))
-        return Level(
-            name=name,
-            steps=tuple(all_steps),
-            classes=np.concatenate(fitted.classes).astype(np.uint16),
-            planes=planes,
-            distortion=torch.tensor(distortion),
-            relative_error=sum(distortion) / max(self._energy, 1e-30),
-        )
-
-    def _worth_coding(self, level: int, matrix: _Matrix, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows in units of their step, those that are better left out as zeros.
-
-        Rows that spread less than a third of a step take more bits than the few numbers of theirs
-        that do not round to 0 save in distortion: measured, 1 to 2 % of the rate at equal
-        distortion, and half of the rows.
-        """
-        if matrix.is_exact or self._config.allocation.target_bits(level) is None:
-            return rows
-        spread = rows.square().mean(1, keepdim=True).sqrt()
-        # At very low rates all rows spread less: then the widest of them are worth most.
-        return rows * (spread >= min(_LEAST_SPREAD, 0.5 * float(spread.max())))
-
-    def _planes(self, fitted: _FittedPlanes, rows: list[torch.Tensor]) -> tuple[Plane, ...]:
-        planes, bits = [], 0.0
-        for number, values in enumerate(fitted.values):
-            bits += fitted.bits[number]
-            scale = float(RADIX ** (len(fitted.values) - 1 - number))
-            num_rows, index = [], 0
-            gaps, hits = np.zeros(fitted.num_classes), np.zeros(fitted.num_classes)
-            for block in self.blocks:
-                of_block = []
-                for matrix in block:
-                    n = fitted.num_rows_of(number, index)
-                    of_block.append(n)
-                    if not matrix.is_exact:
-                        used = values[index][:n] != 0
-                        gap = values[index][:n].abs() - rows[index][:n].abs() / scale
-                        classes = fitted.classes_of(index)[:n]
-                        np.add.at(gaps, classes, (gap * used).sum(1).double().numpy())
-                        np.add.at(hits, classes, used.sum(1).double().numpy())
-                    index += 1
-                num_rows.append(tuple(of_block))
-            shrink = torch.from_numpy(gaps / np.maximum(hits, 1)).float().clamp(-0.5, 0.5)
-            planes.append(
-                Plane(
-                    frequencies=fitted.frequencies[number],
-                    num_rows=tuple(num_rows),
-                    shrink=shrink,
-                    bits=bits / self._num_elements,
-                )
-            )
-        return tuple(planes)
-
-
-class _FittedPlanes:
-    """Classes and tables for whole numbers, plane by plane.
-
-    Attributes
-    ----------
-    values
-        For each plane, from coarse to fine, the numbers ``[R, T]`` of each matrix.
-    num_rows
-        For each matrix the rows coded in the finest plane.
-    classes
-        For each matrix the class of each of those rows.
-    frequencies
-        For each plane its tables.
-    bits
-        What each plane takes.
-    """
-
-    def __init__(
-        self, config: PipelineConfig, matrices: list[_Matrix], values: list[torch.Tensor]
-    ) -> None:
-        self._matrices = matrices
-        self.values = [values]
-        for _ in range(config.quantiser.refinements):
-            finer = zip(matrices, self.values[0], strict=True)
-            self.values.insert(0, [v if m.is_exact else coarser(v) for m, v in finer])
-        self.num_rows = [_last_used(v) for v in values]
-        counts = [count_symbols(v[:n]) for v, n in zip(values, self.num_rows, strict=True)]
-        classes = cluster(np.concatenate(counts), config.coder.classes)
-        self.num_classes = int(classes.max()) + 1 if len(classes) else 1
-        self.classes = np.split(classes, np.cumsum(self.num_rows)[:-1])
-        self.frequencies: list[NDArray[np.uint16]] = []
-        self.bits: list[float] = []
-        for plane in range(len(self.values)):
-            self._fit_plane(plane)
-
-    def num_rows_of(self, plane: int, matrix: int) -> int:
-        """Return the rows of a matrix that are coded in a plane."""
-        if self._matrices[matrix].is_exact:
-            return self.num_rows[matrix] if plane == 0 else 0
-        return _last_used(self.values[plane][matrix])
-
-    def classes_of(self, matrix: int) -> NDArray[np.int64]:
-        """Return int64 ``[R']``."""
-        return self.classes[matrix].astype(np.int64)
-
-    @property
-    def costs(self) -> torch.Tensor:
-        """Bits of whole numbers of the finest plane, float32 ``[C, 256]``."""
-        return value_costs(self.frequencies[0], self.frequencies[1:], self.num_classes)
-
-    def _fit_plane(self, plane: int) -> None:
-        num_contexts = 1 if plane == 0 else NUM_CONTEXTS
-        counts = np.zeros((self.num_classes * num_contexts, NUM_SYMBOLS), dtype=np.int64)
-        for index, values in enumerate(self.values[plane]):
-            n = self.num_rows_of(plane, index)
-            classes = torch.from_numpy(self.classes_of(index)[:n])
-            if plane == 0:
-                np.add.at(counts, classes.numpy(), count_symbols(values[:n]))
-            elif n:
-                known = self.values[plane - 1][index][:n]
-                symbols = digit_symbols(values[:n], known).long()
-                which = classes[:, None] * num_contexts + digit_contexts(known).long()
-                flat = (which * NUM_SYMBOLS + symbols).flatten()
-                counted = torch.bincount(flat, minlength=counts.size).numpy()
-                counts += counted.reshape(counts.shape)
-        fit = fit_frequencies if plane == 0 else fit_digit_frequencies
-        frequencies = fit(counts)
-        self.frequencies.append(frequencies)
-        self.bits.append(float((counts * _with_escapes(bits_of(frequencies))).sum()))
-
-
-def _mean_error(
-    transform: FittedTransform,
-    block: int,
-    channels: list[torch.Tensor],
-    analyses: list[Analysis],
-) -> float:
-    """Return a token's mean squared error with rows as they are, before any quantising."""
-    total = 0.0
-    for rows, analysis in zip(channels, analyses, strict=True):
-        found = transform.synthesise(block, analysis, rows.shape[1])
-        total += float(transform.errors(block, found, rows).sum())
-    return total / sum(rows.shape[1] for rows in channels)
-
-
 def _fit_exponents(
     config: PipelineConfig, spec: KVSpec, transform: FittedTransform, kept: list[ChunkKV]
 ) -> Level:
@@ -415,7 +126,7 @@ def _fit_exponents(
     pooled = np.zeros((int(classes.max()) + 1, NUM_SYMBOLS), dtype=np.int64)
     np.add.at(pooled, classes, rows)
     frequencies = fit_frequencies(pooled)
-    cost = _with_escapes(bits_of(frequencies))
+    cost = with_escapes(bits_of(frequencies))
     plane = Plane(
         frequencies=frequencies,
         num_rows=tuple((len(step),) for (step,) in steps),
@@ -430,16 +141,3 @@ def _fit_exponents(
         distortion=torch.zeros(len(transform.plans)),
         relative_error=0.0,
     )
-
-
-def _with_escapes(bits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return costs of symbols in which those without a code cost an escape."""
-    bits = np.minimum(bits, ESCAPE_BITS)
-    bits[:, ESCAPE] = ESCAPE_BITS
-    return bits
-
-
-def _last_used(values: torch.Tensor) -> int:
-    """Return how many rows there are up to the last one that is not all zeros."""
-    used = (values != 0).any(1).nonzero()
-    return int(used[-1]) + 1 if len(used) else 0

@@ -25,20 +25,17 @@ from kvrag.bench.codec.encoder import EncoderKV
 from kvrag.bench.codec.numba_coder import NumbaCoder
 from kvrag.bench.codec.options import MINILM, CodecBenchOptions
 from kvrag.bench.codec.presets import preset_rows
-from kvrag.bench.codec.records import KEY, Point, cut_record, measure_codec
+from kvrag.bench.codec.records import Point, measure_codec
 from kvrag.bench.codec.rows import BASELINE, CODER, CONTEXT, DESIGN, EQUAL, PRESET, CodecRow
 from kvrag.bench.codec.sources import Source, make_source
 from kvrag.bench.codec.speed import speed_rows
 from kvrag.bench.codec.symbols import preset_mix, three_bits
 from kvrag.codec.fitting import fit_profile
-from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.presets import choose_codec
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError
-from kvrag.ingest.coding import read_all
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native import instruction_set, instruction_sets
-from kvrag.store.memory import MemoryRecord
 
 SMALL = CodecBenchOptions(
     chunk_tokens=(40,),
@@ -103,19 +100,6 @@ def test_rates_and_errors_of_presets_and_baselines(source: Source) -> None:
     # 2 scales of 16 bits for each layer's 16 keys and 16 values.
     eight = next(row for row in rows if row.preset == "8-bit" and row.part == BASELINE)
     assert eight.bits_per_element == 9.0
-
-
-def test_a_cut_record_is_what_a_shorter_profile_would_decode(source: Source) -> None:
-    choice = choose_codec("transform:1")
-    assert choice.config is not None
-    profile = fit_profile(choice.config, source.spec, "0" * 40, source.fit)
-    codec = PipelineCodec(profile, "transform:1", "1")
-    record = codec.encode(KEY, source.measured[50][0])
-    assert cut_record(codec, record, 3) == record
-    sizes = [len(cut_record(codec, record, planes)) for planes in (1, 2, 3)]
-    assert sizes == sorted(sizes)
-    coarse = codec.open(KEY, MemoryRecord(KEY, cut_record(codec, record, 1)), source.spec)
-    assert read_all(coarse, source.spec).num_tokens == 50
 
 
 def test_raw_loses_nothing(source: Source) -> None:

@@ -11,12 +11,12 @@ import torch
 from kvrag.bench.codec.sources import Source
 from kvrag.chunk import ChunkKey
 from kvrag.codec.base import Codec, EncodedChunk
-from kvrag.codec.container import RecordReader, write_record
+from kvrag.codec.container import RecordReader
 from kvrag.codec.decoding import PipelineChunk
 from kvrag.codec.exponents import rest_bits, split
 from kvrag.codec.level import LevelCoder
 from kvrag.codec.lossless import LosslessCodec
-from kvrag.codec.pipeline import PipelineCodec
+from kvrag.codec.pipeline import PipelineCodec, cut_record
 from kvrag.codec.planes import NUM_CONTEXTS, coarser, digit_contexts, digit_symbols
 from kvrag.codec.quantiser import to_symbols
 from kvrag.ingest.coding import read_all
@@ -119,31 +119,14 @@ def measure_codec(
     for kv in chunks:
         whole = codec.encode(KEY, kv)
         for num_planes, meter in zip(planes, meters, strict=True):
-            record = whole if num_planes is None else cut_record(codec, whole, num_planes)
+            record = whole
+            if num_planes is not None:
+                assert isinstance(codec, PipelineCodec)
+                record = cut_record(whole, num_planes, len(codec.profile.transform.plans))
             chunk = codec.open(KEY, MemoryRecord(KEY, record), source.spec)
             found = read_all(chunk, source.spec)
             meter.add(kv, found, 8.0 * len(record), entropy_of(kv, chunk, record))
     return [meter.point() for meter in meters]
-
-
-def cut_record(codec: Codec, record: bytes, num_planes: int) -> bytes:
-    """Return the record a writer would have stopped after `num_planes` planes.
-
-    Planes are stored one after the other, so this drops the last blocks and their index.
-    """
-    assert isinstance(codec, PipelineCodec)
-    header = RecordReader(MemoryRecord(KEY, record), KEY).header
-    kept = header.blocks[: num_planes * len(codec.profile.transform.plans)]
-    content = memoryview(record)
-    return write_record(
-        KEY,
-        codec=header.codec,
-        spec=header.spec,
-        num_tokens=header.num_tokens,
-        blocks=[[content[b.offset : b.offset + b.size_bytes]] for b in kept],
-        level=header.level,
-        profile=header.profile,
-    )
 
 
 def _entropy_meter(codec: Codec) -> Callable[[ChunkKV, EncodedChunk, bytes], float | None]:
