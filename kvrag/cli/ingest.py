@@ -166,6 +166,7 @@ def _open_or_create(
                 raise ParameterError(
                     f"the index at {path} was made with {name}={recorded}, asked for {wanted}: "
                     "leave the option out, or make a new index in another folder"
+                    + (" ('kvrag recode' changes the codec)" if name == "codec" else "")
                 )
         if model is not None:
             _check_model(opened, model)

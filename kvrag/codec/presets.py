@@ -65,7 +65,7 @@ def choose_codec(name: str) -> CodecChoice:
     level = level if colon else _DEFAULT_LEVELS[preset]
     levels = config.allocation.level_names()
     if isinstance(config.allocation, RateDistortion) and level not in levels:
-        config = replace(config, allocation=RateDistortion((_bits(name, level),)))
+        config = replace(config, allocation=_allocation(name, level))
         (level,) = config.allocation.level_names()
     elif level not in levels:
         raise ParameterError(f"codec {preset!r} has no level {level!r}; it has {', '.join(levels)}")
@@ -96,10 +96,11 @@ def known_codecs() -> str:
     return ", ".join(names)
 
 
-def _bits(name: str, level: str) -> float:
+def _allocation(name: str, level: str) -> RateDistortion:
     try:
-        return float(level)
-    except ValueError:
+        return RateDistortion((float(level),))
+    except ValueError:  # no number, or one out of range
         raise ParameterError(
-            f"codec {name!r}: the level of 'transform' is a number of bits, such as 2 or 0.5"
+            f"codec {name!r}: the level of 'transform' is a number of bits, 0.05 to 12, such as 2 "
+            "or 0.5"
         ) from None
