@@ -56,7 +56,7 @@ def test_gc_of_a_clean_index_frees_nothing(run: Run, index_folder: Path) -> None
     done = run("gc", "--index", index_folder, "--json")
     assert done.code == 0, done.err
     told = run("gc", "--index", index_folder).out
-    assert told == "deleted: 0 records (0 B), 0 temporary files\n"
+    assert told == "deleted: 0 records (0 B), 0 codec profiles, 0 temporary files\n"
     assert run("verify", "--index", index_folder).code == 0
 
 
