@@ -87,6 +87,8 @@ def test_ctrl_c_at_the_prompt_leaves_with_130(index_folder: Path) -> None:
         stderr=theirs,
         start_new_session=True,
         cwd=Path(kvrag.__file__).parent.parent,
+        # A background job's shell has it ignored, which children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(theirs)
     shown = b""
