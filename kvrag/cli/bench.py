@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrag.cli import console
+from kvrag.cli import console, lists
 from kvrag.cli import options as o
-from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
     from kvrag.bench.ttft import TTFTRow
@@ -40,8 +39,8 @@ def bench_ttft(
     as_json: o.JsonOption = False,
 ) -> None:
     """Time to first token: plain prefill over kvrag, and the floor this machine allows."""
-    lengths = _numbers(chunk_tokens, "--chunk-tokens")
-    names = _names(policies, "--policies")
+    lengths = lists.numbers(chunk_tokens, "--chunk-tokens")
+    names = lists.names(policies, "--policies")
     from kvrag.bench.ttft import TTFTOptions, run_ttft_bench
     from kvrag.cli.opening import quiet_libraries
 
@@ -78,8 +77,8 @@ def bench_ingest(
     as_json: o.JsonOption = False,
 ) -> None:
     """Indexing throughput over the model's own batched prefill."""
-    lengths = _numbers(chunk_tokens, "--chunk-tokens")
-    sizes = _numbers(batch_sizes, "--batch-sizes")
+    lengths = lists.numbers(chunk_tokens, "--chunk-tokens")
+    sizes = lists.numbers(batch_sizes, "--batch-sizes")
     from kvrag.bench.ingest import IngestOptions, run_ingest_bench
     from kvrag.cli.opening import quiet_libraries
 
@@ -103,25 +102,6 @@ def bench_ingest(
         f"{row.prefill_batch_size}: {row.share:.0%}",
         markup=False,
     )
-
-
-def _names(text: str, option: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not names:
-        raise ParameterError(f"{option} is empty: expected names with commas between them")
-    return names
-
-
-def _numbers(text: str, option: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in _names(text, option))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise ParameterError(
-            f"{option} {text!r}: expected whole numbers from 1 with commas between them"
-        )
-    return numbers
 
 
 def _print_rows(rows: Sequence[TTFTRow]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrag.cli import console
+from kvrag.cli import console, lists
 from kvrag.cli import options as o
 from kvrag.errors import ParameterError
 
@@ -97,10 +97,10 @@ def bench_codec(
     as_json: o.JsonOption = False,
 ) -> None:
     """Bits, error and speed of the codecs, against CacheGen's public scheme and other coders."""
-    named = (*_names(sources, "--sources"), *((model,) if model else ()))
-    lengths = _numbers(chunk_tokens, "--chunk-tokens", 1)
-    groups = _numbers(group_layers, "--group-layers", 0)
-    wanted = _names(parts, "--parts")
+    named = (*lists.names(sources, "--sources"), *((model,) if model else ()))
+    lengths = lists.numbers(chunk_tokens, "--chunk-tokens")
+    groups = lists.numbers(group_layers, "--group-layers", 0)
+    wanted = lists.names(parts, "--parts")
     from kvrag.bench.codec.options import CodecBenchOptions
     from kvrag.cli.opening import quiet_libraries
 
@@ -109,12 +109,12 @@ def bench_codec(
         parts=wanted,
         sources=named,
         data=data,
-        codecs=_names(codecs, "--codecs"),
+        codecs=lists.names(codecs, "--codecs"),
         chunk_tokens=lengths,
         fit_tokens=fit_tokens,
         test_tokens=test_tokens,
         shape=random_shape,
-        decode_codecs=_names(decode_codecs, "--decode-codecs"),
+        decode_codecs=lists.names(decode_codecs, "--decode-codecs"),
         group_layers=groups,
         context_chunks=context_chunks,
         context_tokens=context_tokens,
@@ -155,22 +155,3 @@ def _drawing(out: Path, parts: Sequence[str]) -> Callable[[Sequence[CodecRow]], 
         console.note(f"picture: {out}")
 
     return draw
-
-
-def _names(text: str, option: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not names:
-        raise ParameterError(f"{option} is empty: expected names with commas between them")
-    return names
-
-
-def _numbers(text: str, option: str, least: int) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in _names(text, option))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < least:
-        raise ParameterError(
-            f"{option} {text!r}: expected whole numbers from {least} with commas between them"
-        )
-    return numbers

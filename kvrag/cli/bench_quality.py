@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrag.cli import console
+from kvrag.cli import console, lists
 from kvrag.cli import options as o
 from kvrag.errors import ParameterError
 
@@ -56,9 +56,9 @@ def bench_quality(
     as_json: o.JsonOption = False,
 ) -> None:
     """How much quality each policy and codec keeps of full prefill, on the same prompts."""
-    names = _names(policies, "--policies")
-    shares = _shares(ratios, "--ratios")
-    stored = _names(codecs, "--codecs")
+    names = lists.names(policies, "--policies")
+    shares = lists.shares(ratios, "--ratios")
+    stored = lists.names(codecs, "--codecs")
     draw = None if picture is None else _drawing(picture)
     from kvrag.bench.quality import contest
     from kvrag.cli.opening import quiet_libraries
@@ -106,25 +106,6 @@ def _drawing(picture: Path) -> Callable[[Sequence[QualityRow]], None]:
         console.note(f"picture: {picture}")
 
     return draw
-
-
-def _names(text: str, option: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not names:
-        raise ParameterError(f"{option} is empty: expected names with commas between them")
-    return names
-
-
-def _shares(text: str, option: str) -> tuple[float, ...]:
-    try:
-        shares = tuple(float(part) for part in _names(text, option))
-    except ValueError:
-        shares = ()
-    if not shares or not all(0 <= share <= 1 for share in shares):
-        raise ParameterError(
-            f"{option} {text!r}: expected shares from 0 to 1 with commas between them"
-        )
-    return shares
 
 
 def _print_rows(rows: Sequence[QualityRow]) -> None:

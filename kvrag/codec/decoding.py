@@ -16,6 +16,7 @@ from kvrag.codec.base import Destination, check_layer_index
 from kvrag.codec.block import COUNT, MATRIX, BlockReader, place_channels
 from kvrag.codec.container import RecordReader
 from kvrag.codec.level import CodedBlock, LevelCoder
+from kvrag.codec.opened import OpenedRecord
 from kvrag.codec.planes import NUM_CONTEXTS
 from kvrag.codec.transform.base import KINDS
 from kvrag.codec.transform.pca import Components
@@ -23,7 +24,7 @@ from kvrag.native import contexts, reconstruct, refine
 from kvrag.positions.rotary import RotaryTable
 
 
-class PipelineChunk:
+class PipelineChunk(OpenedRecord):
     """An opened record of the pipeline codec (an `EncodedChunk`).
 
     The numbers of a block are decoded when the first of its layers is asked for, and kept until its
@@ -31,27 +32,12 @@ class PipelineChunk:
     """
 
     def __init__(self, reader: RecordReader, coder: LevelCoder, num_planes: int) -> None:
-        self._reader = reader
+        super().__init__(reader)
         self._coder = coder
         self._num_planes = num_planes
         self._blocks: dict[int, CodedBlock] = {}
         self._on_device: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._lock = threading.Lock()
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self._reader.header.num_tokens
-
-    @property
-    def size_bytes(self) -> int:
-        """Length of the whole record, header included."""
-        return self._reader.size_bytes
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes fetched from the source so far, header included."""
-        return self._reader.bytes_read
 
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.

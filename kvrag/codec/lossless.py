@@ -16,6 +16,7 @@ from kvrag.codec.block import MATRIX, BlockReader, pack_streams
 from kvrag.codec.container import ByteSource, RecordReader, write_record
 from kvrag.codec.exponents import greatest_exponent, join, rest_bits, split
 from kvrag.codec.level import LevelCoder
+from kvrag.codec.opened import OpenedRecord
 from kvrag.codec.profile import Profile
 from kvrag.codec.quantiser import to_symbols
 from kvrag.errors import ParameterError
@@ -80,27 +81,12 @@ class LosslessCodec:
         return LosslessChunk(reader, self._coder)
 
 
-class LosslessChunk:
+class LosslessChunk(OpenedRecord):
     """An opened record of the lossless codec (an `EncodedChunk`)."""
 
     def __init__(self, reader: RecordReader, coder: LevelCoder) -> None:
-        self._reader = reader
+        super().__init__(reader)
         self._coder = coder
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self._reader.header.num_tokens
-
-    @property
-    def size_bytes(self) -> int:
-        """Length of the whole record, header included."""
-        return self._reader.size_bytes
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes fetched from the source so far, header included."""
-        return self._reader.bytes_read
 
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.

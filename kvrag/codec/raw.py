@@ -14,6 +14,7 @@ import torch
 from kvrag.chunk import ChunkKey
 from kvrag.codec.base import Destination, check_kv, check_layer_index
 from kvrag.codec.container import ByteSource, RecordReader, padded_size, write_record
+from kvrag.codec.opened import OpenedRecord
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 
@@ -57,28 +58,13 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-class RawChunk:
+class RawChunk(OpenedRecord):
     """An opened record of the raw codec (an `EncodedChunk`)."""
 
     def __init__(self, reader: RecordReader) -> None:
-        self._reader = reader
+        super().__init__(reader)
         spec = reader.header.spec
         self._shape = (spec.num_kv_heads, reader.header.num_tokens, spec.head_dim, spec.dtype)
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self._reader.header.num_tokens
-
-    @property
-    def size_bytes(self) -> int:
-        """Length of the whole record, header included."""
-        return self._reader.size_bytes
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes fetched from the source so far, header included."""
-        return self._reader.bytes_read
 
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.

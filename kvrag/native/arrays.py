@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -61,12 +62,7 @@ def view(
         )
     if found.dtype != dtype:
         raise ParameterError(f"{name}: expected {np.dtype(dtype)}, found {found.dtype}")
-    if found.ndim != len(shape) or any(
-        wanted is not None and wanted != length
-        for wanted, length in zip(shape, found.shape, strict=True)
-    ):
-        wanted_shape = ", ".join("any" if length is None else str(length) for length in shape)
-        raise ParameterError(f"{name}: expected shape [{wanted_shape}], found {list(found.shape)}")
+    check_shape(found.shape, shape, name)
     if contiguous and not found.flags.c_contiguous:
         raise ParameterError(f"{name}: expected contiguous memory, found strides {found.strides}")
     if found.size and found.shape[-1] > 1 and found.strides[-1] != found.itemsize:
@@ -78,6 +74,16 @@ def view(
     if writable and not found.flags.writeable:
         raise ParameterError(f"{name}: expected memory that can be written, found none")
     return found
+
+
+def check_shape(found: Sequence[int], wanted: tuple[int | None, ...], name: str) -> None:
+    """Raise ParameterError unless `found` is the shape `wanted`; None allows any length."""
+    if len(found) != len(wanted) or any(
+        expected is not None and expected != length
+        for expected, length in zip(wanted, found, strict=True)
+    ):
+        lengths = ", ".join("any" if length is None else str(length) for length in wanted)
+        raise ParameterError(f"{name}: expected shape [{lengths}], found {list(found)}")
 
 
 def byte_view(buffer: Any, name: str) -> NDArray[np.uint8]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvrag.errors import ParameterError
+from kvrag.native.arrays import check_shape
 
 _DEVICE_TYPE = "cuda"
 
@@ -39,12 +40,7 @@ def check(
         )
     if tensor.dtype != dtype:
         raise ParameterError(f"{name}: expected {dtype}, found {tensor.dtype}")
-    if tensor.ndim != len(shape) or any(
-        wanted is not None and wanted != length
-        for wanted, length in zip(shape, tensor.shape, strict=True)
-    ):
-        wanted_shape = ", ".join("any" if length is None else str(length) for length in shape)
-        raise ParameterError(f"{name}: expected shape [{wanted_shape}], found {list(tensor.shape)}")
+    check_shape(tensor.shape, shape, name)
     if contiguous and not tensor.is_contiguous():
         raise ParameterError(f"{name}: expected contiguous memory, found strides {tensor.stride()}")
     if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:

@@ -1,0 +1,44 @@
+"""Options that hold several values with commas between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvrag.errors import ParameterError
+
+_Value = TypeVar("_Value", int, float)
+
+
+def names(text: str, option: str) -> tuple[str, ...]:
+    """Return the names in `text`; ParameterError when there is none."""
+    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not found:
+        raise ParameterError(f"{option} is empty: expected names with commas between them")
+    return found
+
+
+def numbers(text: str, option: str, least: int = 1) -> tuple[int, ...]:
+    """Return the whole numbers in `text`; ParameterError when one is none, or below `least`."""
+    return _values(text, option, int, lambda n: n >= least, f"whole numbers from {least}")
+
+
+def shares(text: str, option: str) -> tuple[float, ...]:
+    """Return the shares in `text`; ParameterError when one is no number from 0 to 1."""
+    return _values(text, option, float, lambda share: 0 <= share <= 1, "shares from 0 to 1")
+
+
+def _values(
+    text: str,
+    option: str,
+    parse: Callable[[str], _Value],
+    is_allowed: Callable[[_Value], bool],
+    expected: str,
+) -> tuple[_Value, ...]:
+    try:
+        found = tuple(parse(part) for part in names(text, option))
+    except ValueError:
+        found = ()
+    if not found or not all(map(is_allowed, found)):
+        raise ParameterError(f"{option} {text!r}: expected {expected} with commas between them")
+    return found
