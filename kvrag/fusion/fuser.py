@@ -10,16 +10,17 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.loader import OpenKV, SpanLoader, SpanLostError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
 from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.question import QuestionAttention, ask
 from kvrag.fusion.report import FusionReport
+from kvrag.fusion.selection import Selection
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from kvrag.positions.rotary import RotaryTable
@@ -37,11 +38,14 @@ class FusedPrompt:
         ``[vocabulary]`` in the model's dtype: the distribution of the first answer token.
     report
         What was done.
+    picks
+        For each layer ``[n]``: ascending positions of the reused tokens computed again in it.
     """
 
     kv: FusedKV
     logits: torch.Tensor
     report: FusionReport
+    picks: tuple[torch.Tensor, ...]
 
 
 def fuse(
@@ -65,20 +69,10 @@ def fuse(
         Which reused tokens are computed again (CacheBlend §4, and others).
     fused
         The buffer, on the model's device, made for the layout's number of tokens.
-
-    Raises
-    ------
-    ParameterError
-        When the policy's check layer lies outside the model.
     """
     if model.spec.num_layers == 1:
         # The only layer's K/V depend on no other token: stored ones are exact as they are.
         policy = NonePolicy()
-    if policy.check_layer is not None and policy.check_layer >= model.spec.num_layers:
-        raise ParameterError(
-            f"policy {policy} chooses on layer {policy.check_layer}, but the model has "
-            f"{model.spec.num_layers} layers"
-        )
     clock = _Clock()
     tables = model.tables(len(layout.token_ids))
     loader = SpanLoader(layout.spans, open_kv)
@@ -103,54 +97,71 @@ def _fuse(
     num_tokens = len(layout.token_ids)
     exact = [span for span in loader.spans if layout.is_exact(span)]
     inexact = tuple(span for span in loader.spans if not layout.is_exact(span))
-    candidates = policy.candidates(PromptRows(num_tokens, inexact)).to(model.device)
+    prompt = PromptRows(num_tokens, model.spec.num_layers, inexact)
     fresh = _complement(num_tokens, loader.spans).to(model.device)
-    rows, order = torch.cat([fresh, candidates]).sort()
-    # Which of `rows` the policy may still drop; fresh rows never.
-    optional = order >= len(fresh)
-    clock.lap("select")
-
+    num_loaded = 0
     rows_by_layer = []
     with model.computing_rows():
         token_ids = torch.tensor(layout.token_ids, device=model.device)
-        hidden = model.embed(token_ids[rows])
+        asked = policy.question_layers(model.spec.num_layers) if inexact else range(0)
+        if asked:
+            reused = prompt.reused().to(model.device)
+            attention = QuestionAttention(reused, inexact[-1].prompt_end, asked)
+            ask(model, token_ids, fresh, attention, asked, loader, fused, tables)
+            prompt = replace(prompt, relevance=attention.relevance)
+            num_loaded = asked.stop
+            clock.lap("ask")
+        selection = Selection(policy, prompt, fresh)
+        hidden = model.embed(token_ids[selection.rows])
+        clock.lap("select")
         last_layer = model.spec.num_layers - 1
         for layer_index, table in enumerate(tables):
-            clock.lap("compute")
-            loader.load_layer(layer_index, fused, table)
-            clock.lap("load")
-            if layer_index == policy.check_layer and bool(optional.any()):
-                chosen = _choose(model, layer_index, hidden, rows, optional, fused, table, policy)
-                rows, hidden, optional = rows[chosen], hidden[chosen], optional[chosen]
-                clock.lap("select")
+            if layer_index >= num_loaded:
+                loader.load_layer(layer_index, fused, table)
+                clock.lap("load")
+            hidden = selection.enter(layer_index, model, hidden, fused, table)
+            clock.lap("select")
+            rows = selection.rows
             rows_by_layer.append(len(rows))
             if layer_index == last_layer:
                 # Only the last token's output is needed; of the others only their K/V.
                 _write_projections(model, layer_index, hidden, rows, fused, table)
-                hidden, last_row = hidden[-1:].contiguous(), rows[-1:]
-                model.forward_rows(layer_index, hidden, last_row, fused, table)
+                hidden, rows = hidden[-1:].contiguous(), rows[-1:]
+                noted = None
             else:
-                model.forward_rows(layer_index, hidden, rows, fused, table)
+                noted = selection.noting(layer_index)
+            model.forward_rows(layer_index, hidden, rows, fused, table, deviation=noted)
+            clock.lap("compute")
         logits = model.logits(hidden)[0]
     clock.lap("compute")
 
     num_exact = sum(span.length for span in exact)
-    num_recomputed = int(optional.sum())
-    num_found = sum(span.length for span in inexact)
+    num_recomputed = _mean_count(selection.picks)
     report = FusionReport(
         policy=str(policy),
         num_tokens=num_tokens,
         num_exact=num_exact,
-        num_reused=num_found - num_recomputed,
+        num_reused=prompt.num_reused - num_recomputed,
         num_recomputed=num_recomputed,
         num_fresh=len(fresh),
         num_chunks=len({span.chunk_id for span in loader.spans}),
         bytes_loaded=loader.bytes_loaded,
         seconds=clock.seconds,
         rows_by_layer=tuple(rows_by_layer),
+        rows_asked=len(fresh) * asked.stop,
         misses=dict(Counter(layout.misses) + loader.misses),
     )
-    return FusedPrompt(fused, logits, report)
+    return FusedPrompt(fused, logits, report, tuple(selection.picks))
+
+
+def _mean_count(picks: Sequence[torch.Tensor]) -> int:
+    """Return how many tokens a layer computes again in the mean, all layers but the first.
+
+    In the first layer K/V depend on no other token: what is computed there is not repaired, but
+    needed by those that choose behind it.
+    """
+    counted = picks[1:] or picks
+    return round(sum(map(len, counted)) / len(counted))
 
 
 class _Clock:
@@ -172,40 +183,6 @@ def _complement(num_tokens: int, spans: list[ReusedSpan]) -> torch.Tensor:
     for span in spans:
         uncovered[span.prompt_start : span.prompt_end] = False
     return uncovered.nonzero()[:, 0]
-
-
-def _choose(
-    model: KVModel,
-    layer_index: int,
-    hidden: torch.Tensor,
-    rows: torch.Tensor,
-    optional: torch.Tensor,
-    fused: FusedKV,
-    table: RotaryTable,
-    policy: RecomputePolicy,
-) -> torch.Tensor:
-    """Ask the policy which optional rows go on; return a mask ``[n]`` over all rows.
-
-    The fresh K/V of every optional row replace the stored ones in this layer: they have been
-    computed to be compared, and they are exact here.
-    """
-    which = optional.nonzero()[:, 0]
-    keys, values = fused.keys[layer_index][0], fused.values[layer_index][0]
-    key_deviation = torch.zeros(len(rows), device=rows.device)
-    value_deviation = torch.zeros(len(rows), device=rows.device)
-    for block, fresh_keys, fresh_values in model.project_rows(
-        layer_index, hidden, rows, table, which
-    ):
-        for stored, fresh, deviation in (
-            (keys, fresh_keys, key_deviation),
-            (values, fresh_values, value_deviation),
-        ):
-            difference = fresh.float() - stored[:, rows[block]].float()
-            deviation[block] = difference.square().sum(dim=(0, 2))
-            stored.index_copy_(1, rows[block], fresh)
-    chosen = ~optional
-    chosen[which] = policy.keep(key_deviation[which], value_deviation[which])
-    return chosen
 
 
 def _write_projections(

@@ -25,7 +25,8 @@ class FusionReport:
     num_reused
         Taken from the store, not corrected for the text before the chunk.
     num_recomputed
-        Found in the store, then computed again because the policy chose them.
+        Found in the store, then computed again because the policy chose them; where layers differ,
+        the mean over all but the first, in which a policy may compute everything to choose by.
     num_fresh
         Never in the store: the question, separators, chunk edges, misses.
     num_chunks
@@ -34,10 +35,13 @@ class FusionReport:
         Bytes read from the store.
     seconds
         Wall time by stage: ``layout`` (find chunks, tokenise), ``load`` (read, check and place
-        stored KV), ``select`` (choose what to recompute), ``compute`` (layers and logits), and
+        stored KV), ``ask`` (see where the question looks), ``select`` (choose what to
+        recompute), ``compute`` (layers and logits), and
         ``lost`` (work thrown away when a record turned out damaged half-way).
     rows_by_layer
         Prompt tokens computed in each layer.
+    rows_asked
+        Rows computed, over all layers, only to see where the question looks.
     misses
         Why chunks found in the prompt were prefilled instead: reason to number of chunks.
     """
@@ -52,6 +56,7 @@ class FusionReport:
     bytes_loaded: int
     seconds: Mapping[str, float]
     rows_by_layer: tuple[int, ...]
+    rows_asked: int = 0
     misses: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -65,13 +70,21 @@ class FusionReport:
         found = self.num_reused + self.num_recomputed
         return self.num_recomputed / found if found else 0.0
 
+    @property
+    def work_share(self) -> float:
+        """Rows computed in all layers, over those of a full prefill."""
+        return (sum(self.rows_by_layer) + self.rows_asked) / (
+            len(self.rows_by_layer) * self.num_tokens
+        )
+
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, the two derived figures included."""
+        """Return plain JSON values, the derived figures included."""
         return {
             **asdict(self),
             "rows_by_layer": list(self.rows_by_layer),
             "num_cached": self.num_cached,
             "recomputed_share": self.recomputed_share,
+            "work_share": self.work_share,
         }
 
     def one_line(self) -> str:

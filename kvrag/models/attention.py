@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,6 +30,25 @@ _locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary(
 _making_locks = threading.Lock()
 
 
+class AttentionObserver(Protocol):
+    """Looks on while a block of rows attends."""
+
+    def __call__(
+        self,
+        mask: RowMask,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+    ) -> None:
+        """Take note of queries ``[1, G * H, n, D]`` and of keys and values ``[1, H, K, D]``.
+
+        The keys are those of the positions from ``mask.first_key`` on, placed; `scaling` None
+        stands for ``D ** -0.5``.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class RowMask:
     """Which keys a block of selected rows may see.
@@ -42,11 +61,14 @@ class RowMask:
         Global position of the first key handed to attention (later for sliding windows).
     window
         Width of the layer's sliding window in tokens, or None.
+    observer
+        Is shown what the rows attend with, before they do; None where nobody looks.
     """
 
     positions: torch.Tensor
     first_key: int
     window: int | None
+    observer: AttentionObserver | None = None
 
     def dense(self, num_keys: int) -> torch.Tensor:
         """Return the boolean mask ``[n, num_keys]``: key_position <= query_position, in window."""
@@ -72,6 +94,8 @@ def _row_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    if attention_mask.observer is not None:
+        attention_mask.observer(attention_mask, query, key, value, scaling)
     if kwargs.get("softcap") is not None:
         # Whatever the installed Transformers does with soft-capping here (older ones ignore it,
         # newer ones refuse it), the plain pipeline does as well.
@@ -109,6 +133,8 @@ def _row_attention_eager(
         type(module).__module__
     ].__dict__["eager_attention_forward"]
     if isinstance(attention_mask, RowMask):
+        if attention_mask.observer is not None:
+            attention_mask.observer(attention_mask, query, key, value, scaling)
         mask = attention_mask.dense(key.shape[2])
         additive = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
         additive.masked_fill_(~mask, torch.finfo(query.dtype).min)

@@ -6,6 +6,7 @@ a fused buffer, `FusedCache` lets generation continue from that buffer without a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,6 +69,40 @@ class ProjectionProbe:
         raise ProjectionDone(key_states, value_states)
 
 
+@dataclass(frozen=True)
+class Deviation:
+    """How far fresh K/V are from those that they replace, row by row.
+
+    Attributes
+    ----------
+    keys, values
+        ``[n]`` float32: squared L2 distance over heads and channels (CacheBlend §4.1).
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device) -> Deviation:
+        """Return one with nothing noted yet."""
+        return cls(*torch.zeros(2, num_rows, device=device))
+
+    def __getitem__(self, rows: torch.Tensor | slice) -> Deviation:
+        """Return that of some rows; of a slice, a view."""
+        return Deviation(self.keys[rows], self.values[rows])
+
+    def note(
+        self,
+        stored_keys: torch.Tensor,
+        stored_values: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Fill in the distances of all rows, from K/V ``[H, n, D]``."""
+        self.keys.copy_((keys.float() - stored_keys.float()).square().sum(dim=(0, 2)))
+        self.values.copy_((values.float() - stored_values.float()).square().sum(dim=(0, 2)))
+
+
 class RowWriter:
     """A cache for one call of one layer: writes selected rows, shows the keys they may see.
 
@@ -79,12 +114,22 @@ class RowWriter:
         ``[n]`` ascending positions of the rows in this call.
     first_key, last_key
         The positions of the first and last key shown.
+    deviation
+        Where to note how far what is written is from what stood there; None: nowhere.
     """
 
-    def __init__(self, fused: FusedKV, rows: torch.Tensor, first_key: int, last_key: int) -> None:
+    def __init__(
+        self,
+        fused: FusedKV,
+        rows: torch.Tensor,
+        first_key: int,
+        last_key: int,
+        deviation: Deviation | None = None,
+    ) -> None:
         self._fused = fused
         self._rows = rows
         self._shown = slice(first_key, last_key + 1)
+        self._deviation = deviation
 
     def update(
         self,
@@ -95,6 +140,10 @@ class RowWriter:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._fused.keys[layer_idx], self._fused.values[layer_idx]
+        if self._deviation is not None:
+            self._deviation.note(
+                keys[0, :, self._rows], values[0, :, self._rows], key_states[0], value_states[0]
+            )
         keys.index_copy_(2, self._rows, key_states)
         values.index_copy_(2, self._rows, value_states)
         return keys[:, :, self._shown], values[:, :, self._shown]

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, FusedKV, KVSpec
-from kvrag.models.attention import RowMask, lock_of, row_attention
-from kvrag.models.caches import CaptureCache, ProjectionDone, ProjectionProbe, RowWriter
+from kvrag.models.attention import AttentionObserver, RowMask, lock_of, row_attention
+from kvrag.models.caches import CaptureCache, Deviation, ProjectionDone, ProjectionProbe, RowWriter
 from kvrag.models.families import find_family, project_logits, sliding_windows
 from kvrag.models.loading import (
     check_tokenizer,
@@ -290,6 +290,9 @@ class KVModel:
         rows: torch.Tensor,
         fused: FusedKV,
         table: RotaryTable,
+        *,
+        observer: AttentionObserver | None = None,
+        deviation: Deviation | None = None,
     ) -> None:
         """Run one layer over selected rows; their K/V replace what the buffer held.
 
@@ -309,6 +312,10 @@ class KVModel:
             or is among `rows`.
         table
             The layer's rotary table over all positions.
+        observer
+            Is shown every block's queries with the keys and values that it attends to.
+        deviation
+            Of the n rows; filled with how far their fresh K/V are from those they replace.
         """
         layer = self._base.layers[layer_index]
         window = self._windows[layer_index]
@@ -318,12 +325,14 @@ class KVModel:
             positions = rows[block]
             first, last = int(positions[0]), int(positions[-1])
             first_key = 0 if window is None else max(0, first - window + 1)
+            noted = None if deviation is None else deviation[block]
+            writer = RowWriter(fused, positions, first_key, last, noted)
             output = layer(
                 hidden[block][None],
-                attention_mask=RowMask(positions, first_key, window),
+                attention_mask=RowMask(positions, first_key, window, observer),
                 position_ids=positions[None],
                 position_embeddings=table.embeddings(positions, hidden.dtype),
-                **{self.family.cache_argument: RowWriter(fused, positions, first_key, last)},
+                **{self.family.cache_argument: writer},
             )
             hidden[block] = output[0]
 

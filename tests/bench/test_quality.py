@@ -16,10 +16,11 @@ from kvrag.bench.quality.bank import ChunkBank
 from kvrag.bench.quality.contest import (
     Contestant,
     QualityOptions,
-    boundary_tokens,
     run_quality_bench,
+    tokens_of_ratio,
 )
 from kvrag.bench.quality.datasets import load_questions
+from kvrag.bench.quality.oracle import TrueDeviation
 from kvrag.bench.quality.questions import render
 from kvrag.bench.quality.rows import QualityRow
 from kvrag.codec.registry import get_codec
@@ -104,6 +105,9 @@ def test_generated_questions_are_typed_and_repeatable() -> None:
     assert questions != load_questions("generated", 30, seed=1)
     assert all(len(question.texts) == 5 for question in questions)
     assert "carried_over" in {question.type for question in questions}
+    two_hops = [question.answers for question in questions if question.type == "two_hop"]
+    assert two_hops
+    assert all(full.endswith(f": {bare}") for bare, full in two_hops)
 
 
 @pytest.mark.parametrize(
@@ -273,16 +277,20 @@ def test_answers_are_those_of_plain_decoding(
     assert num_different
 
 
+def _no_oracle() -> TrueDeviation:
+    raise AssertionError("only the oracle knows the true deviation")
+
+
 def test_boundary_takes_the_fewest_tokens_that_spend_the_ratio(
     model: KVModel, bank: ChunkBank
 ) -> None:
     layout = bank.lay_out(render("who?", TEXTS, model.tokenizer, True))
     lengths = [span.length for span in layout.spans]
-    assert boundary_tokens(layout, 1.0) == max(lengths)
-    tokens = boundary_tokens(layout, 0.3)
+    assert tokens_of_ratio(layout, 1.0) == max(lengths)
+    tokens = tokens_of_ratio(layout, 0.3)
     assert sum(min(tokens, length) for length in lengths) >= 0.3 * sum(lengths)
     assert sum(min(tokens - 1, length) for length in lengths) < 0.3 * sum(lengths)
-    nothing = Contestant("boundary", 0.0, "raw").policy_for(layout)
+    nothing = Contestant("boundary", 0.0, "raw").policy_for(layout, _no_oracle)
     assert nothing == make_policy("none")
 
 

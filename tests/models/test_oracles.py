@@ -113,15 +113,6 @@ def test_deviation_recomputes_the_share_asked_for() -> None:
     assert report.rows_by_layer[1] == report.num_fresh + report.num_recomputed
 
 
-@pytest.mark.parametrize("on", ["k", "v"])
-def test_deviation_picks_the_largest(on: str) -> None:
-    policy = DeviationPolicy(ratio=0.5, on=on)
-    large_keys = torch.tensor([9.0, 1.0, 8.0, 0.0])
-    large_values = torch.tensor([0.0, 9.0, 1.0, 8.0])
-    picked = policy.keep(large_keys, large_values).tolist()
-    assert picked == ([True, False, True, False] if on == "k" else [False, True, False, True])
-
-
 def test_a_prompt_without_chunks_is_plain_prefill() -> None:
     bench = Bench(KVModel(make_model(), make_tokenizer()), texts=TEXTS[:1])
     prompt = "Nothing of the index stands here. Question: why?"

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
 
 import numpy as np
 import torch
 
 from kvrag.bench.quality.bank import ChunkBank
 from kvrag.bench.quality.contest import Contestant
+from kvrag.bench.quality.oracle import TrueDeviation, fill
 from kvrag.bench.quality.questions import JudgedQuestion, render
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError, PromptTooLongError
-from kvrag.fusion.fuser import fuse
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
-from kvrag.fusion.policies.none import NonePolicy
-from kvrag.kvcache import FusedKV
+from kvrag.fusion.policies.base import PromptRows
 from kvrag.models.kv_model import KVModel
 
 
@@ -36,7 +33,7 @@ class Inspection:
     key_deviation, value_deviation
         ``[L][N]``: distance between stored and full-prefill KV over the latter's length.
     picked
-        Policy to the positions it computed again.
+        Policy to the positions it computed again, in the second layer.
     rank_correlation
         L - 1 Spearman correlations between the value deviations of neighbouring layers over
         reused tokens, from layers 0 and 1 on; None where a layer has no deviation (CacheBlend
@@ -59,28 +56,6 @@ class Inspection:
     key_delta_variance: tuple[float, ...]
     value_delta_variance: tuple[float, ...]
     attention: tuple[tuple[float, ...], ...]
-
-
-@dataclass(frozen=True)
-class _Recorder(RecomputePolicy):
-    """Another policy that remembers what it chose."""
-
-    name: ClassVar[str] = "recorder"
-    inner: RecomputePolicy
-    chosen: list[torch.Tensor] = field(default_factory=list)
-
-    def candidates(self, prompt: PromptRows) -> torch.Tensor:
-        self.chosen[:] = [self.inner.candidates(prompt)]
-        return self.chosen[0]
-
-    @property
-    def check_layer(self) -> int | None:
-        return self.inner.check_layer
-
-    def keep(self, key_deviation: torch.Tensor, value_deviation: torch.Tensor) -> torch.Tensor:
-        mask = self.inner.keep(key_deviation, value_deviation)
-        self.chosen[0] = self.chosen[0][mask.cpu()]
-        return mask
 
 
 def inspect_question(
@@ -117,18 +92,19 @@ def inspect_question(
         )
     bank = ChunkBank(model, question.texts, [RawCodec()])
     layout = bank.lay_out(prompt)
-    reused = PromptRows(num_tokens, tuple(s for s in layout.spans if not layout.is_exact(s)))
-    rows = reused.reused().numpy()
+    inexact = tuple(span for span in layout.spans if not layout.is_exact(span))
+    rows = PromptRows(num_tokens, model.spec.num_layers, inexact).reused().numpy()
     if not len(rows):
         raise ParameterError(f"{question.place}: one chunk alone is exact, there is no deviation")
-    full = _fused(model, bank, replace(layout, spans=()), NonePolicy())
-    stored = _fused(model, bank, layout, NonePolicy())
+    opener = bank.opener(RawCodec.name)
+    deviation = TrueDeviation.of(model, layout, opener)
     picked = {}
     for policy in policies:
-        recorder = _Recorder(Contestant(policy, ratio, RawCodec.name).policy_for(layout))
-        _fused(model, bank, layout, recorder)
-        picked[policy] = tuple(sorted(recorder.chosen[0].tolist()))
-    values = _deviation(stored.values, full.values, num_tokens)
+        chosen = Contestant(policy, ratio, RawCodec.name).policy_for(layout, lambda: deviation)
+        picks = fill(model, layout, opener, chosen).picks
+        # Behind the first layer: in it, a policy may compute everything to choose by.
+        picked[policy] = tuple(picks[min(1, len(picks) - 1)].tolist())
+    values = deviation.values.numpy()
     chunks = model.prefill(
         bank.prefix_ids,
         [layout.token_ids[span.prompt_start : span.prompt_end] for span in layout.spans],
@@ -137,7 +113,7 @@ def inspect_question(
         question=question.question,
         tokens=tuple(str(model.tokenizer.decode([token])) for token in layout.token_ids),
         spans=tuple((span.prompt_start, span.prompt_end) for span in layout.spans),
-        key_deviation=_nested(_deviation(stored.keys, full.keys, num_tokens)),
+        key_deviation=_nested(deviation.keys.numpy()),
         value_deviation=_nested(values),
         picked=picked,
         rank_correlation=tuple(_spearman(a[rows], b[rows]) for a, b in pairwise(values)),
@@ -145,23 +121,6 @@ def inspect_question(
         value_delta_variance=_delta_variance([chunk.values for chunk in chunks]),
         attention=_attention(model, layout),
     )
-
-
-def _fused(model: KVModel, bank: ChunkBank, layout: Layout, policy: RecomputePolicy) -> FusedKV:
-    num_tokens = len(layout.token_ids)
-    buffer = FusedKV(model.spec, num_tokens, num_tokens, model.device)
-    return fuse(model, layout, bank.opener(RawCodec.name), policy, buffer).kv
-
-
-def _deviation(
-    stored: Sequence[torch.Tensor], full: Sequence[torch.Tensor], num_tokens: int
-) -> np.ndarray:
-    layers = []
-    for one, other in zip(stored, full, strict=True):
-        difference = (one - other)[0, :, :num_tokens].float().square().sum(dim=(0, 2)).sqrt()
-        length = other[0, :, :num_tokens].float().square().sum(dim=(0, 2)).sqrt()
-        layers.append((difference / length.clamp_min(1e-12)).cpu().numpy())
-    return np.stack(layers)
 
 
 def _spearman(one: np.ndarray, other: np.ndarray) -> float | None:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 from kvrag.bench.corpus import generate_corpus
@@ -14,13 +15,14 @@ from kvrag.bench.quality.answers import Answerer, FusedAnswer, ReferenceAnswer
 from kvrag.bench.quality.bank import ChunkBank
 from kvrag.bench.quality.codecs import fit_codecs
 from kvrag.bench.quality.datasets import GENERATED, load_questions
+from kvrag.bench.quality.oracle import ORACLE, OraclePolicy, TrueDeviation
 from kvrag.bench.quality.questions import JudgedQuestion, RenderedPrompt, render
 from kvrag.bench.quality.rows import OVERALL, Judgement, QualityRow, TextScores, make_row
 from kvrag.codec.presets import choose_codec
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.policies.base import RecomputePolicy, check_ratio
-from kvrag.fusion.policies.registry import make_policy
+from kvrag.fusion.policies.registry import make_policy, parameters_of
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
 
@@ -75,21 +77,27 @@ class Contestant:
     ratio: float | None
     codec: str
 
-    def policy_for(self, layout: Layout) -> RecomputePolicy:
-        """Return the policy with the parameters that spend the ratio on this prompt."""
-        if self.policy == "none" or self.ratio is None:
+    def policy_for(self, layout: Layout, deviation: Callable[[], TrueDeviation]) -> RecomputePolicy:
+        """Return the policy with the parameters that spend the ratio on this prompt.
+
+        `deviation` is asked for by ``oracle`` alone.
+        """
+        if self.ratio is None:
             return make_policy(self.policy)
-        if self.policy == "boundary":
-            if self.ratio == 0.0:
-                return make_policy("none")
-            return make_policy("boundary", boundary_tokens=boundary_tokens(layout, self.ratio))
-        return make_policy(self.policy, ratio=self.ratio)
+        if self.policy == ORACLE:
+            return OraclePolicy(self.ratio, deviation())
+        parameters = parameters_of(self.policy)
+        if "ratio" in parameters:
+            return make_policy(self.policy, ratio=self.ratio)
+        if self.ratio == 0.0:
+            return make_policy("none")
+        return make_policy(self.policy, boundary_tokens=tokens_of_ratio(layout, self.ratio))
 
 
-def boundary_tokens(layout: Layout, ratio: float) -> int:
-    """Return the fewest tokens a chunk with which ``boundary`` recomputes at least `ratio`.
+def tokens_of_ratio(layout: Layout, ratio: float) -> int:
+    """Return the fewest tokens a chunk that are at least `ratio` of what is reused.
 
-    So policies that take a ratio and this one, which takes a length, spend alike.
+    So policies that take a ratio and those that take a length spend alike.
     """
     lengths = [span.length for span in layout.spans if not layout.is_exact(span)]
     wanted = ratio * sum(lengths)
@@ -108,7 +116,8 @@ def contestants(options: QualityOptions) -> list[Contestant]:
         For an unknown policy or codec, a ratio out of range, or nothing to judge.
     """
     for name in options.policies:
-        make_policy(name)
+        if name != ORACLE:
+            make_policy(name)
     for ratio in options.ratios:
         check_ratio(ratio)
     codecs = [choose_codec(name).label for name in options.codecs]
@@ -267,13 +276,14 @@ class _Judge:
         layout_seconds = time.perf_counter() - started
         assert layout.token_ids == tuple(token_ids), "a cache never changes what is asked"
         reference = self._answerer.reference(token_ids)
+        deviation = cache(partial(self._true_deviation, layout))
         reference_scores = self._score(question, reference)
         judgements = []
         for contestant in entered:
             given = self._answerer.fused(
                 layout,
                 self._bank.opener(contestant.codec),
-                contestant.policy_for(layout),
+                contestant.policy_for(layout, partial(deviation, contestant.codec)),
                 reference,
             )
             stored_bytes, stored_tokens = self._bank.stored(contestant.codec, question.texts)
@@ -296,6 +306,9 @@ class _Judge:
                 )
             )
         return judgements
+
+    def _true_deviation(self, layout: Layout, codec: str) -> TrueDeviation:
+        return TrueDeviation.of(self._bank.model, layout, self._bank.opener(codec))
 
     def _score(self, question: JudgedQuestion, answer: ReferenceAnswer | FusedAnswer) -> TextScores:
         text = self._answerer.text(answer.token_ids, first_line_only=not question.is_summary)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -14,18 +16,25 @@ from kvrag.fusion.layout import ReusedSpan
 
 @dataclass(frozen=True)
 class PromptRows:
-    """What a policy may know before any layer has run.
+    """What a policy may know before it names its candidates.
 
     Attributes
     ----------
     num_tokens
         N.
+    num_layers
+        L.
     spans
         Stretches of reused tokens that are not exact, in prompt order.
+    relevance
+        ``[M, n]`` float32, over the tokens of `reused`: what the question gathers from each in the
+        M layers that the policy looks at (see `QuestionAttention`); None where it looks at none.
     """
 
     num_tokens: int
+    num_layers: int
     spans: tuple[ReusedSpan, ...]
+    relevance: torch.Tensor | None = None
 
     def reused(self) -> torch.Tensor:
         """Return the ascending positions ``[n]`` of all tokens in `spans`."""
@@ -33,36 +42,61 @@ class PromptRows:
             return torch.empty(0, dtype=torch.long)
         return torch.cat([torch.arange(span.prompt_start, span.prompt_end) for span in self.spans])
 
+    @property
+    def num_reused(self) -> int:
+        """N."""
+        return sum(span.length for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a policy knows of ``m`` candidates when some of them are to be dropped.
+
+    Attributes
+    ----------
+    positions
+        ``[m]`` ascending.
+    key_deviation, value_deviation
+        ``[m]`` float32: squared L2 distance, over heads and channels, between stored and fresh
+        keys (values) in the layer computed last.
+    """
+
+    positions: torch.Tensor
+    key_deviation: torch.Tensor
+    value_deviation: torch.Tensor
+
 
 class RecomputePolicy(ABC):
     """Chooses reused tokens to compute again.
 
-    A policy is a frozen dataclass of its parameters. It names candidates before the first
-    layer; on its check layer, if it has one, it sees how far the stored K/V of the candidates
-    are from fresh ones and keeps some. What is kept is computed in that layer and all after it.
+    A policy is a frozen dataclass of its parameters. It names candidates before the first layer;
+    what `counts` then takes away from layer to layer is what scores lowest.
     """
 
     name: ClassVar[str]
+
+    def question_layers(self, num_layers: int) -> range:  # noqa: ARG002
+        """Return the layers in which the question's attention is wanted before `candidates`.
+
+        The question is then computed over the stored KV of all layers up to the last of them.
+        """
+        return range(0)
 
     @abstractmethod
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         """Return ascending positions ``[n]`` of reused tokens computed from the first layer on."""
 
-    @property
-    def check_layer(self) -> int | None:
-        """The layer before which `keep` is asked, or None where all candidates stay."""
+    def counts(self, prompt: PromptRows) -> Sequence[int] | None:  # noqa: ARG002
+        """Return how many candidates each of the L layers computes, or None: all of them in all.
+
+        Never more than in the layer before. In the first layer that has fewer, the K/V of those
+        dropped are fresh all the same: they are what the choice is made by.
+        """
         return None
 
-    def keep(self, key_deviation: torch.Tensor, value_deviation: torch.Tensor) -> torch.Tensor:
-        """Return a boolean mask ``[n]`` over the candidates.
-
-        Parameters
-        ----------
-        key_deviation, value_deviation
-            ``[n]`` float32: squared L2 distance, over heads and channels, between stored and
-            fresh keys (values) of each candidate in the check layer.
-        """
-        raise NotImplementedError(f"{self.name} has no check layer")
+    def score(self, prompt: PromptRows, seen: Seen) -> torch.Tensor:
+        """Return ``[m]`` float32: the higher, the longer a candidate stays."""
+        raise NotImplementedError(f"{self.name} drops no candidates")
 
     def __str__(self) -> str:
         parameters = ", ".join(
@@ -76,3 +110,14 @@ def check_ratio(ratio: float) -> None:
     """Raise ParameterError unless `ratio` lies in 0..1."""
     if not 0.0 <= ratio <= 1.0:
         raise ParameterError(f"ratio {ratio}: expected a share between 0 and 1")
+
+
+def share_of(ratio: float, num_tokens: int) -> int:
+    """Return how many of so many tokens a ratio allows, rounded up."""
+    # 0.15 * 100 is a little over 15 in binary; that little is not another token.
+    return min(num_tokens, math.ceil(ratio * num_tokens - 1e-9))
+
+
+def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the ascending indices of the `count` highest scores; of equals, the first."""
+    return scores.sort(descending=True, stable=True).indices[:count].sort().values

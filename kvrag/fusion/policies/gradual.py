@@ -1,0 +1,69 @@
+"""CacheBlend's gradual filtering: the choice is made anew, and narrower, on every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvrag.errors import ParameterError
+from kvrag.fusion.policies.base import PromptRows, share_of
+from kvrag.fusion.policies.deviation import DeviationPolicy
+
+
+@dataclass(frozen=True)
+class GradualPolicy(DeviationPolicy):
+    """Start with more tokens than `ratio` and drop, layer by layer, those least off.
+
+    Source: CacheBlend (arXiv 2405.16444) §4.3, figure 9. Each layer drops the tokens of which the
+    layer before found the stored KV nearest to fresh ones, so that what stays is far off on
+    several layers. The mean over the layers from 1 on is `ratio`.
+
+    Deviations: the paper leaves the shares open; here they fall linearly from ``1 + spread`` to
+    ``1 - spread`` times the ratio. A layer's deviation is taken while its K/V are written, so that
+    nothing is projected twice; it decides for the next layer.
+
+    Parameters
+    ----------
+    ratio, on
+        As in `DeviationPolicy`.
+    spread
+        Above 0, up to 1.
+    """
+
+    name: ClassVar[str] = "gradual"
+    spread: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 < self.spread <= 1.0:
+            raise ParameterError(
+                f"gradual spread {self.spread}: expected more than 0, up to 1 (policy 'deviation' "
+                "chooses once)"
+            )
+
+    def counts(self, prompt: PromptRows) -> Sequence[int] | None:
+        if self.ratio == 1.0:
+            return None
+        falling = _falling_counts(self.ratio, self.spread, prompt.num_reused, prompt.num_layers - 1)
+        return [prompt.num_reused, *falling]
+
+
+def _falling_counts(ratio: float, spread: float, num_tokens: int, num_layers: int) -> list[int]:
+    """Return how many tokens each layer computes: falling, and in sum `ratio` of them all.
+
+    No share may pass 1, so a ratio above a half leaves less room to fall.
+    """
+    if num_layers == 1 or ratio == 0.0:
+        return [share_of(ratio, num_tokens)] * num_layers
+    reach = min(spread, 1.0 / ratio - 1.0)
+    slope = 2.0 * reach / (num_layers - 1)
+    exact = [num_tokens * ratio * (1.0 + reach - slope * layer) for layer in range(num_layers)]
+    counts = [min(num_tokens, int(count + 1e-9)) for count in exact]
+    missing = share_of(ratio, num_tokens * num_layers) - sum(counts)
+    for layer, count in enumerate(counts):
+        # From the first layer on, so that the counts go on falling.
+        if missing and count < num_tokens:
+            counts[layer] += 1
+            missing -= 1
+    return counts

@@ -1,0 +1,59 @@
+"""The tokens that the question looks at: what is not looked at need not be right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvrag.errors import ParameterError
+from kvrag.fusion.policies.base import (
+    PromptRows,
+    RecomputePolicy,
+    check_ratio,
+    highest,
+    share_of,
+)
+
+
+@dataclass(frozen=True)
+class QueryPolicy(RecomputePolicy):
+    """Compute the tokens again that the question gathers most from.
+
+    Source: InfoFlow KV: the question's attention over the reused KV, placed at their global
+    positions, weighted by the norm of the values, in one layer. The question is computed once
+    over stored KV up to that layer for it, and a second time over the repaired ones.
+
+    Parameters
+    ----------
+    ratio
+        Share of the reused, inexact tokens that is computed again in every layer, 0..1.
+    depth
+        Which layer's attention counts, as a share of the layers: 0 is the first, 1 the last.
+    """
+
+    name: ClassVar[str] = "query"
+    ratio: float = 0.15
+    depth: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        if not 0.0 <= self.depth <= 1.0:
+            raise ParameterError(f"query depth {self.depth}: expected a share between 0 and 1")
+
+    def question_layers(self, num_layers: int) -> range:
+        if self.ratio in (0.0, 1.0):
+            return range(0)
+        layer_index = round(self.depth * (num_layers - 1))
+        return range(layer_index, layer_index + 1)
+
+    def candidates(self, prompt: PromptRows) -> torch.Tensor:
+        if self.ratio == 0.0:
+            return torch.empty(0, dtype=torch.long)
+        if self.ratio == 1.0:
+            return prompt.reused()
+        assert prompt.relevance is not None
+        relevance = prompt.relevance[0]
+        chosen = highest(relevance, share_of(self.ratio, prompt.num_reused))
+        return prompt.reused()[chosen.cpu()]

@@ -1,0 +1,49 @@
+"""A few tokens on both sides of every joint between chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvrag.errors import ParameterError
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
+
+
+@dataclass(frozen=True)
+class SeamPolicy(RecomputePolicy):
+    """Compute the first and the last tokens of each chunk again, in every layer.
+
+    What stands between chunks (blank lines, headings, the prompt's own delimiters) is never
+    stored, so it is computed in any case. Of a chunk's own tokens, the first have lost the text
+    before them, and the last are what the next chunk's first tokens lean on.
+
+    Parameters
+    ----------
+    tokens
+        Tokens a chunk, 1 or more: half of them (one more, if odd) at its head, the others at its
+        end.
+    """
+
+    name: ClassVar[str] = "seam"
+    tokens: int = 16
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ParameterError(
+                f"seam tokens {self.tokens}: expected at least 1 (policy 'none' computes none)"
+            )
+
+    def candidates(self, prompt: PromptRows) -> torch.Tensor:
+        tail = self.tokens // 2
+        head = self.tokens - tail
+        pieces = [torch.empty(0, dtype=torch.long)]
+        for span in prompt.spans:
+            head_end = min(span.prompt_end, span.prompt_start + head)
+            tail_start = max(head_end, span.prompt_end - tail)
+            pieces += [
+                torch.arange(span.prompt_start, head_end),
+                torch.arange(tail_start, span.prompt_end),
+            ]
+        return torch.cat(pieces)

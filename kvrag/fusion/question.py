@@ -1,0 +1,107 @@
+"""The question's look at stored KV: which reused tokens it gathers how much from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from kvrag.fusion.loader import SpanLoader
+from kvrag.kvcache import FusedKV
+from kvrag.models.attention import RowMask
+from kvrag.models.kv_model import KVModel
+from kvrag.positions.rotary import RotaryTable
+
+
+class QuestionAttention:
+    """Attention of the question's tokens to reused ones, weighted by the values' norms.
+
+    An observer of `KVModel.forward_rows`: what each question token takes from each key is its
+    attention weight times the L2 norm of the key's value, meant over query heads and question
+    tokens. Memory grows with the block of rows times the keys of one head, never with the square
+    of the prompt.
+
+    Parameters
+    ----------
+    reused
+        ``[n]`` ascending positions of reused tokens.
+    question_start
+        The first position that counts as the question.
+    layers
+        The layers that are observed.
+
+    Attributes
+    ----------
+    relevance
+        ``[M, n]`` float32, on the device of `reused`.
+    """
+
+    def __init__(self, reused: torch.Tensor, question_start: int, layers: range) -> None:
+        self._reused = reused
+        self._question_start = question_start
+        self._layers = layers
+        self.relevance = torch.zeros(len(layers), len(reused), device=reused.device)
+
+    def observer_of(self, layer_index: int) -> partial[None] | None:
+        """Return the observer of one layer, or None where none is wanted."""
+        if layer_index not in self._layers:
+            return None
+        return partial(self._observe, self.relevance[self._layers.index(layer_index)])
+
+    def _observe(
+        self,
+        into: torch.Tensor,
+        mask: RowMask,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+    ) -> None:
+        asking = mask.positions >= self._question_start
+        if not bool(asking.any()):
+            return
+        num_heads, num_keys = key.shape[1], key.shape[2]
+        allowed = mask.dense(num_keys)[asking]
+        queries = query[0, :, asking].float()
+        queries = queries.view(num_heads, -1, *queries.shape[1:])
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        weights = torch.zeros(num_keys, device=key.device)
+        for head in range(num_heads):
+            scores = queries[head] @ key[0, head].float().T * scale
+            attention = scores.masked_fill_(~allowed, float("-inf")).softmax(-1)
+            weights += attention.sum(dim=(0, 1)) * value[0, head].float().norm(dim=-1)
+        # A sliding window shows the last keys only; what lies before it gives nothing.
+        shown = self._reused - mask.first_key
+        inside = (shown >= 0) & (shown < num_keys)
+        into[inside] += weights[shown[inside]] / query.shape[1]
+
+
+def ask(
+    model: KVModel,
+    token_ids: torch.Tensor,
+    fresh: torch.Tensor,
+    attention: QuestionAttention,
+    layers: range,
+    loader: SpanLoader,
+    fused: FusedKV,
+    tables: Sequence[RotaryTable],
+) -> None:
+    """Compute the fresh rows over stored KV up to the last of `layers`, and note their attention.
+
+    Call inside ``model.computing_rows()``. Stored KV of those layers are in `fused` afterwards;
+    rows of fresh tokens hold what has to be computed again.
+
+    Parameters
+    ----------
+    token_ids
+        ``[N]``.
+    fresh
+        ``[m]`` ascending positions of tokens that are not stored.
+    """
+    hidden = model.embed(token_ids[fresh])
+    for layer_index in range(layers.stop):
+        table = tables[layer_index]
+        loader.load_layer(layer_index, fused, table)
+        observer = attention.observer_of(layer_index)
+        model.forward_rows(layer_index, hidden, fresh, fused, table, observer=observer)

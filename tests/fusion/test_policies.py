@@ -1,0 +1,232 @@
+"""Which tokens each policy computes again, and that nothing else of a prompt is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import pytest
+import torch
+
+from kvrag.bench.quality.oracle import OraclePolicy, TrueDeviation
+from kvrag.errors import ParameterError
+from kvrag.fusion.layout import ReusedSpan
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, Seen, share_of
+from kvrag.fusion.policies.boundary import BoundaryPolicy
+from kvrag.fusion.policies.deviation import DeviationPolicy
+from kvrag.fusion.policies.gradual import GradualPolicy
+from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.query import QueryPolicy
+from kvrag.fusion.policies.random import RandomPolicy
+from kvrag.fusion.policies.registry import POLICIES, make_policy
+from kvrag.fusion.policies.seam import SeamPolicy
+from kvrag.fusion.policies.two_stage import TwoStagePolicy
+from kvrag.fusion.question import QuestionAttention
+from kvrag.kvcache import FusedKV
+from kvrag.models.kv_model import KVModel
+from tests.support.bench_top import Bench, relative_difference
+from tests.support.models import make_model, make_tokenizer
+
+SPANS = (ReusedSpan("a", 3, 0, 10), ReusedSpan("b", 15, 2, 1), ReusedSpan("c", 20, 0, 30))
+NUM_REUSED = 41
+PROMPT = PromptRows(60, 6, SPANS, torch.rand(6, NUM_REUSED, generator=torch.Generator()))
+OF_RATIO = (DeviationPolicy, GradualPolicy, QueryPolicy, TwoStagePolicy, RandomPolicy)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench(KVModel(make_model(num_hidden_layers=4), make_tokenizer()))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_candidates_are_reused_tokens_in_order(name: str) -> None:
+    policy = make_policy(name)
+    candidates = policy.candidates(PROMPT).tolist()
+    assert candidates == sorted(set(candidates))
+    assert set(candidates) <= set(PROMPT.reused().tolist())
+    nothing = PromptRows(60, 6, (), torch.zeros(6, 0))
+    assert len(policy.candidates(nothing)) == 0
+
+
+@pytest.mark.parametrize("policy", OF_RATIO)
+@pytest.mark.parametrize("ratio", [-0.1, 1.01, float("nan")])
+def test_a_ratio_outside_0_to_1_is_refused(policy: type[RecomputePolicy], ratio: float) -> None:
+    with pytest.raises(ParameterError, match="between 0 and 1"):
+        policy(ratio=ratio)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DeviationPolicy(on="q"), "expected 'k', 'v' or 'kv'"),
+        (lambda: GradualPolicy(spread=0.0), "chooses once"),
+        (lambda: GradualPolicy(spread=1.5), "up to 1"),
+        (lambda: QueryPolicy(depth=2.0), "query depth"),
+        (lambda: TwoStagePolicy(pool=0.5), "two_stage pool"),
+        (lambda: SeamPolicy(tokens=0), "at least 1"),
+        (lambda: make_policy("query", boundary_tokens=3), "takes no boundary_tokens"),
+        (lambda: make_policy("seam", ratio=0.1), "takes no ratio"),
+    ],
+)
+def test_parameters_that_mean_nothing_are_refused(make: object, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("policy", OF_RATIO)
+def test_ratio_0_computes_nothing_again(policy: type[RecomputePolicy], bench: Bench) -> None:
+    prompt = bench.prompt(2, 0, 3, 1)
+    fused = bench.fuse(prompt, policy(ratio=0.0))  # type: ignore[call-arg]
+    assert fused.report.num_recomputed == 0
+    none = bench.fuse(prompt, NonePolicy())
+    assert torch.equal(fused.logits, none.logits)
+
+
+@pytest.mark.parametrize("policy", OF_RATIO)
+@pytest.mark.parametrize("order", [(0,), (2, 0, 3, 1), (1, 1, 0)])
+def test_ratio_1_is_a_full_prefill(
+    policy: type[RecomputePolicy], order: tuple[int, ...], bench: Bench
+) -> None:
+    prompt = bench.prompt(*order)
+    fused = bench.fuse(prompt, policy(ratio=1.0))  # type: ignore[call-arg]
+    assert relative_difference(fused.logits, bench.plain_logits(prompt)) < 1e-4
+
+
+@pytest.mark.parametrize("policy", OF_RATIO)
+@pytest.mark.parametrize("ratio", [0.05, 0.3, 0.8])
+def test_the_mean_over_layers_is_the_ratio(
+    policy: type[RecomputePolicy], ratio: float, bench: Bench
+) -> None:
+    fused = bench.fuse(bench.prompt(2, 0, 3, 1), policy(ratio=ratio))  # type: ignore[call-arg]
+    report = fused.report
+    found = report.num_reused + report.num_recomputed
+    counts = [len(picks) for picks in fused.picks]
+    assert len(counts) == 4
+    assert counts == sorted(counts, reverse=True)
+    assert ratio * found <= sum(counts[1:]) / 3 < ratio * found + 1
+    assert [report.num_fresh + count for count in counts] == list(report.rows_by_layer)
+
+
+def test_gradual_narrows_from_layer_to_layer(bench: Bench) -> None:
+    fused = bench.fuse(bench.prompt(2, 0, 3, 1), GradualPolicy(ratio=0.4, spread=1.0))
+    sets = [set(picks.tolist()) for picks in fused.picks]
+    assert all(later < earlier for earlier, later in pairwise(sets))
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.15, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("num_layers", [2, 3, 5, 24])
+def test_gradual_counts(ratio: float, num_layers: int) -> None:
+    prompt = PromptRows(60, num_layers, SPANS)
+    first, *counts = GradualPolicy(ratio=ratio, spread=0.7).counts(prompt) or ()
+    assert first == NUM_REUSED
+    assert counts == sorted(counts, reverse=True)
+    assert max(counts) <= NUM_REUSED
+    assert sum(counts) == share_of(ratio, NUM_REUSED * (num_layers - 1))
+
+
+@pytest.mark.parametrize(("on", "picked"), [("k", [0, 2]), ("v", [1, 3]), ("kv", [1, 2])])
+def test_deviation_scores_what_it_is_told_to(on: str, picked: list[int]) -> None:
+    keys = torch.tensor([9.0, 3.0, 8.0, 0.0])
+    values = torch.tensor([0.0, 9.0, 4.0, 5.0])
+    seen = Seen(torch.arange(4), keys, values)
+    scores = DeviationPolicy(ratio=0.5, on=on).score(PROMPT, seen)
+    assert scores.topk(2).indices.sort().values.tolist() == picked
+
+
+def test_deviation_keeps_what_is_off(bench: Bench) -> None:
+    """A chunk at its own place behind the same text is right, so it is not chosen."""
+    fused = bench.fuse(bench.prompt(2, 0, 3, 1), DeviationPolicy(ratio=0.2))
+    assert len(fused.picks[0]) > len(fused.picks[1]) == fused.report.num_recomputed
+
+
+def test_query_takes_what_the_question_gathers_most_from() -> None:
+    relevance = torch.zeros(1, NUM_REUSED)
+    relevance[0, [0, 10, 40]] = torch.tensor([1.0, 3.0, 2.0])
+    prompt = PromptRows(60, 6, SPANS, relevance)
+    assert QueryPolicy(ratio=3 / NUM_REUSED).candidates(prompt).tolist() == [3, 15, 49]
+    assert QueryPolicy(depth=1.0).question_layers(6) == range(5, 6)
+    assert QueryPolicy(depth=0.0).question_layers(6) == range(1)
+
+
+def test_two_stages_take_what_is_relevant_and_off() -> None:
+    relevance = torch.zeros(6, NUM_REUSED)
+    relevance[:, :4] = torch.tensor([4.0, 3.0, 2.0, 1.0])
+    prompt = PromptRows(60, 6, SPANS, relevance)
+    policy = TwoStagePolicy(ratio=2 / NUM_REUSED, pool=1.5)
+    pooled = policy.candidates(prompt)
+    assert pooled.tolist() == [3, 4, 5]
+    assert list(policy.counts(prompt) or ()) == [3, 2, 2, 2, 2, 2]
+    scores = policy.score(prompt, Seen(pooled, torch.zeros(3), torch.tensor([0.0, 1.0, 9.0])))
+    assert scores.argsort(descending=True).tolist() == [2, 1, 0]
+
+
+def test_seam_takes_both_ends_of_each_chunk() -> None:
+    assert SeamPolicy(tokens=3).candidates(PROMPT).tolist() == [3, 4, 12, 15, 20, 21, 49]
+    assert SeamPolicy(tokens=1).candidates(PROMPT).tolist() == [3, 15, 20]
+    assert len(SeamPolicy(tokens=1000).candidates(PROMPT)) == NUM_REUSED
+
+
+def test_boundary_is_the_head_of_a_seam() -> None:
+    assert BoundaryPolicy(tokens=2).candidates(PROMPT).tolist() == [3, 4, 15, 20, 21]
+
+
+def test_random_draws_by_its_seed() -> None:
+    first = RandomPolicy(ratio=0.5).candidates(PROMPT).tolist()
+    assert first == RandomPolicy(ratio=0.5).candidates(PROMPT).tolist()
+    assert first != RandomPolicy(ratio=0.5, seed=1).candidates(PROMPT).tolist()
+    assert len(first) == 21
+
+
+def test_the_oracle_takes_the_truly_furthest() -> None:
+    keys = torch.zeros(6, 60)
+    keys[2, [4, 15, 2, 30]] = torch.tensor([1.0, 3.0, 9.0, 2.0])  # 2 is not reused
+    policy = OraclePolicy(2 / NUM_REUSED, TrueDeviation(keys, torch.zeros(6, 60)))
+    assert policy.candidates(PROMPT).tolist() == [15, 30]
+
+
+@dataclass(frozen=True, eq=False)
+class _Given(RecomputePolicy):
+    name: ClassVar[str] = "given"
+    positions: torch.Tensor
+
+    def candidates(self, prompt: PromptRows) -> torch.Tensor:
+        return self.positions
+
+
+def test_the_look_of_the_question_leaves_no_trace(bench: Bench) -> None:
+    """The same picks, given outright, give the same logits."""
+    prompt = bench.prompt(2, 0, 3, 1)
+    fused = bench.fuse(prompt, QueryPolicy(ratio=0.2))
+    again = bench.fuse(prompt, _Given(fused.picks[0]))
+    assert torch.allclose(again.logits, fused.logits, atol=1e-5)
+    assert again.report.rows_asked == 0 < fused.report.rows_asked
+    assert again.report.work_share < fused.report.work_share
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma2"])
+def test_relevance_is_attention_times_the_norm_of_values(family: str) -> None:
+    model = KVModel(make_model(family), make_tokenizer())
+    ids = torch.arange(40) % 50 + 3
+    rows, reused = torch.arange(40), torch.arange(5, 30)
+    fused = FusedKV(model.spec, 40, 40)
+    layers = range(model.spec.num_layers)
+    attention = QuestionAttention(reused, 33, layers)
+    with model.computing_rows():
+        hidden = model.embed(ids)
+        for layer_index, table in enumerate(model.tables(40)):
+            observer = attention.observer_of(layer_index)
+            model.forward_rows(layer_index, hidden, rows, fused, table, observer=observer)
+    model.hf.set_attn_implementation("eager")
+    with torch.no_grad():
+        output = model.hf(ids[None], output_attentions=True, use_cache=False)
+    groups = model.hf.config.num_attention_heads // model.spec.num_kv_heads
+    for layer_index in layers:
+        norms = fused.values[layer_index][0].norm(dim=-1).repeat_interleave(groups, 0)
+        weights = output.attentions[layer_index][0, :, 33:].sum(dim=1) * norms
+        expected = weights.mean(dim=0)[reused]
+        # Soft-capping is left out of the look; the ranks stay.
+        if family == "gemma2":
+            assert (attention.relevance[layer_index] - expected).abs().max() < 0.2 * expected.max()
+        else:
+            assert torch.allclose(attention.relevance[layer_index], expected, atol=1e-4)
