@@ -15,10 +15,13 @@ from statistics import median
 from kvrag.bench.floor import FloorMeter
 from kvrag.bench.memory import peak_bytes
 from kvrag.bench.shapes import random_model, random_text
+from kvrag.bench.work import operations_needed, operations_spent
 from kvrag.chunk import Document
 from kvrag.engine.answer import Answer
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
+from kvrag.fusion.fuser import FusedPrompt
+from kvrag.fusion.policies.registry import make_policy, parameters_of
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 
@@ -40,9 +43,9 @@ class TTFTOptions:
     question_tokens
         Tokens of the question, which are always computed.
     policies
-        Policies to time; ``deviation`` takes `ratio`.
+        Policies to time.
     ratio
-        Share that ``deviation`` computes again.
+        Share that those which take one compute again.
     repeats
         Timed runs, of which the median is reported; one more runs first and does not count.
     """
@@ -63,6 +66,8 @@ class TTFTOptions:
                 "bench ttft: chunks, tokens and repeats must be 1 or more, and at least one chunk "
                 "length and one policy must be given"
             )
+        for policy in self.policies:
+            make_policy(policy)
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,11 @@ class TTFTRow:
         By how much resident memory rose during one query, the model being loaded already.
     kv_bytes
         Bytes of the prompt's fused KV, to hold `peak_bytes` against.
+    select_share
+        Of `ttft_seconds`, what choosing took: looking where the question looks, and comparing.
+    work_ratio
+        Multiplications carried out over those that fresh and chosen tokens need
+        (`kvrag.bench.work`).
     """
 
     model: str
@@ -94,6 +104,8 @@ class TTFTRow:
     floor_ratio: float
     peak_bytes: int
     kv_bytes: int
+    select_share: float
+    work_ratio: float
 
 
 def run_ttft_bench(
@@ -158,7 +170,7 @@ def _row(
     plain: float,
     meter: FloorMeter,
 ) -> TTFTRow:
-    ratio = options.ratio if policy == "deviation" else None
+    ratio = options.ratio if "ratio" in parameters_of(policy) else None
 
     def answer(engine: KVEngine) -> Answer:
         return engine.generate(prompt, policy=policy, ratio=ratio, max_tokens=1)
@@ -166,8 +178,11 @@ def _row(
     # Another engine for memory than for time: an engine keeps the buffer of its last prompt.
     peak = peak_bytes(lambda: answer(KVEngine(index)))
     engine = KVEngine(index)
-    ttft = _median_of(lambda: answer(engine).ttft_seconds, options.repeats)
-    report = answer(engine).report
+    answers = [answer(engine) for _ in range(options.repeats + 1)][1:]
+    ttft = median(given.ttft_seconds for given in answers)
+    report = answers[-1].report
+    fused: list[FusedPrompt] = []
+    spent = operations_spent(lambda: fused.append(engine.fuse(prompt, policy=policy, ratio=ratio)))
     floor = meter.measure(report)
     return TTFTRow(
         model=index.model.name,
@@ -183,7 +198,14 @@ def _row(
         floor_ratio=ttft / floor.seconds,
         peak_bytes=peak,
         kv_bytes=report.num_tokens * index.model.spec.bytes_per_token,
+        select_share=median(_select_seconds(given) / given.ttft_seconds for given in answers),
+        work_ratio=spent / operations_needed(index.model, fused[0]),
     )
+
+
+def _select_seconds(given: Answer) -> float:
+    seconds = given.report.seconds
+    return seconds.get("ask", 0.0) + seconds["select"]
 
 
 def _median_of(measure: Callable[[], float], repeats: int) -> float:

@@ -33,7 +33,9 @@ def bench_ttft(
     policies: Annotated[
         str, typer.Option(help="Policies to time, with commas.")
     ] = "none,deviation",
-    ratio: Annotated[float, typer.Option(help="Share that 'deviation' recomputes.")] = 0.15,
+    ratio: Annotated[
+        float, typer.Option(help="Share that policies which take one recompute.")
+    ] = 0.15,
     question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 30,
     repeats: Annotated[int, typer.Option(min=1, help="Runs; the median counts.")] = 3,
     as_json: o.JsonOption = False,
@@ -109,7 +111,18 @@ def _print_rows(rows: Sequence[TTFTRow]) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("policy", no_wrap=True)
-    for name in ("context", "plain", "kvrag", "speedup", "floor", "x floor", "peak", "KV"):
+    for name in (
+        "context",
+        "plain",
+        "kvrag",
+        "speedup",
+        "floor",
+        "x floor",
+        "choice",
+        "work",
+        "peak",
+        "KV",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         policy = row.policy if row.ratio is None else f"{row.policy} {row.ratio:.0%}"
@@ -121,6 +134,8 @@ def _print_rows(rows: Sequence[TTFTRow]) -> None:
             f"{row.speedup:.1f}x",
             console.format_seconds(row.floor_seconds),
             f"{row.floor_ratio:.2f}",
+            f"{row.select_share:.1%}",
+            f"{row.work_ratio:.2f}",
             console.format_bytes(row.peak_bytes),
             console.format_bytes(row.kv_bytes),
         )
@@ -128,7 +143,9 @@ def _print_rows(rows: Sequence[TTFTRow]) -> None:
     out.print(table)
     if rows:
         out.print(
-            f"{rows[0].model}, {rows[0].num_chunks} chunks; time to first token, median",
+            f"{rows[0].model}, {rows[0].num_chunks} chunks; time to first token, median; choice: "
+            "share of it spent on choosing; work: multiplications over those that chosen and fresh "
+            "tokens need",
             style="dim",
             markup=False,
         )

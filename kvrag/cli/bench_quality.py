@@ -118,7 +118,7 @@ def _print_rows(rows: Sequence[QualityRow]) -> None:
         table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
         table.title = f"{kind.replace('_', ' ')}, {first.num_questions:,} questions"
         table.add_column("policy", no_wrap=True)
-        columns = ["EM", "to full (95 %)", "F1", "KL", "top-1", "TTFT", "again", "B/token"]
+        columns = ["EM", "to full (95 %)", "F1", "KL", "top-1", "TTFT", "again", "work", "B/token"]
         if first.rouge_l is not None:
             columns.insert(3, "ROUGE-L")
         for name in columns:
@@ -132,7 +132,8 @@ def _print_rows(rows: Sequence[QualityRow]) -> None:
     out.print(
         f"{first.model} on {first.dataset}; EM and F1 in %, its distance to full prefill with its "
         "paired bootstrap interval in points; KL to full prefill in nats and top-1 agreement over "
-        "its answer; median TTFT; share of reused tokens computed again",
+        "its answer; median TTFT; share of reused tokens "
+        "computed again; rows computed over those of full prefill",
         style="dim",
         markup=False,
     )
@@ -142,7 +143,7 @@ def _reference_cells(row: QualityRow) -> list[str]:
     cells = [f"{row.reference_exact_match:.1%}", "", f"{row.reference_f1:.1%}"]
     if row.reference_rouge_l is not None:
         cells.append(f"{row.reference_rouge_l:.1%}")
-    return [*cells, "", "", console.format_seconds(row.plain_ttft_seconds), "", ""]
+    return [*cells, "", "", console.format_seconds(row.plain_ttft_seconds), "", "", ""]
 
 
 def _cells(row: QualityRow) -> list[str]:
@@ -162,6 +163,7 @@ def _cells(row: QualityRow) -> list[str]:
         f"{row.top1_agreement:.1%}",
         console.format_seconds(row.ttft_seconds),
         f"{row.recomputed_share:.1%}",
+        f"{row.work_share:.1%}",
         f"{row.bytes_per_token:,.0f}",
     ]
 

@@ -11,6 +11,7 @@ import kvrag
 from kvrag.cli.bench import bench_ingest, bench_ttft
 from kvrag.cli.bench_codec import bench_codec
 from kvrag.cli.bench_quality import bench_quality
+from kvrag.cli.calibrate import calibrate
 from kvrag.cli.chat import chat
 from kvrag.cli.demo import demo
 from kvrag.cli.doctor import doctor
@@ -61,6 +62,7 @@ app.command("stats")(guarded(stats))
 app.command("verify")(guarded(verify))
 app.command("gc")(guarded(gc))
 app.command("profile")(guarded(profile))
+app.command("calibrate")(guarded(calibrate))
 app.command("recode")(guarded(recode))
 app.command("doctor")(guarded(doctor))
 app.command("demo")(guarded(demo))

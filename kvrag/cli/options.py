@@ -45,21 +45,24 @@ TopKOption = Annotated[int, typer.Option("-k", min=1, help="Chunks to retrieve."
 PolicyOption = Annotated[
     str,
     typer.Option(
-        help="How reused chunks are repaired: none, boundary (first tokens of each chunk) or "
-        "deviation (the tokens whose KV is furthest off)."
+        help="How reused chunks are repaired: none, boundary (first tokens of each chunk), seam "
+        "(first and last), deviation (tokens whose KV is furthest off), gradual (the same, chosen "
+        "on every layer), query (tokens the question looks at), two_stage (looked at and off), "
+        "random, or auto (by 'kvrag calibrate'). Parameters follow colons: query:depth=0.5."
     ),
 ]
 RatioOption = Annotated[
     float | None,
     typer.Option(
-        help="Share of reused tokens that 'deviation' recomputes, 0 to 1.", show_default=False
+        help="Share of reused tokens that is recomputed, 0 to 1; of 'auto' the greatest.",
+        show_default=False,
     ),
 ]
 BoundaryTokensOption = Annotated[
     int | None,
     typer.Option(
         "--boundary-tokens",
-        help="Tokens that 'boundary' recomputes at the head of each chunk.",
+        help="Tokens that 'boundary' and 'seam' recompute of each chunk.",
         show_default=False,
     ),
 ]

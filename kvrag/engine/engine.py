@@ -17,6 +17,7 @@ from kvrag.engine.text_stream import TextStream
 from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError, StoreError
 from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, lay_out
+from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.registry import make_policy
 from kvrag.fusion.segments import Match
@@ -45,11 +46,14 @@ class KVEngine:
     index
         The index; its model answers.
     policy
-        Which reused tokens are computed again: ``"none"``, ``"boundary"``, ``"deviation"``.
+        Which reused tokens are computed again: a name of
+        `kvrag.fusion.policies.registry.POLICIES`, with parameters as in
+        ``"gradual:spread=0.8"``. ``"auto"`` chooses by what `kvrag calibrate` measured.
     ratio
-        Share of reused tokens that ``"deviation"`` computes again; None is its default, 0.15.
+        Share of reused tokens that policies which take one compute again, and bound of
+        ``"auto"``; None is the policy's default.
     boundary_tokens
-        Tokens a chunk that ``"boundary"`` computes again; None is its default.
+        Tokens a chunk that ``"boundary"`` and ``"seam"`` compute again; None is their default.
     max_tokens
         Tokens of an answer at the most, unless a call says otherwise.
 
@@ -209,7 +213,11 @@ class KVEngine:
             # The engine's own parameters belong to the engine's own policy only.
             ratio = self._ratio if ratio is None else ratio
             boundary_tokens = self._boundary_tokens if boundary_tokens is None else boundary_tokens
-        return make_policy(name, ratio=ratio, boundary_tokens=boundary_tokens)
+        chosen = make_policy(name, ratio=ratio, boundary_tokens=boundary_tokens)
+        if isinstance(chosen, AutoPolicy):
+            chosen = replace(chosen, calibration=self.index.calibration)
+            chosen.require_calibration()
+        return chosen
 
     def _room(self, max_tokens: int | None) -> int:
         return self._max_tokens if max_tokens is None else _checked_max_tokens(max_tokens)

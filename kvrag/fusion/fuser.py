@@ -38,6 +38,8 @@ class FusedPrompt:
         ``[vocabulary]`` in the model's dtype: the distribution of the first answer token.
     report
         What was done.
+    fresh
+        ``[m]``: ascending positions of the tokens that were never in the store.
     picks
         For each layer ``[n]``: ascending positions of the reused tokens computed again in it.
     """
@@ -45,6 +47,7 @@ class FusedPrompt:
     kv: FusedKV
     logits: torch.Tensor
     report: FusionReport
+    fresh: torch.Tensor
     picks: tuple[torch.Tensor, ...]
 
 
@@ -64,7 +67,7 @@ def fuse(
     layout
         The prompt's tokens and the spans of it that are stored.
     open_kv
-        Opens a chunk's record by chunk id; what it cannot deliver is prefilled and counted.
+        Opens a chunk's record; what it cannot deliver is prefilled and counted.
     policy
         Which reused tokens are computed again (CacheBlend §4, and others).
     fused
@@ -99,6 +102,7 @@ def _fuse(
     inexact = tuple(span for span in loader.spans if not layout.is_exact(span))
     prompt = PromptRows(num_tokens, model.spec.num_layers, inexact)
     fresh = _complement(num_tokens, loader.spans).to(model.device)
+    policy, expected_loss = policy.resolve(prompt, len(fresh))
     num_loaded = 0
     rows_by_layer = []
     with model.computing_rows():
@@ -150,8 +154,9 @@ def _fuse(
         rows_by_layer=tuple(rows_by_layer),
         rows_asked=len(fresh) * asked.stop,
         misses=dict(Counter(layout.misses) + loader.misses),
+        expected_loss=expected_loss,
     )
-    return FusedPrompt(fused, logits, report, tuple(selection.picks))
+    return FusedPrompt(fused, logits, report, fresh, tuple(selection.picks))
 
 
 def _mean_count(picks: Sequence[torch.Tensor]) -> int:

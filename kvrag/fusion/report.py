@@ -42,6 +42,11 @@ class FusionReport:
         Prompt tokens computed in each layer.
     rows_asked
         Rows computed, over all layers, only to see where the question looks.
+    num_in_context
+        Of the tokens found in the store, those encoded behind other text of their document.
+    expected_loss
+        Share of full prefill's quality that policy ``auto`` expects to lose, by its calibration;
+        None of other policies.
     misses
         Why chunks found in the prompt were prefilled instead: reason to number of chunks.
     """
@@ -57,6 +62,8 @@ class FusionReport:
     seconds: Mapping[str, float]
     rows_by_layer: tuple[int, ...]
     rows_asked: int = 0
+    num_in_context: int = 0
+    expected_loss: float | None = None
     misses: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -95,6 +102,8 @@ class FusionReport:
             f"{_size(self.bytes_loaded)} loaded",
             self.policy,
         ]
+        if self.num_in_context:
+            parts.insert(1, f"{self.num_in_context} encoded behind their document's text")
         if self.misses:
             parts.append(
                 "misses: " + ", ".join(f"{count} {why}" for why, count in self.misses.items())

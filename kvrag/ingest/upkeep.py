@@ -14,7 +14,8 @@ from kvrag.codec.presets import CodecChoice, choose_codec, expected_bytes_per_to
 from kvrag.codec.profile import Profile
 from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import is_profile_of
-from kvrag.errors import ParameterError, ProfileError
+from kvrag.errors import IndexMismatchError, ParameterError, ProfileError, StoreError
+from kvrag.fusion.calibration import Calibration
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import lock, vectors
 from kvrag.ingest.catalog import Catalog
@@ -28,11 +29,13 @@ from kvrag.ingest.coding import (
     read_exact,
     recode_records,
 )
-from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.config import IndexConfig, write_atomically
 from kvrag.ingest.maintenance import collect_garbage, verify_records
 from kvrag.ingest.report import GcReport, IndexStats, RecodeReport, VerifyReport
 from kvrag.kvcache import ChunkKV
 from kvrag.store.base import Store
+
+CALIBRATION_NAME = "calibration.json"
 
 
 class IndexUpkeep(ABC):
@@ -52,7 +55,7 @@ class IndexUpkeep(ABC):
 
     @abstractmethod
     def key_of(self, chunk: Chunk) -> ChunkKey:
-        """Return the name of a chunk's KV."""
+        """Return the name of a chunk's KV, of those it has the first."""
 
     @abstractmethod
     def _prefill(self, chunk: Chunk) -> ChunkKV:
@@ -67,6 +70,47 @@ class IndexUpkeep(ABC):
     def expected_bytes_per_token(self) -> int:
         """About what a token's KV takes in the store."""
         return expected_bytes_per_token(choose_codec(self.config.codec), self.config.spec)
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What was measured for the index's model, or None where nothing was.
+
+        Raises
+        ------
+        IndexFormatError
+            When the file is damaged.
+        IndexMismatchError
+            When it was measured with another model.
+        """
+        path = self.path / CALIBRATION_NAME
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be read ({error})") from error
+        found = Calibration.from_json(text, str(path))
+        if found.model_fingerprint != self.config.model_fingerprint:
+            raise IndexMismatchError(
+                f"{path}: measured with another model than the index's; run 'kvrag calibrate' again"
+            )
+        return found
+
+    def keep_calibration(self, calibration: Calibration) -> None:
+        """Keep what was measured, in place of what was there.
+
+        Raises
+        ------
+        IndexMismatchError
+            When it was measured with another model.
+        StoreError
+            When the folder refuses it.
+        """
+        if calibration.model_fingerprint != self.config.model_fingerprint:
+            raise IndexMismatchError(
+                f"{self.path}: the calibration was measured with another model than the index's"
+            )
+        write_atomically(self.path / CALIBRATION_NAME, calibration.to_json().encode())
 
     def stats(self) -> IndexStats:
         """Return what the index holds, in numbers."""

@@ -24,6 +24,8 @@ class FakeRow:
     floor_ratio: float = 1.2
     peak_bytes: int = 3 * 2**30
     kv_bytes: int = 2**30
+    select_share: float = 0.02
+    work_ratio: float = 1.08
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import torch
 from kvrag.bench.quality.oracle import OraclePolicy, TrueDeviation
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import ReusedSpan
+from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, Seen, share_of
 from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
@@ -39,7 +40,7 @@ def bench() -> Bench:
     return Bench(KVModel(make_model(num_hidden_layers=4), make_tokenizer()))
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "auto"])
 def test_candidates_are_reused_tokens_in_order(name: str) -> None:
     policy = make_policy(name)
     candidates = policy.candidates(PROMPT).tolist()
@@ -67,6 +68,14 @@ def test_a_ratio_outside_0_to_1_is_refused(policy: type[RecomputePolicy], ratio:
         (lambda: SeamPolicy(tokens=0), "at least 1"),
         (lambda: make_policy("query", boundary_tokens=3), "takes no boundary_tokens"),
         (lambda: make_policy("seam", ratio=0.1), "takes no ratio"),
+        (lambda: make_policy("query:width=3"), "takes no width; it takes depth, ratio"),
+        (lambda: make_policy("query:depth"), "expected PARAMETER=VALUE, found 'depth'"),
+        (lambda: make_policy("query:depth=deep"), "is not what it takes"),
+        (lambda: make_policy("deviation:on=3"), "is not what it takes"),
+        (lambda: make_policy("none:x=1"), "takes no x; it takes no parameters"),
+        (lambda: make_policy("auto:calibration=x"), "takes no calibration"),
+        (lambda: AutoPolicy(ttft=0.0), "above 0"),
+        (lambda: AutoPolicy(loss=2.0), "auto loss"),
     ],
 )
 def test_parameters_that_mean_nothing_are_refused(make: object, message: str) -> None:
@@ -138,6 +147,11 @@ def test_deviation_keeps_what_is_off(bench: Bench) -> None:
     """A chunk at its own place behind the same text is right, so it is not chosen."""
     fused = bench.fuse(bench.prompt(2, 0, 3, 1), DeviationPolicy(ratio=0.2))
     assert len(fused.picks[0]) > len(fused.picks[1]) == fused.report.num_recomputed
+
+
+def test_parameters_follow_colons() -> None:
+    assert make_policy("gradual:spread=0.8:on=k", ratio=0.2) == GradualPolicy(0.2, "k", 0.8)
+    assert make_policy("query:depth=1") == QueryPolicy(depth=1)
 
 
 def test_query_takes_what_the_question_gathers_most_from() -> None:

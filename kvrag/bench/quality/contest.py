@@ -21,6 +21,7 @@ from kvrag.bench.quality.rows import OVERALL, Judgement, QualityRow, TextScores,
 from kvrag.codec.presets import choose_codec
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout
+from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.fusion.policies.base import RecomputePolicy, check_ratio
 from kvrag.fusion.policies.registry import make_policy, parameters_of
 from kvrag.models.kv_model import KVModel
@@ -116,6 +117,11 @@ def contestants(options: QualityOptions) -> list[Contestant]:
         For an unknown policy or codec, a ratio out of range, or nothing to judge.
     """
     for name in options.policies:
+        if name.partition(":")[0] == AutoPolicy.name:
+            raise ParameterError(
+                "bench quality: 'auto' is not judged itself, it chooses among the others "
+                "('kvrag calibrate')"
+            )
         if name != ORACLE:
             make_policy(name)
     for ratio in options.ratios:
@@ -163,7 +169,7 @@ def run_quality_bench(
         Before anything is computed.
     """
     say = on_progress or (lambda _: None)
-    entered = contestants(options)
+    contestants(options)
     say("reading the questions")
     questions = load_questions(
         options.data, options.num_questions, seed=options.seed, num_documents=options.num_documents
@@ -172,6 +178,45 @@ def run_quality_bench(
         load_tokenizer(options.model)  # fails in a moment where loading weights takes minutes
     say("loading the model")
     model = KVModel.load(options.model, device=options.device)
+    judged, left_out = judge_questions(model, questions, options, say)
+    dataset = options.data if options.data == GENERATED else Path(options.data).name
+    return [
+        make_row(
+            [j for j in judgements if kind in (OVERALL, j.question_type)],
+            model=model.name,
+            dataset=dataset,
+            question_type=kind,
+            policy=contestant.policy,
+            ratio=contestant.ratio,
+            codec=contestant.codec,
+            num_left_out=left_out.total() if kind == OVERALL else left_out[kind],
+        )
+        for contestant, judgements in judged.items()
+        for kind in _types(judgements)
+    ]
+
+
+def judge_questions(
+    model: KVModel,
+    questions: Sequence[JudgedQuestion],
+    options: QualityOptions,
+    say: Callable[[str], None],
+) -> tuple[dict[Contestant, list[Judgement]], Counter[str]]:
+    """Judge every contestant on every question whose prompt fits the model.
+
+    Returns
+    -------
+    dict
+        One judgement a question for each contestant, in the same order.
+    Counter
+        Question types to the number of questions left out.
+
+    Raises
+    ------
+    ParameterError
+        When no prompt fits, or the options name no contestant.
+    """
+    entered = contestants(options)
     prompts = _prompts(model, questions, options)
     left_out = Counter(question.type for question in questions) - Counter(
         question.type for question, _ in prompts
@@ -195,21 +240,7 @@ def run_quality_bench(
             entered, judge.judge(question, prompt, entered), strict=True
         ):
             judged[contestant].append(judgement)
-    dataset = options.data if options.data == GENERATED else Path(options.data).name
-    return [
-        make_row(
-            [j for j in judgements if kind in (OVERALL, j.question_type)],
-            model=model.name,
-            dataset=dataset,
-            question_type=kind,
-            policy=contestant.policy,
-            ratio=contestant.ratio,
-            codec=contestant.codec,
-            num_left_out=left_out.total() if kind == OVERALL else left_out[kind],
-        )
-        for contestant, judgements in judged.items()
-        for kind in _types(prompts)
-    ]
+    return judged, left_out
 
 
 def _texts_to_fit(options: QualityOptions, judged: list[str]) -> list[str]:
@@ -231,8 +262,8 @@ def _texts_to_fit(options: QualityOptions, judged: list[str]) -> list[str]:
     return others if sum(map(len, others)) >= _LEAST_CHARACTERS_TO_FIT else judged
 
 
-def _types(prompts: Sequence[tuple[JudgedQuestion, RenderedPrompt]]) -> list[str]:
-    kinds = sorted({question.type for question, _ in prompts} - {"", OVERALL})
+def _types(judgements: Sequence[Judgement]) -> list[str]:
+    kinds = sorted({judgement.question_type for judgement in judgements} - {"", OVERALL})
     return [OVERALL, *kinds]
 
 
@@ -301,6 +332,8 @@ class _Judge:
                     num_found=report.num_recomputed + report.num_reused,
                     num_cached=report.num_cached,
                     num_prompt=report.num_tokens,
+                    num_rows=sum(report.rows_by_layer) + report.rows_asked,
+                    work_share=report.work_share,
                     stored_bytes=stored_bytes,
                     stored_tokens=stored_tokens,
                 )

@@ -40,6 +40,8 @@ class Judgement:
         Reused tokens computed again, of those found in the store and not exact.
     num_cached, num_prompt
         Prompt tokens whose stored KV was kept, of all.
+    num_rows, work_share
+        Rows computed, summed over layers; and that over those of full prefill.
     stored_bytes, stored_tokens
         Records of the question's chunks.
     """
@@ -55,6 +57,8 @@ class Judgement:
     num_found: int
     num_cached: int
     num_prompt: int
+    num_rows: int
+    work_share: float
     stored_bytes: int
     stored_tokens: int
 
@@ -86,6 +90,9 @@ class QualityRow:
         Tokens computed again over those found and not exact.
     cached_share
         Prompt tokens whose stored KV was kept.
+    work_share
+        Rows computed in all layers, fresh ones and those only looked at included, over those of
+        full prefill.
     bytes_per_token
         Stored bytes a chunk token.
     num_left_out
@@ -119,6 +126,7 @@ class QualityRow:
     first_kl: float
     first_top1_agreement: float
     cached_share: float
+    work_share: float
     num_left_out: int
 
 
@@ -172,6 +180,7 @@ def make_row(
         first_kl=mean(lambda j: j.kl[0]),
         first_top1_agreement=mean(lambda j: float(j.agrees[0])),
         cached_share=share(lambda j: j.num_cached, lambda j: j.num_prompt),
+        work_share=mean(lambda j: j.work_share),
         num_left_out=num_left_out,
     )
 

@@ -82,6 +82,24 @@ class RecomputePolicy(ABC):
         """
         return range(0)
 
+    def resolve(
+        self,
+        prompt: PromptRows,  # noqa: ARG002
+        num_fresh: int,  # noqa: ARG002
+    ) -> tuple[RecomputePolicy, float | None]:
+        """Return the policy that repairs this prompt, and the loss to be expected if it is known.
+
+        The policy is itself, unless it leaves the work to another.
+
+        Parameters
+        ----------
+        prompt
+            Without the question's look.
+        num_fresh
+            Tokens that are computed in any case.
+        """
+        return self, None
+
     @abstractmethod
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         """Return ascending positions ``[n]`` of reused tokens computed from the first layer on."""

@@ -22,29 +22,35 @@ class QueryPolicy(RecomputePolicy):
     """Compute the tokens again that the question gathers most from.
 
     Source: InfoFlow KV: the question's attention over the reused KV, placed at their global
-    positions, weighted by the norm of the values, in one layer. The question is computed once
-    over stored KV up to that layer for it, and a second time over the repaired ones.
+    positions, weighted by the norm of the values. The question is computed once over stored KV
+    for it, and a second time over the repaired ones.
+
+    Deviations: by default the mean over all layers counts; the norms of the values see to it
+    that layers which move the residual stream more count more.
 
     Parameters
     ----------
     ratio
         Share of the reused, inexact tokens that is computed again in every layer, 0..1.
     depth
-        Which layer's attention counts, as a share of the layers: 0 is the first, 1 the last.
+        The one layer whose attention counts, as a share of the layers: 0 is the first, 1 the
+        last; None takes all.
     """
 
     name: ClassVar[str] = "query"
     ratio: float = 0.15
-    depth: float = 0.5
+    depth: float | None = None
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        if not 0.0 <= self.depth <= 1.0:
+        if self.depth is not None and not 0.0 <= self.depth <= 1.0:
             raise ParameterError(f"query depth {self.depth}: expected a share between 0 and 1")
 
     def question_layers(self, num_layers: int) -> range:
         if self.ratio in (0.0, 1.0):
             return range(0)
+        if self.depth is None:
+            return range(num_layers)
         layer_index = round(self.depth * (num_layers - 1))
         return range(layer_index, layer_index + 1)
 
@@ -54,6 +60,5 @@ class QueryPolicy(RecomputePolicy):
         if self.ratio == 1.0:
             return prompt.reused()
         assert prompt.relevance is not None
-        relevance = prompt.relevance[0]
-        chosen = highest(relevance, share_of(self.ratio, prompt.num_reused))
+        chosen = highest(prompt.relevance.mean(dim=0), share_of(self.ratio, prompt.num_reused))
         return prompt.reused()[chosen.cpu()]

@@ -1,0 +1,176 @@
+"""What each policy loses and costs with one model, for policy ``auto`` (`kvrag calibrate`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from kvrag.bench.quality.bootstrap import mean_interval
+from kvrag.bench.quality.contest import Contestant, QualityOptions, judge_questions
+from kvrag.bench.quality.datasets import load_questions
+from kvrag.bench.quality.questions import JudgedQuestion
+from kvrag.bench.quality.rows import Judgement
+from kvrag.errors import ParameterError
+from kvrag.fusion.calibration import Calibration, Cost, Measured
+from kvrag.ingest.index import Index
+
+POLICIES = (
+    "none",
+    "boundary",
+    "deviation",
+    "query",
+    "query:depth=0.5",
+    "query:depth=1",
+    "two_stage",
+)
+RATIOS = (0.03, 0.05, 0.1, 0.15, 0.3)
+
+_MAX_QUERY_WORDS = 24
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """What to calibrate with.
+
+    Attributes
+    ----------
+    data
+        A data set (`load_questions`), or None for questions made of the index's own chunks.
+    num_questions
+        How many.
+    num_chunks
+        Chunks of a prompt made of the index.
+    max_tokens
+        Tokens of an answer at the most.
+    policies, ratios
+        What is measured.
+    use_chat_template
+        Ask through the model's chat template where it has one.
+    """
+
+    data: str | None = None
+    num_questions: int = 200
+    num_chunks: int = 5
+    max_tokens: int = 16
+    policies: Sequence[str] = POLICIES
+    ratios: Sequence[float] = RATIOS
+    use_chat_template: bool = True
+
+
+def calibrate(
+    index: Index,
+    options: CalibrationOptions | None = None,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Calibration:
+    """Measure the policies with an index's model.
+
+    With a data set, what is lost is exact match. Without one it is agreement: how often the
+    likeliest token is full prefill's, behind full prefill's own answer, to questions that quote
+    the index's chunks. That needs no answers by anybody.
+
+    Raises
+    ------
+    ParameterError
+        When the index is empty, or nothing can be measured.
+    """
+    options = options or CalibrationOptions()
+    if options.data is None:
+        questions = _own_questions(index, options)
+    else:
+        questions = load_questions(options.data, options.num_questions)
+    judged, _ = judge_questions(
+        index.model,
+        questions,
+        QualityOptions(
+            policies=options.policies,
+            ratios=options.ratios,
+            max_tokens=options.max_tokens,
+            use_chat_template=options.use_chat_template,
+        ),
+        on_progress,
+    )
+    has_answers = options.data is not None
+    reference = [j.reference.exact_match for j in next(iter(judged.values()))]
+    if has_answers and not any(reference):
+        raise ParameterError(
+            f"data {options.data}: full prefill answers none of {len(reference)} questions right, "
+            "so nothing can be lost; calibrate without --data, or with questions the model can do"
+        )
+    full = fmean(reference) if has_answers else 1.0
+    measured = []
+    for contestant, judgements in judged.items():
+        losses = [(_answer_loss(j) if has_answers else _token_loss(j)) / full for j in judgements]
+        low, high = mean_interval(losses)
+        loss = max(0.0, fmean(losses))
+        measured.append(Measured(contestant.policy, contestant.ratio, loss, low, high))
+    return Calibration(
+        model_fingerprint=index.model.fingerprint,
+        data=Path(options.data).name if options.data else "the index's own chunks",
+        measure="exact match" if has_answers else "agreement",
+        num_questions=len(reference),
+        policies=tuple(measured),
+        cost=_fit_cost(judged),
+    )
+
+
+def _answer_loss(judgement: Judgement) -> float:
+    return judgement.reference.exact_match - judgement.given.exact_match
+
+
+def _token_loss(judgement: Judgement) -> float:
+    return 1.0 - fmean(judgement.agrees)
+
+
+def _own_questions(index: Index, options: CalibrationOptions) -> list[JudgedQuestion]:
+    """Return questions that quote chunks, each with what the index finds for the quotation."""
+    texts: dict[str, str] = {}
+    index.catalog.each_text(texts.__setitem__)
+    if not texts:
+        raise ParameterError(f"{index.path}: the index is empty, there is nothing to ask about")
+    step = max(1, len(texts) // options.num_questions)
+    questions = []
+    for chunk_id, text in list(texts.items())[::step][: options.num_questions]:
+        quotation = _longest_sentence(text)
+        hits = index.search(quotation, options.num_chunks)
+        found = sorted((hit.chunk for hit in hits), key=lambda c: (c.source, c.ordinal))
+        questions.append(
+            JudgedQuestion(
+                place=f"chunk {chunk_id}",
+                type="",
+                question=f'What is said about "{quotation}"?',
+                answers=(quotation,),
+                texts=tuple(dict.fromkeys(c.text for c in found)),
+            )
+        )
+    return questions
+
+
+def _longest_sentence(text: str) -> str:
+    longest = max(_SENTENCE_END.split(text), key=len)
+    return " ".join(longest.split()[:_MAX_QUERY_WORDS])
+
+
+def _fit_cost(judged: Mapping[Contestant, Sequence[Judgement]]) -> Cost:
+    """Fit seconds to rows and cached tokens by least squares; nothing costs less than nothing."""
+    all_of_them = [j for judgements in judged.values() for j in judgements]
+    features = np.array([[1.0, j.num_rows, j.num_cached] for j in all_of_them])
+    seconds = np.array([j.ttft_seconds for j in all_of_them])
+    used = [0, 1, 2]
+    prices = np.zeros(3)
+    while used:
+        # Relative errors: a short prompt's estimate is to be as good as a long one's.
+        weights = 1.0 / seconds
+        found, *_ = np.linalg.lstsq(
+            features[:, used] * weights[:, None], seconds * weights, rcond=None
+        )
+        if (found >= 0.0).all():
+            prices[used] = found
+            break
+        used.pop(int(found.argmin()))
+    return Cost(*map(float, prices))

@@ -1,0 +1,57 @@
+"""The multiplications that fusing a prompt spends, against those that its rows need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
+
+from kvrag.fusion.fuser import FusedPrompt
+from kvrag.models.kv_model import KVModel
+
+
+def operations_spent(work: Callable[[], object]) -> int:
+    """Return the multiplications and additions of all matrix products that `work` carries out.
+
+    Those of attention count whether a mask hides their result or not.
+    """
+    counter = FlopCounterMode(
+        display=False,
+        # PyTorch prices its GPU kernels only.
+        custom_mapping={torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _on_cpu},
+    )
+    with counter:
+        work()
+    return int(counter.get_total_flops())
+
+
+def _on_cpu(query_shape: Any, key_shape: Any, value_shape: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop(query_shape, key_shape, value_shape))
+
+
+def operations_needed(model: KVModel, fused: FusedPrompt) -> int:
+    """Return what it takes to compute the fresh and the chosen rows, each once, in every layer.
+
+    A row needs its layer's linear maps, and attention over the keys up to its own (no sliding
+    windows); in the last layer K/V alone, but for the last token, which also needs its logits. Rows
+    that a policy computes only to choose by are not needed.
+    """
+    config, spec = model.hf.config, model.spec
+    layers: Any = model.hf.base_model.layers
+    query_width = config.num_attention_heads * spec.head_dim
+    projection = 4 * spec.num_kv_heads * spec.head_dim * config.hidden_size
+    head: nn.Module = model.hf.get_output_embeddings()  # type: ignore[no-untyped-call]
+    total = 2 * sum(weight.numel() for weight in head.parameters() if weight.ndim == 2)
+    for layer_index, layer in enumerate(layers):
+        linear = 2 * sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear))
+        # What is chosen behind the first layer; more in it serves the choice.
+        picks = fused.picks[max(layer_index, min(1, len(fused.picks) - 1))]
+        rows = torch.cat([fused.fresh, picks])
+        if layer_index == spec.num_layers - 1:
+            total += len(rows) * projection
+            rows = rows.max()[None]
+        total += len(rows) * linear + 4 * query_width * int((rows + 1).sum())
+    return total

@@ -1,0 +1,94 @@
+"""`kvrag calibrate`: measure what each policy loses with a model, for policy ``auto``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrag.cli import console, lists
+from kvrag.cli import options as o
+
+if TYPE_CHECKING:
+    from kvrag.fusion.calibration import Calibration
+
+_POLICIES = "none,boundary,deviation,query,query:depth=0.5,query:depth=1,two_stage"
+
+
+def calibrate(
+    index: o.IndexOption,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Questions with answers: 'generated', a JSON file in MuSiQue layout or a JSONL "
+            "file in LongBench layout. Default: questions that quote the index, judged by how "
+            "well the answers agree with full prefill's.",
+            show_default=False,
+        ),
+    ] = None,
+    questions: Annotated[int, typer.Option(min=1, help="Questions to ask.")] = 200,
+    chunks: Annotated[
+        int, typer.Option(min=1, help="Chunks of a prompt; with --data the data says.")
+    ] = 5,
+    policies: Annotated[str, typer.Option(help="Policies to measure, with commas.")] = _POLICIES,
+    ratios: Annotated[
+        str, typer.Option(help="Shares of reused tokens to recompute, with commas.")
+    ] = "0.03,0.05,0.1,0.15,0.3",
+    max_tokens: o.MaxTokensOption = 16,
+    model: o.ModelOption = None,
+    no_chat: o.NoChatOption = False,
+    device: o.DeviceOption = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Measure what each policy loses and costs with the index's model.
+
+    The result is kept with the index. 'kvrag query --policy auto' then takes, for each prompt, the
+    cheapest policy that loses under 1 %, or the best one that '--ratio' and 'auto:ttft=SECONDS'
+    allow.
+    """
+    named = tuple(lists.names(policies, "--policies"))
+    shares = lists.shares(ratios, "--ratios")
+    from kvrag.bench.quality.calibrate import CalibrationOptions
+    from kvrag.bench.quality.calibrate import calibrate as measure
+    from kvrag.cli.opening import open_index
+
+    options = CalibrationOptions(
+        data=data,
+        num_questions=questions,
+        num_chunks=chunks,
+        max_tokens=max_tokens,
+        policies=named,
+        ratios=shares,
+        use_chat_template=not no_chat,
+    )
+    with (
+        open_index(index, model, device) as opened,
+        console.err().status("reading the index") as status,
+    ):
+        found = measure(opened, options, status.update)
+        opened.keep_calibration(found)
+    if as_json:
+        console.write(found.to_json())
+    else:
+        _print(found)
+
+
+def _print(found: Calibration) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("policy", no_wrap=True)
+    for name in ("ratio", "loss", "95 %"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for measured in sorted(found.policies, key=lambda measured: measured.loss):
+        table.add_row(
+            measured.policy,
+            "" if measured.ratio is None else f"{measured.ratio:.0%}",
+            f"{measured.loss:.1%}",
+            f"{measured.loss_low:.1%} to {measured.loss_high:.1%}",
+        )
+    console.out().print(table)
+    console.write(
+        f"{found.measure} over {found.num_questions:,} questions from {found.data}, kept with the "
+        "index\n"
+    )

@@ -1,0 +1,138 @@
+"""What each policy loses and costs with one model: measured once, read by ``auto``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvrag.errors import IndexFormatError
+from kvrag.fusion.policies.base import RecomputePolicy
+from kvrag.fusion.policies.registry import make_policy
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One policy at one ratio.
+
+    Attributes
+    ----------
+    policy, ratio
+        As `make_policy` takes them; a ratio of None for policies that take none.
+    loss
+        Share of full prefill's quality that is lost, 0 to 1; never below 0.
+    loss_low, loss_high
+        Its 95 % interval, paired over questions.
+    """
+
+    policy: str
+    ratio: float | None
+    loss: float
+    loss_low: float
+    loss_high: float
+
+    def make(self) -> RecomputePolicy:
+        """Return the policy."""
+        return make_policy(self.policy, ratio=self.ratio)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a fused prompt on the machine of the calibration.
+
+    Attributes
+    ----------
+    fixed_seconds, seconds_per_row, seconds_per_cached_token
+        A constant, the price of one row in one layer, and of one token whose stored KV is read.
+    """
+
+    fixed_seconds: float
+    seconds_per_row: float
+    seconds_per_cached_token: float
+
+    def of(self, num_rows: int, num_cached: int) -> float:
+        """Return the estimate for so many rows, summed over layers, and cached tokens."""
+        return (
+            self.fixed_seconds
+            + self.seconds_per_row * num_rows
+            + self.seconds_per_cached_token * num_cached
+        )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the referee found for one model.
+
+    Attributes
+    ----------
+    model_fingerprint
+        The model; another one has to be calibrated anew.
+    data
+        What was asked.
+    measure
+        What quality is: ``"exact match"``, or where no answers are known ``"agreement"`` of the
+        likeliest tokens with full prefill's.
+    num_questions
+        Questions asked.
+    policies
+        What was measured.
+    cost
+        What prompts cost.
+    """
+
+    model_fingerprint: str
+    data: str
+    measure: str
+    num_questions: int
+    policies: tuple[Measured, ...]
+    cost: Cost
+
+    def to_json(self) -> str:
+        """Return the calibration as JSON text."""
+        return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Calibration:
+        """Return what `to_json` wrote.
+
+        Raises
+        ------
+        IndexFormatError
+            When the text is something else; `where` says what to call it.
+        """
+        try:
+            fields: Mapping[str, Any] = json.loads(text)
+            version = fields["format_version"]
+            if version != FORMAT_VERSION:
+                raise IndexFormatError(
+                    f"{where}: calibration of format {version}, this version reads "
+                    f"{FORMAT_VERSION}: run 'kvrag calibrate' again"
+                )
+            policies = tuple(Measured(**policy) for policy in fields["policies"])
+            for policy in policies:
+                policy.make()
+                _require_numbers(policy.loss, policy.loss_low, policy.loss_high)
+            cost = Cost(**fields["cost"])
+            _require_numbers(*asdict(cost).values())
+            return cls(
+                model_fingerprint=str(fields["model_fingerprint"]),
+                data=str(fields["data"]),
+                measure=str(fields["measure"]),
+                num_questions=int(fields["num_questions"]),
+                policies=policies,
+                cost=cost,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise IndexFormatError(
+                f"{where}: no calibration ({type(error).__name__}: {error}); run 'kvrag calibrate' "
+                "again"
+            ) from error
+
+
+def _require_numbers(*values: Any) -> None:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+            raise ValueError(f"expected a number, found {value!r}")

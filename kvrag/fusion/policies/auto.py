@@ -1,0 +1,99 @@
+"""The policy and ratio that a budget allows, by what the referee measured for the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from kvrag.errors import ParameterError
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, check_ratio, share_of
+
+if TYPE_CHECKING:
+    from kvrag.fusion.calibration import Calibration, Measured
+
+
+@dataclass(frozen=True)
+class AutoPolicy(RecomputePolicy):
+    """Choose policy and ratio for each prompt, from a calibration.
+
+    Of what the budget allows, the cheapest that loses no more than `loss` is taken; where all lose
+    more, the one that loses least; where the budget allows nothing, the cheapest of all.
+
+    Source: CacheBlend (arXiv 2405.16444) §5.1, the loading controller, with the criterion chosen
+    as well as the ratio, and quality measured for the model instead of assumed.
+
+    Parameters
+    ----------
+    ratio
+        Greatest share of the reused tokens that may be computed again; None sets no bound.
+    ttft
+        Seconds that fusing may take, as the calibration's machine would; None sets no bound.
+    loss
+        Share of full prefill's quality that may be lost.
+    calibration
+        What was measured for the model.
+    """
+
+    name: ClassVar[str] = "auto"
+    ratio: float | None = None
+    ttft: float | None = None
+    loss: float = 0.01
+    calibration: Calibration | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.ratio is not None:
+            check_ratio(self.ratio)
+        if self.ttft is not None and not self.ttft > 0.0:
+            raise ParameterError(f"auto ttft {self.ttft}: expected seconds above 0")
+        if not 0.0 <= self.loss <= 1.0:
+            raise ParameterError(f"auto loss {self.loss}: expected a share between 0 and 1")
+
+    def require_calibration(self) -> Calibration:
+        """Return the calibration; ParameterError when there is none."""
+        if self.calibration is None or not self.calibration.policies:
+            raise ParameterError(
+                "policy 'auto' chooses by what was measured for the model: run 'kvrag calibrate'"
+            )
+        return self.calibration
+
+    def resolve(self, prompt: PromptRows, num_fresh: int) -> tuple[RecomputePolicy, float | None]:
+        calibration = self.require_calibration()
+        cost = calibration.cost
+        seconds: dict[Measured, float] = {}
+        for measured in calibration.policies:
+            num_rows = planned_rows(measured.make(), prompt, num_fresh)
+            seconds[measured] = cost.of(num_rows, prompt.num_reused)
+        allowed = [measured for measured in seconds if self._allows(measured, seconds[measured])]
+        good = [measured for measured in allowed if measured.loss <= self.loss]
+        if good:
+            chosen = min(good, key=lambda measured: (seconds[measured], measured.loss))
+        elif allowed:
+            chosen = min(allowed, key=lambda measured: (measured.loss, seconds[measured]))
+        else:
+            chosen = min(seconds, key=lambda measured: seconds[measured])
+        return chosen.make(), chosen.loss
+
+    def _allows(self, measured: Measured, seconds: float) -> bool:
+        share = measured.ratio or 0.0
+        return (self.ratio is None or share <= self.ratio) and (
+            self.ttft is None or seconds <= self.ttft
+        )
+
+    def candidates(self, prompt: PromptRows) -> torch.Tensor:
+        raise NotImplementedError("auto names no tokens itself: it is resolved first")
+
+
+def planned_rows(policy: RecomputePolicy, prompt: PromptRows, num_fresh: int) -> int:
+    """Return the rows, summed over layers, that a prompt will cost, before it is fused."""
+    asked = policy.question_layers(prompt.num_layers).stop * num_fresh
+    counts = policy.counts(prompt)
+    if counts is None:
+        ratio: float | None = getattr(policy, "ratio", None)
+        if ratio is None:
+            chosen = len(policy.candidates(prompt))
+        else:
+            chosen = share_of(ratio, prompt.num_reused)
+        counts = [chosen] * prompt.num_layers
+    return asked + num_fresh * prompt.num_layers + sum(counts)

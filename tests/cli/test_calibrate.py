@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.cli.conftest import Run
+
+QUESTION = "Who keeps the harbour ledger?"
+SMALL = ("--questions", 3, "--ratios", "0.1", "--policies", "none,query", "--max-tokens", 3)
+
+
+def test_auto_follows_a_calibration(run: Run, index_folder: Path) -> None:
+    asked = ("query", "-i", index_folder, QUESTION, "--policy", "auto", "--max-tokens", 2, "--json")
+    before = run(*asked)
+    assert before.code == 1
+    assert "run 'kvrag calibrate'" in before.err
+
+    done = run("calibrate", "-i", index_folder, *SMALL)
+    assert done.code == 0, done.err
+    assert "agreement over" in done.out
+    report = run(*asked).json["report"]
+    assert report["policy"].partition("(")[0] in ("none", "query")
+    assert 0.0 <= report["expected_loss"] <= 1.0
+    bounded = run(*asked, "--ratio", "0").json["report"]
+    assert bounded["policy"] == "none"
+    assert bounded["num_recomputed"] == 0
+
+
+def test_json_is_what_is_kept(run: Run, index_folder: Path) -> None:
+    done = run("calibrate", "-i", index_folder, *SMALL, "--json")
+    assert done.code == 0, done.err
+    assert done.json == json.loads((index_folder / "calibration.json").read_text())
+    assert {policy["policy"] for policy in done.json["policies"]} == {"none", "query"}
+
+
+def test_what_cannot_be_calibrated_says_why(run: Run, index_folder: Path, tmp_path: Path) -> None:
+    auto = run("calibrate", "-i", index_folder, "--policies", "auto")
+    assert auto.code == 1
+    assert "chooses among the others" in auto.err
+    # A model of random weights answers nothing right.
+    data = tmp_path / "data.json"
+    context = {"title": "", "text": "Ines keeps the harbour ledger."}
+    data.write_text(json.dumps([{"question": "Who?", "answers": ["Ines"], "ctxs": [context]}]))
+    hopeless = run("calibrate", "-i", index_folder, "--data", data, *SMALL)
+    assert hopeless.code == 1
+    assert "calibrate without --data" in hopeless.err
+
+
+def test_a_calibration_of_another_model_is_refused(run: Run, index_folder: Path) -> None:
+    assert run("calibrate", "-i", index_folder, *SMALL).code == 0
+    path = index_folder / "calibration.json"
+    path.write_text(path.read_text().replace('"model_fingerprint": "', '"model_fingerprint": "0'))
+    done = run("query", "-i", index_folder, QUESTION, "--policy", "auto")
+    assert done.code == 1
+    assert "another model" in done.err
+    path.write_text("{")
+    done = run("query", "-i", index_folder, QUESTION, "--policy", "auto")
+    assert done.code == 1
+    assert "run 'kvrag calibrate' again" in done.err

@@ -1,0 +1,130 @@
+"""Policy ``auto``: what it takes for which budget, and that its calibration is checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from kvrag.errors import IndexFormatError, ParameterError
+from kvrag.fusion.calibration import Calibration, Cost, Measured
+from kvrag.fusion.layout import ReusedSpan
+from kvrag.fusion.policies.auto import AutoPolicy, planned_rows
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
+from kvrag.fusion.policies.boundary import BoundaryPolicy
+from kvrag.fusion.policies.deviation import DeviationPolicy
+from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.query import QueryPolicy
+from kvrag.fusion.policies.two_stage import TwoStagePolicy
+from kvrag.models.kv_model import KVModel
+from tests.support.bench_top import Bench
+from tests.support.models import make_model, make_tokenizer
+
+PROMPT = PromptRows(1100, 10, (ReusedSpan("a", 50, 0, 1000),))
+NUM_FRESH = 100
+CALIBRATION = Calibration(
+    model_fingerprint="m",
+    data="d",
+    measure="exact match",
+    num_questions=10,
+    policies=(
+        Measured("none", None, 0.3, 0.2, 0.4),
+        Measured("deviation", 0.15, 0.1, 0.05, 0.2),
+        Measured("query", 0.05, 0.02, 0.0, 0.04),
+        Measured("query", 0.15, 0.005, 0.0, 0.01),
+        Measured("two_stage", 0.3, 0.0, 0.0, 0.0),
+    ),
+    # A row in a layer costs a millisecond.
+    cost=Cost(0.0, 0.001, 0.0),
+)
+
+
+def _chosen(**budget: float) -> tuple[RecomputePolicy, float | None]:
+    return AutoPolicy(calibration=CALIBRATION, **budget).resolve(PROMPT, NUM_FRESH)
+
+
+def test_planned_rows_are_those_that_are_computed() -> None:
+    bench = Bench(KVModel(make_model(num_hidden_layers=4), make_tokenizer()))
+    prompt = bench.prompt(2, 0, 3, 1)
+    policies = (
+        NonePolicy(),
+        BoundaryPolicy(3),
+        DeviationPolicy(0.3),
+        QueryPolicy(0.3),
+        QueryPolicy(0.3, depth=0.5),
+        TwoStagePolicy(0.2),
+    )
+    for policy in policies:
+        fused = bench.fuse(prompt, policy)
+        report = fused.report
+        inexact = report.num_reused + report.num_recomputed
+        spans = (ReusedSpan("all", 0, 0, inexact),)
+        if isinstance(policy, BoundaryPolicy):
+            continue  # counts spans, which are known to the layout alone
+        rows = PromptRows(report.num_tokens, 4, spans)
+        assert planned_rows(policy, rows, report.num_fresh) == (
+            sum(report.rows_by_layer) + report.rows_asked
+        )
+    assert planned_rows(BoundaryPolicy(16), PROMPT, NUM_FRESH) == 10 * (NUM_FRESH + 16)
+
+
+def test_without_a_budget_the_cheapest_that_loses_little() -> None:
+    policy, loss = _chosen()
+    assert policy == QueryPolicy(0.15)
+    assert loss == 0.005
+
+
+def test_what_may_be_lost_is_a_parameter() -> None:
+    assert _chosen(loss=0.02)[0] == QueryPolicy(0.05)
+    assert _chosen(loss=0.0)[0] == TwoStagePolicy(0.3)
+    assert _chosen(loss=0.5)[0] == NonePolicy()
+
+
+def test_a_share_bounds_what_is_recomputed() -> None:
+    assert _chosen(ratio=0.05) == (QueryPolicy(0.05), 0.02)
+    assert _chosen(ratio=0.0) == (NonePolicy(), 0.3)
+
+
+def test_a_time_bounds_what_is_recomputed() -> None:
+    # none: 1 s; query 5 %: 1 s, 1 s to look, 0.5 s again.
+    assert _chosen(ttft=2.6)[0] == QueryPolicy(0.05)
+    assert _chosen(ttft=1.5)[0] == NonePolicy()
+    assert _chosen(ttft=0.1)[0] == NonePolicy()
+
+
+def test_the_report_says_what_was_chosen_and_what_to_expect() -> None:
+    bench = Bench(KVModel(make_model(num_hidden_layers=4), make_tokenizer()))
+    report = bench.fuse(bench.prompt(2, 0, 3, 1), AutoPolicy(calibration=CALIBRATION)).report
+    assert report.policy.startswith("query(ratio=0.15")
+    assert report.to_dict()["expected_loss"] == 0.005
+
+
+def test_without_calibration_it_says_what_to_do() -> None:
+    with pytest.raises(ParameterError, match="kvrag calibrate"):
+        AutoPolicy().resolve(PROMPT, NUM_FRESH)
+    with pytest.raises(ParameterError, match="kvrag calibrate"):
+        AutoPolicy(calibration=replace(CALIBRATION, policies=())).resolve(PROMPT, NUM_FRESH)
+
+
+def test_json_round_trip() -> None:
+    assert Calibration.from_json(CALIBRATION.to_json(), "here") == CALIBRATION
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format_version": 9},
+        {"policies": [{"policy": "best", "ratio": 1, "loss": 0, "loss_low": 0, "loss_high": 0}]},
+        {"policies": [{"policy": "none"}]},
+        {"policies": 3},
+        {"cost": {"fixed_seconds": "much"}},
+        {"num_questions": None},
+    ],
+)
+def test_a_damaged_calibration_is_refused(change: dict[str, object]) -> None:
+    fields = json.loads(CALIBRATION.to_json()) | change
+    with pytest.raises((IndexFormatError, ParameterError)):
+        Calibration.from_json(json.dumps(fields), "here")
+    with pytest.raises(IndexFormatError, match="here"):
+        Calibration.from_json("[", "here")
