@@ -13,14 +13,16 @@ from kvrag.models.attention import RowMask
 from kvrag.models.kv_model import KVModel
 from kvrag.positions.rotary import RotaryTable
 
+# Scores of that many rows of one key head are held at a time: some megabytes at 32,000 keys.
+_ROWS_AT_ONCE = 16
+
 
 class QuestionAttention:
     """Attention of the question's tokens to reused ones, weighted by the values' norms.
 
     An observer of `KVModel.forward_rows`: what each question token takes from each key is its
-    attention weight times the L2 norm of the key's value, meant over query heads and question
-    tokens. Memory grows with the block of rows times the keys of one head, never with the square
-    of the prompt.
+    attention weight times the L2 norm of the key's value: the mean over query heads, the sum over
+    question tokens. Soft-capping is left out. Memory grows with the keys of one head, never with the square of the prompt.
 
     Parameters
     ----------
@@ -58,19 +60,21 @@ class QuestionAttention:
         value: torch.Tensor,
         scaling: float | None,
     ) -> None:
-        asking = mask.positions >= self._question_start
-        if not bool(asking.any()):
+        asking = (mask.positions >= self._question_start).nonzero()[:, 0]
+        if not len(asking):
             return
         num_heads, num_keys = key.shape[1], key.shape[2]
-        allowed = mask.dense(num_keys)[asking]
-        queries = query[0, :, asking].float()
-        queries = queries.view(num_heads, -1, *queries.shape[1:])
+        hidden = ~mask.dense(num_keys)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         weights = torch.zeros(num_keys, device=key.device)
+        queries = query[0].view(num_heads, -1, *query.shape[2:])
         for head in range(num_heads):
-            scores = queries[head] @ key[0, head].float().T * scale
-            attention = scores.masked_fill_(~allowed, float("-inf")).softmax(-1)
-            weights += attention.sum(dim=(0, 1)) * value[0, head].float().norm(dim=-1)
+            keys = key[0, head].float().T * scale
+            given = torch.zeros(num_keys, device=key.device)
+            for rows in asking.split(_ROWS_AT_ONCE):
+                scores = queries[head][:, rows].float() @ keys
+                given += scores.masked_fill_(hidden[rows], float("-inf")).softmax(-1).sum((0, 1))
+            weights += given * value[0, head].float().norm(dim=-1)
         # A sliding window shows the last keys only; what lies before it gives nothing.
         shown = self._reused - mask.first_key
         inside = (shown >= 0) & (shown < num_keys)
