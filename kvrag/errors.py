@@ -44,6 +44,10 @@ class ProfileError(KVRagError):
     """A codec profile is missing, damaged, or of another model than the one it is used with."""
 
 
+class LinksError(KVRagError):
+    """Link tokens are missing, damaged, or of another model than the one they are used with."""
+
+
 class IndexNotFoundError(KVRagError):
     """There is no index in the folder given."""
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvrag.fusion.layout import Layout, ReusedSpan
+from kvrag.fusion.links import LinkedRows, Links
 from kvrag.fusion.loader import OpenKV, SpanLoader, SpanLostError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
 from kvrag.fusion.policies.none import NonePolicy
@@ -33,13 +34,13 @@ class FusedPrompt:
     Attributes
     ----------
     kv
-        KV of all N prompt tokens, with room for what follows.
+        KV of all N prompt tokens, link tokens included, with room for what follows.
     logits
         ``[vocabulary]`` in the model's dtype: the distribution of the first answer token.
     report
         What was done.
     fresh
-        ``[m]``: ascending positions of the tokens that were never in the store.
+        ``[m]``: ascending positions of the rows computed that were never in the store.
     picks
         For each layer ``[n]``: ascending positions of the reused tokens computed again in it.
     """
@@ -57,6 +58,7 @@ def fuse(
     open_kv: OpenKV,
     policy: RecomputePolicy,
     fused: FusedKV,
+    links: Links | None = None,
 ) -> FusedPrompt:
     """Fill a buffer with the KV of a whole prompt, computing only what is not stored.
 
@@ -72,16 +74,19 @@ def fuse(
         Which reused tokens are computed again (CacheBlend §4, and others).
     fused
         The buffer, on the model's device, made for the layout's number of tokens.
+    links
+        `Links.on` the model, where the layout holds link tokens (KVLink §3.3).
     """
     if model.spec.num_layers == 1:
         # The only layer's K/V depend on no other token: stored ones are exact as they are.
         policy = NonePolicy()
     clock = _Clock()
     tables = model.tables(len(layout.token_ids))
-    loader = SpanLoader(layout.spans, open_kv)
+    linked = LinkedRows(model, layout, links)
+    loader = SpanLoader(layout.spans, open_kv, linked.write_kv)
     while True:
         try:
-            return _fuse(model, layout, loader, policy, fused, tables, clock)
+            return _fuse(model, layout, linked, loader, policy, fused, tables, clock)
         except SpanLostError:
             # Rows computed so far have seen that chunk: begin again without it. Each round has
             # a chunk less, so this ends.
@@ -91,6 +96,7 @@ def fuse(
 def _fuse(
     model: KVModel,
     layout: Layout,
+    linked: LinkedRows,
     loader: SpanLoader,
     policy: RecomputePolicy,
     fused: FusedKV,
@@ -101,22 +107,21 @@ def _fuse(
     exact = [span for span in loader.spans if layout.is_exact(span)]
     inexact = tuple(span for span in loader.spans if not layout.is_exact(span))
     prompt = PromptRows(num_tokens, model.spec.num_layers, inexact)
-    fresh = _complement(num_tokens, loader.spans).to(model.device)
+    fresh = linked.without_stored(_complement(num_tokens, loader.spans).to(model.device))
     policy, expected_loss = policy.resolve(prompt, len(fresh))
     num_loaded = 0
     rows_by_layer = []
-    with model.computing_rows():
-        token_ids = torch.tensor(layout.token_ids, device=model.device)
+    with model.computing_rows(linked.adapter, fresh):
         asked = policy.question_layers(model.spec.num_layers) if inexact else range(0)
         if asked:
             reused = prompt.reused().to(model.device)
-            attention = QuestionAttention(reused, inexact[-1].prompt_end, asked)
-            ask(model, token_ids, fresh, attention, asked, loader, fused, tables)
+            attention = QuestionAttention(reused, _question_start(layout, inexact[-1]), asked)
+            ask(model, linked.embed, fresh, attention, asked, loader, fused, tables)
             prompt = replace(prompt, relevance=attention.relevance)
             num_loaded = asked.stop
             clock.lap("ask")
         selection = Selection(policy, prompt, fresh)
-        hidden = model.embed(token_ids[selection.rows])
+        hidden = linked.embed(selection.rows)
         clock.lap("select")
         last_layer = model.spec.num_layers - 1
         for layer_index, table in enumerate(tables):
@@ -143,20 +148,27 @@ def _fuse(
     num_recomputed = _mean_count(selection.picks)
     report = FusionReport(
         policy=str(policy),
-        num_tokens=num_tokens,
+        num_tokens=num_tokens - len(layout.links),
         num_exact=num_exact,
         num_reused=prompt.num_reused - num_recomputed,
         num_recomputed=num_recomputed,
-        num_fresh=len(fresh),
+        num_fresh=num_tokens - len(layout.links) - num_exact - prompt.num_reused,
         num_chunks=len({span.chunk_id for span in loader.spans}),
         bytes_loaded=loader.bytes_loaded,
         seconds=clock.seconds,
         rows_by_layer=tuple(rows_by_layer),
         rows_asked=len(fresh) * asked.stop,
+        num_links=len(layout.links),
+        num_unlinked=layout.num_unlinked,
         misses=dict(Counter(layout.misses) + loader.misses),
         expected_loss=expected_loss,
     )
     return FusedPrompt(fused, logits, report, fresh, tuple(selection.picks))
+
+
+def _question_start(layout: Layout, last: ReusedSpan) -> int:
+    """Return the first position behind the last reused span and its links."""
+    return max([last.prompt_end, *(link.position + 1 for link in layout.links)])
 
 
 def _mean_count(picks: Sequence[torch.Tensor]) -> int:

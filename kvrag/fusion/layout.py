@@ -50,6 +50,18 @@ class ReusedSpan:
         return self.chunk_start + self.length
 
 
+LINK = -1
+"""Stands in a layout's token ids where a link token is: no tokenizer has it."""
+
+
+@dataclass(frozen=True)
+class LinkRow:
+    """A link token in a prompt: where it stands, and its row in the table of link tokens."""
+
+    position: int
+    row: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """A tokenised prompt and the spans of it that stored KV can fill.
@@ -57,7 +69,8 @@ class Layout:
     Attributes
     ----------
     token_ids
-        The prompt's tokens, exactly as the plain pipeline feeds them.
+        The prompt's tokens, exactly as the plain pipeline feeds them; `LINK` where link tokens were
+        put between them (`kvrag.fusion.links.insert_links`).
     spans
         What can be reused, in order, without overlap; neither the shared prefix nor the last
         token is ever part of one (the last one has to be computed to give logits).
@@ -67,6 +80,10 @@ class Layout:
         Whether the prompt begins with the shared prefix (always true of an empty one).
     misses
         Matches that gave no span: reason -> count.
+    links
+        The link tokens, in order.
+    num_unlinked
+        Spans behind which links were wanted, but there are none for so many.
     """
 
     token_ids: tuple[int, ...]
@@ -74,11 +91,18 @@ class Layout:
     prefix_length: int
     has_prefix: bool
     misses: Mapping[str, int] = field(default_factory=dict)
+    links: tuple[LinkRow, ...] = ()
+    num_unlinked: int = 0
 
     @property
     def num_reused(self) -> int:
         """Tokens covered by spans."""
         return sum(span.length for span in self.spans)
+
+    @property
+    def plain_token_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens without link tokens."""
+        return tuple(token for token in self.token_ids if token != LINK)
 
     def is_exact(self, span: ReusedSpan) -> bool:
         """Whether `span` stands where it was encoded, so that its KV needs no correction.

@@ -21,6 +21,9 @@ _DAMAGE = (RecordError, StoreError, IndexFormatError, ProfileError)
 OpenKV = Callable[[str], EncodedChunk | None]
 """From a chunk id to its opened record, or None where the store has none."""
 
+WriteKV = Callable[[int, FusedKV, RotaryTable], None]
+"""Writes rows of one layer, by its index and rotary table, into a buffer."""
+
 
 class SpanLostError(Exception):
     """A span could not be loaded whole; the loader has already left it out."""
@@ -39,6 +42,8 @@ class SpanLoader:
         Stretches of the prompt and of their chunks.
     open_kv
         Opens a chunk's record.
+    write_more
+        Writes what else has KV of its own into a layer, behind the spans; None: nothing has.
 
     Attributes
     ----------
@@ -48,7 +53,13 @@ class SpanLoader:
         Why spans were left out: reason to number of spans.
     """
 
-    def __init__(self, spans: Sequence[ReusedSpan], open_kv: OpenKV) -> None:
+    def __init__(
+        self,
+        spans: Sequence[ReusedSpan],
+        open_kv: OpenKV,
+        write_more: WriteKV | None = None,
+    ) -> None:
+        self._write_more = write_more
         self.spans: list[ReusedSpan] = []
         self.misses: Counter[str] = Counter()
         self._bytes_of_dropped = 0
@@ -96,6 +107,8 @@ class SpanLoader:
                 self._drop(span.chunk_id, _reason(error))
                 self._drop_other_damage(len(fused.keys))
                 raise SpanLostError(f"chunk {span.chunk_id}: {_reason(error)}") from error
+        if self._write_more is not None:
+            self._write_more(layer_index, fused, table)
 
     def _drop(self, chunk_id: str, reason: str) -> None:
         self.misses[reason] += sum(span.chunk_id == chunk_id for span in self.spans)

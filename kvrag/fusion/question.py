@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -83,7 +83,7 @@ class QuestionAttention:
 
 def ask(
     model: KVModel,
-    token_ids: torch.Tensor,
+    embed: Callable[[torch.Tensor], torch.Tensor],
     fresh: torch.Tensor,
     attention: QuestionAttention,
     layers: range,
@@ -98,12 +98,12 @@ def ask(
 
     Parameters
     ----------
-    token_ids
-        ``[N]``.
+    embed
+        Returns the first layer's inputs of positions.
     fresh
         ``[m]`` ascending positions of tokens that are not stored.
     """
-    hidden = model.embed(token_ids[fresh])
+    hidden = embed(fresh)
     for layer_index in range(layers.stop):
         table = tables[layer_index]
         loader.load_layer(layer_index, fused, table)

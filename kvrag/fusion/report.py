@@ -39,7 +39,11 @@ class FusionReport:
         recompute), ``compute`` (layers and logits), and
         ``lost`` (work thrown away when a record turned out damaged half-way).
     rows_by_layer
-        Prompt tokens computed in each layer.
+        Prompt and link tokens computed in each layer.
+    num_links
+        Link tokens put between the prompt's own, counted nowhere else but in the rows computed.
+    num_unlinked
+        Chunks without link tokens because there are none for so many.
     rows_asked
         Rows computed, over all layers, only to see where the question looks.
     num_in_context
@@ -64,6 +68,8 @@ class FusionReport:
     rows_asked: int = 0
     num_in_context: int = 0
     expected_loss: float | None = None
+    num_links: int = 0
+    num_unlinked: int = 0
     misses: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -104,6 +110,10 @@ class FusionReport:
         ]
         if self.num_in_context:
             parts.insert(1, f"{self.num_in_context} encoded behind their document's text")
+        if self.num_links:
+            parts.insert(1, f"{self.num_links} link tokens")
+        if self.num_unlinked:
+            parts.append(f"{self.num_unlinked} chunks past the last that has links")
         if self.misses:
             parts.append(
                 "misses: " + ", ".join(f"{count} {why}" for why, count in self.misses.items())

@@ -11,7 +11,7 @@ import copy
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, FusedKV, KVSpec
+from kvrag.models.adapter import RowAdapter
 from kvrag.models.attention import AttentionObserver, RowMask, lock_of, row_attention
 from kvrag.models.caches import CaptureCache, Deviation, ProjectionDone, ProjectionProbe, RowWriter
 from kvrag.models.families import find_family, project_logits, sliding_windows
@@ -102,6 +103,8 @@ class KVModel:
         layer_types: Sequence[str | None] = [None] * self.spec.num_layers
         if self.family.rotary_per_layer_type:
             layer_types = config.layer_types
+        # What adapters are told in the middle of a layer; written under the lock.
+        self._rows_at_hand = torch.empty(0, dtype=torch.long)
         self._positions = RotaryPositions(cast(nn.Module, self._base.rotary_emb), layer_types)
 
     @classmethod
@@ -253,9 +256,24 @@ class KVModel:
     # -- online: selected rows ---------------------------------------------------------------
 
     @contextmanager
-    def computing_rows(self) -> Iterator[None]:
-        """Hold the model for calls of `forward_rows` and `project_rows` without gradients."""
-        with self.lock, torch.no_grad(), row_attention(self.hf):
+    def computing_rows(
+        self, adapter: RowAdapter | None = None, adapted: torch.Tensor | None = None
+    ) -> Iterator[None]:
+        """Hold the model for calls of `forward_rows` and `project_rows` without gradients.
+
+        Parameters
+        ----------
+        adapter
+            Acts in those calls, on the rows that `adapted` names.
+        adapted
+            Positions, ascending.
+        """
+
+        def gate() -> torch.Tensor:
+            return torch.isin(self._rows_at_hand, adapted)  # type: ignore[arg-type]
+
+        acting = nullcontext() if adapter is None else adapter.acting(self.hf, gate)
+        with self.lock, torch.no_grad(), row_attention(self.hf), acting:
             yield
 
     def tables(self, num_tokens: int) -> list[RotaryTable]:
@@ -327,6 +345,7 @@ class KVModel:
             first_key = 0 if window is None else max(0, first - window + 1)
             noted = None if deviation is None else deviation[block]
             writer = RowWriter(fused, positions, first_key, last, noted)
+            self._rows_at_hand = positions
             output = layer(
                 hidden[block][None],
                 attention_mask=RowMask(positions, first_key, window, observer),
@@ -362,6 +381,7 @@ class KVModel:
         layer = self._base.layers[layer_index]
         for block in torch.split(which, ROW_BLOCK):
             positions = rows[block]
+            self._rows_at_hand = positions
             try:
                 layer(
                     hidden[block][None],
