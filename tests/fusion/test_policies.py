@@ -26,7 +26,7 @@ from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.fusion.question import QuestionAttention
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
-from tests.support.bench_top import Bench, relative_difference
+from tests.support.bench_top import TEXTS, Bench, relative_difference
 from tests.support.models import make_model, make_tokenizer
 
 SPANS = (ReusedSpan("a", 3, 0, 10), ReusedSpan("b", 15, 2, 1), ReusedSpan("c", 20, 0, 30))
@@ -244,3 +244,35 @@ def test_relevance_is_attention_times_the_norm_of_values(family: str) -> None:
             assert (attention.relevance[layer_index] - expected).abs().max() < 0.2 * expected.max()
         else:
             assert torch.allclose(attention.relevance[layer_index], expected, atol=1e-4)
+
+
+_SHORT = [f"Entry {number}: gate {number} is kept." for number in range(100)]
+LAYOUTS = {
+    "reading order": (TEXTS, (3, 1, 0, 2), "Question: who keeps it?\nAnswer:"),
+    "duplicated chunks": (TEXTS, (1, 1, 0, 1), "Question: who keeps it?\nAnswer:"),
+    "long question": (TEXTS, (2, 0), "Question: " + "who keeps it, and why? " * 40 + "\nAnswer:"),
+    "short question": (TEXTS, (2, 0), "."),
+    "100 chunks": (_SHORT, tuple(range(99, -1, -1)), "Question: who?\nAnswer:"),
+    "tiny chunks": (("Ines of Varn", "Tomas of Varn", TEXTS[0]), (1, 0, 2, 1), "Question: who?"),
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def laid_out(request: pytest.FixtureRequest) -> tuple[Bench, str]:
+    texts, order, question = LAYOUTS[request.param]
+    bench = Bench(KVModel(make_model(num_hidden_layers=3), make_tokenizer()), texts)
+    return bench, bench.prompt(*order, question=question)
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "auto"])
+def test_any_prompt_is_fused_and_accounted_for(name: str, laid_out: tuple[Bench, str]) -> None:
+    bench, prompt = laid_out
+    fused = bench.fuse(prompt, make_policy(name))
+    report = fused.report
+    assert torch.isfinite(fused.logits).all()
+    counted = report.num_exact + report.num_reused + report.num_recomputed + report.num_fresh
+    assert counted == report.num_tokens == len(bench.lay_out(prompt).token_ids)
+    assert report.num_chunks > 0
+    if "ratio" in vars(make_policy(name)):
+        whole = bench.fuse(prompt, make_policy(name, ratio=1.0))
+        assert relative_difference(whole.logits, bench.plain_logits(prompt)) < 1e-4
