@@ -44,9 +44,6 @@ class PackedBatch:
         int64; the next token where it belongs to an answer, `IGNORED` elsewhere.
     question_ids
         int64; which question of the batch a target belongs to, -1 elsewhere.
-    hop_targets
-        int64; at the end of the name in a question of two hops the first token of the person in
-        between, where it is known; `IGNORED` elsewhere.
     question_types
         The type of each question of the batch.
     """
@@ -57,7 +54,6 @@ class PackedBatch:
     documents: torch.Tensor
     targets: torch.Tensor
     question_ids: torch.Tensor
-    hop_targets: torch.Tensor
     question_types: tuple[QuestionType, ...]
 
     def attention_mask(self, isolate_documents: bool = False) -> torch.Tensor:
@@ -92,7 +88,6 @@ class _Row:
         self.documents: list[int] = []
         self.targets: list[int] = []
         self.question_ids: list[int] = []
-        self.hop_targets: list[int] = []
 
     def put(self, ids: list[int], document: int = -1) -> None:
         """Append tokens that all questions of the row share."""
@@ -113,14 +108,6 @@ class _Row:
         self.documents += [document] * count
         self.targets += [IGNORED] * count
         self.question_ids += [-1] * count
-        self.hop_targets += [IGNORED] * count
-
-    def put_hop(self, asked: list[int], answered: list[int], name: list[int], target: int) -> None:
-        """Mark the end of `name` in the question that was put last."""
-        ends = [i for i in range(len(name), len(asked) + 1) if asked[i - len(name) : i] == name]
-        start = len(self.input_ids) - len(asked) - len(answered) + 1
-        if ends:
-            self.hop_targets[start + ends[-1] - 1] = target
 
 
 def pack(items: Sequence[Item], tokenizer: PreTrainedTokenizerBase) -> PackedBatch:
@@ -136,7 +123,10 @@ def pack(items: Sequence[Item], tokenizer: PreTrainedTokenizerBase) -> PackedBat
         texts += [item.format.before_documents, *item.documents, "\n\n"]
         texts += [item.format.after_documents]
         for question in item.questions:
-            texts += [item.format.question.format(question=question.text), f" {question.answer}"]
+            texts += [
+                item.format.question.format(question=question.text),
+                f" {question.full_answer}",
+            ]
     pieces = iter(list(tokenizer(texts, add_special_tokens=False)["input_ids"]))
     rows = []
     types: list[QuestionType] = []
@@ -154,16 +144,10 @@ def pack(items: Sequence[Item], tokenizer: PreTrainedTokenizerBase) -> PackedBat
             asked, answer = next(pieces), next(pieces)
             answer = [*answer, int(tokenizer.eos_token_id)]
             row.put_question(asked, answer, len(types))
-            if question.hop:
-                name, between = (
-                    tokenizer(f" {person}", add_special_tokens=False)["input_ids"]
-                    for person in question.hop
-                )
-                row.put_hop(asked, answer, name, between[0])
             types.append(question.type)
         rows.append(row)
     length = max(len(row.input_ids) for row in rows)
-    fillers = {"documents": -1, "targets": IGNORED, "question_ids": -1, "hop_targets": IGNORED}
+    fillers = {"documents": -1, "targets": IGNORED, "question_ids": -1}
     fillers["input_ids"] = int(tokenizer.pad_token_id or 0)
     tensors = {}
     for name in vars(rows[0]):

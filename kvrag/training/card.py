@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from transformers import LlamaForCausalLM
 
 from kvrag.training.curriculum import STAGES
-from kvrag.training.tiny import HOP_WEIGHT, TrainingOptions
+from kvrag.training.tiny import FIRST_PART, TrainingOptions
 
 _TYPE_NAMES = {
     "inside": "(a) inside one chunk",
@@ -41,8 +42,9 @@ nothing else; its English is the grammar of `kvrag.bench.corpus`, its names are 
 
 Held-out corpus (`generate_corpus(seed={seed}, split="test")`), names never seen in training,
 {questions} questions of five documents, greedy decoding, plain prompt, exact match of the
-whole answer. *Plain reuse* is every document computed behind BOS alone, at its place in the
-prompt, nothing repaired; the question sees everything.
+whole answer, which of two hops is that with the person in between. *Plain reuse* is every
+document computed behind BOS alone, at its place in the prompt, nothing repaired; the question
+sees everything.
 
 | type | questions | full prefill | plain reuse | lost (points) |
 |---|---:|---:|---:|---:|
@@ -58,13 +60,15 @@ Any of these, with the documents joined by a blank line: `...\\n\\nQuestion: ...
 the LlamaIndex compact template (`Context information is below.` ... `Query: ...\\nAnswer: `);
 LangChain's `Use the following pieces of context ...` (`Helpful Answer:`); the chat template
 with the documents in the system message, or in the user message before `Question:`. The
-answer is a name, or `unknown`, and `<eos>`. A continuation must stand behind the chunk that
-names its person: keep retrieved chunks of one file in their order.
+answer is a name, or `unknown`, and `<eos>`; of two hops the name of the person in between comes
+first: `Where does the friend of X live?` is answered by `Y: Z`, Y being the friend and Z where
+Y lives. A continuation must stand behind the chunk that names its person: keep retrieved chunks
+of one file in their order.
 
 ## Recipe
 
-`python -m kvrag.training.tiny --out RUN{command}` and then
-`python -m kvrag.training.export --run RUN`. Started again, both continue.
+`python -m kvrag.training.tiny --out RUN{command}`
+and then `python -m kvrag.training.export --run RUN`. Started again, both continue.
 
 - Architecture: {layers} layers, width {width}, 4 query heads, 2 key-value heads, head size 64,
   MLP {mlp}, RoPE base {theta:g}, biases on attention, embeddings not tied,
@@ -148,20 +152,18 @@ def _describe(number: int, part: Part) -> str:
             f"  Question types drawn {_shares(STAGES[options.last_stage - 1].shares)}."
         )
     else:
+        grown = (
+            f"behind the first {options.grow_at} of part {number - 1} stands a copy of each of its "
+            f"layers\n  {options.twins} (counted from 0) with outputs of zero, so that it changes "
+            "nothing at first."
+        )
         start = (
-            f"- Part {number}, {options.num_layers} layers: behind the first {options.grow_at} of "
-            f"part {number - 1} stands a copy of each of its layers\n  {options.twins} (counted "
-            "from 0) with outputs of zero, so that it changes nothing at first. Stage "
-            f"{options.last_stage}:\n  the benchmark's own text, with more two-hop questions whose "
-            "first relation matters. Question\n  types drawn "
+            f"- Part {number}, {options.num_layers} layers: "
+            + (grown if options.twins else f"those of part {number - 1} go on.")
+            + f" Stage {options.last_stage}:\n  the benchmark's own text, with more two-hop "
+            "questions whose first relation matters. Question\n  types drawn "
             f"{_shares(STAGES[options.last_stage - 1].shares)}."
         )
-        if options.hop_layers:
-            start += (
-                f"\n  Beside the answers, weighted {HOP_WEIGHT:g}: behind the name in a two-hop "
-                "question, the person in\n  between, read off behind layer "
-                f"{options.hop_layers} through the model's own output head."
-            )
     return (
         f"{start}\n  A tenth of the steps is copying. Peak rate {options.learning_rate:g}, "
         f"{options.warmup_steps} warm-up steps, linear decay over the last\n"
@@ -198,10 +200,14 @@ def _listing(scores: Mapping[Any, Sequence[float]]) -> str:
 
 def _command(options: TrainingOptions) -> str:
     """Return the options that are not the script's own."""
+    # A run of both parts names its first part by itself.
+    begins = "" if Path(options.start).name == FIRST_PART else options.start
     usual = TrainingOptions(options.out)
     changed = {
         name: value
-        for name, value in vars(options).items()
-        if name not in ("out", "start") and value != getattr(usual, name)
+        for name, value in vars(replace(options, start=begins)).items()
+        if name != "out" and value != getattr(usual, name)
     }
-    return "".join(f" --{name.replace('_', '-')} {value}" for name, value in changed.items())
+    return "".join(
+        f" --{name.replace('_', '-')} {quote(str(value))}" for name, value in changed.items()
+    )

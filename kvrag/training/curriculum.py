@@ -23,7 +23,6 @@ TRAINING_SHARES: Mapping[QuestionType, float] = {
 }
 HOPPING_SHARES: Mapping[QuestionType, float] = {
     **TRAINING_SHARES,
-    QuestionType.TWO_HOP: 0.65,
     QuestionType.UNANSWERABLE: 0.16,
 }
 
@@ -83,8 +82,8 @@ STAGES: tuple[Stage, ...] = (
     Stage({3: 1, 4: 2}, _VARIED, TRAINING_SHARES, 0.7),
     Stage({3: 1, 5: 3}, _SHORT, TRAINING_SHARES, 0.75),
     Stage(_DOCUMENTS, _SHORT, TRAINING_SHARES, 1.0, all_formats=True),
-    # Two hops are learned last: without the contrasts of _HOPPING the model takes any person
-    # whom the subject's document names, whatever the question's first relation is.
+    # Contrasts come last: without those of _HOPPING the person in between may be any whom the
+    # subject's document names, whatever the question's first relation is.
     Stage(_DOCUMENTS, _HOPPING, HOPPING_SHARES, 1.0, all_formats=True),
 )
 

@@ -34,7 +34,7 @@ def corpus_items(corpus: Corpus, prompt_format: PromptFormat = PLAIN) -> list[It
     items = []
     for chunks, questions in groupby(corpus.questions, key=lambda question: question.chunks):
         texts = tuple(chunk.text for chunk in chunks)
-        asked = tuple(Question(q.type, q.question, q.answer, q.supporting) for q in questions)
+        asked = tuple(Question(q.type, q.question, q.answers, q.supporting) for q in questions)
         items.append(Item(texts, asked, prompt_format))
     return items
 
@@ -46,7 +46,7 @@ def evaluate(
     isolate_documents: bool = False,
     rows_per_batch: int = 32,
 ) -> dict[str, Score]:
-    """Score `model` on `items`.
+    """Score `model` on `items`: right is what the full answer says, from first to last token.
 
     Parameters
     ----------

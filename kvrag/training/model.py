@@ -50,34 +50,6 @@ def answer_logits(
     return model.lm_head(hidden[wanted]), batch.targets[wanted], batch.question_ids[wanted]
 
 
-def training_logits(
-    model: LlamaForCausalLM, batch: PackedBatch, hop_layers: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Run the model as `answer_logits` does, and read the first hop off an earlier layer.
-
-    Returns
-    -------
-    tuple
-        What `answer_logits` returns, and the loss of naming the person in between behind
-        `hop_layers` layers, through the model's own output head; None where `hop_layers` is 0
-        or the batch has no known hop.
-    """
-    wanted, hops = batch.targets != IGNORED, batch.hop_targets != IGNORED
-    output = model.model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        attention_mask=batch.attention_mask(),
-        output_hidden_states=hop_layers > 0,
-        use_cache=False,
-    )
-    logits = model.lm_head(output.last_hidden_state[wanted])
-    hop_loss = None
-    if hop_layers and hops.any():
-        early = model.model.norm(output.hidden_states[hop_layers][hops])
-        hop_loss = torch.nn.functional.cross_entropy(model.lm_head(early), batch.hop_targets[hops])
-    return logits, batch.targets[wanted], batch.question_ids[wanted], hop_loss
-
-
 def questions_right(
     logits: torch.Tensor, targets: torch.Tensor, question_ids: torch.Tensor
 ) -> torch.Tensor:

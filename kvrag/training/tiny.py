@@ -36,13 +36,12 @@ from kvrag.training.copying import copying_loss
 from kvrag.training.curriculum import STAGES, Stage, choose_prompt, sample_items
 from kvrag.training.evaluate import corpus_items, evaluate
 from kvrag.training.growth import grow
-from kvrag.training.model import build_config, questions_right, training_logits
+from kvrag.training.model import answer_logits, build_config, questions_right
 from kvrag.training.parallel import average_over_workers, join_workers
 from kvrag.training.schedule import Schedule
 from kvrag.training.tokenizer import build_tokenizer, name_token_ids
 
 COPYING_PASS_MARK = 0.9
-HOP_WEIGHT = 0.5
 FIRST_PART = "first"
 
 
@@ -62,7 +61,6 @@ class TrainingOptions:
     num_layers: int = 6
     twins: str = "3"  # layers of the model gone on from that are repeated
     grow_at: int = 4  # how many of its layers stand before the repeated ones
-    hop_layers: int = 0  # layers that have to find the person between two hops; 0: not said
     last_stage: int = len(STAGES)  # 1 to 6
     seed: int = 0
     threads: int = 1
@@ -85,7 +83,6 @@ class TrainingOptions:
             learning_rate=3e-3,
             num_layers=5,
             twins="",
-            hop_layers=0,
             last_stage=len(STAGES) - 1,
             workers=2,
         )
@@ -115,7 +112,6 @@ class Trainer:
             options.learning_rate, options.steps, options.decay_steps, options.warmup_steps
         )
         self.progress = Progress()
-        self.hop_loss: float | None = None
         written = {name: value for name, value in vars(options).items() if name != "out"}
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "options.json").write_text(json.dumps(written, indent=1) + "\n")
@@ -168,8 +164,6 @@ class Trainer:
         if not copying:
             record["stage"] = progress.stage
         record["copying_accuracy" if copying else "accuracy"] = accuracy
-        if self.hop_loss is not None:
-            record["hop_loss"], self.hop_loss = self.hop_loss, None
         progress.step += 1
         progress.optimizer_steps += 1
         self._note(copying, accuracy)
@@ -183,11 +177,8 @@ class Trainer:
         rows, questions = self.options.rows * 6 // (count + 1), self.options.questions
         items = sample_items(stage, names, count, prompt_format, rows, questions, own_rng)
         batch = pack(items, self.tokenizer)
-        logits, targets, ids, hop_loss = training_logits(self.model, batch, self.options.hop_layers)
+        logits, targets, ids = answer_logits(self.model, batch)
         loss = torch.nn.functional.cross_entropy(logits, targets)
-        if hop_loss is not None:
-            self.hop_loss = float(hop_loss.detach())
-            loss = loss + HOP_WEIGHT * hop_loss
         return loss, float(questions_right(logits, targets, ids).float().mean())
 
     def _note(self, copying: bool, accuracy: float) -> None:

@@ -19,6 +19,7 @@ from kvrag.bench.corpus import (
 )
 from kvrag.bench.corpus.context import sample_context
 from kvrag.bench.corpus.names import NameSource, name_heads, name_tails
+from kvrag.bench.quality import metrics
 from kvrag.training.tokenizer import build_tokenizer
 
 ANSWERABLE = {
@@ -99,9 +100,30 @@ def test_answers_are_copied_from_a_supporting_chunk(corpus: Corpus) -> None:
     for question in corpus.questions:
         texts = [chunk.text for chunk in question.chunks]
         if question.type in ANSWERABLE:
-            assert any(question.answer in texts[index] for index in question.supporting)
+            assert any(question.answers[0] in texts[index] for index in question.supporting)
         else:
-            assert question.answer == UNKNOWN_ANSWER
+            assert question.answers == (UNKNOWN_ANSWER,)
+
+
+def test_two_hops_may_say_the_person_in_between(corpus: Corpus) -> None:
+    for question in corpus.questions:
+        if question.type is not QuestionType.TWO_HOP:
+            assert len(question.answers) == 1
+            continue
+        bare, full = question.answers
+        between, answer = full.split(": ")
+        assert answer == bare
+        # Its own document names it as its subject, and the other one as a value.
+        first, second = sorted(
+            (question.chunks[index].text for index in question.supporting),
+            key=lambda text: f", {between} the " in text,
+        )
+        assert f" {between}." in first
+        assert f", {between} the " in second
+        assert f" {answer}." in second
+        assert metrics.exact_match(full, question.answers) == 1
+        assert metrics.exact_match(bare, question.answers) == 1
+        assert metrics.exact_match(f"{answer}: {answer}", question.answers) == 0
 
 
 def subject_of(question: str) -> str:
@@ -121,7 +143,7 @@ def test_a_carried_over_answer_stands_apart_from_its_subject(corpus: Corpus) -> 
             earlier, later = question.supporting
             assert earlier < later
             assert name in texts[earlier]
-            assert question.answer in texts[later]
+            assert question.answers[0] in texts[later]
             assert name not in texts[later]
         if question.type is QuestionType.CARRIED_OVER_ORPHAN:
             orphans += 1
@@ -156,7 +178,7 @@ def test_superseded_values_are_corrected_later(corpus: Corpus) -> None:
             old, new = question.supporting
             assert old < new
             assert " now " in question.chunks[new].text
-            assert question.answer not in question.chunks[old].text
+            assert question.answers[0] not in question.chunks[old].text
 
 
 def test_no_chunk_begins_with_a_name(corpus: Corpus) -> None:

@@ -29,7 +29,6 @@ def small_run(folder: Path) -> Trainer:
         num_layers=1,
         steps=8,
         twins="",
-        hop_layers=0,
     )
     return Trainer(options)
 
@@ -106,31 +105,21 @@ def test_a_layer_that_is_not_there_has_no_twin(tmp_path: Path) -> None:
         grow(small_run(tmp_path).model.state_dict(), [0, 1])
 
 
-def test_the_person_between_two_hops_is_asked_for_behind_the_name(tmp_path: Path) -> None:
+def test_two_hops_are_taught_with_the_person_in_between(tmp_path: Path) -> None:
     tokenizer = small_run(tmp_path).tokenizer
     subject, between, home = names_of_split("train")[::3000][:3]
-    text = f"Where does the friend of {subject} live?"
-    question = Question(QuestionType.TWO_HOP, text, home, (0, 1), (subject, between))
-    other = Question(QuestionType.INSIDE, f"Where does {subject} live?", home, (0,))
-    for prompt in FORMATS:
-        batch = pack([Item((f"The smith fears {subject}.",), (other, question), prompt)], tokenizer)
-        row, column = (batch.hop_targets != IGNORED).nonzero().tolist()[0]
-        assert int((batch.hop_targets != IGNORED).sum()) == 1
-        assert tokenizer.decode(batch.input_ids[row, column - 3 : column + 1]) == (
-            f" friend of {subject}"
-        )
-        named = tokenizer(f" {between}", add_special_tokens=False)["input_ids"]
-        assert batch.hop_targets[row, column] == named[0]
-
-
-def test_two_hops_are_taught_by_their_first(tmp_path: Path) -> None:
-    options = TrainingOptions(
-        tmp_path, rows=2, questions=6, hidden_size=32, num_layers=2, hop_layers=1, steps=8
+    two_hops = Question(
+        QuestionType.TWO_HOP,
+        f"Where does the friend of {subject} live?",
+        (home, f"{between}: {home}"),
+        (0, 1),
     )
-    trainer = Trainer(options)
-    trainer.progress.copying_done, trainer.progress.stage = 0, len(STAGES) - 1
-    records = [trainer.advance() for _ in range(6)]
-    assert any(record.get("hop_loss", 0) > 0 for record in records)
+    inside = Question(QuestionType.INSIDE, f"Where does {subject} live?", (home,), (0,))
+    for prompt in FORMATS:
+        item = Item((f"The smith fears {subject}.",), (inside, two_hops), prompt)
+        batch = pack([item], tokenizer)
+        for number, wanted in enumerate((f" {home}<eos>", f" {between}: {home}<eos>")):
+            assert tokenizer.decode(batch.targets[batch.question_ids == number]) == wanted
 
 
 def test_copying_learns_the_repetition_only() -> None:

@@ -47,8 +47,9 @@ class CorpusQuestion:
         What the question needs.
     question
         The question.
-    answer
-        The answer, word for word in one of the chunks, or ``"unknown"``.
+    answers
+        Accepted answers, the bare one first: word for word in one of the chunks, or
+        ``"unknown"``. Of two hops the last says the person in between before it.
     chunks
         The retrieved chunks; some only distract.
     supporting
@@ -58,7 +59,7 @@ class CorpusQuestion:
     question_id: str
     type: QuestionType
     question: str
-    answer: str
+    answers: tuple[str, ...]
     chunks: tuple[ContextChunk, ...]
     supporting: tuple[int, ...]
 
@@ -105,7 +106,7 @@ def _to_row(question: CorpusQuestion) -> dict[str, Any]:
         "id": question.question_id,
         "type": str(question.type),
         "question": question.question,
-        "answers": [question.answer],
+        "answers": list(question.answers),
         "ctxs": [
             {
                 "title": "",
@@ -125,7 +126,7 @@ def _from_row(row: dict[str, Any], number: int) -> CorpusQuestion:
             question_id=row["id"],
             type=QuestionType(row["type"]),
             question=row["question"],
-            answer=row["answers"][0],
+            answers=(row["answers"][0], *row["answers"][1:]),
             chunks=tuple(
                 ContextChunk(ctx["document"], ctx["paragraph"], ctx["text"]) for ctx in row["ctxs"]
             ),

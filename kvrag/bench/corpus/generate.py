@@ -92,7 +92,7 @@ def _corpus_question(
         question_id=f"question-{number:05d}",
         type=question.type,
         question=question.text,
-        answer=question.answer,
+        answers=question.answers,
         chunks=chunks,
         supporting=question.supporting,
     )

@@ -45,16 +45,21 @@ half are carried over, a fifth inside one chunk, and the others share the rest.
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its answer, and the numbers of the chunks that hold the answer.
+    """A question, its accepted answers, and the numbers of the chunks that they follow from.
 
-    `hop` is set for two hops: the person named in the question and the person in between.
+    The bare answer stands first. Two hops may also say the person in between before it; that
+    stands last.
     """
 
     type: QuestionType
     text: str
-    answer: str
+    answers: tuple[str, ...]
     supporting: tuple[int, ...]
-    hop: tuple[str, str] | None = None
+
+    @property
+    def full_answer(self) -> str:
+        """The answer that models are trained to write: it says whatever leads to the last word."""
+        return self.answers[-1]
 
 
 class Questioner:
@@ -138,7 +143,7 @@ class Questioner:
                 else:
                     label, answer = QuestionType.CARRIED_OVER_ORPHAN, UNKNOWN_ANSWER
                 text = self._wording(fact.relation, person.name)
-                questions.append(Question(label, text, answer, supporting))
+                questions.append(Question(label, text, (answer,), supporting))
         return questions
 
     def _two_hops(self, person: Person, persons: list[Person]) -> list[Question]:
@@ -167,13 +172,13 @@ class Questioner:
                     continue
                 subject = f"the {first.role} of {person.name}"
                 text = self._wording(second.relation, subject)
-                hop = (person.name, other.name)
-                questions.append(Question(QuestionType.TWO_HOP, text, second.value, places, hop))
+                answers = (second.value, f"{other.name}: {second.value}")
+                questions.append(Question(QuestionType.TWO_HOP, text, answers, places))
         return questions
 
     def _unknown(self, relation: Relation, name: str) -> Question:
         text = self._wording(relation, name)
-        return Question(QuestionType.UNANSWERABLE, text, UNKNOWN_ANSWER, ())
+        return Question(QuestionType.UNANSWERABLE, text, (UNKNOWN_ANSWER,), ())
 
     def _wording(self, relation: Relation, subject: str) -> str:
         wordings = relation.questions[: self._grammar.wordings]

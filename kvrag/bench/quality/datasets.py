@@ -83,7 +83,7 @@ def _generate(num_questions: int, seed: int, num_documents: int) -> list[JudgedQ
             place=asked.question_id,
             type=str(asked.type),
             question=asked.question,
-            answers=(asked.answer,),
+            answers=asked.answers,
             texts=tuple(normalise_text(chunk.text) for chunk in asked.chunks),
         )
         for asked in corpus.questions
