@@ -11,8 +11,8 @@ import hashlib
 import re
 import struct
 import unicodedata
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 KEY_FORMAT_VERSION = 1
@@ -74,6 +74,9 @@ class Chunk:
         The document it was cut from and its place in it, from 0.
     metadata
         The document's metadata, with what the chunker adds (heading, page).
+    contexts
+        For each record of its KV the token ids that stand between the shared prefix and the chunk
+        while it is encoded, and whose own KV is not stored. At least one, often just ``()``.
     """
 
     chunk_id: str
@@ -83,6 +86,12 @@ class Chunk:
     source: str
     ordinal: int
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    contexts: tuple[tuple[int, ...], ...] = ((),)
+
+    def encodings(self) -> Iterator[Chunk]:
+        """Yield the chunk once for each of its records, with the context of that one alone."""
+        for context_ids in self.contexts:
+            yield replace(self, contexts=(context_ids,))
 
 
 @dataclass(frozen=True, order=True)
@@ -106,6 +115,7 @@ def chunk_key(
     tokenizer_fingerprint: str,
     prefix_ids: Sequence[int],
     token_ids: Sequence[int],
+    context_ids: Sequence[int] = (),
     options: Mapping[str, str] | None = None,
 ) -> ChunkKey:
     """Return the key under which a chunk's KV is stored.
@@ -121,6 +131,8 @@ def chunk_key(
         Token ids of the shared prefix the chunk was encoded behind.
     token_ids
         The chunk's own token ids.
+    context_ids
+        Token ids between the two while it was encoded; none give the key of the chunk alone.
     options
         Settings that change the stored KV (pruning, link or anchor model). The codec is not
         one of them: it is recorded beside the key, so that a recode keeps the name.
@@ -139,7 +151,10 @@ def chunk_key(
     feed(tokenizer_fingerprint.encode())
     for ids in (prefix_ids, token_ids):
         feed(struct.pack(f"<{len(ids)}q", *ids))
-    for name, value in sorted((options or {}).items()):
+    altering = {name: value.encode() for name, value in (options or {}).items()}
+    if context_ids:
+        altering["context"] = struct.pack(f"<{len(context_ids)}q", *context_ids)
+    for name, value in sorted(altering.items()):
         feed(name.encode())
-        feed(value.encode())
+        feed(value)
     return ChunkKey(digest.hexdigest())

@@ -24,6 +24,7 @@ _DEFAULT_MODEL = "kvrag-tiny"
 _DEFAULT_EMBEDDING = "minilm"
 _DEFAULT_CODEC = "raw"
 _DEFAULT_CHUNK_TOKENS = 512
+_DEFAULT_CONTEXT = "none"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class _Settings:
     embedding: str | None
     codec: str | None
     chunk_tokens: int | None
+    context: str | None
+    context_tokens: int | None
 
 
 def ingest(
@@ -64,6 +67,21 @@ def ingest(
         ),
     ] = None,
     profile: o.ProfileOption = None,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            help="What a chunk is encoded behind: none, document (its document's earlier text) or "
+            "neighbours (also behind its predecessor, in a second record; new index: "
+            f"{_DEFAULT_CONTEXT}).",
+            show_default=False,
+        ),
+    ] = None,
+    context_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens of --context document (new index: 256).", show_default=False
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, write nothing.")
     ] = False,
@@ -85,7 +103,7 @@ def ingest(
     quiet_libraries()
     if codec is not None:
         codec = choose_codec(codec).label
-    settings = _Settings(embedding, codec, chunk_tokens)
+    settings = _Settings(embedding, codec, chunk_tokens, context, context_tokens)
     given = None if profile is None else read_profile(profile)
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
         scratch_folder = Path(scratch) if dry_run else None
@@ -118,6 +136,8 @@ def _print_report(report: IngestReport) -> None:
         )
         if report.num_tokens_computed:
             work += f" ({report.tokens_per_second:,.0f} tokens/s)"
+    if report.num_context_tokens:
+        work += f"\n{report.num_context_tokens:,} tokens of context beside them, not stored"
     console.write(
         f"documents: {len(report.added):,} new, {len(report.changed):,} changed, "
         f"{len(report.removed):,} removed, {len(report.unchanged):,} unchanged, "
@@ -152,6 +172,8 @@ def _open_or_create(
             chunk_tokens=(
                 _DEFAULT_CHUNK_TOKENS if settings.chunk_tokens is None else settings.chunk_tokens
             ),
+            context=settings.context or _DEFAULT_CONTEXT,
+            context_tokens=settings.context_tokens,
             device=device,
         )
     try:

@@ -153,6 +153,7 @@ def _fuse(
         num_reused=prompt.num_reused - num_recomputed,
         num_recomputed=num_recomputed,
         num_fresh=num_tokens - len(layout.links) - num_exact - prompt.num_reused,
+        num_in_context=sum(span.length for span in loader.spans if span.context_ids),
         num_chunks=len({span.chunk_id for span in loader.spans}),
         bytes_loaded=loader.bytes_loaded,
         seconds=clock.seconds,

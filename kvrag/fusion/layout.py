@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from transformers import PreTrainedTokenizerBase
@@ -31,13 +31,15 @@ class ReusedSpan:
     """Prompt tokens that are tokens of a stored chunk.
 
     Prompt tokens ``[prompt_start, prompt_start + length)`` equal the chunk's tokens
-    ``[chunk_start, chunk_start + length)``.
+    ``[chunk_start, chunk_start + length)``. Of the chunk's records the one is meant that was
+    encoded behind `context_ids`.
     """
 
     chunk_id: str
     prompt_start: int
     chunk_start: int
     length: int
+    context_ids: tuple[int, ...] = ()
 
     @property
     def prompt_end(self) -> int:
@@ -107,9 +109,16 @@ class Layout:
     def is_exact(self, span: ReusedSpan) -> bool:
         """Whether `span` stands where it was encoded, so that its KV needs no correction.
 
-        True of the span that follows the shared prefix directly and starts with its chunk.
+        True of a span that starts with its chunk, where between the shared prefix and it stand the
+        very tokens that it was encoded behind (none for most: it follows the prefix directly).
         """
-        return self.has_prefix and span.prompt_start == self.prefix_length and span.chunk_start == 0
+        if not self.has_prefix or span.chunk_start != 0:
+            return False
+        # Compared in length first: contexts are long, and few spans stand where they could be so.
+        return (
+            span.prompt_start - self.prefix_length == len(span.context_ids)
+            and self.token_ids[self.prefix_length : span.prompt_start] == span.context_ids
+        )
 
 
 def lay_out(
@@ -169,7 +178,53 @@ def lay_out(
             spans.append(span)
     elif matches:
         misses[MISS_NO_OFFSETS] += len(matches)
-    return Layout(token_ids, tuple(spans), prefix_length, has_prefix, dict(misses))
+    layout = Layout(token_ids, tuple(spans), prefix_length, has_prefix, dict(misses))
+    return choose_records(layout, chunks)
+
+
+_MAX_EDGE_TOKENS = 2
+"""Tokens of a chunk that the text around it may change, and it still counts as being there."""
+
+
+def choose_records(layout: Layout, chunks: Mapping[str, Chunk]) -> Layout:
+    """Choose for every span the record of its chunk that fits the prompt best.
+
+    That is the one that is exact where the span stands; else, of several, the one behind the
+    longest context that begins a chunk which stands before it in the prompt, whole; else the
+    chunk's first.
+
+    Parameters
+    ----------
+    layout
+        Its spans may name any record.
+    chunks
+        At least the chunks of the spans, by id.
+    """
+    chosen: list[ReusedSpan] = []
+    whole_before: list[tuple[int, ...]] = []
+    for span in layout.spans:
+        chunk = chunks[span.chunk_id]
+        options = [replace(span, context_ids=context_ids) for context_ids in chunk.contexts]
+        fitting = [option for option in options if layout.is_exact(option)] or [
+            option
+            for option in options
+            if any(_is_context(ids, option.context_ids) for ids in whole_before)
+        ]
+        # Of a single record nothing is to be chosen.
+        best = max(fitting, key=lambda option: len(option.context_ids), default=options[0])
+        chosen.append(best)
+        if span.length >= len(chunk.token_ids) - _MAX_EDGE_TOKENS:
+            whole_before.append(chunk.token_ids)
+    return replace(layout, spans=tuple(chosen))
+
+
+def _is_context(chunk_ids: tuple[int, ...], context_ids: tuple[int, ...]) -> bool:
+    """Whether a context is one chunk with a separator; its last token may be part of both."""
+    kept = max(1, len(chunk_ids) - 1)
+    return (
+        kept <= len(context_ids) <= len(chunk_ids) + _MAX_EDGE_TOKENS
+        and context_ids[:kept] == chunk_ids[:kept]
+    )
 
 
 class _PromptTokens:

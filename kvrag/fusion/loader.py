@@ -18,8 +18,12 @@ MISS_PROFILE = "codec profile missing"
 
 _DAMAGE = (RecordError, StoreError, IndexFormatError, ProfileError)
 
-OpenKV = Callable[[str], EncodedChunk | None]
-"""From a chunk id to its opened record, or None where the store has none."""
+OpenKV = Callable[[str, tuple[int, ...]], EncodedChunk | None]
+"""From a chunk id, and the tokens that the chunk was encoded behind, to the opened record, or None
+where the store has none.
+"""
+
+_RecordId = tuple[str, tuple[int, ...]]
 
 WriteKV = Callable[[int, FusedKV, RotaryTable], None]
 """Writes rows of one layer, by its index and rotary table, into a buffer."""
@@ -41,7 +45,7 @@ class SpanLoader:
     spans
         Stretches of the prompt and of their chunks.
     open_kv
-        Opens a chunk's record.
+        Opens a record of a chunk.
     write_more
         Writes what else has KV of its own into a layer, behind the spans; None: nothing has.
 
@@ -63,10 +67,11 @@ class SpanLoader:
         self.spans: list[ReusedSpan] = []
         self.misses: Counter[str] = Counter()
         self._bytes_of_dropped = 0
-        self._records: dict[str, EncodedChunk] = {}
+        self._records: dict[_RecordId, EncodedChunk] = {}
         for span in spans:
+            wanted = _record_id(span)
             try:
-                record = self._records.get(span.chunk_id) or open_kv(span.chunk_id)
+                record = self._records.get(wanted) or open_kv(*wanted)
             except _DAMAGE as error:
                 self.misses[_reason(error)] += 1
             else:
@@ -75,7 +80,7 @@ class SpanLoader:
                 elif span.chunk_end > record.num_tokens:
                     self.misses[MISS_DAMAGED] += 1
                 else:
-                    self._records[span.chunk_id] = record
+                    self._records[wanted] = record
                     self.spans.append(span)
 
     @property
@@ -102,27 +107,32 @@ class SpanLoader:
                 rows=rows,
             )
             try:
-                self._records[span.chunk_id].place_layer(layer_index, into)
+                self._records[_record_id(span)].place_layer(layer_index, into)
             except _DAMAGE as error:
-                self._drop(span.chunk_id, _reason(error))
+                self._drop(_record_id(span), _reason(error))
                 self._drop_other_damage(len(fused.keys))
                 raise SpanLostError(f"chunk {span.chunk_id}: {_reason(error)}") from error
         if self._write_more is not None:
             self._write_more(layer_index, fused, table)
 
-    def _drop(self, chunk_id: str, reason: str) -> None:
-        self.misses[reason] += sum(span.chunk_id == chunk_id for span in self.spans)
-        self.spans = [span for span in self.spans if span.chunk_id != chunk_id]
-        self._bytes_of_dropped += self._records.pop(chunk_id).bytes_read
+    def _drop(self, lost: _RecordId, reason: str) -> None:
+        kept = [span for span in self.spans if _record_id(span) != lost]
+        self.misses[reason] += len(self.spans) - len(kept)
+        self.spans = kept
+        self._bytes_of_dropped += self._records.pop(lost).bytes_read
 
     def _drop_other_damage(self, num_layers: int) -> None:
         """Read every layer of the records left, so that one new beginning is enough."""
-        for chunk_id, record in list(self._records.items()):
+        for record_id, record in list(self._records.items()):
             try:
                 for layer_index in range(num_layers):
                     record.read_layer(layer_index)
             except _DAMAGE as error:
-                self._drop(chunk_id, _reason(error))
+                self._drop(record_id, _reason(error))
+
+
+def _record_id(span: ReusedSpan) -> _RecordId:
+    return span.chunk_id, span.context_ids
 
 
 def _reason(error: Exception) -> str:

@@ -27,6 +27,7 @@ from kvrag.ingest.rows import (
     ChunkRow,
     DocumentRow,
     FileState,
+    pack_contexts,
     pack_ids,
     pack_json,
     unpack_chunk,
@@ -34,7 +35,7 @@ from kvrag.ingest.rows import (
 )
 
 FILE_NAME = "catalog.sqlite"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _APPLICATION_ID = 0x6B765247  # "kvRG"
 _BATCH = 500  # below SQLite's limit on parameters of one statement
 _MAX_TRIES = 8  # of a read during which somebody else wrote
@@ -66,13 +67,27 @@ CREATE TABLE chunks (
     num_tokens INTEGER NOT NULL,
     kv_key TEXT NOT NULL,
     embedding BLOB NOT NULL,
-    metadata TEXT NOT NULL
+    metadata TEXT NOT NULL,
+    contexts BLOB NOT NULL
 );
+CREATE TABLE other_keys (
+    row INTEGER NOT NULL REFERENCES chunks (row) ON DELETE CASCADE,
+    place INTEGER NOT NULL,
+    kv_key TEXT NOT NULL,
+    PRIMARY KEY (row, place)
+) WITHOUT ROWID;
+CREATE INDEX other_keys_by_key ON other_keys (kv_key);
 CREATE INDEX chunks_by_source ON chunks (source, ordinal);
 CREATE INDEX chunks_by_key ON chunks (kv_key);
 """
 
-_CHUNK_COLUMNS = "chunk_id, text, token_ids, token_starts, source, ordinal, metadata"
+_CHUNK_COLUMNS = "chunk_id, text, token_ids, token_starts, source, ordinal, metadata, contexts"
+# The names of a chunk's KV, in the order of its contexts; the first stands in its own row.
+_KEYS = (
+    "kv_key || COALESCE((SELECT group_concat(' ' || kv_key, '') FROM (SELECT kv_key FROM "
+    "other_keys WHERE other_keys.row = chunks.row ORDER BY place)), '')"
+)
+_HAS_KEY = "(kv_key = ?1 OR row IN (SELECT row FROM other_keys WHERE kv_key = ?1))"
 
 
 _P = ParamSpec("_P")
@@ -223,15 +238,16 @@ class Catalog:
     def documents(self, bytes_per_token: int) -> list[DocumentRow]:
         """Return all documents, by source."""
         rows = self._connection.execute(
-            "SELECT d.source, COUNT(c.row), COALESCE(SUM(c.num_tokens), 0), d.metadata "
-            "FROM documents d LEFT JOIN chunks c ON c.source = d.source "
+            "SELECT d.source, COUNT(c.row), COALESCE(SUM(c.num_tokens), 0), COALESCE(SUM("
+            "c.num_tokens * (1 + (SELECT COUNT(*) FROM other_keys o WHERE o.row = c.row))), 0), "
+            "d.metadata FROM documents d LEFT JOIN chunks c ON c.source = d.source "
             "GROUP BY d.source ORDER BY d.source"
         )
         return [
             DocumentRow(
-                source, chunks, tokens, tokens * bytes_per_token, self._document_json(metadata)
+                source, chunks, tokens, stored * bytes_per_token, self._document_json(metadata)
             )
-            for source, chunks, tokens, metadata in rows
+            for source, chunks, tokens, stored, metadata in rows
         ]
 
     @_checked
@@ -269,12 +285,15 @@ class Catalog:
         return self._text(*row) if row else None
 
     @_checked
-    def chunk_and_key(self, chunk_id: str) -> tuple[Chunk, Any] | None:
-        """Return a chunk and the name of its KV as it is noted, or None when it is not known."""
+    def chunk_and_keys(self, chunk_id: str) -> tuple[Chunk, list[str]] | None:
+        """Return a chunk and the names of its KV as they are noted, or None when it is not known.
+
+        A row that is damaged may note fewer names than the chunk has contexts, or more.
+        """
         row = self._connection.execute(
-            f"SELECT {_CHUNK_COLUMNS}, kv_key FROM chunks WHERE chunk_id = ?", (chunk_id,)
+            f"SELECT {_CHUNK_COLUMNS}, {_KEYS} FROM chunks WHERE chunk_id = ?", (chunk_id,)
         ).fetchone()
-        return (self._chunk(row[:-1]), row[-1]) if row else None
+        return (self._chunk(row[:-1]), str(row[-1]).split(" ")) if row else None
 
     @_checked
     def chunk_ids_of(self, source: str) -> list[str]:
@@ -313,7 +332,12 @@ class Catalog:
     @_checked
     def keys(self) -> dict[str, int]:
         """Return the names of all KV that chunks refer to, each with its number of tokens."""
-        return dict(self._connection.execute("SELECT DISTINCT kv_key, num_tokens FROM chunks"))
+        return dict(
+            self._connection.execute(
+                "SELECT kv_key, num_tokens FROM chunks UNION SELECT o.kv_key, c.num_tokens "
+                "FROM other_keys o JOIN chunks c ON c.row = o.row"
+            )
+        )
 
     @_checked
     def audit(
@@ -324,7 +348,7 @@ class Catalog:
         Parameters
         ----------
         key_of
-            Returns the name a chunk's KV must have.
+            Returns the name a chunk's KV must have, of those it has the first.
 
         Returns
         -------
@@ -336,20 +360,21 @@ class Catalog:
         unsound: dict[str, str] = {}
         with self._snapshot():
             for *row, stored, num_tokens in self._connection.execute(
-                f"SELECT {_CHUNK_COLUMNS}, kv_key, num_tokens FROM chunks ORDER BY row"
+                f"SELECT {_CHUNK_COLUMNS}, {_KEYS}, num_tokens FROM chunks ORDER BY row"
             ):
                 try:
                     chunk = self._chunk(row)
                 except IndexFormatError as error:
                     unsound[row[0]] = str(error)
                     continue
-                key = key_of(chunk)
-                if (stored, num_tokens) == (key.digest, len(chunk.token_ids)):
-                    needed[key] = num_tokens
+                keys = [key_of(one) for one in chunk.encodings()]
+                expected = " ".join(key.digest for key in keys)
+                if (stored, num_tokens) == (expected, len(chunk.token_ids)):
+                    needed.update(dict.fromkeys(keys, num_tokens))
                 else:
                     unsound[chunk.chunk_id] = (
                         f"{chunk.source}, chunk {chunk.ordinal}: names the KV {stored!r} of "
-                        f"{num_tokens!r} tokens, expected {key} of {len(chunk.token_ids)}"
+                        f"{num_tokens!r} tokens, expected {expected} of {len(chunk.token_ids)}"
                     )
         return needed, unsound
 
@@ -357,20 +382,22 @@ class Catalog:
     def places_of_key(self, key: ChunkKey) -> list[tuple[str, str, int]]:
         """Return id, source and ordinal of the chunks that share one record."""
         return self._connection.execute(
-            "SELECT chunk_id, source, ordinal FROM chunks WHERE kv_key = ? ORDER BY row",
+            f"SELECT chunk_id, source, ordinal FROM chunks WHERE {_HAS_KEY} ORDER BY row",
             (key.digest,),
         ).fetchall()
 
     @_checked
     def chunk_with(self, key: ChunkKey, key_of: Callable[[Chunk], ChunkKey]) -> Chunk:
-        """Return a sound chunk whose KV has a certain name; `audit` has found one."""
+        """Return a sound chunk whose KV has a certain name, with the context of that KV alone;
+        `audit` has found one.
+        """
         for row in self._connection.execute(
-            f"SELECT {_CHUNK_COLUMNS} FROM chunks WHERE kv_key = ? ORDER BY row", (key.digest,)
+            f"SELECT {_CHUNK_COLUMNS} FROM chunks WHERE {_HAS_KEY} ORDER BY row", (key.digest,)
         ):
             with contextlib.suppress(IndexFormatError):
-                chunk = self._chunk(row)
-                if key_of(chunk) == key:
-                    return chunk
+                for one in self._chunk(row).encodings():
+                    if key_of(one) == key:
+                        return one
         raise self._damaged(f"no chunk has the KV {key}")
 
     @_checked
@@ -464,7 +491,8 @@ class Catalog:
     def _put_chunks(self, rows: list[ChunkRow]) -> None:
         self._connection.executemany(
             "INSERT INTO chunks (chunk_id, source, ordinal, text, token_ids, token_starts, "
-            "num_tokens, kv_key, embedding, metadata) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "num_tokens, kv_key, embedding, metadata, contexts) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 (
                     row.chunk.chunk_id,
@@ -474,11 +502,20 @@ class Catalog:
                     pack_ids(row.chunk.token_ids),
                     pack_ids(row.chunk.token_starts),
                     len(row.chunk.token_ids),
-                    row.key.digest,
+                    row.keys[0].digest,
                     row.embedding.astype("<f4").tobytes(),
                     pack_json(row.chunk.metadata),
+                    pack_contexts(row.chunk.contexts),
                 )
                 for row in rows
+            ),
+        )
+        self._connection.executemany(
+            "INSERT INTO other_keys SELECT row, ?, ? FROM chunks WHERE chunk_id = ?",
+            (
+                (place, key.digest, row.chunk.chunk_id)
+                for row in rows
+                for place, key in enumerate(row.keys[1:], 1)
             ),
         )
 

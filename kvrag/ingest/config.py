@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kvrag.errors import IndexFormatError, IndexNotFoundError, StoreError
+from kvrag.ingest.contexts import CONTEXTS
 from kvrag.kvcache import DTYPES, KVSpec
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 FILE_NAME = "index.json"
 _KIND = "kvrag index"
 
@@ -42,6 +43,9 @@ class IndexConfig:
         Hash of the codec's profile, or "" where it has none, or none yet.
     chunk_tokens
         Most tokens a chunk may have.
+    context, context_tokens
+        What chunks are encoded behind (`kvrag.ingest.contexts`), and how many tokens of it at the
+        most; 0 where that is not limited by number.
     tenant_salt
         Hexadecimal digits of the salt that keys the chunk keys.
     """
@@ -60,6 +64,8 @@ class IndexConfig:
     codec: str
     profile: str
     chunk_tokens: int
+    context: str
+    context_tokens: int
     tenant_salt: str
 
     @property
@@ -159,7 +165,8 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
             is_valid = isinstance(value, list) and all(type(item) is int for item in value)
             value = tuple(value) if isinstance(value, list) else value
         elif field.type == "int":
-            is_valid = type(value) is int and value > 0
+            least = 0 if field.name == "context_tokens" else 1
+            is_valid = type(value) is int and value >= least
         else:
             is_valid = isinstance(value, str)
         if not is_valid:
@@ -167,6 +174,8 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
         checked[field.name] = value
     if not re.fullmatch(r"([0-9a-f]{40})?", checked["profile"]):
         raise _foreign(path, f"'profile' is {checked['profile']!r}")
+    if checked["context"] not in CONTEXTS:
+        raise _foreign(path, f"'context' is {checked['context']!r}")
     if checked["dtype"] not in DTYPES:
         raise _foreign(path, f"'dtype' is {checked['dtype']!r}")
     try:

@@ -37,6 +37,7 @@ from kvrag.ingest.coding import (
     RecordCoding,
 )
 from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, context_limit
 from kvrag.ingest.embedding import Embedding, get_embedding
 from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.making import (
@@ -131,6 +132,8 @@ class Index(IndexUpkeep):
         codec: str = "raw",
         profile: Profile | None = None,
         chunk_tokens: int = 512,
+        context: str = NO_CONTEXT,
+        context_tokens: int | None = None,
         dtype: torch.dtype | str | None = None,
         tenant_salt: bytes | None = None,
         device: str | None = None,
@@ -152,6 +155,12 @@ class Index(IndexUpkeep):
         chunk_tokens
             Most tokens a chunk may have; with the shared prefix it must fit into the model's
             context.
+        context
+            What a chunk is encoded behind: ``none``, or text of its own document whose KV is not
+            stored: ``document`` (what comes before it) or ``neighbours`` (its predecessor, in a
+            second record that is used where the predecessor stands before it).
+        context_tokens
+            Tokens of ``document`` context at the most; None means 256.
         dtype
             Type of weights and KV of a model that is loaded here; None keeps the checkpoint's.
         tenant_salt
@@ -179,6 +188,7 @@ class Index(IndexUpkeep):
         require_free(folder)
         salt = _DEFAULT_SALT if tenant_salt is None else tenant_salt
         check_settings(codec, chunk_tokens, salt)
+        context_limit(context, context_tokens)
         check_device(device)
         the_embedding = get_embedding(embedding)
         loaded = KVModel.load(model, dtype=dtype, device=device)
@@ -191,6 +201,8 @@ class Index(IndexUpkeep):
             codec=codec,
             profile=profile,
             chunk_tokens=chunk_tokens,
+            context=context,
+            context_tokens=context_tokens,
             tenant_salt=salt,
         )
         try:
@@ -402,6 +414,7 @@ class Index(IndexUpkeep):
                 outcome = Outcome(
                     num_records=plan.num_records,
                     num_tokens_computed=plan.num_tokens_to_compute,
+                    num_context_tokens=plan.num_context_tokens,
                     size_bytes=plan.num_tokens_to_compute * self.expected_bytes_per_token,
                 )
             else:
@@ -419,6 +432,7 @@ class Index(IndexUpkeep):
             num_tokens=plan.num_tokens,
             num_records=outcome.num_records,
             num_tokens_computed=outcome.num_tokens_computed,
+            num_context_tokens=outcome.num_context_tokens,
             size_bytes=outcome.size_bytes,
             seconds=time.perf_counter() - started,
             compute_seconds=seconds,
@@ -488,7 +502,7 @@ class Index(IndexUpkeep):
         return self.catalog.documents(self.expected_bytes_per_token)
 
     def key_of(self, chunk: Chunk) -> ChunkKey:
-        """Return the name of a chunk's KV."""
+        """Return the name of a chunk's KV, of those it has (`Chunk.encodings`) the first."""
         config = self.config
         return chunk_key(
             tenant_salt=bytes.fromhex(config.tenant_salt),
@@ -496,10 +510,21 @@ class Index(IndexUpkeep):
             tokenizer_fingerprint=config.tokenizer_fingerprint,
             prefix_ids=config.prefix_ids,
             token_ids=chunk.token_ids,
+            context_ids=chunk.contexts[0],
         )
 
-    def open_kv(self, chunk_id: str) -> EncodedChunk | None:
+    def open_kv(
+        self, chunk_id: str, context_ids: tuple[int, ...] | None = None
+    ) -> EncodedChunk | None:
         """Open a chunk's KV, or return None where there is none.
+
+        Parameters
+        ----------
+        chunk_id
+            The chunk.
+        context_ids
+            Which of its records: the one that was encoded behind these tokens; None means the
+            first of them.
 
         Raises
         ------
@@ -510,14 +535,23 @@ class Index(IndexUpkeep):
         StoreError
             When the store cannot be read.
         """
-        found = self.catalog.chunk_and_key(chunk_id)
+        found = self.catalog.chunk_and_keys(chunk_id)
         if found is None:
             return None
-        chunk, stored_key = found
+        chunk, stored_keys = found
         # Made from the tokens: a damaged name must not lead to the KV of other tokens.
-        key = self.key_of(chunk)
-        if stored_key != key.digest:
-            raise RecordError(f"chunk {chunk_id} names the KV {stored_key!r}, expected {key}")
+        keys = {one.contexts[0]: self.key_of(one) for one in chunk.encodings()}
+        if stored_keys != [key.digest for key in keys.values()]:
+            raise RecordError(
+                f"chunk {chunk_id} names the KV {' '.join(stored_keys)!r}, expected "
+                + " ".join(map(str, keys.values()))
+            )
+        if context_ids is None:
+            context_ids = chunk.contexts[0]
+        # Its document may have changed since the prompt was laid out.
+        key = keys.get(context_ids)
+        if key is None:
+            return None
         record = self.store.open(key)
         if record is None:
             return None
@@ -536,14 +570,18 @@ class Index(IndexUpkeep):
     # -- private -----------------------------------------------------------------------------
 
     def _chunk(self, document: Document) -> list[Chunk]:
-        return chunk_document(document, self.tokenizer, self.config.chunk_tokens)
+        config = self.config
+        chunks = chunk_document(document, self.tokenizer, config.chunk_tokens)
+        room = config.max_positions - len(config.prefix_ids)
+        return add_contexts(chunks, self.tokenizer, config.context, config.context_tokens, room)
 
     def _missing_key(self, chunk: Chunk) -> str | None:
         key = self.key_of(chunk)
         return None if self.store.contains(key) else key.digest
 
     def _prefill(self, chunk: Chunk) -> ChunkKV:
-        return self.model.prefill(self.prefix_ids, [chunk.token_ids])[0]
+        before = (*self.prefix_ids, *chunk.contexts[0])
+        return self.model.prefill(before, [chunk.token_ids])[0]
 
     def _plan(self, sources: Sources, on_progress: Callable[[IngestProgress], None] | None) -> Plan:
         started = time.perf_counter()

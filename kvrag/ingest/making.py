@@ -14,6 +14,7 @@ from kvrag.ingest import lock, profiles, vectors
 from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
 from kvrag.ingest.coding import check_profile
 from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.contexts import context_limit
 from kvrag.ingest.embedding import Embedding
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ def make_config(
     codec: str,
     profile: Profile | None,
     chunk_tokens: int,
+    context: str,
+    context_tokens: int | None,
     tenant_salt: bytes,
 ) -> IndexConfig:
     """Return the settings of a new index.
@@ -118,6 +121,8 @@ def make_config(
         codec=choose_codec(codec).label,
         profile="" if profile is None else profile.hash,
         chunk_tokens=chunk_tokens,
+        context=context,
+        context_tokens=context_limit(context, context_tokens),
         tenant_salt=tenant_salt.hex(),
     )
 

@@ -49,9 +49,9 @@ class Work:
     chunk
         Cuts a document.
     key_of
-        Returns the name of a chunk's KV.
+        Returns the name of a chunk's KV, of those it has the first.
     prefill
-        Returns the KV of one chunk.
+        Returns the KV of one chunk behind the first of its contexts.
     codec_for
         Returns what records are written with, fitted to a sample of chunks if it is not yet;
         its second argument is told what it does.
@@ -73,6 +73,7 @@ class Outcome:
 
     num_records: int = 0
     num_tokens_computed: int = 0
+    num_context_tokens: int = 0
     size_bytes: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -82,7 +83,7 @@ def check_space(plan: Plan, folder: Path, bytes_per_token: int, embedding_dim: i
     """Raise StoreError when the disk has no room for what a plan will write."""
     needed = (
         plan.num_tokens_to_compute * bytes_per_token
-        + plan.num_tokens * _CATALOG_BYTES_PER_TOKEN
+        + (plan.num_tokens + plan.num_context_tokens) * _CATALOG_BYTES_PER_TOKEN
         + plan.num_chunks * (_BYTES_PER_CHUNK + 8 * embedding_dim)
     )
     free = shutil.disk_usage(folder).free
@@ -165,11 +166,15 @@ class _Run:
         self, window: list[tuple[PlannedDocument, list[Chunk]]], writer: BackgroundWriter
     ) -> None:
         work = self._work
-        keys = {chunk.chunk_id: work.key_of(chunk) for _, chunks in window for chunk in chunks}
-        by_key = {keys[chunk.chunk_id]: chunk for _, chunks in window for chunk in chunks}
+        by_key: dict[ChunkKey, Chunk] = {}
+        keys: dict[str, list[ChunkKey]] = {}
+        for chunk in (chunk for _, chunks in window for chunk in chunks):
+            encodings = {work.key_of(one): one for one in chunk.encodings()}
+            keys[chunk.chunk_id] = list(encodings)
+            by_key |= encodings
         missing = [(key, chunk) for key, chunk in by_key.items() if not work.store.contains(key)]
         # By length, so that neighbouring passes reuse each other's buffers.
-        missing.sort(key=lambda pair: (len(pair[1].token_ids), pair[0]))
+        missing.sort(key=lambda pair: (_num_prefilled(pair[1]), pair[0]))
         if missing and self._codec is None:
             self._codec = work.codec_for([chunk for _, chunk in missing], self._report_profile)
         for key, chunk in missing:
@@ -209,6 +214,7 @@ class _Run:
         writer.submit(store)
         self._outcome.num_records += 1
         self._outcome.num_tokens_computed += len(chunk.token_ids)
+        self._outcome.num_context_tokens += len(chunk.contexts[0])
         self._report()
 
     def _report_profile(self, doing: str) -> None:
@@ -235,6 +241,10 @@ class _Run:
             tokens_per_second=done / seconds if seconds > 0 else 0.0,
             eta_seconds=seconds * (total - done) / done if done else None,
         )
+
+
+def _num_prefilled(chunk: Chunk) -> int:
+    return len(chunk.contexts[0]) + len(chunk.token_ids)
 
 
 class _Rereader:

@@ -69,6 +69,8 @@ class Plan:
     ----------
     num_tokens_to_compute, num_records
         Distinct KV that the store does not hold yet.
+    num_context_tokens
+        Computed beside, and not stored: what these are encoded behind.
     touched
         Files whose documents are as they were but whose state must be noted.
     """
@@ -85,6 +87,7 @@ class Plan:
     num_tokens: int = 0
     num_records: int = 0
     num_tokens_to_compute: int = 0
+    num_context_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,8 +173,8 @@ class Planner:
         What is indexed.
     chunk
         Cuts a document.
-    record_key
-        Returns the name of a chunk's KV if the store lacks it, else None.
+    missing_key
+        Returns the name of a chunk's (first) KV if the store lacks it, else None.
     on_progress
         Called with the number of inputs looked at.
     """
@@ -292,12 +295,14 @@ class Planner:
         for chunk in planned.chunks:
             plan.num_chunks += 1
             plan.num_tokens += len(chunk.token_ids)
-            self._num_kept_tokens += len(chunk.token_ids)
-            key = self._missing_key(chunk)
-            if key is not None and key not in self._new_keys:
-                self._new_keys.add(key)
-                plan.num_records += 1
-                plan.num_tokens_to_compute += len(chunk.token_ids)
+            self._num_kept_tokens += len(chunk.token_ids) + sum(map(len, chunk.contexts))
+            for one in chunk.encodings():
+                key = self._missing_key(one)
+                if key is not None and key not in self._new_keys:
+                    self._new_keys.add(key)
+                    plan.num_records += 1
+                    plan.num_tokens_to_compute += len(one.token_ids)
+                    plan.num_context_tokens += len(one.contexts[0])
         if self._num_kept_tokens > _MAX_KEPT_TOKENS:
             planned.chunks = None
         plan.documents.append(planned)

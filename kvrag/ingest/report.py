@@ -73,6 +73,8 @@ class IngestReport:
         Of the added and changed documents.
     num_records, num_tokens_computed
         Chunks, and their tokens, whose KV was not in the store yet.
+    num_context_tokens
+        Computed beside, and not stored: what these chunks were encoded behind.
     size_bytes
         Of these records; an estimate without headers and compression for a dry run.
     seconds
@@ -96,6 +98,7 @@ class IngestReport:
     num_tokens: int = 0
     num_records: int = 0
     num_tokens_computed: int = 0
+    num_context_tokens: int = 0
     size_bytes: int = 0
     seconds: float = 0.0
     compute_seconds: float = 0.0
@@ -120,6 +123,8 @@ class IndexStats:
 
     Attributes
     ----------
+    context, context_tokens
+        What chunks are encoded behind, and how much of it at the most (0: no such limit).
     num_records
         KV records in the store.
     num_unreferenced_records
@@ -140,6 +145,8 @@ class IndexStats:
     codec: str
     embedding: str
     chunk_tokens: int
+    context: str
+    context_tokens: int
     num_prefix_tokens: int
     num_documents: int
     num_chunks: int

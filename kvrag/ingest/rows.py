@@ -48,10 +48,16 @@ class DocumentRow:
 
 @dataclass(frozen=True)
 class ChunkRow:
-    """One chunk to be written, with the name of its KV and its vector ``[dim]``."""
+    """One chunk to be written, with the names of its KV and its vector ``[dim]``.
+
+    Attributes
+    ----------
+    keys
+        One for each of the chunk's contexts.
+    """
 
     chunk: Chunk
-    key: ChunkKey
+    keys: Sequence[ChunkKey]
     embedding: NDArray[np.float32]
 
 
@@ -86,6 +92,13 @@ def pack_ids(values: Sequence[int]) -> bytes:
     return np.asarray(values, dtype="<i4").tobytes()
 
 
+def pack_contexts(contexts: Sequence[Sequence[int]]) -> bytes:
+    """Return a chunk's contexts as a row holds them, each behind its length; mostly nothing."""
+    if not any(contexts):
+        return b""
+    return b"".join(pack_ids((len(ids), *ids)) for ids in contexts)
+
+
 def pack_json(values: Mapping[str, Any]) -> str:
     """Return metadata as a row holds it."""
     return json.dumps(dict(values), ensure_ascii=False, allow_nan=False)
@@ -100,14 +113,15 @@ def unpack_json(text: Any) -> dict[str, Any]:
 
 
 def unpack_chunk(row: Sequence[Any]) -> Chunk:
-    """Return the chunk of a row: id, text, token ids, token starts, source, ordinal, metadata.
+    """Return the chunk of a row: id, text, token ids, token starts, source, ordinal, metadata,
+    contexts.
 
     Raises
     ------
     ValueError, TypeError
         When the row is not as it was written.
     """
-    chunk_id, text, token_ids, token_starts, source, ordinal, metadata = row
+    chunk_id, text, token_ids, token_starts, source, ordinal, metadata, contexts = row
     ids = tuple(np.frombuffer(token_ids, dtype="<i4").tolist())
     starts = tuple(np.frombuffer(token_starts, dtype="<i4").tolist())
     if not (isinstance(text, str) and isinstance(source, str) and isinstance(ordinal, int)):
@@ -116,4 +130,30 @@ def unpack_chunk(row: Sequence[Any]) -> Chunk:
         raise ValueError(f"{len(ids)} tokens with {len(starts)} offsets")
     if min(ids) < 0 or min(starts) < 0 or max(starts) > len(text):
         raise ValueError("a token or its offset is out of range")
-    return Chunk(chunk_id, text, ids, starts, source, ordinal, unpack_json(metadata))
+    return Chunk(
+        chunk_id,
+        text,
+        ids,
+        starts,
+        source,
+        ordinal,
+        unpack_json(metadata),
+        _unpack_contexts(contexts),
+    )
+
+
+def _unpack_contexts(packed: bytes) -> tuple[tuple[int, ...], ...]:
+    values = np.frombuffer(packed, dtype="<i4").tolist()
+    if not values:
+        return ((),)
+    if min(values) < 0:
+        raise ValueError("a context's token or length is below 0")
+    contexts = []
+    place = 0
+    while place < len(values):
+        end = place + 1 + values[place]
+        if end > len(values):
+            raise ValueError(f"a context of {values[place]} tokens has {len(values) - place - 1}")
+        contexts.append(tuple(values[place + 1 : end]))
+        place = end
+    return tuple(contexts)

@@ -59,7 +59,7 @@ class IndexUpkeep(ABC):
 
     @abstractmethod
     def _prefill(self, chunk: Chunk) -> ChunkKV:
-        """Return the KV of a chunk by the model."""
+        """Return the KV of a chunk by the model, behind the first of its contexts."""
 
     @property
     def codec(self) -> Codec:
@@ -128,6 +128,8 @@ class IndexUpkeep(ABC):
             codec=config.codec,
             embedding=config.embedding,
             chunk_tokens=config.chunk_tokens,
+            context=config.context,
+            context_tokens=config.context_tokens,
             num_prefix_tokens=len(config.prefix_ids),
             num_documents=num_documents,
             num_chunks=num_chunks,

@@ -110,3 +110,19 @@ def test_unreadable_files_are_named_and_the_rest_is_kept(
     assert "line 1" in done.err
     listed = run("ls", "--index", common[3])
     assert "harbour.txt" in listed.out
+
+
+def test_context_is_recorded_told_and_cannot_change(
+    run: Run, common: tuple[object, ...], documents: Path
+) -> None:
+    long = "Ines keeps the harbour ledger of Varn. She wrote the book. " * 4
+    (documents / "long.txt").write_text(long)
+    settings = ("--chunk-tokens", 32, "--context", "document", "--context-tokens", 20)
+    done = run(*common, *settings)
+    assert done.code == 0, done.err
+    assert "tokens of context beside them, not stored" in done.out
+    stats = run("stats", "--index", common[3], "--json").json
+    assert (stats["context"], stats["context_tokens"]) == ("document", 20)
+    other = run(*common, "--context", "neighbours")
+    assert other.code == 1
+    assert "was made with context=document, asked for neighbours" in other.err

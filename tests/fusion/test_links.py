@@ -210,8 +210,8 @@ def test_a_lost_chunk_keeps_its_links(bench: Bench) -> None:
     layout = insert_links(bench.lay_out(bench.prompt(*ORDER)), links.header)
     buffer = FusedKV(bench.model.spec, len(layout.token_ids), len(layout.token_ids))
 
-    def open_kv(chunk_id: str) -> Any:
-        return None if chunk_id == "chunk-3" else bench.open_kv(chunk_id)
+    def open_kv(chunk_id: str, context_ids: tuple[int, ...]) -> Any:
+        return None if chunk_id == "chunk-3" else bench.open_kv(chunk_id, context_ids)
 
     fused = fuse(bench.model, layout, open_kv, NonePolicy(), buffer, links.on(bench.model))
     assert fused.report.num_links == 14

@@ -220,9 +220,11 @@ def test_a_missing_index(tmp_path: Path) -> None:
     [
         ("{", "", "not JSON"),
         ('"kvrag index"', '"other"', "'kind' is not"),
-        ('"format_version": 2', '"format_version": 1', "version 2 expected, found 1"),
+        ('"format_version": 3', '"format_version": 1', "version 3 expected, found 1"),
         ('"profile": ""', '"profile": "../x"', "'profile' is '../x'"),
         ('"chunk_tokens": 64', '"chunk_tokens": "64"', "'chunk_tokens' is '64'"),
+        ('"context": "none"', '"context": "later"', "'context' is 'later'"),
+        ('"context_tokens": 0', '"context_tokens": -1', "'context_tokens' is -1"),
         ('"num_layers": 2', '"num_layers": -2', "'num_layers' is -2"),
         ('"float32"', '"float8"', "'dtype' is 'float8'"),
         ('"tenant_salt": "', '"tenant_salt": "zz', "not hexadecimal"),
@@ -250,7 +252,7 @@ def test_a_damaged_catalog(index: Index, docs: Path) -> None:
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(IndexFormatError, match=r"expected schema 1, found .* schema 99"):
+    with pytest.raises(IndexFormatError, match=r"expected schema 2, found .* schema 99"):
         Index.open(index.path)
     path.unlink()
     with pytest.raises(IndexFormatError, match="is missing"):

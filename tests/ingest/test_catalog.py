@@ -259,7 +259,7 @@ def test_a_reader_who_may_not_write_sees_what_others_write(shared: Path) -> None
 
 def test_a_read_during_a_write_is_begun_again(shared: Path) -> None:
     chunk = Chunk("c", "text", (1,), (0,), "a", 0, {})
-    row = ChunkRow(chunk, ChunkKey("ab" * 20), np.zeros(3, dtype=np.float32))
+    row = ChunkRow(chunk, [ChunkKey("ab" * 20)], np.zeros(3, dtype=np.float32))
     with contextlib.closing(Catalog(shared)) as writer:
         writer.apply(Change(put=[("a", None, "", {}, [row])]))
     with stranger(shared):

@@ -71,7 +71,7 @@ class Bench:
             token_ids=self.chunks[chunk_id].token_ids,
         )
 
-    def open_kv(self, chunk_id: str) -> EncodedChunk | None:
+    def open_kv(self, chunk_id: str, context_ids: tuple[int, ...] = ()) -> EncodedChunk | None:
         record = self.store.open(self.key(chunk_id))
         if record is None:
             return None

@@ -85,7 +85,8 @@ class ChunkBank:
         """Return what opens the records of one codec."""
         shelf = self._shelves[codec]
 
-        def open_kv(chunk_id: str) -> EncodedChunk | None:
+        def open_kv(chunk_id: str, context_ids: tuple[int, ...] = ()) -> EncodedChunk | None:
+            assert not context_ids, "chunks have one record here, encoded behind the prefix alone"
             key = self._keys[chunk_id]
             source = shelf.store.open(key)
             return None if source is None else shelf.codec.open(key, source, self.model.spec)

@@ -1,0 +1,337 @@
+"""Chunks encoded behind their document's text: right bytes, right names, right records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrag.chunk import Chunk, Document
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import ParameterError, RecordError, StoreError
+from kvrag.ingest import pipeline
+from kvrag.ingest.coding import read_all
+from kvrag.ingest.contexts import add_contexts
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from tests.ingest.conftest import MakeIndex, stored_bytes
+
+PARTS = [
+    "Ines keeps the harbour ledger of Varn, by the old river bank near the northern light.",
+    "She wrote the book at the end of the tall clock, and the keeper of it is the brown fox.",
+    "Tomas repairs it, and she said that the lazy dog jumps over the ledger of the harbour.",
+]
+SAGA = Document("saga", "\n\n".join(PARTS))
+OTHER = Document("other", "The quick brown fox jumps over the lazy dog near the old river bank.")
+QUESTION = "Question: who wrote the book?\nAnswer:"
+
+
+@pytest.fixture
+def make_index(make_index: MakeIndex) -> MakeIndex:
+    """Make indexes in which every part is a chunk of its own."""
+    return lambda name="index", **settings: make_index(name, **{"chunk_tokens": 48, **settings})
+
+
+def chunks_of(index: Index, source: str = "saga") -> list[Chunk]:
+    return index.get_chunks(index.catalog.chunk_ids_of(source))
+
+
+def prompt_of(*texts: str) -> str:
+    return "\n\n".join([*texts, QUESTION])
+
+
+@pytest.fixture
+def in_document(make_index: MakeIndex) -> Index:
+    index = make_index(context="document")
+    index.add([SAGA, OTHER])
+    return index
+
+
+@pytest.fixture
+def with_neighbours(make_index: MakeIndex) -> Index:
+    index = make_index(context="neighbours")
+    index.add([SAGA, OTHER])
+    return index
+
+
+@pytest.mark.parametrize("context_tokens", [None, 7, 2000])
+def test_a_chunk_is_encoded_behind_what_its_document_says_before_it(
+    make_index: MakeIndex, model: KVModel, context_tokens: int | None
+) -> None:
+    index = make_index(context="document", context_tokens=context_tokens)
+    report = index.add([SAGA, OTHER])
+    first, second, third = chunks_of(index)
+    whole = model.tokenizer(prompt_of(*PARTS), add_special_tokens=False)["input_ids"]
+    limit = context_tokens or 256
+    for chunk in (first, second, third):
+        (context_ids,) = chunk.contexts
+        before = next(
+            tuple(whole[:i])
+            for i in range(len(whole))
+            if tuple(whole[i : i + len(chunk.token_ids)]) == chunk.token_ids
+        )
+        assert context_ids == before[-limit:]
+        record = index.open_kv(chunk.chunk_id)
+        assert record is not None
+        kv = read_all(record, index.config.spec)
+        (expected,) = model.prefill((*index.prefix_ids, *context_ids), [chunk.token_ids])
+        assert torch.equal(kv.keys, expected.keys)
+        assert torch.equal(kv.values, expected.values)
+        (alone,) = model.prefill(index.prefix_ids, [chunk.token_ids])
+        assert torch.equal(kv.values, alone.values) == (chunk is first)
+    assert report.num_context_tokens == sum(len(c.contexts[0]) for c in (second, third))
+    assert report.num_tokens_computed == report.num_tokens
+    assert index.stats().context == "document"
+    assert index.stats().context_tokens == limit
+
+
+def test_no_context_leaves_what_was_stored_and_named_before(
+    make_index: MakeIndex, in_document: Index
+) -> None:
+    plain = make_index("plain")
+    plain.add([SAGA, OTHER])
+    first, second, _ = chunks_of(plain)
+    assert {c.contexts for c in (first, second)} == {((),)}
+    in_first, in_second, _ = chunks_of(in_document)
+    assert plain.key_of(first) == in_document.key_of(in_first)
+    assert plain.key_of(second) != in_document.key_of(in_second)
+    assert len(set(stored_bytes(plain)) & set(stored_bytes(in_document))) == 2
+
+
+def test_context_never_comes_from_another_document(in_document: Index) -> None:
+    (other,) = chunks_of(in_document, "other")
+    assert other.contexts == ((),)
+
+
+@pytest.mark.parametrize("context", ["document", "neighbours"])
+def test_the_order_of_indexing_changes_no_byte(make_index: MakeIndex, context: str) -> None:
+    one, other = make_index("one", context=context), make_index("other", context=context)
+    one.add([SAGA, OTHER, Document("more", PARTS[2])])
+    for document in (Document("more", PARTS[2]), OTHER, SAGA):
+        other.add(document)
+    assert stored_bytes(one) == stored_bytes(other)
+
+
+@pytest.mark.parametrize("context", ["document", "neighbours"])
+def test_a_chunk_whose_earlier_text_changed_is_encoded_anew(
+    make_index: MakeIndex, context: str
+) -> None:
+    index = make_index(context=context)
+    index.add(SAGA)
+    _, before, last = chunks_of(index)
+    held = index.open_kv(before.chunk_id, before.contexts[-1])
+    changed = PARTS[0].replace("Ines", "Tomas")
+    report = index.add(Document("saga", "\n\n".join([changed, *PARTS[1:]])))
+    assert report.changed == ("saga",)
+    _, after, still = chunks_of(index)
+    assert after.text == before.text
+    assert after.contexts[-1] != before.contexts[-1]
+    # Behind its predecessor the last one is as it was; behind the whole document it is not.
+    assert report.num_records == (3 if context == "document" else 2)
+    assert (still.contexts == last.contexts) == (context == "neighbours")
+    # Who laid a prompt out before the change gets no KV that has seen other text.
+    assert held is not None
+    assert index.open_kv(before.chunk_id, before.contexts[-1]) is None
+    assert index.open_kv(after.chunk_id, after.contexts[-1]) is not None
+    assert index.verify().ok
+    assert index.gc().num_records == report.num_records
+
+
+@pytest.mark.parametrize("context", ["document", "neighbours"])
+def test_a_run_that_broke_off_is_completed(
+    make_index: MakeIndex, context: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, broken = make_index("whole", context=context), make_index("broken", context=context)
+    whole.add([SAGA, OTHER])
+    put = broken.store.put
+    num_put = 0
+
+    def put_two(key: object, record: bytes) -> None:
+        nonlocal num_put
+        num_put += 1
+        if num_put > 2:
+            raise StoreError("full")
+        put(key, record)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(broken.store, "put", put_two)
+    monkeypatch.setattr(pipeline, "_COMMIT_TOKENS", 16)
+    with pytest.raises(StoreError):
+        broken.add([SAGA, OTHER])
+    monkeypatch.undo()
+    broken.add([SAGA, OTHER])
+    assert stored_bytes(broken) == stored_bytes(whole)
+    assert [c.contexts for c in chunks_of(broken)] == [c.contexts for c in chunks_of(whole)]
+
+
+@pytest.mark.parametrize("context", ["document", "neighbours"])
+def test_repair_and_recode_encode_behind_the_same_text(make_index: MakeIndex, context: str) -> None:
+    long = Document("long", " ".join(f"{i}: {PARTS[i % 3]}" for i in range(9)))
+    index = make_index(context=context)
+    index.add([SAGA, OTHER, long])
+    good = stored_bytes(index)
+    num_chunks = index.stats().num_chunks
+    assert len(good) == num_chunks + (0 if context == "document" else num_chunks - 3)
+    assert index.verify().num_records == len(good)
+    assert index.stats().num_unreferenced_records == 0
+    assert index.gc().num_records == 0
+    for name in good:
+        (index.path / "kv" / name).unlink()
+    assert index.verify(repair=True).ok
+    assert stored_bytes(index) == good
+    for name, content in good.items():
+        (index.path / "kv" / name).write_bytes(content[:-64])
+    index.recode("lossless")
+    report = index.recode("raw")
+    assert report.num_records == len(good)
+    assert stored_bytes(index) == good
+    path = index.path
+    index.close()
+    with Index.open(path, model=index.model) as opened:
+        assert opened.verify().ok
+        assert opened.config.context == context
+        assert opened.add([SAGA, OTHER, long]).unchanged == ("saga", "other", "long")
+
+
+def test_a_run_from_the_beginning_of_a_document_is_exact(in_document: Index) -> None:
+    engine = KVEngine(in_document, policy="none")
+    prompt = prompt_of(*PARTS)
+    fused = engine.fuse(prompt)
+    found = sum(len(chunk.token_ids) for chunk in chunks_of(in_document))
+    assert (fused.report.num_exact, fused.report.num_reused) == (found, 0)
+    ids = torch.tensor([engine.prompt_ids(prompt)])
+    plain = in_document.model.hf(ids).logits[0, -1]
+    torch.testing.assert_close(fused.logits, plain, rtol=1e-4, atol=1e-4)
+    assert "behind their document's text" in fused.report.one_line()
+
+
+@pytest.mark.parametrize(
+    ("order", "num_exact_chunks"), [((1, 0, 2), 0), ((0, 2, 1), 1), ((0, 1, 1), 2), ((2,), 0)]
+)
+def test_elsewhere_it_is_not_called_exact(
+    in_document: Index, order: tuple[int, ...], num_exact_chunks: int
+) -> None:
+    chunks = chunks_of(in_document)
+    fused = KVEngine(in_document, policy="none").fuse(prompt_of(*(PARTS[i] for i in order)))
+    exact = sum(len(chunks[i].token_ids) for i in order[:num_exact_chunks])
+    behind = sum(len(chunks[i].token_ids) for i in order if i)
+    assert (fused.report.num_exact, fused.report.num_in_context) == (exact, behind)
+
+
+@pytest.mark.parametrize("between", ["\n", " ", "\n\n\n", "\n\n* "])
+def test_another_separator_is_not_called_exact(in_document: Index, between: str) -> None:
+    fused = KVEngine(in_document, policy="none").fuse(
+        f"{PARTS[0]}{between}{PARTS[1]}\n\n{QUESTION}"
+    )
+    first, second, _ = chunks_of(in_document)
+    assert fused.report.num_exact <= len(first.token_ids)
+    assert 0 < fused.report.num_in_context <= len(second.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("order", "behind"),
+    [((0, 1, 2), (1, 2)), ((1, 0, 2), (2,)), ((2, 0, 1), (1,)), ((1, 2, 0), (2,)), ((2, 1), ())],
+)
+def test_the_record_is_used_whose_context_stands_before_it(
+    with_neighbours: Index, order: tuple[int, ...], behind: tuple[int, ...]
+) -> None:
+    chunks = chunks_of(with_neighbours)
+    assert [len(chunk.contexts) for chunk in chunks] == [1, 2, 2]
+    prompt = prompt_of(OTHER.text, *(PARTS[i] for i in order))
+    fused = KVEngine(with_neighbours, policy="none").fuse(prompt)
+    assert fused.report.num_in_context == sum(len(chunks[i].token_ids) for i in behind)
+    assert not fused.report.misses
+    assert fused.report.num_chunks == 1 + len(order)
+    assert fused.report.num_exact == len(chunks_of(with_neighbours, "other")[0].token_ids)
+
+
+def test_a_second_record_may_be_exact_and_the_first_too(with_neighbours: Index) -> None:
+    chunks = chunks_of(with_neighbours)
+    engine = KVEngine(with_neighbours, policy="none")
+    lengths = [len(chunk.token_ids) for chunk in chunks]
+    assert engine.fuse(prompt_of(*PARTS)).report.num_exact == sum(lengths[:2])
+    assert engine.fuse(prompt_of(*PARTS[1:])).report.num_exact == sum(lengths[1:])
+
+
+def test_a_lost_second_record_is_a_miss(with_neighbours: Index) -> None:
+    _, second, _ = chunks_of(with_neighbours)
+    _, behind = (with_neighbours.key_of(one) for one in second.encodings())
+    assert with_neighbours.store.delete(behind)
+    fused = KVEngine(with_neighbours, policy="none").fuse(prompt_of(*PARTS[:2]))
+    assert fused.report.misses == {"KV not in the store": 1}
+    problems = with_neighbours.verify(repair=True).problems
+    assert [problem.ordinal for problem in problems] == [1]
+    again = KVEngine(with_neighbours, policy="none").fuse(prompt_of(*PARTS[:2]))
+    assert not again.report.misses
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE chunks SET contexts = x''",
+        "UPDATE chunks SET contexts = x'01'",
+        "UPDATE chunks SET contexts = x'ffffffff'",
+        "UPDATE chunks SET contexts = x'09000000'",
+        "DELETE FROM other_keys",
+        "UPDATE other_keys SET kv_key = 'zz'",
+        "UPDATE other_keys SET place = 2",
+        "INSERT INTO other_keys SELECT row, 7, kv_key FROM chunks",
+    ],
+)
+def test_damaged_rows_are_misses_and_mended(with_neighbours: Index, damage: str) -> None:
+    good = [chunk.contexts for chunk in chunks_of(with_neighbours)]
+    with with_neighbours.catalog._transaction():
+        with_neighbours.catalog._connection.execute(damage)
+    answer = KVEngine(with_neighbours, policy="none").generate(prompt_of(*PARTS), max_tokens=2)
+    assert answer.report.num_tokens
+    if "place" not in damage:  # the order is all that the place says
+        assert answer.report.misses
+        assert not with_neighbours.verify(repair=True).ok
+        with_neighbours.add([SAGA, OTHER])
+    assert with_neighbours.verify().ok
+    assert [chunk.contexts for chunk in chunks_of(with_neighbours)] == good
+
+
+def test_context_is_bounded_by_the_window(model: KVModel, make_index: MakeIndex) -> None:
+    index = make_index()
+    index.add(SAGA)
+    chunks = chunks_of(index)
+    room = max(len(chunk.token_ids) for chunk in chunks) + 5
+    bounded = add_contexts(chunks, model.tokenizer, "document", 256, room)
+    assert all(len(c.contexts[0]) + len(c.token_ids) <= room for c in bounded)
+    assert min(len(chunk.contexts[0]) for chunk in bounded[1:]) == 5
+    # Behind a part of its predecessor a chunk would never be recognised.
+    assert all(
+        chunk.contexts == ((),)
+        for chunk in add_contexts(chunks, model.tokenizer, "neighbours", 0, room)
+    )
+    full = add_contexts(chunks[:2], model.tokenizer, "document", 256, len(chunks[1].token_ids))
+    assert full[1].contexts == ((),)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"context": "later"}, "context 'later': expected one of none, document, neighbours"),
+        ({"context_tokens": 5}, "does nothing with context 'none'"),
+        ({"context": "neighbours", "context_tokens": 5}, "does nothing with context 'neighbours'"),
+        ({"context": "document", "context_tokens": 0}, "at least 1, found 0"),
+    ],
+)
+def test_settings_that_cannot_be(
+    make_index: MakeIndex, tmp_path: Path, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ParameterError, match=message):
+        make_index(**settings)
+    assert not (tmp_path / "index").exists()
+
+
+def test_a_name_that_does_not_belong_to_the_context_is_refused(in_document: Index) -> None:
+    _, second, third = chunks_of(in_document)
+    with in_document.catalog._transaction():
+        in_document.catalog._connection.execute(
+            "UPDATE chunks SET kv_key = ? WHERE chunk_id = ?",
+            (in_document.key_of(third).digest, second.chunk_id),
+        )
+    with pytest.raises(RecordError, match="names the KV"):
+        in_document.open_kv(second.chunk_id)
