@@ -21,6 +21,7 @@ from kvrag.engine.answer import Answer
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.fusion.fuser import FusedPrompt
+from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.registry import make_policy, parameters_of
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
@@ -55,7 +56,7 @@ class TTFTOptions:
     num_chunks: int = 10
     chunk_tokens: Sequence[int] = (100, 250, 500)
     question_tokens: int = 30
-    policies: Sequence[str] = ("none", "deviation")
+    policies: Sequence[str] = ("none", DEFAULT_POLICY)
     ratio: float = 0.15
     repeats: int = 3
 

@@ -9,6 +9,7 @@ import typer
 
 from kvrag.cli import console, lists
 from kvrag.cli import options as o
+from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from kvrag.bench.ttft import TTFTRow
@@ -32,7 +33,7 @@ def bench_ttft(
     ] = "100,250,500",
     policies: Annotated[
         str, typer.Option(help="Policies to time, with commas.")
-    ] = "none,deviation",
+    ] = f"none,{DEFAULT_POLICY}",
     ratio: Annotated[
         float, typer.Option(help="Share that policies which take one recompute.")
     ] = 0.15,

@@ -29,7 +29,7 @@ def bench_quality(
     ] = "generated",
     policies: Annotated[
         str, typer.Option(help="Policies to judge, with commas.")
-    ] = "none,boundary,deviation",
+    ] = "none,boundary,deviation,query,two_stage",
     ratios: Annotated[
         str, typer.Option(help="Shares of reused tokens to recompute, with commas.")
     ] = "0.05,0.15,0.3",

@@ -13,6 +13,7 @@ from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE
 from kvrag.errors import ParameterError
+from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from kvrag.cli.answering import Outcome, Settings
@@ -39,7 +40,7 @@ def chat(
     model: o.ModelOption = None,
     device: o.DeviceOption = None,
     top_k: o.TopKOption = o.DEFAULT_TOP_K,
-    policy: o.PolicyOption = o.DEFAULT_POLICY,
+    policy: o.PolicyOption = DEFAULT_POLICY,
     ratio: o.RatioOption = None,
     boundary_tokens: o.BoundaryTokensOption = None,
     max_tokens: o.MaxTokensOption = o.DEFAULT_MAX_TOKENS,

@@ -16,6 +16,7 @@ import typer
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.errors import DocumentError, ParameterError
+from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from kvrag.cli.answering import Outcome, Settings
@@ -113,7 +114,7 @@ def demo(
     settings = Settings(
         top_k=top_k,
         max_tokens=_MAX_ANSWER_TOKENS,
-        policy=o.DEFAULT_POLICY,
+        policy=DEFAULT_POLICY,
         ratio=ratio,
         use_chat_template=not no_chat,
     )

@@ -26,7 +26,7 @@ def inspect(
     question: Annotated[int, typer.Option(min=0, help="Which of its questions, from 0.")] = 0,
     policies: Annotated[
         str, typer.Option(help="Policies whose picks to show, with commas.")
-    ] = "boundary,deviation",
+    ] = "boundary,deviation,two_stage",
     ratio: Annotated[float, typer.Option(help="Share each may recompute.")] = 0.15,
     no_chat: o.NoChatOption = False,
     device: o.DeviceOption = None,

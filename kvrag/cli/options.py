@@ -78,6 +78,5 @@ NoChatOption = Annotated[
     typer.Option("--no-chat", help="A plain prompt even where the model has a chat template."),
 ]
 
-DEFAULT_POLICY = "deviation"
 DEFAULT_TOP_K = 4
 DEFAULT_MAX_TOKENS = 256

@@ -17,6 +17,7 @@ from kvrag.engine.text_stream import TextStream
 from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError, StoreError
 from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, lay_out
+from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.registry import make_policy
@@ -30,8 +31,6 @@ Message = Mapping[str, str]
 Prompt = str | Sequence[Message]
 
 MISS_CATALOG = "catalog damaged"
-
-_DEFAULT_POLICY = "deviation"
 
 
 class KVEngine:
@@ -67,7 +66,7 @@ class KVEngine:
         self,
         index: Index,
         *,
-        policy: str = _DEFAULT_POLICY,
+        policy: str = DEFAULT_POLICY,
         ratio: float | None = None,
         boundary_tokens: int | None = None,
         max_tokens: int = 256,

@@ -120,7 +120,8 @@ def _fuse(
             prompt = replace(prompt, relevance=attention.relevance)
             num_loaded = asked.stop
             clock.lap("ask")
-        selection = Selection(policy, prompt, fresh)
+        # Without anything inexact there is nothing to choose from, and no look at it was taken.
+        selection = Selection(policy if inexact else NonePolicy(), prompt, fresh)
         hidden = linked.embed(selection.rows)
         clock.lap("select")
         last_layer = model.spec.num_layers - 1

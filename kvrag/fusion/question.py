@@ -72,7 +72,7 @@ class QuestionAttention:
         for head in range(num_heads):
             keys = key[0, head].float().T * scale
             given = torch.zeros(num_keys, device=key.device)
-            for rows in asking.split(_ROWS_AT_ONCE):
+            for rows in torch.split(asking, _ROWS_AT_ONCE):
                 scores = queries[head][:, rows].float() @ keys
                 given += scores.masked_fill_(hidden[rows], float("-inf")).softmax(-1).sum((0, 1))
             weights += given * value[0, head].float().norm(dim=-1)

@@ -27,6 +27,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.engine.sampling import Sampling
 from kvrag.engine.shared import shared_index
 from kvrag.errors import IndexLockedError, KVRagError, ParameterError, StoreError
+from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.registry import make_policy
 from kvrag.ingest.index import Index
 
@@ -105,7 +106,7 @@ class EngineSettings(BaseModel):
     index: Index | str | Path = Field(default_factory=_index_from_environment)
     model: str | None = None
     device: str | None = None
-    policy: str = "deviation"
+    policy: str = DEFAULT_POLICY
     ratio: float | None = Field(default=None, ge=0.0, le=1.0)
     boundary_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=0.0, ge=0.0)

@@ -40,7 +40,7 @@ def test_deviation_is_where_reuse_can_differ(found: Inspection) -> None:
 
 def test_picks_are_reused_tokens_and_spend_the_ratio(found: Inspection) -> None:
     reused = {row for begin, end in found.spans for row in range(begin, end)}
-    assert set(found.picked) == {"boundary", "deviation"}
+    assert set(found.picked) == {"boundary", "deviation", "two_stage"}
     assert set(found.picked["deviation"]) <= reused
     assert len(found.picked["deviation"]) == -(-len(reused) // 4)
     assert {begin for begin, _ in found.spans} <= set(found.picked["boundary"])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvrag.fusion.policies import DEFAULT_POLICY
 from tests.cli.conftest import Run
 
 
@@ -49,7 +50,7 @@ def test_json_is_a_list_of_rows(run: Run, asked: list[Any]) -> None:
     assert done.code == 0, done.err
     assert set(done.json[0]) == {field.name for field in fields(FakeRow)}
     assert asked[0].chunk_tokens == (100, 250, 500)
-    assert asked[0].policies == ("none", "deviation")
+    assert asked[0].policies == ("none", DEFAULT_POLICY)
 
 
 def test_table_for_a_person(run: Run, asked: list[Any]) -> None:

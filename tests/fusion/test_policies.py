@@ -276,3 +276,15 @@ def test_any_prompt_is_fused_and_accounted_for(name: str, laid_out: tuple[Bench,
     if "ratio" in vars(make_policy(name)):
         whole = bench.fuse(prompt, make_policy(name, ratio=1.0))
         assert relative_difference(whole.logits, bench.plain_logits(prompt)) < 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "auto"])
+@pytest.mark.parametrize("texts", [(), TEXTS[:1]])
+def test_where_nothing_is_off_nothing_is_chosen(
+    name: str, texts: tuple[str, ...], bench: Bench
+) -> None:
+    """No chunk at all, and one that stands where it was encoded."""
+    prompt = "\n\n".join([*texts, "Question: who keeps it?\nAnswer:"])
+    fused = bench.fuse(prompt, make_policy(name))
+    assert fused.report.num_recomputed == fused.report.rows_asked == 0
+    assert relative_difference(fused.logits, bench.plain_logits(prompt)) < 1e-4

@@ -71,7 +71,7 @@ def test_call_parameters_reach_the_engine(llm: KVRagLLM, call: dict[str, Any]) -
 
 
 def test_another_policy_has_its_own_parameters(rag: Rag) -> None:
-    llm = KVRagLLM(index=rag.path, max_tokens=2, ratio=0.5)
+    llm = KVRagLLM(index=rag.path, max_tokens=2, policy="deviation", ratio=0.5)
     for policy in ("none", "boundary", "deviation"):
         info = llm.generate([PROMPT], policy=policy).generations[0][0].generation_info
         assert info is not None

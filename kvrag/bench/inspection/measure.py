@@ -61,7 +61,7 @@ class Inspection:
 def inspect_question(
     model: KVModel,
     question: JudgedQuestion,
-    policies: Sequence[str] = ("boundary", "deviation"),
+    policies: Sequence[str] = ("boundary", "deviation", "two_stage"),
     ratio: float = 0.15,
     use_chat_template: bool = True,
 ) -> Inspection:

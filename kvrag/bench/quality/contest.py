@@ -59,7 +59,7 @@ class QualityOptions:
 
     model: str | KVModel = "kvrag-tiny"
     data: str = GENERATED
-    policies: Sequence[str] = ("none", "boundary", "deviation")
+    policies: Sequence[str] = ("none", "boundary", "deviation", "query", "two_stage")
     ratios: Sequence[float] = (0.05, 0.15, 0.3)
     codecs: Sequence[str] = ("raw",)
     num_questions: int | None = None

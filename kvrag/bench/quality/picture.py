@@ -15,8 +15,18 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 from kvrag.bench.quality.rows import OVERALL, QualityRow
 from kvrag.errors import ParameterError
 
-_COLORS = {"none": "tab:gray", "boundary": "tab:orange", "deviation": "tab:blue"}
-_SPARE_COLORS = ("tab:green", "tab:purple", "tab:red", "tab:brown")
+_COLORS = {
+    "none": "tab:gray",
+    "random": "silver",
+    "boundary": "tab:orange",
+    "seam": "gold",
+    "deviation": "tab:blue",
+    "gradual": "tab:cyan",
+    "query": "tab:green",
+    "two_stage": "tab:red",
+    "oracle": "black",
+}
+_SPARE_COLORS = ("tab:purple", "tab:brown", "tab:pink", "tab:olive")
 _LINES = ("-", "--", ":", "-.")
 _PANELS_A_LINE = 4
 
