@@ -1,0 +1,133 @@
+"""What one training of links is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrag.errors import ParameterError
+from kvrag.fusion.links import MAX_DOCUMENTS, MODES, WAYS
+
+LOSSES = ("labels", "distill")
+
+_RATES = {"tuned": 1e-3, "frozen": 2e-3}
+
+
+@dataclass(frozen=True)
+class LinkTrainingOptions:
+    """Options of one run; the defaults suit models of a few million parameters.
+
+    The paper's (KVLink §4.1, models of 1 to 8 billion): rate 5e-6 for all weights, 6,000 steps of
+    64 rows of up to 4,096 tokens, 600 of warm-up; AdamW with betas (0.9, 0.999), no weight decay,
+    cosine, gradients clipped at 1: these last are fixed here.
+
+    Attributes
+    ----------
+    out
+        Folder of the run and of what comes out of it.
+    model
+        Folder or name of the model.
+    data
+        ``"generated"`` or a file (`load_questions`).
+    num_links
+        K.
+    max_documents
+        Documents of a prompt that have links.
+    mode
+        ``"tuned"``: the whole model learns. ``"frozen"``: it stays as it is.
+    way
+        Of mode ``frozen``: ``"embeddings"``, ``"kv"`` or ``"adapter"`` (see `LinksHeader`).
+    loss
+        ``"labels"``: cross-entropy of the answers. ``"distill"``: KL to the untouched model's full
+        prefill of the same prompt without links, along the answers.
+    rank
+        Of the adapter.
+    steps, warmup_steps
+        Optimizer steps; over the first, the rate rises.
+    rows, questions
+        Rows of documents a step, and questions about each at the most.
+    plain_share
+        Share of the rows that are plain prompts, so that a tuned model stays as good at them;
+        frozen ones cannot change.
+    learning_rate
+        Of the model's weights or the adapter's; None: 1e-3 tuned, 2e-3 frozen.
+    link_learning_rate
+        Of the links' own embeddings or keys and values.
+    seed
+        Of everything random.
+    evaluate_every, evaluate_questions, save_every
+        In steps.
+    keep_order
+        Do not shuffle a file's documents.
+    answer_prefix
+        See `FileSource`.
+    device
+        Where to train; None means the CPU.
+    """
+
+    out: Path
+    model: str = "kvrag-tiny"
+    data: str = "generated"
+    num_links: int = 5
+    max_documents: int = MAX_DOCUMENTS
+    mode: str = "tuned"
+    way: str = "embeddings"
+    loss: str = "labels"
+    rank: int = 16
+    steps: int = 400
+    warmup_steps: int = 20
+    rows: int = 10
+    questions: int = 14
+    plain_share: float = 0.3
+    learning_rate: float | None = None
+    link_learning_rate: float = 5e-3
+    seed: int = 0
+    evaluate_every: int = 100
+    evaluate_questions: int = 300
+    save_every: int = 50
+    keep_order: bool = False
+    answer_prefix: str | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        counts = [
+            *("num_links", "max_documents", "rank", "steps", "rows", "questions"),
+            *("evaluate_every", "evaluate_questions", "save_every"),
+        ]
+        checks = [
+            *((name, getattr(self, name) >= 1, "at least 1") for name in counts),
+            ("mode", self.mode in MODES, f"one of {', '.join(MODES)}"),
+            ("way", self.way in WAYS, f"one of {', '.join(WAYS)}"),
+            ("loss", self.loss in LOSSES, f"one of {', '.join(LOSSES)}"),
+            ("plain_share", 0.0 <= self.plain_share < 1.0, "0 or more, less than 1"),
+            ("learning_rate", self.rate > 0.0, "more than 0"),
+            ("link_learning_rate", self.link_learning_rate > 0.0, "more than 0"),
+            ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
+        ]
+        for name, holds, expected in checks:
+            if not holds:
+                found = getattr(self, name)
+                raise ParameterError(f"train links: {name} {found!r}: expected {expected}")
+        if self.mode == "tuned" and self.way != "embeddings":
+            raise ParameterError(
+                f"train links: way {self.way!r} is one of mode 'frozen'; 'tuned' trains the whole "
+                "model with link embeddings"
+            )
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of weights."""
+        return _RATES.get(self.mode, 1.0) if self.learning_rate is None else self.learning_rate
+
+    @property
+    def num_plain_rows(self) -> int:
+        """Rows of a step that are plain prompts."""
+        return round(self.plain_share * self.rows) if self.mode == "tuned" else 0
+
+    def identity(self) -> dict[str, object]:
+        """Return what a run must have in common with the one that it continues."""
+        names = [
+            *("model", "data", "num_links", "max_documents", "mode", "way", "loss", "rank"),
+            *("rows", "questions", "plain_share", "rate", "link_learning_rate", "seed", "steps"),
+        ]
+        return {name: getattr(self, name) for name in names}

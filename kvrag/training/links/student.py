@@ -1,0 +1,298 @@
+"""The model with links as it is at question time, so that gradients flow through it.
+
+Documents are encoded alone, at the positions of their prompt, and everything else is computed over
+their keys and values in one forward (KVLink §3.2-3.3): what the fuser does with stored KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvrag.fusion.links import Links, LinksHeader
+from kvrag.models.adapter import RowAdapter, linear_layers
+from kvrag.models.caches import CaptureCache
+from kvrag.models.families import project_logits, sliding_windows
+from kvrag.models.kv_model import KVModel
+from kvrag.positions.rotary import RotaryTable
+from kvrag.training.batches import IGNORED
+from kvrag.training.links.batch import NOBODY, LinkBatch
+
+
+class LinkParameters(nn.Module):
+    """What is trained beside the model, or instead of it.
+
+    Parameters
+    ----------
+    model
+        The model; its own embeddings say how large new ones are.
+    header
+        What to make.
+    rank
+        Of the adapter in way ``adapter``.
+    seed
+        Of the random beginning.
+    """
+
+    def __init__(self, model: KVModel, header: LinksHeader, rank: int, seed: int) -> None:
+        super().__init__()
+        self.header = header
+        self.embeddings: nn.Parameter | None = None
+        self.keys: nn.Parameter | None = None
+        self.values: nn.Parameter | None = None
+        self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
+        random = torch.Generator().manual_seed(seed)
+        spec = model.spec
+        if header.way == "kv":
+            shape = (spec.num_layers, header.num_rows, spec.num_kv_heads, spec.head_dim)
+            self.keys = nn.Parameter(0.1 * torch.randn(shape, generator=random))
+            self.values = nn.Parameter(0.1 * torch.randn(shape, generator=random))
+            return
+        embedding: Any = model.hf.get_input_embeddings()
+        with torch.no_grad():
+            # Through the module: some families scale what they look up.
+            some = torch.randint(embedding.num_embeddings, (256,), generator=random)
+            known = embedding(some.to(model.device)).float().cpu()
+        drawn = torch.randn(header.num_rows, known.shape[1], generator=random)
+        self.embeddings = nn.Parameter(known.mean(dim=0) + known.std(dim=0) * drawn)
+        if header.way == "adapter":
+            for name, layer in linear_layers(model.hf).items():
+                drawn = torch.randn(rank, layer.in_features, generator=random)
+                key = _key(name)
+                self.down[key] = nn.Parameter(drawn / layer.in_features**0.5)
+                self.up[key] = nn.Parameter(torch.zeros(layer.out_features, rank))
+        self._names = {_key(name): name for name in linear_layers(model.hf)}
+
+    def adapter(self) -> RowAdapter | None:
+        """Return the adapter as it is now; gradients flow into it."""
+        if not self.down:
+            return None
+        return RowAdapter(
+            {self._names[key]: weight for key, weight in self.down.items()},
+            {self._names[key]: weight for key, weight in self.up.items()},
+            self.header.scale,
+        )
+
+    def links(self, header: LinksHeader) -> Links:
+        """Return a copy to be saved, under a header that may name another model."""
+
+        def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.detach().clone()
+
+        adapter = self.adapter()
+        if adapter is not None:
+            adapter = RowAdapter(
+                {name: weight.detach().clone() for name, weight in adapter.down.items()},
+                {name: weight.detach().clone() for name, weight in adapter.up.items()},
+                adapter.scale,
+            )
+        return Links(
+            header, copied(self.embeddings), copied(self.keys), copied(self.values), adapter
+        )
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "/")  # torch allows no dots in names of parameters
+
+
+class Student:
+    """Runs batches through a model with links.
+
+    Parameters
+    ----------
+    model
+        The model.
+    parameters
+        Its links.
+    trains_model
+        Whether gradients go to the model's own weights, documents included (mode ``tuned``).
+    """
+
+    def __init__(self, model: KVModel, parameters: LinkParameters, trains_model: bool) -> None:
+        self._model = model
+        self._base: Any = model.hf.base_model
+        self._parameters = parameters
+        self._trains_model = trains_model
+        self._windows = sliding_windows(model.hf)
+
+    def logits(self, batch: LinkBatch) -> torch.Tensor:
+        """Return logits ``[answer tokens, vocabulary]``, in the order of the batch's targets."""
+        is_linked = batch.stored.shape[1] > 0
+        model = self._model
+        batch = _to(batch, model.device)
+        stored: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if is_linked:
+            with nullcontext() if self._trains_model else torch.no_grad():
+                stored = self._encoded(batch)
+            if self._parameters.keys is not None:
+                batch, stored = self._with_link_kv(batch, stored)
+        embeds = self._base.get_input_embeddings()(batch.input_ids)
+        table = self._parameters.embeddings
+        if is_linked and table is not None:
+            rows = batch.link_rows
+            embeds = torch.where(
+                (rows >= 0)[..., None], table[rows.clamp(min=0)].to(embeds.dtype), embeds
+            )
+        adapter = self._parameters.adapter() if is_linked else None
+        with nullcontext() if adapter is None else adapter.acting(model.hf):
+            hidden = self._base(
+                inputs_embeds=embeds,
+                position_ids=batch.positions,
+                attention_mask=self._masks(batch),
+                past_key_values=_BehindCache(stored) if is_linked else None,
+                use_cache=is_linked,
+            ).last_hidden_state
+        return project_logits(model.hf, hidden[batch.targets != IGNORED])
+
+    def _encoded(self, batch: LinkBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each layer's placed K/V ``[B, H, D, channels]`` of the documents."""
+        cache = CaptureCache(self._model.spec.num_layers)
+        self._base(
+            input_ids=batch.chunk_ids,
+            position_ids=batch.chunk_positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        layers: list[Any] = cache.layers
+        return [
+            (_gathered(x.keys, batch.stored), _gathered(x.values, batch.stored)) for x in layers
+        ]
+
+    def _with_link_kv(
+        self, batch: LinkBatch, stored: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[LinkBatch, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Move link rows from those computed to those that have K/V, their own."""
+        keys, values = self._parameters.keys, self._parameters.values
+        assert keys is not None
+        assert values is not None
+        is_link = batch.link_rows >= 0
+        count = int(is_link.sum(dim=1).max())
+        order = torch.argsort((~is_link).to(torch.int8), dim=1, stable=True)[:, :count]
+        rows = batch.link_rows.gather(1, order)
+        positions = batch.positions.gather(1, order)
+        tables = self._model.tables(int(positions.max()) + 1)
+        joined = []
+        for layer_index, (stored_keys, stored_values) in enumerate(stored):
+            key = keys[layer_index][rows.clamp(min=0)].transpose(1, 2).to(stored_keys.dtype)
+            value = values[layer_index][rows.clamp(min=0)].transpose(1, 2).to(stored_keys.dtype)
+            placed = _placed(key, tables[layer_index], positions)
+            joined.append(
+                (torch.cat([stored_keys, placed], 2), torch.cat([stored_values, value], 2))
+            )
+        link_segments = torch.where(rows >= 0, 0, NOBODY)
+        batch = replace(
+            batch,
+            stored_positions=torch.cat([batch.stored_positions, positions], 1),
+            stored_segments=torch.cat([batch.stored_segments, link_segments], 1),
+            # The rows stay where they are, seen by nobody and without a target.
+            segments=torch.where(is_link, torch.full_like(batch.segments, -1), batch.segments),
+        )
+        return batch, joined
+
+    def _masks(self, batch: LinkBatch) -> Any:
+        """Return what the model takes as its mask: one for all layers, or one a type of layer."""
+        queries = batch.positions[:, :, None]
+        keys = torch.cat([batch.stored_positions, batch.positions], 1)[:, None]
+        key_segments = torch.cat([batch.stored_segments, batch.segments], 1)[:, None]
+        query_segments = batch.segments[:, :, None]
+        causal = keys <= queries
+        allowed = causal & ((key_segments == 0) | (key_segments == query_segments))
+        windows = set(self._windows)
+        found = {
+            window: self._as_model_wants(
+                allowed if window is None else allowed & (keys > queries - window)
+            )
+            for window in windows
+        }
+        if len(found) == 1:
+            return found[self._windows[0]]
+        sliding = next(window for window in windows if window is not None)
+        return {"full_attention": found[None], "sliding_attention": found[sliding]}
+
+    def _as_model_wants(self, allowed: torch.Tensor) -> torch.Tensor:
+        if self._model.hf.config._attn_implementation != "eager":
+            return allowed[:, None]
+        dtype = self._model.spec.dtype
+        additive = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+        return additive.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
+
+
+@contextmanager
+def training_mode(model: KVModel, trains_model: bool) -> Iterator[None]:
+    """Let gradients into the model's weights, or keep them out, and restore what was."""
+    before = [parameter.requires_grad for parameter in model.hf.parameters()]
+    model.hf.requires_grad_(trains_model)
+    try:
+        yield
+    finally:
+        for parameter, required in zip(model.hf.parameters(), before, strict=True):
+            parameter.requires_grad_(required)
+
+
+class _BehindLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Shows stored K/V before those of the rows computed; keeps nothing."""
+
+    is_sliding = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stored = keys, values
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._stored
+        return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._stored[0].shape[2] + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._stored[0].shape[2]
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _BehindCache(Cache):
+    def __init__(self, stored: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__(layers=[_BehindLayer(keys, values) for keys, values in stored])
+
+
+def _gathered(kv: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return ``[B, H, D, channels]``: of ``[C, H, W, channels]`` the rows ``[B, D]`` of C * W."""
+    num_heads, channels = kv.shape[1], kv.shape[3]
+    flat = kv.transpose(1, 2).reshape(-1, num_heads, channels)
+    return flat[rows].transpose(1, 2)
+
+
+def _placed(keys: torch.Tensor, table: RotaryTable, positions: torch.Tensor) -> torch.Tensor:
+    """Return keys ``[B, H, n, D]`` at positions ``[B, n]``: `RotaryTable.place`, with gradients."""
+    cos, sin = (part[positions][:, None].to(keys.dtype) for part in (table.cos, table.sin))
+    num_rotated = cos.shape[-1]
+    turned, rest = keys[..., :num_rotated], keys[..., num_rotated:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([turned, rest], dim=-1)
+
+
+def _to(batch: LinkBatch, device: torch.device) -> LinkBatch:
+    moved: dict[str, Any] = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in vars(batch).items()
+    }
+    return LinkBatch(**moved)

@@ -1,0 +1,311 @@
+"""One run: links, and with them a model or not, from first step to last."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+
+from kvrag.errors import ParameterError
+from kvrag.fusion.links import FILE_NAME, LinksHeader
+from kvrag.models.kv_model import KVModel
+from kvrag.models.loading import load_tokenizer, load_weights
+from kvrag.training.batches import IGNORED
+from kvrag.training.links.batch import LinkBatch, Packer
+from kvrag.training.links.data import LinkItem, Source, open_source
+from kvrag.training.links.options import LinkTrainingOptions
+from kvrag.training.links.student import LinkParameters, Student, training_mode
+from kvrag.training.model import questions_right
+
+CHECKPOINT = "checkpoint.safetensors"
+LOG = "log.jsonl"
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class LinkTrainer:
+    """Trains links of one model.
+
+    Parameters
+    ----------
+    options
+        What to train; a folder that holds a checkpoint of the same run is continued.
+    model, source
+        To use instead of what `options` name. A model given is trained itself in mode ``tuned``.
+
+    Raises
+    ------
+    ParameterError
+        For data that cannot be read, or a folder that holds another run.
+    ModelLoadError, UnsupportedModelError
+    """
+
+    def __init__(
+        self,
+        options: LinkTrainingOptions,
+        model: KVModel | None = None,
+        source: Source | None = None,
+    ) -> None:
+        self.options = options
+        self.step = 0
+        is_tuned = options.mode == "tuned"
+        self.model = model or _load(options)
+        self.source = source or open_source(
+            options.data,
+            self.model.tokenizer,
+            keep_order=options.keep_order,
+            answer_prefix=options.answer_prefix,
+        )
+        if self.model.tokenizer.eos_token_id is None:
+            raise ParameterError(f"{self.model.name}: its tokenizer names no end token")
+        scale = 1.0 if options.way == "adapter" else 0.0
+        self.header = LinksHeader(
+            mode=options.mode,
+            way=options.way,
+            num_links=options.num_links,
+            max_documents=options.max_documents,
+            model_fingerprint="" if is_tuned else self.model.fingerprint,
+            scale=scale,
+        )
+        self.parameters = LinkParameters(self.model, self.header, options.rank, options.seed)
+        self.parameters.to(self.model.device)
+        self.packer = Packer(self.model, self.header)
+        self.student = Student(self.model, self.parameters, is_tuned)
+        self.teacher: Student | None = None
+        if options.loss == "distill":
+            teacher = self.model
+            if is_tuned:
+                teacher = KVModel(copy.deepcopy(self.model.hf), self.model.tokenizer)
+            self.teacher = Student(teacher, self.parameters, False)
+        weights = dict(self.parameters.named_parameters())
+        own = {"embeddings", "keys", "values"}
+        self._trained = {f"links/{name}": weight for name, weight in weights.items()}
+        if is_tuned:
+            named = self.model.hf.named_parameters()
+            self._trained |= {f"model/{name}": weight for name, weight in named}
+        groups = [
+            {"params": [weights[name] for name in weights if name in own], "rate": 0.0},
+            {
+                "params": [
+                    weight
+                    for name, weight in self._trained.items()
+                    if name.removeprefix("links/") not in own
+                ],
+                "rate": 0.0,
+            },
+        ]
+        groups[0]["rate"], groups[1]["rate"] = options.link_learning_rate, options.rate
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=options.rate,
+            betas=(0.9, 0.999),
+            weight_decay=0.0,
+        )
+        self.checkpoint = options.out / CHECKPOINT
+        options.out.mkdir(parents=True, exist_ok=True)
+        if self.checkpoint.exists():
+            self._load_checkpoint()
+
+    def run(self, on_progress: Callable[[str], None] = lambda _: None) -> None:
+        """Train until the last step, and write what was trained into the folder.
+
+        Parameters
+        ----------
+        on_progress
+            Receives a line after each step.
+        """
+        options = self.options
+        with training_mode(self.model, options.mode == "tuned"):
+            while self.step < options.steps:
+                started = time.perf_counter()
+                record = self.advance()
+                record["seconds"] = round(time.perf_counter() - started, 3)
+                is_last = self.step == options.steps
+                if is_last or self.step % options.evaluate_every == 0:
+                    record.update(self.evaluate())
+                self._log(record)
+                on_progress(_line(record, options.steps))
+                if is_last or self.step % options.save_every == 0:
+                    self._save_checkpoint()
+        self.export()
+
+    def advance(self) -> dict[str, float]:
+        """Take one optimizer step and return its record. Call inside `training_mode`."""
+        options = self.options
+        rng = Random(f"links {options.seed} {self.step}")
+        items = self.source.draw(rng, options.rows, options.questions)
+        num_plain = options.num_plain_rows
+        factor = _factor(self.step, options.steps, options.warmup_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["rate"] * factor
+        record: dict[str, float] = {"step": self.step, "rate": options.rate * factor}
+        parts = (("linked", items[num_plain:], True), ("plain", items[:num_plain], False))
+        num_tokens = 0
+        losses = []
+        for name, part, linked in parts:
+            if not part:
+                continue
+            batch = self.packer.pack(part, linked=linked)
+            logits = self.student.logits(batch)
+            loss = self._loss(logits, batch, part)
+            losses.append(loss)
+            num_tokens += len(logits)
+            record[f"loss/{name}"] = round(float(loss.detach()) / len(logits), 5)
+            record[f"accuracy/{name}"] = round(float(_right(logits, batch).float().mean()), 4)
+        (torch.stack(losses).sum() / num_tokens).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(list(self._trained.values()), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return record
+
+    def _loss(
+        self, logits: torch.Tensor, batch: LinkBatch, items: Sequence[LinkItem]
+    ) -> torch.Tensor:
+        """Return the loss, summed over answer tokens."""
+        targets = batch.targets[batch.targets != IGNORED].to(logits.device)
+        if self.teacher is None:
+            return functional.cross_entropy(logits.float(), targets, reduction="sum")
+        with torch.no_grad():
+            taught = self.teacher.logits(self.packer.pack(items, linked=False))
+        return functional.kl_div(
+            logits.float().log_softmax(-1),
+            taught.float().log_softmax(-1),
+            reduction="sum",
+            log_target=True,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, rows_per_batch: int = 16) -> dict[str, float]:
+        """Return exact match on questions held out, by type: linked, and of plain prompts.
+
+        Each answer token is predicted behind the right ones, which is exact match of greedy
+        decoding.
+        """
+        items = self.source.held_out(self.options.evaluate_questions)
+        found: dict[str, float] = {}
+        for name, linked in (("linked", True), ("plain", False)):
+            right: dict[str, list[bool]] = {}
+            for start in range(0, len(items), rows_per_batch):
+                batch = self.packer.pack(items[start : start + rows_per_batch], linked=linked)
+                results = _right(self.student.logits(batch), batch).tolist()
+                for kind, result in zip(batch.types, results, strict=True):
+                    for label in {kind, "overall"} - {""}:
+                        right.setdefault(label, []).append(result)
+            for label, results in sorted(right.items()):
+                found[f"{name}/{label}"] = round(sum(results) / len(results), 4)
+        return found
+
+    def export(self) -> Path:
+        """Write the links, and of mode ``tuned`` the model's folder; return the file of links."""
+        out, header = self.options.out, self.header
+        if self.options.mode == "tuned":
+            self.model.hf.save_pretrained(str(out))
+            self.model.tokenizer.save_pretrained(str(out))
+            # As it will be loaded: what saving changes is part of the fingerprint.
+            written = KVModel(load_weights(out, None, None), load_tokenizer(out))
+            header = LinksHeader(**{**vars(header), "model_fingerprint": written.fingerprint})
+        path = out / FILE_NAME
+        self.parameters.links(header).save(path)
+        return path
+
+    def _log(self, record: dict[str, float]) -> None:
+        with (self.options.out / LOG).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _save_checkpoint(self) -> None:
+        tensors = {}
+        for name, weight in self._trained.items():
+            tensors[f"weight/{name}"] = weight.detach().contiguous()
+            for moment in _MOMENTS:
+                if moment in self.optimizer.state.get(weight, {}):
+                    tensors[f"{moment}/{name}"] = self.optimizer.state[weight][moment].contiguous()
+        metadata = {"step": str(self.step), "run": json.dumps(self.options.identity())}
+        partial = self.checkpoint.with_suffix(".partial")
+        save_file(_without_shared(tensors), str(partial), metadata=metadata)
+        partial.replace(self.checkpoint)
+
+    def _load_checkpoint(self) -> None:
+        with safe_open(str(self.checkpoint), framework="pt") as file:
+            metadata = file.metadata() or {}
+            run = json.loads(metadata.get("run", "{}"))
+            for name, value in self.options.identity().items():
+                if run.get(name) != value:
+                    raise ParameterError(
+                        f"{self.checkpoint} is of another run: {name} {run.get(name)!r}, asked for "
+                        f"{value!r}; name another --out, or delete the folder"
+                    )
+            self.step = int(metadata["step"])
+            names = set(file.keys())
+            for name, weight in self._trained.items():
+                if f"weight/{name}" not in names:
+                    raise ParameterError(f"{self.checkpoint} lacks {name}; delete it to begin anew")
+                with torch.no_grad():
+                    weight.copy_(file.get_tensor(f"weight/{name}"))
+                if f"exp_avg/{name}" in names:
+                    moments = {
+                        moment: file.get_tensor(f"{moment}/{name}").to(weight.device)
+                        for moment in _MOMENTS
+                    }
+                    self.optimizer.state[weight] = {
+                        "step": torch.tensor(float(self.step)),
+                        **moments,
+                    }
+
+
+def _load(options: LinkTrainingOptions) -> KVModel:
+    """Load a model of its own: weights that change must not be anyone else's."""
+    dtype = torch.float32 if options.mode == "tuned" else None
+    weights = load_weights(options.model, dtype, options.device)
+    return KVModel(weights, load_tokenizer(options.model), name=options.model)
+
+
+def _factor(step: int, steps: int, warmup_steps: int) -> float:
+    """Return the share of the peak rate: a linear rise, then half a cosine."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _right(logits: torch.Tensor, batch: LinkBatch) -> torch.Tensor:
+    wanted = batch.targets != IGNORED
+    return questions_right(logits.cpu(), batch.targets[wanted], batch.question_ids[wanted])
+
+
+def _line(record: dict[str, float], steps: int) -> str:
+    line = f"step {record['step'] + 1:,.0f} of {steps:,}, loss {record['loss/linked']:.3f}"
+    if "linked/overall" in record:
+        line += f", exact match {record['linked/overall']:.1%} with links"
+        line += f", {record['plain/overall']:.1%} of plain prompts"
+    return line
+
+
+def _without_shared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of what lies in memory of another: safetensors writes no shared memory."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return found
+
+
+def train_links(
+    options: LinkTrainingOptions, on_progress: Callable[[str], None] = lambda _: None
+) -> LinkTrainer:
+    """Train as `options` say and return the trainer, its folder written."""
+    trainer = LinkTrainer(options)
+    trainer.run(on_progress)
+    return trainer

@@ -1,0 +1,267 @@
+"""Training of links: its forward is that of question time, and a run does what it says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from kvrag.bench.quality.questions import JudgedQuestion, RenderedPrompt
+from kvrag.errors import ParameterError
+from kvrag.fusion.fuser import fuse
+from kvrag.fusion.links import FILE_NAME, Links, find_links, insert_links
+from kvrag.fusion.policies.none import NonePolicy
+from kvrag.kvcache import FusedKV
+from kvrag.models.caches import FusedCache
+from kvrag.models.kv_model import KVModel
+from kvrag.training.batches import IGNORED
+from kvrag.training.links.batch import Packer
+from kvrag.training.links.data import FileSource, GeneratedSource, LinkItem
+from kvrag.training.links.options import LinkTrainingOptions
+from kvrag.training.links.student import LinkParameters, Student, training_mode
+from kvrag.training.links.trainer import LinkTrainer
+from tests.support.bench_top import TEXTS, Bench, relative_difference
+from tests.support.models import make_model, make_tokenizer
+
+FAMILIES = ("llama", "mistral-sliding", "qwen3", "phi3", "gemma2", "gemma3", "gpt-neox")
+QUESTIONS = ("who keeps it?", "when was the flood?")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def item(order: tuple[int, ...] = (2, 0, 3)) -> LinkItem:
+    texts = tuple(TEXTS[i] for i in order)
+    prompts = tuple(
+        RenderedPrompt("Context:\n" + "\n\n".join([*texts, f"Question: {q}\nAnswer:"]), True)
+        for q in QUESTIONS
+    )
+    return LinkItem(texts, prompts, (" Ines", " the keeper of Varn"), ("near", "far"))
+
+
+def options(out: Path, **changed: Any) -> LinkTrainingOptions:
+    fields: dict[str, Any] = {
+        **{"num_links": 2, "max_documents": 5, "steps": 4, "rows": 3, "questions": 2, "rank": 4},
+        **{"evaluate_every": 2, "evaluate_questions": 4, "save_every": 2, "warmup_steps": 1},
+    }
+    return LinkTrainingOptions(out, **{**fields, **changed})
+
+
+def questions(count: int = 12) -> list[JudgedQuestion]:
+    return [
+        JudgedQuestion(
+            f"{i}", ("near", "far")[i % 2], f"who keeps {i}?", ("Ines",), TEXTS[: 2 + i % 2]
+        )
+        for i in range(count)
+    ]
+
+
+def make_trainer(out: Path, **changed: Any) -> LinkTrainer:
+    model = KVModel(make_model(num_hidden_layers=2), make_tokenizer())
+    return LinkTrainer(options(out, **changed), model, FileSource(questions(), model.tokenizer))
+
+
+def fused_answer_logits(bench: Bench, links: Links, item: LinkItem, number: int) -> torch.Tensor:
+    """Return what the fuser and generation behind it predict along the answer."""
+    model = bench.model
+    tokenizer = model.tokenizer
+    layout = insert_links(bench.lay_out(item.prompts[number].text), links.header)
+    num_prompt = len(layout.token_ids)
+    buffer = FusedKV(model.spec, num_prompt, num_prompt + 32)
+    on_model = links.on(model)
+    fused = fuse(model, layout, bench.open_kv, NonePolicy(), buffer, on_model)
+    answer = tokenizer(item.answers[number], add_special_tokens=False)["input_ids"]
+    with torch.no_grad(), on_model.answering(model):
+        behind = model.hf(
+            input_ids=torch.tensor([answer]),
+            past_key_values=FusedCache(buffer, num_prompt),
+            use_cache=True,
+        ).logits[0]
+    return torch.cat([fused.logits[None], behind])
+
+
+@pytest.mark.parametrize("way", ["embeddings", "kv", "adapter"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_computes_what_question_time_computes(family: str, way: str) -> None:
+    bench = Bench(KVModel(make_model(family), make_tokenizer()))
+    trainer_options = options(Path(), mode="frozen", way=way, num_links=3)
+    header = header_of(trainer_options, bench.model)
+    parameters = LinkParameters(bench.model, header, 4, 0)
+    with torch.no_grad():
+        for up in parameters.up.values():
+            up.normal_(0.0, 0.3)
+    student = Student(bench.model, parameters, False)
+    # Two items of unlike lengths, so that both kinds of padding are there.
+    items = [item((1,)), item()]
+    batch = Packer(bench.model, header).pack(items, linked=True)
+    with torch.no_grad():
+        logits = student.logits(batch)
+    ids = batch.question_ids[batch.targets != IGNORED]
+    links = parameters.links(header)
+    for place in range(4):
+        expected = fused_answer_logits(bench, links, items[place // 2], place % 2)
+        assert relative_difference(logits[ids == place], expected) < 1e-4
+
+
+def header_of(chosen: LinkTrainingOptions, model: KVModel) -> Any:
+    from kvrag.fusion.links import LinksHeader
+
+    return LinksHeader(
+        chosen.mode, chosen.way, chosen.num_links, chosen.max_documents, model.fingerprint, 1.0
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_plain_rows_are_plain_prefill(family: str) -> None:
+    model = KVModel(make_model(family), make_tokenizer())
+    header = header_of(options(Path()), model)
+    student = Student(model, LinkParameters(model, header, 4, 0), True)
+    asked = item()
+    batch = Packer(model, header).pack([asked], linked=False)
+    assert batch.stored.shape[1] == 0
+    assert int(batch.link_rows.max()) == -1
+    with torch.no_grad():
+        logits = student.logits(batch)
+        ids = batch.question_ids[batch.targets != IGNORED]
+        for number, prompt in enumerate(asked.prompts):
+            answer = model.tokenizer(asked.answers[number], add_special_tokens=False)["input_ids"]
+            tokens = torch.tensor([[*prompt.token_ids(model.tokenizer), *answer]])
+            expected = model.hf(tokens).logits[0, -len(answer) - 1 :]
+            assert relative_difference(logits[ids == number], expected) < 1e-4
+
+
+@pytest.mark.parametrize("way", ["embeddings", "kv", "adapter"])
+def test_frozen_training_leaves_the_model_alone(tmp_path: Path, way: str) -> None:
+    trainer = make_trainer(tmp_path, mode="frozen", way=way, loss="distill")
+    before = {name: weight.clone() for name, weight in trainer.model.hf.state_dict().items()}
+    started = {name: w.detach().clone() for name, w in trainer.parameters.named_parameters()}
+    plain = trainer.evaluate()
+    trainer.run()
+    for name, weight in trainer.model.hf.state_dict().items():
+        assert torch.equal(weight, before[name])
+    assert all(not torch.equal(w, started[n]) for n, w in trainer.parameters.named_parameters())
+    after = trainer.evaluate()
+    assert {k: v for k, v in after.items() if k.startswith("plain")} == {
+        k: v for k, v in plain.items() if k.startswith("plain")
+    }
+    links = find_links(tmp_path)
+    assert links is not None
+    links.check(trainer.model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint.safetensors",
+        FILE_NAME,
+        "log.jsonl",
+    ]
+
+
+def test_tuned_training_writes_a_model_with_its_links(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    before = trainer.model.hf.state_dict()["model.embed_tokens.weight"].clone()
+    trainer.run()
+    written = KVModel.load(tmp_path)
+    links = find_links(tmp_path)
+    assert links is not None
+    assert links.header.mode == "tuned"
+    links.check(written)
+    assert not torch.equal(written.hf.state_dict()["model.embed_tokens.weight"], before)
+    assert written.tokenizer_fingerprint == trainer.model.tokenizer_fingerprint
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    assert {"linked/overall", "plain/overall", "linked/far"} <= records[-1].keys()
+    assert "loss/plain" in records[0]
+
+
+@pytest.mark.parametrize("changed", [{}, {"mode": "frozen", "way": "adapter"}])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    whole = make_trainer(tmp_path / "whole", **changed)
+    whole.run()
+    first = make_trainer(tmp_path / "parts", **changed)
+    with training_mode(first.model, first.options.mode == "tuned"):
+        first.advance()
+        first.advance()
+    first._save_checkpoint()
+    second = make_trainer(tmp_path / "parts", **changed)
+    assert second.step == 2
+    second.run()
+    for name, weight in whole.parameters.named_parameters():
+        assert torch.equal(weight, dict(second.parameters.named_parameters())[name])
+    for name, weight in whole.model.hf.named_parameters():
+        assert torch.equal(weight, second.model.hf.get_parameter(name))
+
+
+def test_another_run_is_not_continued(tmp_path: Path) -> None:
+    make_trainer(tmp_path)._save_checkpoint()
+    with pytest.raises(ParameterError, match="of another run: num_links 2, asked for 1"):
+        make_trainer(tmp_path, num_links=1)
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    """A handful of steps make the answers of four questions likelier."""
+    trainer = make_trainer(tmp_path, steps=12, learning_rate=5e-3)
+    with training_mode(trainer.model, True):
+        losses = [trainer.advance()["loss/linked"] for _ in range(12)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+# -- data -------------------------------------------------------------------------------------
+
+
+def test_documents_of_a_file_are_shuffled_unless_their_order_matters() -> None:
+    tokenizer = make_tokenizer()
+    asked = [replace(q, texts=TEXTS) for q in questions()]
+    orders = {i.texts for i in FileSource(asked, tokenizer).draw(Random(0), 8, 3)}
+    assert len(orders) > 1
+    assert all(sorted(order) == sorted(TEXTS) for order in orders)
+    kept = FileSource(asked, tokenizer, keep_order=True).draw(Random(0), 8, 3)
+    assert {i.texts for i in kept} == {TEXTS}
+    assert all(len(i.prompts) == 3 for i in kept)
+
+
+def test_what_is_held_out_is_never_drawn() -> None:
+    source = FileSource(questions(40), make_tokenizer())
+    held_out = {p.text for i in source.held_out(99) for p in i.prompts}
+    assert len(held_out) == 4
+    names = {text.split("keeps ")[1].split("?")[0] for text in held_out}
+    drawn = {p.text for i in source.draw(Random(1), 200, 5) for p in i.prompts}
+    assert not any(f"keeps {name}?" in text for name in names for text in drawn)
+
+
+def test_generated_items_are_found_again(tmp_path: Path) -> None:
+    """Every document of the generator is laid out as a chunk, in every prompt format."""
+    model = KVModel.load("kvrag-tiny")
+    packer = Packer(model, header_of(options(tmp_path, num_links=1, max_documents=6), model))
+    source = GeneratedSource()
+    for seed in range(4):
+        items = source.draw(Random(seed), 2, 3)
+        batch = packer.pack(items, linked=True)
+        assert (batch.link_rows >= 0).sum() == sum(len(i.texts) + 2 for i in items)
+        assert set(batch.types) <= {kind for i in items for kind in i.types}
+    assert {kind for i in source.held_out(40) for kind in i.types} >= {"carried_over", "inside"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"mode": "thawed"}, "mode 'thawed': expected one of tuned, frozen"),
+        ({"way": "kv"}, "one of mode 'frozen'"),
+        ({"loss": "none"}, "loss 'none'"),
+        ({"plain_share": 1.0}, "plain_share 1.0"),
+        ({"steps": 0}, "steps 0: expected at least 1"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+    ],
+)
+def test_options_out_of_range_are_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        options(Path(), **changed)
