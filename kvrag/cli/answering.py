@@ -29,6 +29,7 @@ class Settings:
     policy: str
     ratio: float | None = None
     boundary_tokens: int | None = None
+    links: str | None = None
     temperature: float = 0.0
     seed: int | None = None
     use_chat_template: bool = True
@@ -84,6 +85,8 @@ def make_engine(index: Index, settings: Settings) -> KVEngine:
     ------
     ParameterError
         For a value out of range, an unknown policy, or a parameter the policy does not have.
+    LinksError
+        For a file of links that cannot be read.
     """
     from kvrag.engine.engine import KVEngine
     from kvrag.engine.sampling import Sampling
@@ -94,6 +97,7 @@ def make_engine(index: Index, settings: Settings) -> KVEngine:
         policy=settings.policy,
         ratio=settings.ratio,
         boundary_tokens=settings.boundary_tokens,
+        links=settings.links,
         max_tokens=settings.max_tokens,
     )
 

@@ -66,6 +66,16 @@ BoundaryTokensOption = Annotated[
         show_default=False,
     ),
 ]
+LinksOption = Annotated[
+    str | None,
+    typer.Option(
+        "--links",
+        metavar="FILE|off",
+        help="Link tokens to put behind reused chunks ('kvrag train links'), or 'off'. Default: "
+        "links.safetensors of the model's folder, where it has one.",
+        show_default=False,
+    ),
+]
 MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
 TemperatureOption = Annotated[
     float, typer.Option(help="0 takes the likeliest token; above, tokens are drawn.")

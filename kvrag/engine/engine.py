@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 
 import torch
 
@@ -17,6 +20,7 @@ from kvrag.engine.text_stream import TextStream
 from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError, StoreError
 from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, lay_out
+from kvrag.fusion.links import Links, find_links, insert_links
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.fusion.policies.base import RecomputePolicy
@@ -31,6 +35,7 @@ Message = Mapping[str, str]
 Prompt = str | Sequence[Message]
 
 MISS_CATALOG = "catalog damaged"
+LINKS_OFF = "off"
 
 
 class KVEngine:
@@ -53,8 +58,17 @@ class KVEngine:
         ``"auto"``; None is the policy's default.
     boundary_tokens
         Tokens a chunk that ``"boundary"`` and ``"seam"`` compute again; None is their default.
+    links
+        Link tokens put behind reused chunks (KVLink): a file that ``kvrag train links`` wrote, or
+        ``"off"``; None takes ``links.safetensors`` from the model's folder, where it lies there.
     max_tokens
         Tokens of an answer at the most, unless a call says otherwise.
+
+    Raises
+    ------
+    LinksError
+        For a file of links that is absent or damaged; at the first prompt, for links of another
+        model.
 
     Notes
     -----
@@ -69,9 +83,13 @@ class KVEngine:
         policy: str = DEFAULT_POLICY,
         ratio: float | None = None,
         boundary_tokens: int | None = None,
+        links: Links | str | Path | None = None,
         max_tokens: int = 256,
     ) -> None:
         self.index = index
+        if isinstance(links, str | Path) and links != LINKS_OFF:
+            links = Links.load(links)
+        self._given_links = links
         self._policy = policy
         self._ratio = ratio
         self._boundary_tokens = boundary_tokens
@@ -181,7 +199,8 @@ class KVEngine:
         chosen = self._resolve_policy(policy, ratio, boundary_tokens)
         laid_out = self._lay_out(prompt, hints, reuse=True)
         room = self._room(max_tokens)
-        return self._fuse(laid_out.layout, chosen, room, time.perf_counter() - started)
+        layout = self._linked(laid_out.layout)
+        return self._fuse(layout, chosen, room, time.perf_counter() - started)
 
     def _fuse(
         self, layout: Layout, policy: RecomputePolicy, max_tokens: int, layout_seconds: float
@@ -195,9 +214,28 @@ class KVEngine:
             )
         capacity = min(num_tokens + max_tokens, model.max_positions)
         buffer = self._buffers.take(model.spec, num_tokens, capacity, model.device)
-        fused = fuse(model, layout, self.index.open_kv, policy, buffer)
+        fused = fuse(model, layout, self.index.open_kv, policy, buffer, self._links)
         seconds = {"layout": layout_seconds, **fused.report.seconds}
         return replace(fused, report=replace(fused.report, seconds=seconds))
+
+    @cached_property
+    def _links(self) -> Links | None:
+        """The links for the index's model, there where it is."""
+        given = self._given_links
+        if given is None:
+            # A hub's name is no folder, whatever lies where the program was started.
+            folder = Path(getattr(self.index.model.hf, "name_or_path", ""))
+            given = find_links(folder) if folder.is_absolute() else None
+        return given.on(self.index.model) if isinstance(given, Links) else None
+
+    def _linked(self, layout: Layout) -> Layout:
+        """Return the layout with links, or as it is where there are none or no room for them."""
+        if self._links is None:
+            return layout
+        linked = insert_links(layout, self._links.header)
+        if len(linked.token_ids) < self.index.model.max_positions:
+            return linked
+        return replace(layout, num_unlinked=len(layout.spans))
 
     def _resolve_policy(
         self,
@@ -345,6 +383,7 @@ class KVEngine:
     ) -> Iterator[AnswerDelta]:
         # This runs when the first piece is asked for; time that passed before is the caller's.
         started = time.perf_counter() - layout_seconds
+        laid_out = _LaidOut(self._linked(laid_out.layout), laid_out.chunks)
         fused = self._fuse(laid_out.layout, policy, room, layout_seconds)
         try:
             yield from self._continue(
@@ -364,13 +403,15 @@ class KVEngine:
         started: float,
     ) -> Iterator[AnswerDelta]:
         model = self.index.model
-        num_prompt = len(laid_out.layout.token_ids)
+        layout = laid_out.layout
+        num_prompt = len(layout.token_ids)
         limit = min(room, model.max_positions - num_prompt)
         ends = end_ids(model.hf.generation_config, model.tokenizer)
         sampler = Sampler(sampling, fused.logits.device)
         text = TextStream(model.tokenizer, stop)
         cache = FusedCache(fused.kv, num_prompt)
-        token_ids = torch.tensor(laid_out.layout.token_ids, device=fused.logits.device)
+        # Link tokens are nothing that was said: no penalty may count them.
+        token_ids = torch.tensor(layout.plain_token_ids, device=fused.logits.device)
 
         token = sampler.next_token(fused.logits, token_ids)
         ttft_seconds = time.perf_counter() - started
@@ -391,7 +432,7 @@ class KVEngine:
                 finish = "timeout"
                 break
             token_ids = torch.cat([token_ids, token_ids.new_tensor([token])])
-            with model.lock, torch.no_grad():
+            with model.lock, torch.no_grad(), self._answering(layout):
                 output = model.hf(
                     input_ids=token_ids[None, -1:], past_key_values=cache, use_cache=True
                 )
@@ -403,12 +444,18 @@ class KVEngine:
             text=text.text,
             sources=tuple(_as_source(chunk) for chunk in laid_out.chunks),
             report=fused.report,
-            usage=Usage(num_prompt, fused.report.num_cached, num_generated),
+            usage=Usage(num_prompt - len(layout.links), fused.report.num_cached, num_generated),
             finish_reason=finish,
             ttft_seconds=ttft_seconds,
             total_seconds=time.perf_counter() - started,
         )
         yield AnswerDelta(tail, answer)
+
+    def _answering(self, layout: Layout) -> AbstractContextManager[None]:
+        """Let what links do to answers' rows be done, where the prompt has links."""
+        if self._links is None or not layout.links:
+            return nullcontext()
+        return self._links.answering(self.index.model)
 
     def plain_ttft_seconds(self, prompt: Prompt) -> float:
         """Measure plain Transformers: seconds from the prompt's ids to its first token."""

@@ -85,7 +85,7 @@ class Layout:
     links
         The link tokens, in order.
     num_unlinked
-        Spans behind which links were wanted, but there are none for so many.
+        Spans behind which links were wanted, but there are none for so many, or no room.
     """
 
     token_ids: tuple[int, ...]

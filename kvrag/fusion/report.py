@@ -43,7 +43,7 @@ class FusionReport:
     num_links
         Link tokens put between the prompt's own, counted nowhere else but in the rows computed.
     num_unlinked
-        Chunks without link tokens because there are none for so many.
+        Chunks without link tokens: there are none for so many, or no room for any.
     rows_asked
         Rows computed, over all layers, only to see where the question looks.
     num_in_context
@@ -113,7 +113,7 @@ class FusionReport:
         if self.num_links:
             parts.insert(1, f"{self.num_links} link tokens")
         if self.num_unlinked:
-            parts.append(f"{self.num_unlinked} chunks past the last that has links")
+            parts.append(f"{self.num_unlinked} chunks without link tokens")
         if self.misses:
             parts.append(
                 "misses: " + ", ".join(f"{count} {why}" for why, count in self.misses.items())

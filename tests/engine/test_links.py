@@ -1,0 +1,92 @@
+"""Link tokens in the engine: found, used, counted, left out where they cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import LinksError
+from kvrag.fusion.links import FILE_NAME
+from kvrag.ingest.index import Index
+from kvrag.models.caches import FusedCache
+from kvrag.models.kv_model import KVModel
+from tests.fusion.test_links import make_links
+from tests.support.bench_top import TEXTS
+from tests.support.models import make_model, make_tokenizer
+
+PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"
+
+
+@pytest.mark.parametrize("way", ["embeddings", "kv", "adapter"])
+def test_answers_go_on_behind_the_linked_prompt(index: Index, tmp_path: Path, way: str) -> None:
+    links = make_links(index.model, way)
+    links.save(tmp_path / FILE_NAME)
+    engine = KVEngine(index, policy="none", max_tokens=10, links=tmp_path / FILE_NAME)
+    answer = engine.generate(PROMPT)
+    num_tokens = len(engine.prompt_ids(PROMPT))
+    assert answer.report.num_links == 4 * 3 + 2
+    assert answer.report.num_tokens == answer.usage.prompt_tokens == num_tokens
+    assert answer.report.to_dict()["num_links"] == 14
+    json.dumps(answer.to_dict())
+
+    # The same by hand: the fused buffer, then Transformers with the adapter over it.
+    fused = engine.fuse(PROMPT)
+    model, tokens = index.model, [int(fused.logits.argmax())]
+    cache = FusedCache(fused.kv, fused.kv.num_tokens)
+    on_model = links.on(model)
+    while len(tokens) < answer.usage.completion_tokens:
+        with torch.no_grad(), on_model.answering(model):
+            output = model.hf(
+                input_ids=torch.tensor([tokens[-1:]]), past_key_values=cache, use_cache=True
+            )
+        tokens.append(int(output.logits[0, -1].argmax()))
+    text = model.tokenizer.decode(tokens, skip_special_tokens=True)
+    assert answer.text == text
+
+
+def test_links_change_nothing_where_nothing_is_reused(index: Index) -> None:
+    links = make_links(index.model, "adapter")
+    engine = KVEngine(index, links=links, max_tokens=8)
+    without = KVEngine(index, max_tokens=8)
+    for prompt in (PROMPT, "Nothing of the index stands here."):
+        plain = engine.generate(prompt, reuse=False)
+        assert plain.report.num_links == 0
+        assert plain.text == without.generate(prompt, reuse=False).text
+    assert engine.generate(PROMPT).report.num_links == 14
+    # An engine without links over the same model is as it was.
+    assert without.generate(PROMPT).report.num_links == 0
+
+
+def test_a_models_folder_brings_its_links(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_model().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    make_links(KVModel.load(folder)).save(folder / FILE_NAME)
+    with Index.create(tmp_path / "index", model=str(folder), embedding="hashing") as index:
+        index.add([Document(source="text", text=text) for text in TEXTS[:1]])
+        prompt = f"{TEXTS[0]}\n\nQuestion: who?"
+        assert KVEngine(index, max_tokens=2).generate(prompt).report.num_links == 5
+        off = KVEngine(index, max_tokens=2, links="off").generate(prompt)
+        assert off.report.num_links == 0
+
+
+def test_links_that_cannot_be_used_are_named(index: Index, tmp_path: Path) -> None:
+    with pytest.raises(LinksError, match="no links at"):
+        KVEngine(index, links=tmp_path / "absent")
+    other = KVModel(make_model(seed=1), make_tokenizer())
+    engine = KVEngine(index, links=make_links(other))
+    with pytest.raises(LinksError, match="links of another model"):
+        engine.generate(PROMPT)
+
+
+def test_links_without_room_are_left_out(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = KVEngine(index, links=make_links(index.model), max_tokens=2)
+    monkeypatch.setattr(index.model, "max_positions", len(engine.prompt_ids(PROMPT)) + 2)
+    report = engine.generate(PROMPT).report
+    assert (report.num_links, report.num_unlinked) == (0, 4)
+    assert "4 chunks without link tokens" in report.one_line()
