@@ -24,6 +24,7 @@ from kvrag.cli.profile import profile
 from kvrag.cli.query import query
 from kvrag.cli.recode import recode
 from kvrag.cli.stats import stats
+from kvrag.cli.train_links import train_links
 from kvrag.cli.verify import verify
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+train_app = typer.Typer(no_args_is_help=True, help="Train what kvrag can use beside a model.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure kvrag against plain prefill.")
 
 
@@ -72,6 +74,8 @@ bench_app.command("ingest")(guarded(bench_ingest))
 bench_app.command("quality")(guarded(bench_quality))
 bench_app.command("codec")(guarded(bench_codec))
 app.add_typer(bench_app, name="bench")
+train_app.command("links")(guarded(train_links))
+app.add_typer(train_app, name="train")
 
 
 def run() -> None:

@@ -1,0 +1,141 @@
+"""`kvrag train links`: link tokens for a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+
+if TYPE_CHECKING:
+    from kvrag.training.links.trainer import LinkTrainer
+
+
+def train_links(
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Folder of the run; one is continued.")
+    ],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.")
+    ] = "kvrag-tiny",
+    data: Annotated[
+        str,
+        typer.Option(
+            help="'generated' (the training split of the corpus generator), a JSON file in MuSiQue "
+            "layout or a JSONL file in LongBench layout."
+        ),
+    ] = "generated",
+    links: Annotated[int, typer.Option(min=1, max=256, help="Link tokens behind each chunk.")] = 5,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="tuned: the whole model learns, and comes out as a folder with its links. frozen: "
+            "the model stays as it is, and so does every chunk stored with it."
+        ),
+    ] = "tuned",
+    way: Annotated[
+        str | None,
+        typer.Option(
+            help="What is trained over a frozen model: embeddings, kv (each layer's keys and "
+            "values) or adapter (low-rank additions to link, question and answer rows). "
+            "Default: adapter.",
+            show_default=False,
+        ),
+    ] = None,
+    loss: Annotated[
+        str,
+        typer.Option(help="labels, or distill: the untouched model's full prefill is the teacher."),
+    ] = "labels",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 400,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps over which the rate rises.")] = 20,
+    rows: Annotated[int, typer.Option(min=1, help="Sets of documents a step.")] = 10,
+    questions: Annotated[
+        int, typer.Option(min=1, help="Questions about each set, at the most.")
+    ] = 14,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Peak rate of the model's weights or the adapter's. Default: 1e-3 tuned, 2e-3 "
+            "frozen, for small models; the KVLink paper has 5e-6 for 1 to 8 billion parameters.",
+            show_default=False,
+        ),
+    ] = None,
+    link_learning_rate: Annotated[
+        float, typer.Option(help="Peak rate of the links' own embeddings, or keys and values.")
+    ] = 5e-3,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 16,
+    plain_share: Annotated[
+        float,
+        typer.Option(
+            help="Share of plain prompts in tuned training, so that the model stays good at them."
+        ),
+    ] = 0.3,
+    keep_order: Annotated[
+        bool,
+        typer.Option(
+            "--keep-order",
+            help="Do not shuffle the documents of a file. Generated ones stand in a random order "
+            "in which a continuation follows its predecessor.",
+        ),
+    ] = False,
+    evaluate_every: Annotated[
+        int, typer.Option(min=1, help="Steps between scores on questions held out.")
+    ] = 100,
+    evaluate_questions: Annotated[int, typer.Option(min=1, help="How many of them.")] = 300,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    device: o.DeviceOption = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Train link tokens, which give reused chunks the view of one another that they lack.
+
+    Writes log.jsonl, checkpoint.safetensors and links.safetensors into --out, and in mode tuned
+    the model. Started again, a run goes on.
+    """
+    from kvrag.cli.opening import quiet_libraries
+    from kvrag.training.links.options import LinkTrainingOptions
+    from kvrag.training.links.trainer import train_links as train
+
+    if way is None:
+        way = "adapter" if mode == "frozen" else "embeddings"
+    options = LinkTrainingOptions(
+        out=out.expanduser(),
+        model=model,
+        data=data,
+        num_links=links,
+        mode=mode,
+        way=way,
+        loss=loss,
+        rank=rank,
+        steps=steps,
+        warmup_steps=warmup_steps,
+        rows=rows,
+        questions=questions,
+        plain_share=plain_share,
+        learning_rate=learning_rate,
+        link_learning_rate=link_learning_rate,
+        seed=seed,
+        evaluate_every=evaluate_every,
+        evaluate_questions=evaluate_questions,
+        keep_order=keep_order,
+        device=device,
+    )
+    quiet_libraries()
+    with console.err().status("preparing") as status:
+        trainer = train(options, status.update)
+    _print(trainer, as_json)
+
+
+def _print(trainer: LinkTrainer, as_json: bool) -> None:
+    from kvrag.fusion.links import FILE_NAME
+
+    scores = trainer.evaluate()
+    path = trainer.options.out / FILE_NAME
+    if as_json:
+        console.print_json({"links": str(path), "steps": trainer.step, "scores": scores})
+        return
+    console.write(f"{path}\n")
+    for name, score in scores.items():
+        console.write(f"{name.replace('/', ', ').replace('_', ' ')}: {score:.1%}\n")
