@@ -20,16 +20,17 @@ u32 frequency_at(const Model& model, const Rows<const u8>& rows, u64 row, u64 to
 
 }  // namespace
 
-u64 greatest_class(const u16* classes, const u8* contexts, i64 context_stride, u64 num_rows,
-                   u64 num_tokens) {
-  u64 greatest = 0;
+Greatest greatest_classes(const u16* classes, const u8* contexts, i64 context_stride, u64 num_rows,
+                          u64 num_tokens) {
+  Greatest greatest;
   for (u64 row = 0; row < num_rows; ++row) {
     u8 context = 0;
     if (contexts != nullptr) {
       const u8* found = contexts + static_cast<i64>(row) * context_stride;
       for (u64 i = 0; i < num_tokens; ++i) context = found[i] > context ? found[i] : context;
     }
-    greatest = std::max(greatest, u64{classes[row]} + context);
+    greatest.table = std::max(greatest.table, u64{classes[row]} + context);
+    greatest.context = std::max(greatest.context, context);
   }
   return greatest;
 }

@@ -13,6 +13,9 @@ std::vector<const Kernels*> available_kernels() {
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     found.push_back(&kAvx512);
+    if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2")) {
+      found.push_back(&avx512_vbmi2());
+    }
   }
 #elif defined(__aarch64__)
   found.push_back(&kNeon);

@@ -162,8 +162,14 @@ struct Avx2 {
 }  // namespace
 
 const Kernels kAvx2 = {
-    "avx2",        decode_stream<Avx2>, encode_stream<Avx2>, transform_tile,
-    channels_tile, magnitude_contexts,  refine_values,
+    "avx2",
+    decode_streams<Avx2>,
+    1,
+    encode_stream<Avx2>,
+    transform_tile,
+    channels_tile,
+    magnitude_contexts,
+    refine_values,
 };
 
 }  // namespace kvrag::host

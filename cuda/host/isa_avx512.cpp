@@ -125,8 +125,14 @@ struct Avx512 {
 }  // namespace
 
 const Kernels kAvx512 = {
-    "avx512",      decode_stream<Avx512>, encode_stream<Avx512>, transform_tile,
-    channels_tile, magnitude_contexts,    refine_values,
+    "avx512",
+    decode_streams<Avx512>,
+    1,
+    encode_stream<Avx512>,
+    transform_tile,
+    channels_tile,
+    magnitude_contexts,
+    refine_values,
 };
 
 }  // namespace kvrag::host

@@ -145,8 +145,14 @@ struct Neon {
 }  // namespace
 
 const Kernels kNeon = {
-    "neon",        decode_stream<Neon>, encode_stream<Neon>, transform_tile,
-    channels_tile, magnitude_contexts,  refine_values,
+    "neon",
+    decode_streams<Neon>,
+    1,
+    encode_stream<Neon>,
+    transform_tile,
+    channels_tile,
+    magnitude_contexts,
+    refine_values,
 };
 
 }  // namespace kvrag::host

@@ -63,8 +63,14 @@ struct Scalar {
 }  // namespace
 
 const Kernels kScalar = {
-    "scalar",      decode_stream<Scalar>, encode_stream<Scalar>, transform_tile,
-    channels_tile, magnitude_contexts,    refine_values,
+    "scalar",
+    decode_streams<Scalar>,
+    1,
+    encode_stream<Scalar>,
+    transform_tile,
+    channels_tile,
+    magnitude_contexts,
+    refine_values,
 };
 
 }  // namespace kvrag::host

@@ -4,6 +4,7 @@
 #include "kvrag/common.h"
 #include "kvrag/rans.h"
 #include "kvrag/reconstruct.h"
+#include "register_tables.h"
 
 namespace kvrag::host {
 
@@ -13,9 +14,10 @@ using rans::Damage;
 struct DecodeStream {
   const u8* bytes;
   u64 size_bytes;
-  const u32* tables;  // [num_classes, 4096]
+  DecodeTables tables;
   const u16* classes;
   const u8* contexts;  // nullptr where a row has one table
+  u8 most_context;     // no context is greater
   u8* symbols;
   i64 row_stride;
   i64 context_stride;
@@ -99,7 +101,9 @@ constexpr u64 channels_scratch(u64 head_dim) { return 2 * kTileTokens * head_dim
 
 struct Kernels {
   const char* name;
-  Damage (*decode)(const DecodeStream&) noexcept;
+  // Decode `count` streams of one payload, 1 to `streams_at_once`; one Damage each.
+  void (*decode)(const DecodeStream* streams, u64 count, Damage* damage) noexcept;
+  u64 streams_at_once;
   // Returns the first byte of the words and fills `states` [32], or nullptr where a symbol of
   // frequency 0 was met.
   u8* (*encode)(const EncodeStream&, u32* states) noexcept;
@@ -117,6 +121,7 @@ extern const Kernels kScalar;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
+const Kernels& avx512_vbmi2();
 #elif defined(__aarch64__)
 extern const Kernels kNeon;
 #endif

@@ -39,10 +39,11 @@ Rows<Symbol> make_rows(const Model& model, Matrix& symbols, const Classes& class
     require(contexts->size() == 0 || rows.num_tokens <= 1 || contexts->stride(1) == 1,
             "contexts are not contiguous");
   }
-  require(greatest_class(rows.classes, rows.contexts, rows.context_stride, rows.num_rows,
-                         rows.num_tokens) < model.num_classes ||
-              rows.num_rows == 0,
+  const Greatest greatest = greatest_classes(rows.classes, rows.contexts, rows.context_stride,
+                                             rows.num_rows, rows.num_tokens);
+  require(greatest.table < model.num_classes || rows.num_rows == 0,
           "a class the model does not have");
+  rows.most_context = greatest.context;
   return rows;
 }
 
@@ -80,7 +81,7 @@ std::vector<std::tuple<i32, u64, u64, u64>> decode(const std::vector<Job>& jobs,
   for (const auto& [model, payload, classes, out, contexts] : jobs) {
     require(model != nullptr, "a job without a model");
     require(payload.shape(0) <= 1 || payload.stride(0) == 1, "payload is not contiguous");
-    prepared.push_back({payload.data(), payload.shape(0), model->decode(),
+    prepared.push_back({payload.data(), payload.shape(0), model->tables(),
                         make_rows<u8>(*model, out, classes, contexts)});
   }
   std::vector<Failure> failures;

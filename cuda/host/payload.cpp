@@ -59,11 +59,29 @@ Failure split(const DecodeJob& job, std::vector<DecodeStream>& streams) {
     const u64 begin = rans::first_row(i, num_streams, rows.num_rows);
     const u64 end = rans::first_row(i + 1, num_streams, rows.num_rows);
     streams.push_back({job.bytes + offset, size, job.tables, rows.classes + begin,
-                       contexts_from(rows, begin), symbols_from(rows, begin), rows.row_stride,
-                       rows.context_stride, end - begin, rows.num_tokens});
+                       contexts_from(rows, begin), rows.most_context, symbols_from(rows, begin),
+                       rows.row_stride, rows.context_stride, end - begin, rows.num_tokens});
     offset += size;
   }
   return {};
+}
+
+struct Group {
+  u64 first;
+  u64 count;
+};
+
+// Streams to decode side by side: of one job, at most `most`, and no more than one thread's share.
+std::vector<Group> group_streams(const std::vector<u64>& first_stream, u64 most, u32 threads) {
+  const u64 share = (first_stream.back() + threads - 1) / threads;
+  const u64 size = std::clamp<u64>(share, 1, most);
+  std::vector<Group> groups;
+  for (u64 job = 0; job + 1 < first_stream.size(); ++job) {
+    for (u64 i = first_stream[job]; i < first_stream[job + 1]; i += size) {
+      groups.push_back({i, std::min(size, first_stream[job + 1] - i)});
+    }
+  }
+  return groups;
 }
 
 }  // namespace
@@ -80,8 +98,12 @@ std::vector<Failure> decode_payloads(const std::vector<DecodeJob>& jobs, u32 thr
   }
   std::vector<Damage> damage(streams.size());
   const Kernels& chosen = kernels();
-  parallel_for(streams.size(), useful_threads(num_symbols, threads),
-               [&](u64 i) { damage[i] = chosen.decode(streams[i]); });
+  const u32 used = useful_threads(num_symbols, threads);
+  const auto groups = group_streams(first_stream, chosen.streams_at_once, used);
+  parallel_for(groups.size(), used, [&](u64 i) {
+    const auto [first, count] = groups[i];
+    chosen.decode(&streams[first], count, &damage[first]);
+  });
   for (u64 job = 0; job < jobs.size(); ++job) {
     for (u64 i = first_stream[job]; i < first_stream[job + 1]; ++i) {
       if (damage[i] == Damage::none) continue;

@@ -18,12 +18,13 @@ struct Rows {
   i64 context_stride;
   u64 num_rows;
   u64 num_tokens;
+  u8 most_context = 255;  // no context is greater
 };
 
 struct DecodeJob {
   const u8* bytes;
   u64 size_bytes;
-  const u32* tables;
+  DecodeTables tables;
   Rows<u8> rows;
 };
 

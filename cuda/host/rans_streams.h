@@ -59,7 +59,7 @@ static Damage decode_rows(const DecodeStream& stream) noexcept {
   const u64 whole = stream.num_tokens & ~u64{rans::kNumLanes - 1};
   const u32 rest = static_cast<u32>(stream.num_tokens - whole);
   for (u64 row = 0; row < stream.num_rows; ++row) {
-    const u32* table = stream.tables + u64{stream.classes[row]} * rans::kNumSlots;
+    const u32* table = stream.tables.slots + u64{stream.classes[row]} * rans::kNumSlots;
     u8* out = stream.symbols + static_cast<i64>(row) * stream.row_stride;
     const u8* contexts =
         kContexts ? stream.contexts + static_cast<i64>(row) * stream.context_stride : nullptr;
@@ -97,9 +97,11 @@ static Damage decode_rows(const DecodeStream& stream) noexcept {
 }
 
 template <class Simd>
-static Damage decode_stream(const DecodeStream& stream) noexcept {
-  return stream.contexts == nullptr ? decode_rows<Simd, false>(stream)
-                                    : decode_rows<Simd, true>(stream);
+static void decode_streams(const DecodeStream* streams, u64 count, Damage* damage) noexcept {
+  for (u64 i = 0; i < count; ++i) {
+    damage[i] = streams[i].contexts == nullptr ? decode_rows<Simd, false>(streams[i])
+                                               : decode_rows<Simd, true>(streams[i]);
+  }
 }
 
 template <class Simd, bool kContexts>

@@ -130,7 +130,10 @@ def _processor() -> Iterator[Finding]:
 
 
 def _cpu_flags() -> list[str]:
-    wanted = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd")
+    wanted = (
+        *("avx2", "fma", "f16c", "avx512f", "avx512_vbmi2", "avx512_bf16", "avx512_vnni"),
+        *("amx_bf16", "asimd"),
+    )
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -4,7 +4,7 @@ Everything here takes numpy arrays or torch CPU tensors, works on their memory w
 it, checks what it is given before a kernel sees it, and releases the GIL while it runs. The
 kernels are in ``cuda/``: headers that hold each algorithm once for CPU and GPU, and the CPU's
 vector code. Which instruction set runs is decided when this package is imported;
-``KVRAG_ISA=scalar|avx2|avx512|neon`` in the environment decides otherwise.
+``KVRAG_ISA=scalar|avx2|avx512|avx512vbmi2|neon`` in the environment decides otherwise.
 
 - `kvrag.native.entropy`: `RansModel`, `encode_rows`, `decode_rows`, `decode_many`, `ideal_bits`.
 - `kvrag.native.reconstruction`: `reconstruct`, `place_channels`, `Patches`, `contexts`, `refine`.

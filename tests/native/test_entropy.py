@@ -103,6 +103,46 @@ def test_round_trips(
     assert len(payloads) == 1
 
 
+@pytest.mark.parametrize("spread", [0.3, 0.8, 2.0, 4.0, 7.0, 12.0, 20.0, 60.0])
+def test_bells(spread: float, isa: str) -> None:
+    """Alphabets of 3 to 256 symbols, for which instruction sets have tables of different kinds."""
+    rng = np.random.default_rng(3)
+    weights = np.exp(-(((np.arange(256) - 128) / spread) ** 2) / 2)
+    shares = np.where(weights > 1e-5, np.maximum(1, weights / weights.sum() * 4096), 0).astype(int)
+    shares[128] += 4096 - shares.sum()
+    # Out of order, several narrow symbols lie side by side in the middle.
+    tables = [shares, np.roll(shares, 40), *(rng.permutation(shares) for _ in range(6))]
+    frequencies = np.stack(tables).astype(np.uint16)
+    classes = (np.arange(41) // 2 % len(tables)).astype(np.uint16)
+    slots = np.stack([np.repeat(np.arange(256), row) for row in frequencies])
+    for num_tokens in (500, 576, 40):
+        drawn = rng.integers(0, 4096, (len(classes), num_tokens))
+        symbols = slots[classes[:, None], drawn].astype(np.uint8)
+        case = Case(frequencies, symbols, classes)
+        payloads = [round_trip(case, num_streams) for num_streams in (1, 2, 3, 4, 6)]
+        if num_tokens == 40:
+            assert payloads[1] == reference_rans.encode(frequencies, symbols, classes, 2, None)
+
+
+@pytest.mark.parametrize("most", [0, 2, 7, 8])
+@pytest.mark.parametrize("num_symbols", [2, 3, 4])
+def test_few_symbols_with_contexts(most: int, num_symbols: int, isa: str) -> None:
+    rng = np.random.default_rng(most)
+    frequencies = np.zeros((5 + most, 256), np.uint16)
+    frequencies[:, 127 : 127 + num_symbols] = rng.integers(1, 1000, (5 + most, num_symbols))
+    frequencies[:, 127] += 4096 - frequencies.sum(axis=1, dtype=np.int64).astype(np.uint16)
+    classes = rng.integers(0, 5, 30).astype(np.uint16)
+    context = rng.integers(0, most + 1, (30, 100)).astype(np.uint8)
+    context[0, 0] = most
+    slots = np.stack([np.repeat(np.arange(256), row) for row in frequencies])
+    drawn = rng.integers(0, 4096, context.shape)
+    symbols = slots[classes[:, None] + context, drawn].astype(np.uint8)
+    case = Case(frequencies, symbols, classes, context)
+    assert len({round_trip(case, 4), round_trip(case, 4, threads=2)}) == 1
+    expected = reference_rans.encode(frequencies, symbols, classes, 2, context)
+    assert round_trip(case, 2) == expected
+
+
 def test_one_symbol_costs_nothing(isa: str) -> None:
     case = make_case(0, 40, 100, num_symbols=1)
     assert len(round_trip(case)) == 4 + 4 + 128

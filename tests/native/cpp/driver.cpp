@@ -17,7 +17,7 @@ namespace {
 Failure decode(const Matrix& m, const Model& model, const std::vector<u8>& payload, u8* out) {
   const auto copy = exactly<u8>(payload.size());
   if (!payload.empty()) std::memcpy(copy.get(), payload.data(), payload.size());
-  const std::vector<DecodeJob> jobs{{copy.get(), payload.size(), model.decode(), m.rows(out)}};
+  const std::vector<DecodeJob> jobs{{copy.get(), payload.size(), model.tables(), m.rows(out)}};
   return decode_payloads(jobs, 1).front();
 }
 
@@ -101,7 +101,7 @@ void share_the_pool() {
         check(encode_payload(rows, model.encode(), 20, 3) == payload, "threads change a payload");
         const auto out = exactly<u8>(m.num_rows * m.num_tokens);
         const std::vector<DecodeJob> jobs{
-            {payload.data(), payload.size(), model.decode(), m.rows(out.get())}};
+            {payload.data(), payload.size(), model.tables(), m.rows(out.get())}};
         check(decode_payloads(jobs, 3).front().damage == Damage::none, "threads find damage");
       }
     });

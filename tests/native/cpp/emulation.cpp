@@ -85,7 +85,7 @@ void code() {
     const u64 index_bytes = 4 + 4 * num_streams;
     payload[index_bytes + below(payload.size() - index_bytes)] ^= 1u << below(8);
     const std::vector<DecodeJob> jobs{
-        {payload.data(), payload.size(), model.decode(), m.rows(out.get())}};
+        {payload.data(), payload.size(), model.tables(), m.rows(out.get())}};
     const i32 found = static_cast<i32>(decode_payloads(jobs, 1).front().damage);
     check(decode_emulated(m, model, payload, out.get()) == found,
           "emulated decoder: other damage than the host finds");

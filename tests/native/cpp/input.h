@@ -46,8 +46,8 @@ struct Matrix {
   template <class Symbol>
   Rows<Symbol> rows(Symbol* where) const {
     const i64 stride = static_cast<i64>(num_tokens);
-    return {where,    stride,    classes.get(), contexts.get(), contexts ? stride : 0,
-            num_rows, num_tokens};
+    return {where,      stride, classes.get(), contexts.get(), contexts ? stride : 0, num_rows,
+            num_tokens, 2};
   }
 };
 
@@ -59,12 +59,15 @@ inline Matrix random_matrix(u64 num_rows, u64 num_tokens) {
   const bool with_contexts = below(2) == 0;
   const u64 tables = m.num_classes + (with_contexts ? 2 : 0);
   m.frequencies.assign(tables * rans::kMaxSymbols, 0);
+  // Few symbols have tables of their own in some instruction sets.
+  constexpr u64 kAlphabets[] = {3, 40, rans::kMaxSymbols};
+  const u64 num_symbols = kAlphabets[below(3)];
   for (u64 table = 0; table < tables; ++table) {
     u16* frequencies = &m.frequencies[table * rans::kMaxSymbols];
     u32 left = rans::kNumSlots;
     while (left > 0) {
       const u32 share = below(3) == 0 ? left : 1 + static_cast<u32>(below(left));
-      frequencies[below(rans::kMaxSymbols)] += static_cast<u16>(share);
+      frequencies[below(num_symbols)] += static_cast<u16>(share);
       left -= share;
     }
   }
