@@ -34,6 +34,14 @@ def bench_quality(
         str, typer.Option(help="Shares of reused tokens to recompute, with commas.")
     ] = "0.05,0.15,0.3",
     codecs: Annotated[str, typer.Option(help="Codecs to store chunks with, with commas.")] = "raw",
+    context: Annotated[
+        str,
+        typer.Option(
+            help="What to encode chunks behind, with commas: none, document, neighbours (as in "
+            "'kvrag ingest'). With any but none, carried-over questions are also asked without "
+            "their predecessor."
+        ),
+    ] = "none",
     questions: Annotated[
         int | None,
         typer.Option(
@@ -59,6 +67,9 @@ def bench_quality(
     names = lists.names(policies, "--policies")
     shares = lists.shares(ratios, "--ratios")
     stored = lists.names(codecs, "--codecs")
+    contexts = lists.names(context, "--context")
+    if picture is not None and len(set(contexts)) > 1:
+        raise ParameterError("--picture shows one context: give one, or leave the picture out")
     draw = None if picture is None else _drawing(picture)
     from kvrag.bench.quality import contest
     from kvrag.cli.opening import quiet_libraries
@@ -70,6 +81,7 @@ def bench_quality(
         policies=names,
         ratios=shares,
         codecs=stored,
+        contexts=contexts,
         num_questions=questions,
         max_tokens=max_tokens,
         use_chat_template=not no_chat,
@@ -121,6 +133,8 @@ def _print_rows(rows: Sequence[QualityRow]) -> None:
         columns = ["EM", "to full (95 %)", "F1", "KL", "top-1", "TTFT", "again", "work", "B/token"]
         if first.rouge_l is not None:
             columns.insert(3, "ROUGE-L")
+        if first.document_match is not None:
+            columns.insert(1, "by documents")
         for name in columns:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_row("full prefill", *_reference_cells(first), style="dim")
@@ -141,6 +155,8 @@ def _print_rows(rows: Sequence[QualityRow]) -> None:
 
 def _reference_cells(row: QualityRow) -> list[str]:
     cells = [f"{row.reference_exact_match:.1%}", "", f"{row.reference_f1:.1%}"]
+    if row.reference_document_match is not None:
+        cells.insert(1, f"{row.reference_document_match:.1%}")
     if row.reference_rouge_l is not None:
         cells.append(f"{row.reference_rouge_l:.1%}")
     return [*cells, "", "", console.format_seconds(row.plain_ttft_seconds), "", "", ""]
@@ -155,6 +171,8 @@ def _cells(row: QualityRow) -> list[str]:
         f"{difference:+.1f} ({low + 0.0:+.1f} to {high + 0.0:+.1f})",
         f"{row.f1:.1%}",
     ]
+    if row.document_match is not None:
+        cells.insert(1, f"{row.document_match:.1%}")
     if row.rouge_l is not None:
         cells.append(f"{row.rouge_l:.1%}")
     return [
@@ -170,4 +188,8 @@ def _cells(row: QualityRow) -> list[str]:
 
 def _label(row: QualityRow, rows: Sequence[QualityRow]) -> str:
     label = row.policy if row.ratio is None else f"{row.policy} {row.ratio:.0%}"
-    return label if len({other.codec for other in rows}) == 1 else f"{label}, {row.codec}"
+    if len({other.codec for other in rows}) > 1:
+        label += f", {row.codec}"
+    if len({other.context for other in rows}) > 1:
+        label += f", {row.context}"
+    return label

@@ -77,3 +77,28 @@ def test_what_cannot_be_judged_is_named(
     done = run("bench", "quality", *arguments)
     assert done.code == 1
     assert message in done.err
+
+
+def test_contexts_side_by_side(run: Run, model_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "alone.json"
+    ctxs = [{**CONTEXTS[1], "before": [CONTEXTS[0]["text"]]}]
+    path.write_text(
+        json.dumps(
+            [
+                {
+                    "question": "Who keeps it?",
+                    "answers": ["unknown"],
+                    "document_answers": ["Ines"],
+                    "ctxs": ctxs,
+                }
+            ]
+        )
+    )
+    common = ("bench", "quality", "--model", model_folder, "--data", path, "--policies", "none")
+    done = run(*common, "--context", "none,document", "--max-tokens", 2)
+    assert done.code == 0, done.err
+    assert "none, document" in done.out
+    assert "by documents" in done.out
+    refused = run(*common, "--context", "none,document", "--picture", tmp_path / "p.png")
+    assert refused.code == 1
+    assert "--picture shows one context" in refused.err

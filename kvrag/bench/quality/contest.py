@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from kvrag.fusion.layout import Layout
 from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.fusion.policies.base import RecomputePolicy, check_ratio
 from kvrag.fusion.policies.registry import make_policy, parameters_of
+from kvrag.ingest.contexts import NO_CONTEXT, context_limit
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
 
@@ -45,6 +46,10 @@ class QualityOptions:
         Each policy is judged at each ratio; ``none`` once.
     codecs
         Chunks are stored through each.
+    contexts
+        Chunks are encoded behind each (`kvrag.ingest.contexts`). With any but ``none``, generated
+        carried-over questions are asked once more without the predecessor: a type of its own,
+        left out of the overall figures.
     num_questions
         The first so many; None takes them all (1,000 generated ones).
     max_tokens
@@ -62,6 +67,7 @@ class QualityOptions:
     policies: Sequence[str] = ("none", "boundary", "deviation", "query", "two_stage")
     ratios: Sequence[float] = (0.05, 0.15, 0.3)
     codecs: Sequence[str] = ("raw",)
+    contexts: Sequence[str] = (NO_CONTEXT,)
     num_questions: int | None = None
     max_tokens: int = 16
     use_chat_template: bool = True
@@ -72,11 +78,12 @@ class QualityOptions:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A policy at a ratio over a codec."""
+    """A policy at a ratio over a codec, chunks encoded behind a context."""
 
     policy: str
     ratio: float | None
     codec: str
+    context: str = NO_CONTEXT
 
     def policy_for(self, layout: Layout, deviation: Callable[[], TrueDeviation]) -> RecomputePolicy:
         """Return the policy with the parameters that spend the ratio on this prompt.
@@ -127,14 +134,19 @@ def contestants(options: QualityOptions) -> list[Contestant]:
     for ratio in options.ratios:
         check_ratio(ratio)
     codecs = [choose_codec(name).label for name in options.codecs]
-    if not options.policies or not options.codecs:
-        raise ParameterError("bench quality: at least one policy and one codec must be given")
+    for name in options.contexts:
+        context_limit(name, None)
+    if not options.policies or not options.codecs or not options.contexts:
+        raise ParameterError(
+            "bench quality: at least one policy, one codec and one context must be given"
+        )
     if options.max_tokens < 1:
         raise ParameterError(f"max_tokens {options.max_tokens}: expected at least 1")
     if not options.ratios and set(options.policies) != {"none"}:
         raise ParameterError("bench quality: only policy 'none' does without a ratio")
     found = [
-        Contestant(policy, ratio, codec)
+        Contestant(policy, ratio, codec, context)
+        for context in options.contexts
         for codec in codecs
         for policy in options.policies
         for ratio in ([None] if policy == "none" else options.ratios)
@@ -172,7 +184,11 @@ def run_quality_bench(
     contestants(options)
     say("reading the questions")
     questions = load_questions(
-        options.data, options.num_questions, seed=options.seed, num_documents=options.num_documents
+        options.data,
+        options.num_questions,
+        seed=options.seed,
+        num_documents=options.num_documents,
+        with_left_out=set(options.contexts) != {NO_CONTEXT},
     )
     if not isinstance(options.model, KVModel):
         load_tokenizer(options.model)  # fails in a moment where loading weights takes minutes
@@ -182,13 +198,14 @@ def run_quality_bench(
     dataset = options.data if options.data == GENERATED else Path(options.data).name
     return [
         make_row(
-            [j for j in judgements if kind in (OVERALL, j.question_type)],
+            _of_kind(judgements, kind),
             model=model.name,
             dataset=dataset,
             question_type=kind,
             policy=contestant.policy,
             ratio=contestant.ratio,
             codec=contestant.codec,
+            context=contestant.context,
             num_left_out=left_out.total() if kind == OVERALL else left_out[kind],
         )
         for contestant, judgements in judged.items()
@@ -221,15 +238,20 @@ def judge_questions(
     left_out = Counter(question.type for question in questions) - Counter(
         question.type for question, _ in prompts
     )
-    texts = [text for question, _ in prompts for text in question.texts]
+    passages = [passage for question, _ in prompts for passage in question.passages]
+    texts = [passage.text for passage in passages]
     codecs = fit_codecs(model, options.codecs, _texts_to_fit(options, texts), say)
-    bank = ChunkBank(
-        model,
-        texts,
-        codecs,
-        lambda done, total: say(f"computing chunk {done:,} of {total:,}"),
-    )
-    judge = _Judge(bank, Answerer(model, options.max_tokens))
+    banks = {
+        context: ChunkBank(
+            model,
+            passages,
+            codecs,
+            lambda done, total: say(f"computing chunk {done:,} of {total:,}"),
+            context,
+        )
+        for context in dict.fromkeys(options.contexts)
+    }
+    judge = _Judge(banks, Answerer(model, options.max_tokens))
     judged: dict[Contestant, list[Judgement]] = {contestant: [] for contestant in entered}
     # The first forward pays for what every later one finds ready; let it not count.
     judge.judge(*prompts[0], entered)
@@ -262,6 +284,14 @@ def _texts_to_fit(options: QualityOptions, judged: list[str]) -> list[str]:
     return others if sum(map(len, others)) >= _LEAST_CHARACTERS_TO_FIT else judged
 
 
+def _of_kind(judgements: Sequence[Judgement], kind: str) -> list[Judgement]:
+    """Return the judgements that a row is made of."""
+    if kind != OVERALL:
+        return [one for one in judgements if one.question_type == kind]
+    # What the prompt cannot answer is another task; it is counted with the rest only if all is so.
+    return [one for one in judgements if one.document_match is None] or list(judgements)
+
+
 def _types(judgements: Sequence[Judgement]) -> list[str]:
     kinds = sorted({judgement.question_type for judgement in judgements} - {"", OVERALL})
     return [OVERALL, *kinds]
@@ -291,8 +321,9 @@ def _prompts(
 
 
 class _Judge:
-    def __init__(self, bank: ChunkBank, answerer: Answerer) -> None:
-        self._bank = bank
+    def __init__(self, banks: Mapping[str, ChunkBank], answerer: Answerer) -> None:
+        self._banks = banks
+        self._model = next(iter(banks.values())).model
         self._answerer = answerer
 
     def judge(
@@ -300,24 +331,32 @@ class _Judge:
     ) -> list[Judgement]:
         """Return one judgement a contestant on one question."""
         started = time.perf_counter()
-        token_ids = prompt.token_ids(self._bank.model.tokenizer)
+        token_ids = prompt.token_ids(self._model.tokenizer)
         tokenise_seconds = time.perf_counter() - started
-        started = time.perf_counter()
-        layout = self._bank.lay_out(prompt)
-        layout_seconds = time.perf_counter() - started
-        assert layout.token_ids == tuple(token_ids), "a cache never changes what is asked"
+        layouts: dict[str, Layout] = {}
+        layout_seconds: dict[str, float] = {}
+        for context, bank in self._banks.items():
+            started = time.perf_counter()
+            layouts[context] = bank.lay_out(prompt, question.passages)
+            layout_seconds[context] = time.perf_counter() - started
+            assert layouts[context].token_ids == tuple(token_ids), (
+                "a cache never changes what is asked"
+            )
         reference = self._answerer.reference(token_ids)
-        deviation = cache(partial(self._true_deviation, layout))
+        deviation = cache(partial(self._true_deviation, layouts))
         reference_scores = self._score(question, reference)
         judgements = []
         for contestant in entered:
+            bank, layout = self._banks[contestant.context], layouts[contestant.context]
             given = self._answerer.fused(
                 layout,
-                self._bank.opener(contestant.codec),
-                contestant.policy_for(layout, partial(deviation, contestant.codec)),
+                bank.opener(contestant.codec),
+                contestant.policy_for(
+                    layout, partial(deviation, contestant.context, contestant.codec)
+                ),
                 reference,
             )
-            stored_bytes, stored_tokens = self._bank.stored(contestant.codec, question.texts)
+            stored_bytes, stored_tokens = bank.stored(contestant.codec, question.passages)
             report = given.report
             judgements.append(
                 Judgement(
@@ -326,7 +365,7 @@ class _Judge:
                     reference=reference_scores,
                     kl=given.kl,
                     agrees=given.agrees,
-                    ttft_seconds=layout_seconds + given.ttft_seconds,
+                    ttft_seconds=layout_seconds[contestant.context] + given.ttft_seconds,
                     plain_ttft_seconds=tokenise_seconds + reference.ttft_seconds,
                     num_recomputed=report.num_recomputed,
                     num_found=report.num_recomputed + report.num_reused,
@@ -336,15 +375,30 @@ class _Judge:
                     work_share=report.work_share,
                     stored_bytes=stored_bytes,
                     stored_tokens=stored_tokens,
+                    document_match=self._document_match(question, given),
+                    reference_document_match=self._document_match(question, reference),
                 )
             )
         return judgements
 
-    def _true_deviation(self, layout: Layout, codec: str) -> TrueDeviation:
-        return TrueDeviation.of(self._bank.model, layout, self._bank.opener(codec))
+    def _true_deviation(
+        self, layouts: Mapping[str, Layout], context: str, codec: str
+    ) -> TrueDeviation:
+        opener = self._banks[context].opener(codec)
+        return TrueDeviation.of(self._model, layouts[context], opener)
+
+    def _text(self, question: JudgedQuestion, answer: ReferenceAnswer | FusedAnswer) -> str:
+        return self._answerer.text(answer.token_ids, first_line_only=not question.is_summary)
+
+    def _document_match(
+        self, question: JudgedQuestion, answer: ReferenceAnswer | FusedAnswer
+    ) -> float | None:
+        if not question.document_answers:
+            return None
+        return metrics.exact_match(self._text(question, answer), question.document_answers)
 
     def _score(self, question: JudgedQuestion, answer: ReferenceAnswer | FusedAnswer) -> TextScores:
-        text = self._answerer.text(answer.token_ids, first_line_only=not question.is_summary)
+        text = self._text(question, answer)
         return TextScores(
             exact_match=metrics.exact_match(text, question.answers),
             strict_match=metrics.strict_match(text, question.answers),

@@ -1,7 +1,9 @@
 """Data sets in three layouts, read and checked whole before anything is computed.
 
 MuSiQue layout: a JSON list of ``{question, answers, ctxs: [{title, text}]}``, each with an
-optional ``type``. LongBench layout: a JSON line each of ``{input, context, answers, dataset}``.
+optional ``type``. A context may have ``before``, a list of the chunks of its document before it,
+and a question ``document_answers``, where the documents know what its contexts do not.
+LongBench layout: a JSON line each of ``{input, context, answers, dataset}``.
 """
 
 from __future__ import annotations
@@ -9,16 +11,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvrag.bench.corpus import generate_corpus
+from kvrag.bench.corpus.grammar import UNKNOWN_ANSWER
+from kvrag.bench.corpus.questions import QuestionType
 from kvrag.bench.quality.questions import JudgedQuestion
 from kvrag.chunk import normalise_text
 from kvrag.errors import ParameterError
 
 GENERATED = "generated"
 DEFAULT_NUM_GENERATED = 1000
+
+LEFT_OUT = "carried_over_left_out"
+"""Type of the generated questions whose predecessor is in the document and not in the prompt."""
 
 # The sets of LongBench whose answers are summaries.
 _SUMMARIES = frozenset({"gov_report", "qmsum", "multi_news", "vcsum", "samsum"})
@@ -28,7 +36,12 @@ _PIECE_CHARACTERS = 2000
 
 
 def load_questions(
-    data: str, num_questions: int | None = None, *, seed: int = 2024, num_documents: int = 5
+    data: str,
+    num_questions: int | None = None,
+    *,
+    seed: int = 2024,
+    num_documents: int = 5,
+    with_left_out: bool = False,
 ) -> list[JudgedQuestion]:
     """Read a data set, or generate one.
 
@@ -41,6 +54,9 @@ def load_questions(
         The first so many; None takes all of a file, and 1,000 generated ones.
     seed, num_documents
         Of the generated set: its seed, and the chunks a question is given.
+    with_left_out
+        Ask carried-over questions of the generated set once more without their predecessor, behind
+        all others.
 
     Raises
     ------
@@ -50,7 +66,8 @@ def load_questions(
     if num_questions is not None and num_questions < 1:
         raise ParameterError(f"{num_questions} questions: expected at least 1")
     if data == GENERATED:
-        return _generate(num_questions or DEFAULT_NUM_GENERATED, seed, num_documents)
+        generated = _generate(num_questions or DEFAULT_NUM_GENERATED, seed, num_documents)
+        return [*generated, *_without_predecessors(generated)] if with_left_out else generated
     path = Path(data).expanduser()
     if not path.is_file():
         raise ParameterError(
@@ -78,6 +95,10 @@ def _generate(num_questions: int, seed: int, num_documents: int) -> list[JudgedQ
         )
     except ValueError as error:
         raise ParameterError(f"cannot generate this set: {error}") from error
+    paragraphs = {
+        document.document_id: tuple(map(normalise_text, document.paragraphs))
+        for document in corpus.documents
+    }
     return [
         JudgedQuestion(
             place=asked.question_id,
@@ -85,9 +106,38 @@ def _generate(num_questions: int, seed: int, num_documents: int) -> list[JudgedQ
             question=asked.question,
             answers=asked.answers,
             texts=tuple(normalise_text(chunk.text) for chunk in asked.chunks),
+            before=tuple(paragraphs[c.document_id][: c.paragraph] for c in asked.chunks),
         )
         for asked in corpus.questions
     ]
+
+
+def _without_predecessors(questions: list[JudgedQuestion]) -> Iterator[JudgedQuestion]:
+    """Yield carried-over questions without the one chunk that says who their subject is.
+
+    What is left of the prompt does not tell whom the chunk with the answer is about.
+    """
+    for question in questions:
+        if question.type != QuestionType.CARRIED_OVER:
+            continue
+        (name,) = [w.strip("?.,") for w in question.question.split()[1:] if w[0].isupper()]
+        # "NAME the baker": other chunks that hold the name say only to whom somebody sells cloth.
+        kept = [number for number, text in enumerate(question.texts) if f"{name} the " not in text]
+        (answer_at,) = [
+            number
+            for number, passage in enumerate(question.passages)
+            if passage.before and question.answers[0] in passage.text
+        ]
+        if len(kept) == len(question.texts) - 1 and answer_at in kept:
+            yield replace(
+                question,
+                place=f"{question.place}, left out",
+                type=LEFT_OUT,
+                answers=(UNKNOWN_ANSWER,),
+                texts=tuple(question.texts[number] for number in kept),
+                before=tuple(question.before[number] for number in kept),
+                document_answers=question.answers,
+            )
 
 
 def _json_list(text: str, data: str) -> Iterator[tuple[str, Any]]:
@@ -127,8 +177,10 @@ class _Record:
             raise ParameterError(f"{self.place}: field {field!r} is empty")
         return str(value)
 
-    def texts(self, field: str) -> tuple[str, ...]:
-        """Return a list of strings, at least one."""
+    def texts(self, field: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
+        """Return a list of strings, at least one unless there is a default."""
+        if default is not None and self._value.get(field) in (None, []):
+            return default
         value = self._get(
             field,
             lambda v: isinstance(v, list) and bool(v) and all(isinstance(item, str) for item in v),
@@ -163,16 +215,20 @@ def _kind(value: Any) -> str:
 
 def _from_musique(record: _Record) -> JudgedQuestion:
     texts = []
+    before = []
     for context in record.records("ctxs"):
         title = context.text("title", default="").strip()
         text = normalise_text(context.text("text"))
         texts.append(normalise_text(f"{title}\n{text}") if title else text)
+        before.append(tuple(map(normalise_text, context.texts("before", default=()))))
     return JudgedQuestion(
         place=record.place,
         type=record.text("type", default=""),
         question=record.text("question").strip(),
         answers=record.texts("answers"),
         texts=tuple(texts),
+        before=tuple(before),
+        document_answers=record.texts("document_answers", default=()),
     )
 
 

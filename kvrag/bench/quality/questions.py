@@ -9,6 +9,22 @@ from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
+class Passage:
+    """A chunk to be given to the model.
+
+    Attributes
+    ----------
+    text
+        Normalised.
+    before
+        The chunks of its document before it, in order and normalised; empty where none are known.
+    """
+
+    text: str
+    before: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class JudgedQuestion:
     """One record of a data set.
 
@@ -26,6 +42,11 @@ class JudgedQuestion:
         The chunks, normalised, in the order of the prompt.
     is_summary
         Whether the answer is a summary, which is scored by ROUGE-L as well.
+    before
+        For each of `texts` the chunks of its document before it; empty where that is not known.
+    document_answers
+        What the documents answer where the chunks given do not; `answers` then says ``unknown``
+        or the like. Empty for most.
     """
 
     place: str
@@ -34,6 +55,14 @@ class JudgedQuestion:
     answers: tuple[str, ...]
     texts: tuple[str, ...]
     is_summary: bool = False
+    before: tuple[tuple[str, ...], ...] = ()
+    document_answers: tuple[str, ...] = ()
+
+    @property
+    def passages(self) -> list[Passage]:
+        """The chunks, in the order of the prompt."""
+        before = self.before or ((),) * len(self.texts)
+        return [Passage(text, earlier) for text, earlier in zip(self.texts, before, strict=True)]
 
 
 @dataclass(frozen=True)

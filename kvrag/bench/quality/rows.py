@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from kvrag.bench.quality.bootstrap import mean_interval
+from kvrag.ingest.contexts import NO_CONTEXT
 
 OVERALL = "overall"
 
@@ -44,6 +45,9 @@ class Judgement:
         Rows computed, summed over layers; and that over those of full prefill.
     stored_bytes, stored_tokens
         Records of the question's chunks.
+    document_match, reference_document_match
+        Exact match by what the documents answer where the prompt does not; None for questions that
+        are answered by their prompt.
     """
 
     question_type: str
@@ -61,6 +65,8 @@ class Judgement:
     work_share: float
     stored_bytes: int
     stored_tokens: int
+    document_match: float | None = None
+    reference_document_match: float | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,10 @@ class QualityRow:
         Stored bytes a chunk token.
     num_left_out
         Questions of the type whose prompt does not fit the model's context.
+    context
+        What the chunks were encoded behind (`kvrag.ingest.contexts`).
+    document_match, reference_document_match
+        Exact match by what the documents answer, where the prompt does not; None where it does.
     """
 
     model: str
@@ -128,6 +138,9 @@ class QualityRow:
     cached_share: float
     work_share: float
     num_left_out: int
+    context: str
+    document_match: float | None
+    reference_document_match: float | None
 
 
 def make_row(
@@ -140,6 +153,7 @@ def make_row(
     ratio: float | None,
     codec: str,
     num_left_out: int,
+    context: str = NO_CONTEXT,
 ) -> QualityRow:
     """Return the row of at least one judgement."""
 
@@ -182,6 +196,9 @@ def make_row(
         cached_share=share(lambda j: j.num_cached, lambda j: j.num_prompt),
         work_share=mean(lambda j: j.work_share),
         num_left_out=num_left_out,
+        context=context,
+        document_match=_mean_or_none([j.document_match for j in judgements]),
+        reference_document_match=_mean_or_none([j.reference_document_match for j in judgements]),
     )
 
 
