@@ -42,6 +42,16 @@ def bench_quality(
             "their predecessor."
         ),
     ] = "none",
+    links: Annotated[
+        str | None,
+        typer.Option(
+            "--links",
+            metavar="FILE|off",
+            help="Link tokens ('kvrag train links'): judge every policy without and with them. "
+            "Default: links.safetensors of the model's folder, where it has one.",
+            show_default=False,
+        ),
+    ] = None,
     questions: Annotated[
         int | None,
         typer.Option(
@@ -88,6 +98,7 @@ def bench_quality(
         seed=seed,
         num_documents=documents,
         device=device,
+        links=links,
     )
     with console.err().status("measuring") as status:
         rows = contest.run_quality_bench(options, on_progress=status.update)

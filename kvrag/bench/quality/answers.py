@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from kvrag.engine.engine import end_ids
 from kvrag.fusion.fuser import fuse
 from kvrag.fusion.layout import Layout
+from kvrag.fusion.links import Links
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.report import FusionReport
@@ -110,30 +112,36 @@ class Answerer:
         open_kv: OpenKV,
         policy: RecomputePolicy,
         reference: ReferenceAnswer,
+        links: Links | None = None,
     ) -> FusedAnswer:
-        """Answer over fused KV; measure how far each token is from the reference's."""
+        """Answer over fused KV; measure how far each token is from the reference's.
+
+        `links` are those of the layout, on the model.
+        """
         model, num_prompt = self._model, len(layout.token_ids)
         started = time.perf_counter()
         buffer = FusedKV(model.spec, num_prompt, num_prompt + self._limit(num_prompt), model.device)
-        fused = fuse(model, layout, open_kv, policy, buffer)
+        fused = fuse(model, layout, open_kv, policy, buffer, links)
         first = int(fused.logits.argmax())
         seconds = time.perf_counter() - started
 
+        answering = links.answering(model) if links is not None and layout.links else nullcontext()
         logits = fused.logits[None]
-        if len(reference.token_ids) > 1:
-            logits = torch.cat(
-                [logits, self._forward(buffer, num_prompt, reference.token_ids[:-1])]
+        with answering:
+            if len(reference.token_ids) > 1:
+                forced = self._forward(buffer, num_prompt, reference.token_ids[:-1])
+                logits = torch.cat([logits, forced])
+            likeliest = [first, *logits[1:].argmax(-1).tolist()]
+            agrees = tuple(
+                one == other for one, other in zip(likeliest, reference.token_ids, strict=True)
             )
-        likeliest = [first, *logits[1:].argmax(-1).tolist()]
-        agrees = tuple(
-            one == other for one, other in zip(likeliest, reference.token_ids, strict=True)
-        )
+            own_answer = self._own_answer(buffer, likeliest, agrees, reference)
         log_probs = logits.float().log_softmax(-1)
         divergence = torch.nn.functional.kl_div(
             log_probs, reference.log_probs, reduction="none", log_target=True
         ).sum(-1)
         return FusedAnswer(
-            token_ids=self._own_answer(buffer, likeliest, agrees, reference),
+            token_ids=own_answer,
             # Rounding can put equal distributions a little below zero.
             kl=tuple(max(0.0, value) for value in divergence.tolist()),
             agrees=agrees,

@@ -15,6 +15,7 @@ from kvrag.bench.quality.contest import Contestant, QualityOptions, judge_questi
 from kvrag.bench.quality.datasets import load_questions
 from kvrag.bench.quality.questions import JudgedQuestion
 from kvrag.bench.quality.rows import Judgement
+from kvrag.engine.engine import LINKS_OFF
 from kvrag.errors import ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.ingest.index import Index
@@ -92,6 +93,7 @@ def calibrate(
             ratios=options.ratios,
             max_tokens=options.max_tokens,
             use_chat_template=options.use_chat_template,
+            links=LINKS_OFF,
         ),
         on_progress,
     )

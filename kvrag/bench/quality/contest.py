@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -19,14 +19,19 @@ from kvrag.bench.quality.oracle import ORACLE, OraclePolicy, TrueDeviation
 from kvrag.bench.quality.questions import JudgedQuestion, RenderedPrompt, render
 from kvrag.bench.quality.rows import OVERALL, Judgement, QualityRow, TextScores, make_row
 from kvrag.codec.presets import choose_codec
+from kvrag.engine.engine import LINKS_OFF
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout
+from kvrag.fusion.links import Links, find_links, insert_links
 from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.fusion.policies.base import RecomputePolicy, check_ratio
 from kvrag.fusion.policies.registry import make_policy, parameters_of
 from kvrag.ingest.contexts import NO_CONTEXT, context_limit
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
+
+LINKED = " + links"
+"""Behind a policy's name where link tokens stand behind the chunks."""
 
 # Of texts that codecs are fitted to: some 5,000 tokens.
 _LEAST_CHARACTERS_TO_FIT = 20_000
@@ -60,6 +65,9 @@ class QualityOptions:
         Of generated questions.
     device
         Where the model runs; None means the CPU.
+    links
+        Link tokens: a file of them, or ``"off"``; None takes those that lie in the model's folder.
+        Where there are any, each policy but ``oracle`` is judged without and with them.
     """
 
     model: str | KVModel = "kvrag-tiny"
@@ -74,16 +82,23 @@ class QualityOptions:
     seed: int = 2024
     num_documents: int = 5
     device: str | None = None
+    links: Links | str | Path | None = None
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A policy at a ratio over a codec, chunks encoded behind a context."""
+    """A policy at a ratio over a codec, chunks encoded behind a context, with links or without."""
 
     policy: str
     ratio: float | None
     codec: str
     context: str = NO_CONTEXT
+    linked: bool = False
+
+    @property
+    def label(self) -> str:
+        """The policy's name, and whether link tokens stand behind the chunks."""
+        return self.policy + LINKED if self.linked else self.policy
 
     def policy_for(self, layout: Layout, deviation: Callable[[], TrueDeviation]) -> RecomputePolicy:
         """Return the policy with the parameters that spend the ratio on this prompt.
@@ -115,8 +130,8 @@ def tokens_of_ratio(layout: Layout, ratio: float) -> int:
     return tokens
 
 
-def contestants(options: QualityOptions) -> list[Contestant]:
-    """Return all that take part, in the order asked for.
+def contestants(options: QualityOptions, with_links: bool = False) -> list[Contestant]:
+    """Return all that take part, in the order asked for; with links, each of them twice.
 
     Raises
     ------
@@ -145,11 +160,13 @@ def contestants(options: QualityOptions) -> list[Contestant]:
     if not options.ratios and set(options.policies) != {"none"}:
         raise ParameterError("bench quality: only policy 'none' does without a ratio")
     found = [
-        Contestant(policy, ratio, codec, context)
+        Contestant(policy, ratio, codec, context, linked)
         for context in options.contexts
         for codec in codecs
         for policy in options.policies
         for ratio in ([None] if policy == "none" else options.ratios)
+        # The oracle's deviations are those of the prompt without links.
+        for linked in ((False, True) if with_links and policy != ORACLE else (False,))
     ]
     return list(dict.fromkeys(found))
 
@@ -177,11 +194,13 @@ def run_quality_bench(
 
     Raises
     ------
-    ParameterError, ModelLoadError, UnsupportedModelError
+    ParameterError, ModelLoadError, UnsupportedModelError, LinksError
         Before anything is computed.
     """
     say = on_progress or (lambda _: None)
     contestants(options)
+    if isinstance(options.links, str | Path) and options.links != LINKS_OFF:
+        options = replace(options, links=Links.load(options.links))
     say("reading the questions")
     questions = load_questions(
         options.data,
@@ -202,7 +221,7 @@ def run_quality_bench(
             model=model.name,
             dataset=dataset,
             question_type=kind,
-            policy=contestant.policy,
+            policy=contestant.label,
             ratio=contestant.ratio,
             codec=contestant.codec,
             context=contestant.context,
@@ -233,8 +252,9 @@ def judge_questions(
     ParameterError
         When no prompt fits, or the options name no contestant.
     """
-    entered = contestants(options)
-    prompts = _prompts(model, questions, options)
+    links = _links(options, model)
+    entered = contestants(options, links is not None)
+    prompts = _prompts(model, questions, options, links)
     left_out = Counter(question.type for question in questions) - Counter(
         question.type for question, _ in prompts
     )
@@ -251,7 +271,7 @@ def judge_questions(
         )
         for context in dict.fromkeys(options.contexts)
     }
-    judge = _Judge(banks, Answerer(model, options.max_tokens))
+    judge = _Judge(banks, Answerer(model, options.max_tokens), links)
     judged: dict[Contestant, list[Judgement]] = {contestant: [] for contestant in entered}
     # The first forward pays for what every later one finds ready; let it not count.
     judge.judge(*prompts[0], entered)
@@ -263,6 +283,17 @@ def judge_questions(
         ):
             judged[contestant].append(judgement)
     return judged, left_out
+
+
+def _links(options: QualityOptions, model: KVModel) -> Links | None:
+    """Return the links that take part, on the model."""
+    given = options.links
+    if given is None:
+        folder = Path(getattr(model.hf, "name_or_path", ""))
+        given = find_links(folder) if folder.is_absolute() else None
+    elif isinstance(given, str | Path):
+        given = None if given == LINKS_OFF else Links.load(given)
+    return None if given is None else given.on(model)
 
 
 def _texts_to_fit(options: QualityOptions, judged: list[str]) -> list[str]:
@@ -298,7 +329,10 @@ def _types(judgements: Sequence[Judgement]) -> list[str]:
 
 
 def _prompts(
-    model: KVModel, questions: Sequence[JudgedQuestion], options: QualityOptions
+    model: KVModel,
+    questions: Sequence[JudgedQuestion],
+    options: QualityOptions,
+    links: Links | None,
 ) -> list[tuple[JudgedQuestion, RenderedPrompt]]:
     """Return the questions whose prompt and longest answer the model holds."""
     kept = []
@@ -308,6 +342,9 @@ def _prompts(
             question.question, question.texts, model.tokenizer, options.use_chat_template
         )
         num_tokens = len(prompt.token_ids(model.tokenizer))
+        if links is not None:
+            # The same prompts for all: those that hold with links.
+            num_tokens += links.header.num_links * len(question.texts) + 2
         shortest = min(num_tokens, shortest or num_tokens)
         if num_tokens + options.max_tokens <= model.max_positions:
             kept.append((question, prompt))
@@ -321,8 +358,11 @@ def _prompts(
 
 
 class _Judge:
-    def __init__(self, banks: Mapping[str, ChunkBank], answerer: Answerer) -> None:
+    def __init__(
+        self, banks: Mapping[str, ChunkBank], answerer: Answerer, links: Links | None
+    ) -> None:
         self._banks = banks
+        self._links = links
         self._model = next(iter(banks.values())).model
         self._answerer = answerer
 
@@ -348,6 +388,9 @@ class _Judge:
         judgements = []
         for contestant in entered:
             bank, layout = self._banks[contestant.context], layouts[contestant.context]
+            links = self._links if contestant.linked else None
+            if links is not None:
+                layout = insert_links(layout, links.header)
             given = self._answerer.fused(
                 layout,
                 bank.opener(contestant.codec),
@@ -355,6 +398,7 @@ class _Judge:
                     layout, partial(deviation, contestant.context, contestant.codec)
                 ),
                 reference,
+                links,
             )
             stored_bytes, stored_tokens = bank.stored(contestant.codec, question.passages)
             report = given.report

@@ -12,9 +12,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
+from kvrag.bench.quality.contest import LINKED
 from kvrag.bench.quality.rows import OVERALL, QualityRow
 from kvrag.errors import ParameterError
 
+_NONE = "none"
 _COLORS = {
     "none": "tab:gray",
     "random": "silver",
@@ -100,15 +102,16 @@ def _draw_recompute(panel: Any, rows: Sequence[QualityRow], codecs: Sequence[str
         rows[0].reference_exact_match, color="black", linestyle="--", label="full prefill", lw=1
     )
     for codec in codecs:
-        unrepaired = [row for row in rows if row.codec == codec and row.policy == "none"]
         for policy in dict.fromkeys(row.policy for row in rows):
             label = policy if len(codecs) == 1 else f"{policy}, {codec}"
             mine = [row for row in rows if row.codec == codec and row.policy == policy]
-            # Recomputing nothing is where every policy starts.
+            # Recomputing nothing is where every policy starts, with links or without.
+            start = _NONE + policy[len(policy.removesuffix(LINKED)) :]
+            unrepaired = [row for row in rows if row.codec == codec and row.policy == start]
             line = sorted({*mine, *unrepaired}, key=lambda row: row.recomputed_share)
             color = _color(policy, rows)
             style = _LINES[codecs.index(codec) % len(_LINES)]
-            if policy != "none":
+            if policy != start:
                 shares = [row.recomputed_share for row in line]
                 panel.plot(shares, [row.exact_match for row in line], style, color=color, lw=1.5)
             _points(panel, [row.recomputed_share for row in mine], mine, color, label)

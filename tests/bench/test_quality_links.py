@@ -1,0 +1,107 @@
+"""The referee judges every policy without link tokens and with them, on the same prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvrag.bench.quality.answers import Answerer
+from kvrag.bench.quality.contest import Contestant, QualityOptions, contestants, run_quality_bench
+from kvrag.bench.quality.picture import draw_quality
+from kvrag.errors import LinksError
+from kvrag.fusion.layout import Layout
+from kvrag.fusion.links import FILE_NAME, insert_links
+from kvrag.fusion.policies.none import NonePolicy
+from kvrag.models.kv_model import KVModel
+from tests.fusion.test_links import ORDER, make_links
+from tests.support.bench_top import TEXTS, Bench
+from tests.support.models import make_model, make_tokenizer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    path = tmp_path / "set.json"
+    ctxs = [{"title": "", "text": text} for text in TEXTS]
+    asked = [{"question": f"who keeps {i}?", "answers": ["Ines"], "ctxs": ctxs} for i in range(2)]
+    path.write_text(json.dumps(asked))
+    return str(path)
+
+
+def test_each_policy_is_judged_twice(data: str, tmp_path: Path) -> None:
+    model = KVModel(make_model(), make_tokenizer(), name="random")
+    options = QualityOptions(
+        model=model,
+        data=data,
+        policies=("none", "deviation", "oracle"),
+        ratios=(0.3, 1.0),
+        links=make_links(model),
+        max_tokens=4,
+    )
+    rows = run_quality_bench(options)
+    assert [(row.policy, row.ratio) for row in rows] == [
+        ("none", None),
+        ("none + links", None),
+        ("deviation", 0.3),
+        ("deviation + links", 0.3),
+        ("deviation", 1.0),
+        ("deviation + links", 1.0),
+        ("oracle", 0.3),
+        ("oracle", 1.0),
+    ]
+    by_name = {(row.policy, row.ratio): row for row in rows}
+    # Without links ratio 1 is full prefill; with random links it is something else.
+    assert by_name["deviation", 1.0].kl < 1e-6
+    assert by_name["deviation + links", 1.0].kl > 1e-3
+    assert by_name["none + links", None].kl != by_name["none", None].kl
+    assert by_name["none + links", None].work_share > by_name["none", None].work_share
+    draw_quality(rows, tmp_path / "quality.png")
+
+
+def test_a_models_folder_brings_its_links(data: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_model(num_hidden_layers=2).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    make_links(KVModel.load(folder)).save(folder / FILE_NAME)
+    options = {"model": str(folder), "data": data, "policies": ("none",), "max_tokens": 2}
+    rows = run_quality_bench(QualityOptions(**options))
+    assert [row.policy for row in rows] == ["none", "none + links"]
+    off = run_quality_bench(QualityOptions(**options, links="off"))
+    assert [row.policy for row in off] == ["none"]
+
+
+def test_absent_links_are_named_before_anything_is_loaded(data: str) -> None:
+    with pytest.raises(LinksError, match="no links at 'absent'"):
+        run_quality_bench(QualityOptions(model="./absent", data=data, links="absent"))
+
+
+def test_links_double_the_field() -> None:
+    options = QualityOptions(policies=("none", "boundary"), ratios=(0.1,))
+    assert len(contestants(options, True)) == 2 * len(contestants(options)) == 4
+    assert Contestant("none", None, "raw", linked=True).label == "none + links"
+
+
+def test_an_adapter_answers_too() -> None:
+    """The answer's rows go through the adapter, as the question's do."""
+    bench = Bench(KVModel(make_model(), make_tokenizer()))
+    links = make_links(bench.model, "adapter").on(bench.model)
+    answerer = Answerer(bench.model, 6)
+    layout = bench.lay_out(bench.prompt(*ORDER))
+    reference = answerer.reference(layout.token_ids)
+
+    def kl(given: Layout) -> tuple[float, ...]:
+        return answerer.fused(given, bench.open_kv, NonePolicy(), reference, links).kl
+
+    assert kl(insert_links(layout, links.header)) != kl(layout)
+    assert answerer.reference(layout.token_ids).token_ids == reference.token_ids
