@@ -77,8 +77,12 @@ std::vector<Group> group_streams(const std::vector<u64>& first_stream, u64 most,
   const u64 size = std::clamp<u64>(share, 1, most);
   std::vector<Group> groups;
   for (u64 job = 0; job + 1 < first_stream.size(); ++job) {
-    for (u64 i = first_stream[job]; i < first_stream[job + 1]; i += size) {
-      groups.push_back({i, std::min(size, first_stream[job + 1] - i)});
+    const u64 count = first_stream[job + 1] - first_stream[job];
+    const u64 num_groups = (count + size - 1) / size;
+    for (u64 i = 0; i < num_groups; ++i) {
+      const u64 begin = i * count / num_groups;
+      const u64 end = (i + 1) * count / num_groups;
+      groups.push_back({first_stream[job] + begin, end - begin});
     }
   }
   return groups;
