@@ -26,6 +26,11 @@ _MAX_STREAMS = 256
 _MAX_SYMBOLS = 1 << 31
 
 
+def count_streams(num_rows: int, num_tokens: int) -> int:
+    """Return how many streams a matrix of symbols is written in."""
+    return max(1, min(_MAX_STREAMS, num_rows * num_tokens // _STREAM_SYMBOLS, num_rows))
+
+
 def pack_streams(
     model: RansModel,
     symbols: NDArray[np.uint8],
@@ -41,7 +46,7 @@ def pack_streams(
     """
     if not symbols.size:
         return b""
-    num_streams = max(1, min(_MAX_STREAMS, symbols.size // _STREAM_SYMBOLS, len(classes)))
+    num_streams = count_streams(*symbols.shape)
     return encode_rows(model, symbols, classes, num_streams=num_streams, context=context)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvrag.bench.codec.numba_coder import NumbaCoder
 from kvrag.bench.codec.symbols import SymbolMatrix
+from kvrag.codec.block import count_streams
 from kvrag.errors import ParameterError
 from kvrag.native import (
     DecodeJob,
@@ -20,8 +21,6 @@ from kvrag.native import (
 )
 
 NATIVE = "kvrag"
-# Enough that two threads share the work evenly; each takes 132 bytes.
-_STREAMS = 4
 # What is decoded at once: a prompt's chunks are. Less than this is over before a second thread is
 # at work.
 _LEAST_SYMBOLS = 4_000_000
@@ -55,7 +54,13 @@ class Contender:
 def native(load: list[SymbolMatrix], isa: str, threads: int) -> Contender:
     """Return kvrag's coder with one instruction set; checks that it gives back the load."""
     payloads = [
-        encode_rows(m.model, m.symbols, m.classes, num_streams=_streams(m), context=m.context)
+        encode_rows(
+            m.model,
+            m.symbols,
+            m.classes,
+            num_streams=count_streams(*m.symbols.shape),
+            context=m.context,
+        )
         for m in load
     ]
     num_symbols = sum(m.symbols.size for m in load)
@@ -72,7 +77,7 @@ def native(load: list[SymbolMatrix], isa: str, threads: int) -> Contender:
                 m.model,
                 m.symbols,
                 m.classes,
-                num_streams=_streams(m),
+                num_streams=count_streams(*m.symbols.shape),
                 context=m.context,
                 threads=threads,
             )
@@ -177,7 +182,3 @@ def _imported(name: str) -> Any:
             f"part 'speed' needs {error.name}: pip install 'kvrag[bench]', or leave the part out "
             "with --parts"
         ) from error
-
-
-def _streams(matrix: SymbolMatrix) -> int:
-    return max(1, min(_STREAMS, len(matrix.symbols)))
