@@ -49,6 +49,13 @@ def train_links(
         str,
         typer.Option(help="labels, or distill: the untouched model's full prefill is the teacher."),
     ] = "labels",
+    teacher_answers: Annotated[
+        bool,
+        typer.Option(
+            "--teacher-answers",
+            help="Distil along what the untouched model answers itself: labels are not looked at.",
+        ),
+    ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 400,
     warmup_steps: Annotated[int, typer.Option(min=0, help="Steps over which the rate rises.")] = 20,
     rows: Annotated[int, typer.Option(min=1, help="Sets of documents a step.")] = 10,
@@ -108,6 +115,7 @@ def train_links(
         mode=mode,
         way=way,
         loss=loss,
+        teacher_answers=teacher_answers,
         rank=rank,
         steps=steps,
         warmup_steps=warmup_steps,

@@ -201,6 +201,28 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
         assert torch.equal(weight, second.model.hf.get_parameter(name))
 
 
+def test_the_teacher_answers_as_the_plain_pipeline_does(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, mode="frozen", way="adapter", loss="distill", teacher_answers=True
+    )
+    items = [item((1,)), item()]
+    answers = trainer.answers_of_teacher(items)
+    model, end = trainer.model, trainer.model.tokenizer.eos_token_id
+    prompts = [prompt for one in items for prompt in one.prompts]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt.token_ids(model.tokenizer)])
+        expected = model.hf.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=15,
+            do_sample=False,
+            pad_token_id=2,
+        )[0, ids.shape[1] :].tolist()
+        assert answer == (expected if expected[-1] == end else [*expected, end])
+    with training_mode(model, False):
+        assert trainer.advance()["loss/linked"] >= 0.0
+
+
 def test_another_run_is_not_continued(tmp_path: Path) -> None:
     make_trainer(tmp_path)._save_checkpoint()
     with pytest.raises(ParameterError, match="of another run: num_links 2, asked for 1"):
@@ -257,6 +279,7 @@ def test_generated_items_are_found_again(tmp_path: Path) -> None:
         ({"mode": "thawed"}, "mode 'thawed': expected one of tuned, frozen"),
         ({"way": "kv"}, "one of mode 'frozen'"),
         ({"loss": "none"}, "loss 'none'"),
+        ({"teacher_answers": True}, "of loss 'distill'"),
         ({"plain_share": 1.0}, "plain_share 1.0"),
         ({"steps": 0}, "steps 0: expected at least 1"),
         ({"learning_rate": 0.0}, "learning_rate"),

@@ -94,7 +94,13 @@ class Packer:
         self._prefix = model.default_prefix_ids()
         self._header = header
 
-    def pack(self, items: Sequence[LinkItem], *, linked: bool) -> LinkBatch:
+    def pack(
+        self,
+        items: Sequence[LinkItem],
+        *,
+        linked: bool,
+        answers: Sequence[Sequence[int]] | None = None,
+    ) -> LinkBatch:
         """Return items as a batch.
 
         Parameters
@@ -104,7 +110,10 @@ class Packer:
         linked
             Documents encoded alone and links behind them; False leaves them to the rows that are
             computed, without links: plain prompts.
+        answers
+            Tokens to take as the answers of all questions, ends included; None: the items' own.
         """
+        given = None if answers is None else iter(answers)
         asked = [self._tokenised(item, linked) for item in items]
         rows = [_Row() for _ in items]
         chunks: list[tuple[list[int], int]] = []
@@ -123,7 +132,8 @@ class Packer:
                 chunks.append(([*self._prefix, *chunk.token_ids], start))
             assert len(chunks) - first_chunk == len(item.layout.spans)
             row.put_shared(item.layout)
-            for tail, answer in zip(item.tails, item.answers, strict=True):
+            for tail, own in zip(item.tails, item.answers, strict=True):
+                answer = own if given is None else next(given)
                 row.put_question(tail, answer, len(item.layout.token_ids), number)
                 number += 1
         width = max((len(tokens) for tokens, _ in chunks), default=0)

@@ -40,10 +40,15 @@ class LinkTrainingOptions:
     loss
         ``"labels"``: cross-entropy of the answers. ``"distill"``: KL to the untouched model's full
         prefill of the same prompt without links, along the answers.
+    teacher_answers
+        Of ``"distill"``: along what that model answers itself, so that no labels are needed.
+    answer_tokens
+        Tokens of such an answer at the most.
     rank
         Of the adapter.
     steps, warmup_steps
-        Optimizer steps; over the first, the rate rises.
+        Optimizer steps; over the first, the rate rises. A run may be continued with more steps: the
+        rate then falls as if these had been asked for from the first.
     rows, questions
         Rows of documents a step, and questions about each at the most.
     plain_share
@@ -73,6 +78,8 @@ class LinkTrainingOptions:
     mode: str = "tuned"
     way: str = "embeddings"
     loss: str = "labels"
+    teacher_answers: bool = False
+    answer_tokens: int = 16
     rank: int = 16
     steps: int = 400
     warmup_steps: int = 20
@@ -92,7 +99,7 @@ class LinkTrainingOptions:
     def __post_init__(self) -> None:
         counts = [
             *("num_links", "max_documents", "rank", "steps", "rows", "questions"),
-            *("evaluate_every", "evaluate_questions", "save_every"),
+            *("evaluate_every", "evaluate_questions", "save_every", "answer_tokens"),
         ]
         checks = [
             *((name, getattr(self, name) >= 1, "at least 1") for name in counts),
@@ -114,6 +121,9 @@ class LinkTrainingOptions:
                 "model with link embeddings"
             )
 
+        if self.teacher_answers and self.loss != "distill":
+            raise ParameterError("train links: teacher_answers is of loss 'distill'")
+
     @property
     def rate(self) -> float:
         """The learning rate of weights."""
@@ -128,6 +138,7 @@ class LinkTrainingOptions:
         """Return what a run must have in common with the one that it continues."""
         names = [
             *("model", "data", "num_links", "max_documents", "mode", "way", "loss", "rank"),
-            *("rows", "questions", "plain_share", "rate", "link_learning_rate", "seed", "steps"),
+            *("rows", "questions", "plain_share", "rate", "link_learning_rate", "seed"),
+            *("teacher_answers", "answer_tokens"),
         ]
         return {name: getattr(self, name) for name in names}

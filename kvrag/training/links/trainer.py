@@ -155,9 +155,10 @@ class LinkTrainer:
         for name, part, linked in parts:
             if not part:
                 continue
-            batch = self.packer.pack(part, linked=linked)
+            answers = self.answers_of_teacher(part) if options.teacher_answers else None
+            batch = self.packer.pack(part, linked=linked, answers=answers)
             logits = self.student.logits(batch)
-            loss = self._loss(logits, batch, part)
+            loss = self._loss(logits, batch, part, answers)
             losses.append(loss)
             num_tokens += len(logits)
             record[f"loss/{name}"] = round(float(loss.detach()) / len(logits), 5)
@@ -169,15 +170,40 @@ class LinkTrainer:
         self.step += 1
         return record
 
+    @torch.no_grad()
+    def answers_of_teacher(self, items: Sequence[LinkItem]) -> list[list[int]]:
+        """Return what the teacher answers greedily to plain prompts, ends included."""
+        assert self.teacher is not None
+        end = int(self.model.tokenizer.eos_token_id)
+        num_questions = sum(len(item.prompts) for item in items)
+        answers: list[list[int]] = [[] for _ in range(num_questions)]
+        for _ in range(self.options.answer_tokens - 1):
+            # What stands last is what is predicted; it is fed to nobody.
+            asked = [answer if answer[-1:] == [end] else [*answer, end] for answer in answers]
+            batch = self.packer.pack(items, linked=False, answers=asked)
+            likeliest = self.teacher.logits(batch).argmax(-1).tolist()
+            numbers = batch.question_ids[batch.targets != IGNORED].tolist()
+            last = dict(zip(numbers, likeliest, strict=True))
+            open_ones = [i for i, answer in enumerate(answers) if answer[-1:] != [end]]
+            if not open_ones:
+                break
+            for number in open_ones:
+                answers[number].append(last[number])
+        return [answer if answer[-1:] == [end] else [*answer, end] for answer in answers]
+
     def _loss(
-        self, logits: torch.Tensor, batch: LinkBatch, items: Sequence[LinkItem]
+        self,
+        logits: torch.Tensor,
+        batch: LinkBatch,
+        items: Sequence[LinkItem],
+        answers: Sequence[Sequence[int]] | None,
     ) -> torch.Tensor:
         """Return the loss, summed over answer tokens."""
         targets = batch.targets[batch.targets != IGNORED].to(logits.device)
         if self.teacher is None:
             return functional.cross_entropy(logits.float(), targets, reduction="sum")
         with torch.no_grad():
-            taught = self.teacher.logits(self.packer.pack(items, linked=False))
+            taught = self.teacher.logits(self.packer.pack(items, linked=False, answers=answers))
         return functional.kl_div(
             logits.float().log_softmax(-1),
             taught.float().log_softmax(-1),
