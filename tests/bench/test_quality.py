@@ -204,7 +204,13 @@ def test_at_ratio_one_nothing_is_lost(family: str, musique: str) -> None:
     )
     assert {(row.policy, row.ratio, row.question_type) for row in rows} == {
         (policy, ratio, kind)
-        for policy, ratio in (("none", None), ("boundary", 1.0), ("deviation", 1.0))
+        for policy, ratio in (
+            ("none", None),
+            ("boundary", 1.0),
+            ("deviation", 1.0),
+            ("query", 1.0),
+            ("two_stage", 1.0),
+        )
         for kind in ("overall", "near", "far")
     }
     for row in rows:
