@@ -266,11 +266,20 @@ class KVModel:
         adapter
             Acts in those calls, on the rows that `adapted` names.
         adapted
-            Positions, ascending.
+            Positions; None stands for all.
         """
+        seen: torch.Tensor | None = None
+        chosen: torch.Tensor | None = None
 
-        def gate() -> torch.Tensor:
-            return torch.isin(self._rows_at_hand, adapted)  # type: ignore[arg-type]
+        def gate() -> torch.Tensor | None:
+            # Asked for by every linear layer: looked up once for each block of rows.
+            nonlocal seen, chosen
+            if seen is not self._rows_at_hand and adapted is not None:
+                seen = self._rows_at_hand
+                chosen = torch.isin(seen, adapted)
+                if bool(chosen.all()):
+                    chosen = None
+            return chosen
 
         acting = nullcontext() if adapter is None else adapter.acting(self.hf, gate)
         with self.lock, torch.no_grad(), row_attention(self.hf), acting:
