@@ -21,9 +21,9 @@ from kvrag.native import (
 )
 
 NATIVE = "kvrag"
-# What is decoded at once: a prompt's chunks are. Less than this is over before a second thread is
-# at work.
-_LEAST_SYMBOLS = 4_000_000
+# What is decoded at once, as a prompt's chunks are: 2,500 tokens of 6,144 channels. A few million
+# symbols are over before a second thread is at work.
+_LEAST_SYMBOLS = 15_360_000
 
 
 @dataclass(frozen=True)
