@@ -40,12 +40,20 @@ class StoreError(KVRagError):
     """A store cannot be used: unreachable, read-only, full."""
 
 
+class StoreUnreachableError(StoreError):
+    """A store does not answer, or not in time; it may do so again later."""
+
+
 class ProfileError(KVRagError):
     """A codec profile is missing, damaged, or of another model than the one it is used with."""
 
 
 class LinksError(KVRagError):
     """Link tokens are missing, damaged, or of another model than the one they are used with."""
+
+
+class AnchorsError(KVRagError):
+    """Anchors are missing, damaged, or of another model or compression than asked for."""
 
 
 class IndexNotFoundError(KVRagError):

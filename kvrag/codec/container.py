@@ -10,7 +10,6 @@ caller expects.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
@@ -21,23 +20,18 @@ import xxhash
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import KVSpec
+from kvrag.recordformat import BLOCK as _BLOCK
+from kvrag.recordformat import CHECKSUM as _CHECKSUM
+from kvrag.recordformat import FIXED as _FIXED
+from kvrag.recordformat import FORMAT_VERSION, MAGIC, MAX_HEADER_BYTES
 
-MAGIC = b"\x89KVRAG\r\n"
-FORMAT_VERSION = 2
 ALIGNMENT_BYTES = 64
-MAX_HEADER_BYTES = 1 << 16
 MAX_TOKENS = 1 << 20
 MAX_BLOCK_BYTES = 1 << 32
 MAX_DIMENSION = 1 << 16
 MAX_LEVEL = 255
 
-# magic, format version, header bytes, record bytes, key, codec, dtype, L, H, T, D, level,
-# blocks, zero, profile
-_FIXED = struct.Struct("<8sIIQ20s16sIIIIIIII20s")
-# offset, payload bytes, checksum
-_BLOCK = struct.Struct("<QQQ")
 _KEY = slice(24, 44)
-_CHECKSUM = struct.Struct("<Q")
 # One read fetches the whole header of records of up to 165 blocks.
 _FIRST_READ_BYTES = 4096
 

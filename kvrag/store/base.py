@@ -1,20 +1,26 @@
 """What a store is: immutable records by chunk key.
 
 A store knows nothing of codecs: records are bytes. Every method may block on I/O; all are
-safe to call from several threads.
+safe to call from several threads. Opening takes at most one round trip, and so does each range
+read: whoever wants layer i + 1 while he computes layer i reads its range in another thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError
+from kvrag.store.metrics import StoreCounts
 
 
 class StoredRecord(Protocol):
-    """An opened record. It stays readable even if the record is deleted meanwhile."""
+    """An opened record.
+
+    It stays readable even if the record is deleted or replaced meanwhile; a store that cannot
+    keep it for its readers refuses with StoreError. Never are other bytes read.
+    """
 
     @property
     def size_bytes(self) -> int: ...
@@ -37,7 +43,7 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """What `kvrag.store.registry.open_store` opens this store with."""
+        """What `kvrag.store.registry.open_store` opens this store with, but for its secrets."""
         ...
 
     def put(self, key: ChunkKey, record: bytes) -> None:
@@ -61,10 +67,30 @@ class Store(Protocol):
         """Remove a record; say whether there was one."""
         ...
 
-    def keys(self) -> Iterator[ChunkKey]: ...
+    def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
+        """Iterate over all keys with the bytes of their records, in no particular order.
+
+        What is put or deleted meanwhile may appear or not.
+        """
+        ...
+
+    def keys(self) -> Iterator[ChunkKey]:
+        """Iterate over all keys, as `sizes` does."""
+        ...
 
     def size_bytes(self) -> int:
         """Bytes held by all records."""
+        ...
+
+    def note_damage(self, key: ChunkKey) -> None:
+        """Be told that what was read of a record was not what had been written.
+
+        It is counted; a store that has other copies of the record gives up the damaged one.
+        """
+        ...
+
+    def counts(self) -> Sequence[StoreCounts]:
+        """What was counted since the store was opened; of tiers, the fastest first."""
         ...
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:

@@ -1,116 +1,49 @@
-"""Records as files: ``FOLDER/ab/abcd...ef.kv``, one file a record, 256 folders.
+"""Records in a folder, packed into segments: a million chunks are a few hundred files.
 
-A record is written to a temporary file in its own folder, flushed to the medium, and renamed
-to its name: a process killed at any moment leaves whole records and, at worst, temporary
-files that nobody reads and `FileStore.collect_garbage` removes.
+A record is written behind the last one of a segment and flushed; then its place is noted in
+``records.sqlite``, in one transaction. A process killed at any moment leaves whole records and,
+at worst, bytes that nothing points to.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
-import re
-import secrets
-import stat
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError
-from kvrag.store.base import check_range
+from kvrag.store.files import store_error
+from kvrag.store.loose import LooseRecords
+from kvrag.store.metrics import (
+    MISS_ABSENT,
+    MISS_DAMAGED,
+    MISS_UNREADABLE,
+    StoreCounts,
+    StoreMetrics,
+)
+from kvrag.store.segment_index import IndexWriter, SegmentIndex
+from kvrag.store.segments import (
+    FOLDER_NAME,
+    SEGMENT_BYTES,
+    FileRecord,
+    OpenFile,
+    SegmentFiles,
+)
 
-_SUFFIX = ".kv"
-_FAN_OUT = re.compile(r"[0-9a-f]{2}")
-_RECORD = re.compile(r"([0-9a-f]{40})\.kv")
-_TEMPORARY = re.compile(r"\.[0-9a-f]{40}\.[0-9a-f]{16}\.tmp")
-
-# A name that is a link or a pipe is no record of ours: neither follow it nor wait for it.
-_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-
-_REMEDIES = {
-    errno.ENOSPC: "the disk is full: free some space, or put the index on another disk",
-    errno.EDQUOT: "the disk quota is used up: free some space, or ask for a larger quota",
-    errno.EFBIG: "the file would pass the allowed file size: raise that limit (ulimit -f)",
-    errno.EROFS: "the disk is mounted read-only: mount it writable, or use another folder",
-    errno.EACCES: "permission is missing: change the owner or mode, or use another folder",
-    errno.EPERM: "permission is missing: change the owner or mode, or use another folder",
-    errno.EMFILE: "this process has too many files open: raise its limit (ulimit -n)",
-    errno.ENFILE: "the system has too many files open: close some programs",
-    errno.EEXIST: "a file is where a folder should be: move it away, or use another folder",
-    errno.ENOTDIR: "a file is where a folder should be: move it away, or use another folder",
-    errno.EISDIR: "a folder is where a file should be: move it away, or use another folder",
-    errno.EIO: "the disk reports a defect: check it, then ingest again elsewhere",
-    errno.ESTALE: "the network file system lost the file: mount it again",
-}
-# What the system answers where there is no record: nothing, or something that is not one.
-_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
-
-
-def _store_error(action: str, path: Path, error: OSError) -> StoreError:
-    remedy = _REMEDIES.get(error.errno or 0, "check that the folder exists and can be used")
-    return StoreError(f"cannot {action} {path}: {error.strerror or error}; {remedy}")
-
-
-class FileRecord:
-    """An opened record of a `FileStore`: one file descriptor, read at any offset by any thread.
-
-    It is closed by `close`, or when the last reference to it goes.
-    """
-
-    def __init__(self, key: ChunkKey, path: Path, descriptor: int, size_bytes: int) -> None:
-        self._key = key
-        self._path = path
-        self._descriptor = descriptor
-        self._size_bytes = size_bytes
-
-    @property
-    def size_bytes(self) -> int:
-        """Length of the record when it was opened."""
-        return self._size_bytes
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on.
-
-        Raises
-        ------
-        StoreError
-            When the medium refuses, or the record was closed.
-        RecordError
-            When the record ends before the buffer is full.
-        """
-        check_range(self._key, self._size_bytes, offset, buffer.nbytes)
-        if self._descriptor < 0:
-            raise StoreError(f"cannot read {self._path}: the record was closed; open it again")
-        while buffer.nbytes:
-            try:
-                count = os.preadv(self._descriptor, [buffer], offset)
-            except OSError as error:
-                raise _store_error("read", self._path, error) from error
-            if count == 0:
-                raise RecordError(
-                    f"record {self._key}: expected {self._size_bytes} bytes in {self._path}, "
-                    f"found {offset}; it was cut short after it was opened: ingest again"
-                )
-            offset += count
-            buffer = buffer[count:]
-
-    def close(self) -> None:
-        """Close the file. Not while another thread reads from it."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def __del__(self) -> None:
-        self.close()
+# Of a segment, below which its records are worth moving so that it can be removed.
+_LEAST_USED = 0.5
+# Written between two flushes at the most, when many records come at once.
+_BATCH_BYTES = 32 << 20
+# Of a look-up whose record is moved between index and segment.
+_MAX_TRIES = 5
 
 
 class FileStore:
     """Records in a folder, which is made when the first record is put.
 
-    Files that are not records are left alone. Several processes may share the folder.
+    Files that are not the store's are left alone. Several processes may share the folder.
 
     Parameters
     ----------
@@ -120,14 +53,19 @@ class FileStore:
     Raises
     ------
     StoreError
-        When there is something at `path` that is not a folder.
+        When there is something at `path` that is not a folder, or it holds an index of records
+        that this version cannot read.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path).absolute()
         self.url = f"file:{self._path}"
         if self._path.exists() and not self._path.is_dir():
-            raise _store_error("use", self._path, NotADirectoryError(errno.ENOTDIR, "not a folder"))
+            raise store_error("use", self._path, NotADirectoryError(errno.ENOTDIR, "not a folder"))
+        self._loose = LooseRecords(self._path)
+        self._segments = SegmentFiles(self._path / FOLDER_NAME)
+        self._index = SegmentIndex(self._path)
+        self._metrics = StoreMetrics("file")
 
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Write a record; when this returns, it has reached the medium.
@@ -140,8 +78,29 @@ class FileStore:
         StoreError
             When it cannot be written; nothing of it is then visible.
         """
-        if not _is_record(self._path_of(key)):
-            self.replace(key, record)
+        if not self.contains(key):
+            self._write([(key, record)])
+
+    def put_many(self, records: Iterable[tuple[ChunkKey, bytes]]) -> None:
+        """Write records as `put` does, many between two flushes of the medium.
+
+        Raises
+        ------
+        StoreError
+            When one cannot be written; of those before it, some may be there.
+        """
+        batch: list[tuple[ChunkKey, bytes]] = []
+        num_bytes = 0
+        for key, record in records:
+            if self._loose.contains(key):
+                continue
+            batch.append((key, record))
+            num_bytes += len(record)
+            if num_bytes >= _BATCH_BYTES:
+                self._write(batch)
+                batch, num_bytes = [], 0
+        if batch:
+            self._write(batch)
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
         """Write a record in place of the one `key` has, if any; readers keep the one they opened.
@@ -151,20 +110,9 @@ class FileStore:
         StoreError
             When it cannot be written; the old one then stays.
         """
-        path = self._path_of(key)
-        try:
-            _make_folder(path.parent)
-            temporary = path.with_name(f".{key}.{secrets.token_hex(8)}.tmp")
-            try:
-                _write_file(temporary, record)
-                temporary.replace(path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    temporary.unlink(missing_ok=True)
-                raise
-            _sync_folder(path.parent)
-        except OSError as error:
-            raise _store_error("write", path, error) from error
+        self._write([(key, record)], is_replacing=True)
+        # The new one is found first; the old one must not come back when that is deleted.
+        self._loose.delete(key)
 
     def open(self, key: ChunkKey) -> FileRecord | None:
         """Open a record for reading, or return None where there is none.
@@ -174,148 +122,202 @@ class FileStore:
         StoreError
             When there is one that cannot be opened.
         """
-        path = self._path_of(key)
         try:
-            descriptor = os.open(path, _READ_FLAGS)
-        except OSError as error:
-            if error.errno in _ABSENT:
-                return None
-            raise _store_error("open", path, error) from error
-        try:
-            status = os.fstat(descriptor)
-        except OSError as error:
-            os.close(descriptor)
-            raise _store_error("open", path, error) from error
-        if not stat.S_ISREG(status.st_mode):
-            os.close(descriptor)
-            return None
-        return FileRecord(key, path, descriptor, status.st_size)
+            record = self._open_packed(key) or self._open_loose(key)
+        except StoreError:
+            self._metrics.miss(MISS_UNREADABLE)
+            raise
+        if record is None:
+            self._metrics.miss(MISS_ABSENT)
+        else:
+            self._metrics.hit()
+        return record
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether there is a record of `key`."""
-        return _is_record(self._path_of(key))
+        return self._index.find(key) is not None or self._loose.contains(key)
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove a record; say whether there was one. Those who have it open keep it."""
-        path = self._path_of(key)
-        if not _is_record(path):
-            return False
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise _store_error("delete", path, error) from error
-        return True
+        """Remove a record; say whether there was one. Those who have it open keep it.
+
+        Its room is given back when its segment has no record left, or by `collect_garbage`.
+        """
+        was_loose = self._loose.delete(key)
+        place = self._index.find(key)
+        if place is None:
+            return was_loose
+        # A power cut may bring the record back: it is as good as it was.
+        with self._index.writing("delete from", is_durable=False) as writer:
+            was_packed = writer.remove(key)
+            emptied = self._drop_if_empty(writer, place.segment)
+        if emptied:
+            self._segments.remove(place.segment)
+        return was_packed or was_loose
+
+    def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
+        """Iterate over keys and the bytes of their records, in no particular order."""
+        yield from self._index.sizes()
+        for key, size_bytes in self._loose.sizes():
+            if self._index.find(key) is None:
+                yield key, size_bytes
 
     def keys(self) -> Iterator[ChunkKey]:
         """Iterate over the keys, in no particular order."""
-        for entry in self._files():
-            match = _RECORD.fullmatch(entry.name)
-            if match and entry.name[:2] == Path(entry.path).parent.name:
-                yield ChunkKey(match[1])
+        return (key for key, _ in self.sizes())
 
     def size_bytes(self) -> int:
         """Bytes held by all records."""
-        total = 0
-        for key in self.keys():
-            with contextlib.suppress(FileNotFoundError):
-                total += self._path_of(key).stat().st_size
-        return total
+        loose = sum(size for key, size in self._loose.sizes() if self._index.find(key) is None)
+        return self._index.size_bytes() + loose
+
+    def note_damage(self, key: ChunkKey) -> None:
+        """Count a record that was not what had been written."""
+        del key
+        self._metrics.miss(MISS_DAMAGED)
+
+    def counts(self) -> tuple[StoreCounts]:
+        """Return what was counted so far."""
+        return (self._metrics.counts(),)
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Remove temporary files left behind by processes that were killed.
+        """Remove what killed processes left behind, and give back the room of deleted records.
+
+        Records that still have files of their own are moved into segments, and segments that are
+        more than half unused are written anew without what was deleted. Who has a record open
+        goes on reading it.
 
         Parameters
         ----------
         min_age_seconds
-            Younger ones stay: another process may still be writing them.
+            Younger temporary files stay: another process may still be writing them.
 
         Returns
         -------
         int
-            How many were removed.
+            How many files of killed processes were removed.
 
         Raises
         ------
         StoreError
-            When one cannot be removed.
+            When something cannot be moved or removed.
         """
-        newest = time.time() - min_age_seconds
-        num_removed = 0
-        for entry in self._files():
-            if not _TEMPORARY.fullmatch(entry.name):
-                continue
-            try:
-                if entry.stat(follow_symlinks=False).st_mtime <= newest:
-                    Path(entry.path).unlink()
+        num_removed = self._loose.collect_garbage(min_age_seconds)
+        self._pack_loose()
+        if not self._index.path.is_file():
+            return num_removed
+        self.compact()
+        with self._index.writing() as writer:
+            # Whoever makes a segment holds this transaction: a file not in the index is nobody's.
+            known = {number for number, _, _ in writer.segments()}
+            for number in self._segments.numbers():
+                if number not in known:
+                    self._segments.remove(number)
                     num_removed += 1
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise _store_error("remove", Path(entry.path), error) from error
         return num_removed
 
+    def compact(self) -> int:
+        """Write segments anew that are more than half unused; return how many were removed.
+
+        Raises
+        ------
+        StoreError
+            When the medium refuses; no record is lost.
+        """
+        with self._index.writing() as writer:
+            # The last one is being filled: it is left alone unless nothing in it is needed.
+            *full, last = writer.segments() or [(0, 1, 1)]
+            wasteful = [number for number, end, used in full if used < _LEAST_USED * end]
+            if last[2] == 0 and last[0]:
+                wasteful.append(last[0])
+        return sum(map(self._move_out_of, wasteful))
+
     def close(self) -> None:
-        """Do nothing: only opened records hold anything."""
+        """Close the index of records; those opened before stay readable."""
+        self._index.close()
 
-    def _path_of(self, key: ChunkKey) -> Path:
-        return self._path / key.digest[:2] / (key.digest + _SUFFIX)
+    # -- private -----------------------------------------------------------------------------
 
-    def _files(self) -> Iterator[os.DirEntry[str]]:
-        for folder in _entries(self._path):
-            if _FAN_OUT.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
-                for entry in _entries(Path(folder.path)):
-                    if entry.is_file(follow_symlinks=False):
-                        yield entry
+    def _write(self, records: list[tuple[ChunkKey, bytes]], *, is_replacing: bool = False) -> None:
+        with self._index.writing() as writer:
+            if not is_replacing:
+                records = [
+                    (key, record)
+                    for key, record in dict(reversed(records)).items()
+                    if not writer.contains(key)
+                ]
+            if not records:
+                return
+            self._append(writer, records)
+        self._metrics.wrote(sum(len(record) for _, record in records))
 
+    def _append(self, writer: IndexWriter, records: list[tuple[ChunkKey, bytes]]) -> None:
+        segment, end = writer.last_segment()
+        if segment == 0 or end >= SEGMENT_BYTES:
+            # Not the number of a file that a killed process, or a lost index, left behind.
+            numbers = self._segments.numbers()
+            segment, end = max(writer.next_segment(), *(number + 1 for number in numbers), 1), 0
+        places = self._segments.append(segment, end, [record for _, record in records])
+        for (key, _), place in zip(records, places, strict=True):
+            writer.set(key, place)
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise _store_error("list", folder, error) from error
-
-
-def _is_record(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError as error:
-        if error.errno in _ABSENT:
+    def _drop_if_empty(self, writer: IndexWriter, segment: int) -> bool:
+        """Forget a segment that is full and holds no record any more."""
+        if segment == writer.last_segment()[0] or not writer.is_empty(segment):
             return False
-        raise _store_error("look for", path, error) from error
+        writer.drop_segment(segment)
+        return True
 
+    def _open_packed(self, key: ChunkKey) -> FileRecord | None:
+        for _ in range(_MAX_TRIES):
+            place = self._index.find(key)
+            if place is None:
+                return None
+            file = self._segments.open(place.segment)
+            if file is not None:
+                return FileRecord(key, file, place.offset, place.size_bytes, self._metrics)
+            if self._index.find(key) == place:
+                # Not moved meanwhile: somebody took the file away.
+                return None
+        return None
 
-def _make_folder(folder: Path) -> None:
-    """Make `folder` and its parents so that their names, too, survive a power cut."""
-    if folder.is_dir():
-        return
-    _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    _sync_folder(folder.parent)
+    def _open_loose(self, key: ChunkKey) -> FileRecord | None:
+        found = self._loose.open(key)
+        if found is None:
+            return None
+        descriptor, size_bytes = found
+        file = OpenFile(self._loose.path_of(key), descriptor)
+        return FileRecord(key, file, 0, size_bytes, self._metrics)
 
+    def _pack_loose(self) -> None:
+        for key, _ in self._loose.sizes():
+            record = self._open_loose(key)
+            if record is None:
+                continue
+            with contextlib.closing(record):
+                content = bytearray(record.size_bytes)
+                record.read_into(0, memoryview(content))
+            self._write([(key, bytes(content))])
+            self._loose.delete(key)
 
-def _write_file(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, _WRITE_FLAGS, 0o666)
-    try:
-        rest = memoryview(content)
-        while rest.nbytes:
-            rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems cannot flush a folder; there the rename itself is durable.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
+    def _move_out_of(self, segment: int) -> bool:
+        with self._index.writing() as writer:
+            file = self._segments.open(segment)
+            batch: list[tuple[ChunkKey, bytes]] = []
+            for key, place in writer.places(segment):
+                content = bytearray(place.size_bytes)
+                try:
+                    if file is None:
+                        raise RecordError(f"record {key}: its segment is gone")
+                    file.read_into(key, place.offset, memoryview(content))
+                except RecordError:  # what cannot be read any more is nothing to keep
+                    writer.remove(key)
+                    continue
+                batch.append((key, bytes(content)))
+                if sum(len(record) for _, record in batch) >= _BATCH_BYTES:
+                    self._append(writer, batch)
+                    batch = []
+            if batch:
+                self._append(writer, batch)
+            writer.drop_segment(segment)
+        self._segments.remove(segment)
+        return True

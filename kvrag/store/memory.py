@@ -1,4 +1,4 @@
-"""Records in this process's memory: for tests, demonstrations and short-lived indexes."""
+"""Records in this process's memory: for tests, demonstrations and as the fastest tier."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from kvrag.chunk import ChunkKey
 from kvrag.errors import StoreError
 from kvrag.store.base import check_range
+from kvrag.store.metrics import MISS_ABSENT, MISS_DAMAGED, StoreCounts, StoreMetrics
 
 
 class MemoryRecord:
     """An opened record of a `MemoryStore`."""
 
-    def __init__(self, key: ChunkKey, record: bytes) -> None:
+    def __init__(self, key: ChunkKey, record: bytes, metrics: StoreMetrics | None = None) -> None:
         self._key = key
         self._size_bytes = len(record)
         self._bytes: memoryview | None = memoryview(record)
+        self._metrics = metrics
 
     @property
     def size_bytes(self) -> int:
@@ -29,6 +31,8 @@ class MemoryRecord:
             raise StoreError(f"record {self._key} in memory: it was closed; open it again")
         check_range(self._key, self._size_bytes, offset, buffer.nbytes)
         buffer[:] = self._bytes[offset : offset + buffer.nbytes]
+        if self._metrics is not None:
+            self._metrics.read(buffer.nbytes)
 
     def close(self) -> None:
         """Let go of the bytes."""
@@ -43,22 +47,29 @@ class MemoryStore:
     def __init__(self) -> None:
         self._records: dict[ChunkKey, bytes] = {}
         self._lock = threading.Lock()
+        self._metrics = StoreMetrics("memory")
 
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Keep a record; a key that is present keeps its record."""
         with self._lock:
             self._records.setdefault(key, bytes(record))
+        self._metrics.wrote(len(record))
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
         """Keep a record in place of the one `key` has, if any."""
         with self._lock:
             self._records[key] = bytes(record)
+        self._metrics.wrote(len(record))
 
     def open(self, key: ChunkKey) -> MemoryRecord | None:
         """Open a record for reading, or return None where there is none."""
         with self._lock:
             record = self._records.get(key)
-        return None if record is None else MemoryRecord(key, record)
+        if record is None:
+            self._metrics.miss(MISS_ABSENT)
+            return None
+        self._metrics.hit()
+        return MemoryRecord(key, record, self._metrics)
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether there is a record of `key`."""
@@ -70,6 +81,11 @@ class MemoryStore:
         with self._lock:
             return self._records.pop(key, None) is not None
 
+    def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
+        """Iterate over the keys present at the time of the call, with their records' bytes."""
+        with self._lock:
+            return iter([(key, len(record)) for key, record in self._records.items()])
+
     def keys(self) -> Iterator[ChunkKey]:
         """Iterate over the keys present at the time of the call, in no particular order."""
         with self._lock:
@@ -79,6 +95,15 @@ class MemoryStore:
         """Bytes held by all records."""
         with self._lock:
             return sum(map(len, self._records.values()))
+
+    def note_damage(self, key: ChunkKey) -> None:
+        """Count a record that was not what had been written."""
+        del key
+        self._metrics.miss(MISS_DAMAGED)
+
+    def counts(self) -> tuple[StoreCounts]:
+        """Return what was counted so far."""
+        return (self._metrics.counts(),)
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
         """Return 0: writing to memory leaves nothing behind."""

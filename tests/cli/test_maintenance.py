@@ -34,11 +34,11 @@ def test_verify_of_a_sound_index(run: Run, index_folder: Path) -> None:
 
 
 def test_verify_finds_a_flipped_bit(run: Run, index_folder: Path) -> None:
-    record = next(path for path in (index_folder / "kv").rglob("*") if path.is_file())
-    content = bytearray(record.read_bytes())
+    segment = next((index_folder / "kv").rglob("*.seg"))
+    content = bytearray(segment.read_bytes())
     content[len(content) // 2] ^= 1
-    record.chmod(0o600)
-    record.write_bytes(content)
+    segment.chmod(0o600)
+    segment.write_bytes(content)
     done = run("verify", "--index", index_folder, "--json")
     assert done.code == 1
     assert done.json["ok"] is False

@@ -2,50 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
+from collections import Counter
 
 import pytest
+import torch
 
 from kvrag.chunk import ChunkKey
-from kvrag.errors import RecordError
+from kvrag.codec.container import RecordReader, write_record
+from kvrag.errors import RecordError, StoreError
+from kvrag.kvcache import KVSpec
 from kvrag.store.base import Store, StoredRecord
+from tests.support.records import key_number, read_all, record_of, stored
 
-
-def key_number(number: int) -> ChunkKey:
-    return ChunkKey(hashlib.sha256(str(number).encode()).hexdigest()[:40])
-
-
-def record_of(key: ChunkKey, size_bytes: int = 1000) -> bytes:
-    """Bytes that tell which key they belong to, and whether any is missing."""
-    return hashlib.shake_128(key.digest.encode()).digest(size_bytes)
-
-
-def read_all(record: StoredRecord) -> bytes:
-    buffer = bytearray(record.size_bytes)
-    record.read_into(0, memoryview(buffer))
-    return bytes(buffer)
-
-
-def stored(store: Store, key: ChunkKey) -> bytes | None:
-    record = store.open(key)
-    if record is None:
-        return None
-    try:
-        return read_all(record)
-    finally:
-        record.close()
+__all__ = ["StoreContract", "key_number", "read_all", "record_of", "stored"]
 
 
 class StoreContract:
-    """Override `store`, `plant` and `peek`."""
+    """Override `store`, `plant` and `peek`.
+
+    Attributes
+    ----------
+    keeps_old
+        Whether an opened record stays readable when it is deleted; without, reading is refused.
+    """
+
+    keeps_old = True
 
     @pytest.fixture
     def store(self) -> Store:
         raise NotImplementedError
 
     def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
-        """Put a record there behind the store's back."""
+        """Put a record there behind the store's back, in place of one that is there."""
         raise NotImplementedError
 
     def peek(self, store: Store, key: ChunkKey) -> bytes:
@@ -60,6 +49,7 @@ class StoreContract:
             assert store.contains(key)
             assert stored(store, key) == record_of(key) == self.peek(store, key)
         assert sorted(store.keys()) == sorted(keys)
+        assert dict(store.sizes()) == dict.fromkeys(keys, 1000)
         assert store.size_bytes() == 5000
 
     def test_what_others_put_is_read(self, store: Store) -> None:
@@ -67,6 +57,66 @@ class StoreContract:
         assert store.contains(key_number(1))
         assert stored(store, key_number(1)) == b"planted"
         assert list(store.keys()) == [key_number(1)]
+
+    @pytest.mark.parametrize("size", [0, 1, 63, 64, 100_000, 3_000_000])
+    def test_sizes(self, store: Store, size: int) -> None:
+        key = key_number(size)
+        store.put(key, record_of(key, size))
+        assert stored(store, key) == record_of(key, size) == self.peek(store, key)
+
+    def test_a_record_of_kvrag(self, store: Store) -> None:
+        """One with a header and blocks, which some stores keep apart."""
+        key = key_number(0)
+        record = write_record(
+            key,
+            codec="test",
+            spec=KVSpec(2, 1, 8, torch.float32),
+            num_tokens=3,
+            blocks=[[bytes([number]) * (50_000 * number + 1)] for number in range(5)],
+        )
+        store.put(key, record)
+        assert stored(store, key) == record == self.peek(store, key)
+        opened = store.open(key)
+        assert opened is not None
+        reader = RecordReader(opened, key)
+        for number, block in enumerate(reader.header.blocks):
+            buffer = bytearray(block.padded_bytes)
+            reader.read_block(number, memoryview(buffer))
+            assert bytes(buffer[: block.size_bytes]) == bytes([number]) * block.size_bytes
+        opened.close()
+
+    def test_replace(self, store: Store) -> None:
+        for size in (1000, 200_000, 3):
+            key = key_number(0)
+            store.replace(key, record_of(key, size))
+            assert stored(store, key) == record_of(key, size) == self.peek(store, key)
+            assert dict(store.sizes()) == {key: size}
+
+    def test_what_others_delete_or_put_anew(self, store: Store) -> None:
+        key = key_number(0)
+        store.put(key, b"mine")
+        self.plant(store, key, b"theirs")
+        assert stored(store, key) == b"theirs"
+        assert dict(store.sizes()) == {key: 6}
+
+    def test_what_is_used_is_counted(self, store: Store) -> None:
+        key = key_number(0)
+        store.put(key, record_of(key))
+        assert stored(store, key) == record_of(key)
+        assert store.open(key_number(1)) is None
+        store.note_damage(key)
+        hits, reads = (
+            sum(getattr(counts, name) for counts in store.counts())
+            for name in ("hits", "bytes_read")
+        )
+        misses = Counter()
+        for counts in store.counts():
+            misses.update(counts.misses)
+        assert hits == 1
+        assert reads >= 1000
+        assert misses["absent"] >= 1
+        assert misses["damaged"] == 1
+        assert sum(counts.bytes_written for counts in store.counts()) >= 1000
 
     def test_nothing_where_nothing_was_put(self, store: Store) -> None:
         assert store.open(key_number(0)) is None
@@ -100,9 +150,29 @@ class StoreContract:
         assert record is not None
         store.delete(key)
         store.put(key, b"another")
-        assert read_all(record) == record_of(key)
+        store.collect_garbage(0.0)
+        self.check_old(record, record_of(key))
         record.close()
         assert stored(store, key) == b"another"
+
+    def test_a_record_replaced_while_open_stays_readable(self, store: Store) -> None:
+        key = key_number(0)
+        store.put(key, record_of(key, 300_000))
+        record = store.open(key)
+        assert record is not None
+        store.replace(key, bytes(300_000))
+        store.collect_garbage(0.0)
+        self.check_old(record, record_of(key, 300_000))
+        record.close()
+        assert stored(store, key) == bytes(300_000)
+
+    def check_old(self, record: StoredRecord, expected: bytes) -> None:
+        """What was opened is what is read, or nothing is."""
+        if self.keeps_old:
+            assert read_all(record) == expected
+            return
+        with pytest.raises(StoreError):
+            read_all(record)
 
     def test_deleting_while_listing(self, store: Store) -> None:
         keys = {key_number(number) for number in range(20)}
@@ -172,7 +242,7 @@ class StoreContract:
             thread.start()
         for thread in threads:
             thread.join()
-        assert failures == []
+        assert not failures, failures
         assert sorted(store.keys()) == sorted(keys)
         assert store.size_bytes() == 8 * 5000
         assert store.collect_garbage(0.0) == 0
@@ -197,4 +267,4 @@ class StoreContract:
         for thread in threads:
             thread.join()
         record.close()
-        assert failures == []
+        assert not failures, failures

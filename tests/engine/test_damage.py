@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvrag.chunk import Document
+from kvrag.chunk import ChunkKey, Document
 from kvrag.engine.engine import MISS_CATALOG, KVEngine
 from kvrag.errors import IndexFormatError
 from kvrag.fusion.loader import MISS_ABSENT, MISS_DAMAGED
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+from tests.contracts.store_contract import stored
 from tests.support.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"
 
 
-def records(folder: Path) -> list[Path]:
-    return sorted(p for p in (folder / "kv").rglob("*") if p.is_file() and p.stat().st_size > 4000)
+def keys(index: Index) -> list[ChunkKey]:
+    return sorted(index.store.keys())
+
+
+def damage(index: Index, key: ChunkKey, change: Callable[[bytearray], object]) -> None:
+    content = bytearray(stored(index.store, key) or b"")
+    change(content)
+    index.store.replace(key, bytes(content))
+
+
+def flip(offset: int) -> Callable[[bytearray], object]:
+    def change(content: bytearray) -> None:
+        content[offset] ^= 0x10
+
+    return change
 
 
 @pytest.fixture
@@ -42,38 +57,33 @@ def check_counted(index: Index, reason: str) -> None:
 
 
 def test_a_missing_record(index: Index) -> None:
-    records(index.path)[0].unlink()
+    index.store.delete(keys(index)[0])
     check_counted(index, MISS_ABSENT)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.99])
 def test_a_flipped_bit(index: Index, share: float) -> None:
-    record = records(index.path)[1]
-    damaged = bytearray(record.read_bytes())
-    damaged[int(share * len(damaged))] ^= 0x10
-    record.write_bytes(damaged)
+    key = keys(index)[1]
+    damage(index, key, flip(int(share * len(stored(index.store, key) or b""))))
     check_counted(index, MISS_DAMAGED)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
 def test_a_truncated_record(index: Index, share: float) -> None:
-    record = records(index.path)[2]
-    whole = record.read_bytes()
-    record.write_bytes(whole[: int(share * len(whole))])
+    key = keys(index)[2]
+    damage(index, key, lambda content: content.__delitem__(slice(int(share * len(content)), None)))
     check_counted(index, MISS_DAMAGED)
 
 
 def test_a_record_of_another_chunk(index: Index) -> None:
-    first, second, *_ = records(index.path)
-    first.write_bytes(second.read_bytes())
+    first, second, *_ = keys(index)
+    index.store.replace(first, stored(index.store, second) or b"")
     check_counted(index, MISS_DAMAGED)
 
 
 def test_two_damaged_records_and_a_repeated_chunk(index: Index) -> None:
-    for record in records(index.path)[:2]:
-        damaged = bytearray(record.read_bytes())
-        damaged[-100] ^= 0x10
-        record.write_bytes(damaged)
+    for key in keys(index)[:2]:
+        damage(index, key, flip(-100))
     engine = KVEngine(index, max_tokens=8)
     prompt = "\n\n".join([*TEXTS, *TEXTS, "Question: who keeps it?\nAnswer:"])
     answer = engine.generate(prompt, ratio=1.0)

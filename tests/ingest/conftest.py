@@ -12,6 +12,7 @@ import torch
 
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+from tests.contracts.store_contract import stored
 from tests.support.models import make_model, make_tokenizer
 
 MakeIndex = Callable[..., Index]
@@ -60,10 +61,5 @@ def docs(tmp_path: Path) -> Path:
 
 
 def stored_bytes(index: Index) -> dict[str, bytes]:
-    """Return every file of the store."""
-    folder = index.path / "kv"
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    """Return every record of the store, by the digits of its key."""
+    return {key.digest: stored(index.store, key) or b"" for key in sorted(index.store.keys())}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrag.chunk import Chunk, Document
+from kvrag.chunk import Chunk, ChunkKey, Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError, RecordError, StoreError
 from kvrag.ingest import pipeline
@@ -176,11 +176,11 @@ def test_repair_and_recode_encode_behind_the_same_text(make_index: MakeIndex, co
     assert index.stats().num_unreferenced_records == 0
     assert index.gc().num_records == 0
     for name in good:
-        (index.path / "kv" / name).unlink()
+        assert index.store.delete(ChunkKey(name))
     assert index.verify(repair=True).ok
     assert stored_bytes(index) == good
     for name, content in good.items():
-        (index.path / "kv" / name).write_bytes(content[:-64])
+        index.store.replace(ChunkKey(name), content[:-64])
     index.recode("lossless")
     report = index.recode("raw")
     assert report.num_records == len(good)

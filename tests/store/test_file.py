@@ -3,8 +3,10 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import sqlite3
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,16 +17,14 @@ from kvrag.store import file as file_module
 from kvrag.store.base import Store
 from kvrag.store.file import FileStore
 from tests.contracts.store_contract import StoreContract, key_number, read_all, record_of, stored
+from tests.support import folders
+from tests.support.folders import files_under, loose_path, segment_path
 
 KEY = key_number(0)
 
 
-def path_of(folder: Path, key: ChunkKey) -> Path:
-    return folder / key.digest[:2] / f"{key.digest}.kv"
-
-
-def files_under(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+def folder_of(store: Store) -> Path:
+    return Path(store.url.removeprefix("file:"))
 
 
 class TestFileStore(StoreContract):
@@ -33,12 +33,27 @@ class TestFileStore(StoreContract):
         return FileStore(tmp_path / "records")
 
     def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
-        path = path_of(Path(store.url.removeprefix("file:")), key)
-        path.parent.mkdir(parents=True)
+        folders.plant(folder_of(store), key, record)
+
+    def peek(self, store: Store, key: ChunkKey) -> bytes:
+        return folders.peek(folder_of(store), key)
+
+
+class TestLooseRecords(StoreContract):
+    """Records as they were written before there were segments."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return FileStore(tmp_path / "records")
+
+    def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
+        store.delete(key)
+        path = loose_path(folder_of(store), key)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(record)
 
     def peek(self, store: Store, key: ChunkKey) -> bytes:
-        return path_of(Path(store.url.removeprefix("file:")), key).read_bytes()
+        return folders.peek(folder_of(store), key)
 
 
 def num_open_files() -> int:
@@ -71,7 +86,7 @@ def test_another_store_on_the_folder_sees_the_records(store: FileStore, folder: 
 
 def test_foreign_files_are_left_alone(store: FileStore, folder: Path) -> None:
     store.put(KEY, b"record")
-    shard = path_of(folder, KEY).parent
+    shard = loose_path(folder, KEY).parent
     name = KEY.digest
     foreign = [
         folder / "README",
@@ -84,6 +99,9 @@ def test_foreign_files_are_left_alone(store: FileStore, folder: Path) -> None:
         shard / f"{name}.kv.bak",
         shard / f".{name}.kv.swp",
         shard / f".{name}.tmp",
+        folder / "segments" / "1.seg",
+        folder / "segments" / "00000001.seg.bak",
+        folder / "segments" / "notes.txt",
     ]
     for path in foreign:
         path.parent.mkdir(exist_ok=True)
@@ -98,7 +116,7 @@ def test_foreign_files_are_left_alone(store: FileStore, folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
 def test_a_name_that_is_no_record(store: FileStore, folder: Path, kind: str) -> None:
-    path = path_of(folder, KEY)
+    path = loose_path(folder, KEY)
     path.parent.mkdir(parents=True)
     if kind == "folder":
         path.mkdir()
@@ -110,12 +128,8 @@ def test_a_name_that_is_no_record(store: FileStore, folder: Path, kind: str) -> 
     assert store.open(KEY) is None  # and a pipe is not waited for
     assert not store.contains(KEY)
     assert not store.delete(KEY)
-    if kind == "folder":
-        with pytest.raises(StoreError, match="a folder is where a file should be"):
-            store.put(KEY, b"record")
-    else:
-        store.put(KEY, b"record")
-        assert stored(store, KEY) == b"record"
+    store.put(KEY, b"record")
+    assert stored(store, KEY) == b"record"
     if kind == "link":
         assert (folder / "secret").read_bytes() == b"secret"
     assert store.collect_garbage(0.0) == 0
@@ -123,21 +137,30 @@ def test_a_name_that_is_no_record(store: FileStore, folder: Path, kind: str) -> 
 
 def test_a_file_in_place_of_a_folder(store: FileStore, folder: Path) -> None:
     folder.mkdir()
-    path_of(folder, KEY).parent.write_bytes(b"")
+    loose_path(folder, KEY).parent.write_bytes(b"")
     assert store.open(KEY) is None
     assert not store.contains(KEY)
     assert not store.delete(KEY)
     assert list(store.keys()) == []
+    store.put(KEY, b"record")
+    assert stored(store, KEY) == b"record"
+
+
+def test_a_file_in_place_of_the_segments(store: FileStore, folder: Path) -> None:
+    folder.mkdir()
+    (folder / "segments").write_bytes(b"")
+    assert store.open(KEY) is None
     with pytest.raises(StoreError, match="a file is where a folder should be"):
         store.put(KEY, b"record")
+    assert store.open(KEY) is None
 
 
 def test_a_record_cut_short_while_open(store: FileStore, folder: Path) -> None:
     store.put(KEY, record_of(KEY))
     record = store.open(KEY)
     assert record is not None
-    os.truncate(path_of(folder, KEY), 500)
-    with pytest.raises(RecordError, match=f"record {KEY}: expected 1000 bytes.*found 500"):
+    os.truncate(segment_path(folder), 64 + 500)
+    with pytest.raises(RecordError, match=f"record {KEY}: expected 500 bytes more .*end at 564"):
         read_all(record)
     record.close()
 
@@ -154,14 +177,15 @@ def test_short_reads_are_continued(store: FileStore, monkeypatch: pytest.MonkeyP
 def test_short_writes_are_continued(
     store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: whole(fd, data[:7]))
+    whole = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: whole(fd, data[:7], offset))
     store.put(KEY, record_of(KEY))
-    assert path_of(folder, KEY).read_bytes() == record_of(KEY)
+    assert folders.peek(folder, KEY) == record_of(KEY)
 
 
 def test_records_close_themselves(store: FileStore) -> None:
     store.put(KEY, b"record")
+    assert stored(store, KEY) == b"record"
     gc.collect()
     before = num_open_files()
     for _ in range(50):
@@ -182,13 +206,14 @@ def test_reading_a_closed_record(store: FileStore) -> None:
 def test_a_put_is_flushed_before_it_is_visible(
     store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """File before name, name before return, and the new folders' names as well."""
+    """The segment and the names of new folders, before the index names the record."""
     synced: list[tuple[str, bool]] = []
     whole = os.fsync
+    other = FileStore(folder)
 
     def fsync(descriptor: int) -> None:
         target = Path(f"/proc/self/fd/{descriptor}").readlink()
-        synced.append((target.suffix or target.name, path_of(folder, KEY).exists()))
+        synced.append((target.name, other.contains(KEY)))
         whole(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -198,9 +223,10 @@ def test_a_put_is_flushed_before_it_is_visible(
     assert synced == [
         (folder.parent.name, False),
         (folder.name, False),
-        (".tmp", False),
-        (KEY.digest[:2], True),
+        ("00000001.seg", False),
+        ("segments", False),
     ]
+    assert other.contains(KEY)
 
 
 def test_folders_that_cannot_be_flushed(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +244,9 @@ def test_folders_that_cannot_be_flushed(store: FileStore, monkeypatch: pytest.Mo
 
 def test_leftovers_are_collected_once_they_are_old(store: FileStore, folder: Path) -> None:
     store.put(KEY, b"record")
-    old, new = (path_of(folder, KEY).with_name(f".{KEY}.{n:016x}.tmp") for n in range(2))
+    shard = loose_path(folder, KEY).parent
+    shard.mkdir()
+    old, new = (shard / f".{KEY}.{n:016x}.tmp" for n in range(2))
     for path in (old, new):
         path.write_bytes(b"half a rec")
     an_hour_ago = time.time() - 3601
@@ -226,21 +254,21 @@ def test_leftovers_are_collected_once_they_are_old(store: FileStore, folder: Pat
     assert list(store.keys()) == [KEY]
     assert store.size_bytes() == 6
     assert store.collect_garbage() == 1
-    assert files_under(folder) == sorted([new, path_of(folder, KEY)])
+    assert new.exists()
     assert store.collect_garbage(0.0) == 1
-    assert files_under(folder) == [path_of(folder, KEY)]
+    assert files_under(folder) == ["records.sqlite", "segments/00000001.seg"]
 
 
 def test_two_puts_of_one_key_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both have looked, both write: one whole record stays."""
+    """Both have looked, both write: the first one's record stays, whole."""
     both_have_looked = threading.Barrier(2)
-    whole = file_module._make_folder
+    whole = FileStore._write
 
-    def make_folder(path: Path) -> None:
+    def write(self: FileStore, *args: object, **kwargs: object) -> None:
         both_have_looked.wait(10)
-        whole(path)
+        whole(self, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(file_module, "_make_folder", make_folder)
+    monkeypatch.setattr(FileStore, "_write", write)
     records = [bytes([number]) * 100_000 for number in range(2)]
     threads = [
         threading.Thread(target=FileStore(folder).put, args=(KEY, record)) for record in records
@@ -250,4 +278,123 @@ def test_two_puts_of_one_key_at_once(folder: Path, monkeypatch: pytest.MonkeyPat
     for thread in threads:
         thread.join()
     assert stored(FileStore(folder), KEY) in records
-    assert files_under(folder) == [path_of(folder, KEY)]
+    assert segment_path(folder).stat().st_size == 64 + 100_032
+
+
+def test_many_records_take_few_files(
+    store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_module, "SEGMENT_BYTES", 10_000)
+    keys = [key_number(number) for number in range(100)]
+    for key in keys[:50]:
+        store.put(key, record_of(key))
+    store.put_many((key, record_of(key)) for key in keys[40:])
+    assert len(files_under(folder)) < 10
+    for key in keys:
+        assert stored(store, key) == record_of(key) == folders.peek(folder, key)
+
+
+def test_room_is_given_back(
+    store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_module, "SEGMENT_BYTES", 10_000)
+    keys = [key_number(number) for number in range(45)]  # nine and a bit to a segment
+    for key in keys:
+        store.put(key, record_of(key))
+    assert len(files_under(folder)) == 1 + 5
+    opened = store.open(keys[12])
+    assert opened is not None
+    for key in keys[:10]:  # one segment whole: it goes at once
+        store.delete(key)
+    assert len(files_under(folder)) == 1 + 4
+    for key in keys[11:17]:  # most of the second
+        store.delete(key)
+    assert len(files_under(folder)) == 1 + 4
+    assert store.collect_garbage(0.0) == 0
+    assert not segment_path(folder, 2).exists()
+    assert read_all(opened) == record_of(keys[12])
+    left = [key for key in keys if key not in keys[:10] + keys[11:17]]
+    assert sorted(store.keys()) == sorted(left)
+    for key in left:
+        assert stored(FileStore(folder), key) == record_of(key)
+    for key in left:
+        store.delete(key)
+    store.collect_garbage(0.0)
+    assert files_under(folder) == ["records.sqlite"]
+    store.put(KEY, b"record")  # under a number that no reader can still have open
+    assert int(files_under(folder)[-1][-12:-4]) > 5
+
+
+def test_what_cannot_be_read_is_not_moved(
+    store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_module, "SEGMENT_BYTES", 5_000)
+    keys = [key_number(number) for number in range(9)]
+    for key in keys:
+        store.put(key, record_of(key))
+    store.delete(keys[0])
+    store.delete(keys[1])
+    store.delete(keys[2])
+    os.truncate(segment_path(folder), 64 + 4 * 1024)
+    store.collect_garbage(0.0)
+    assert sorted(store.keys()) == sorted(keys[3:4] + keys[5:])
+    assert stored(store, keys[3]) == record_of(keys[3])
+
+
+def test_a_segment_that_is_gone_is_a_miss(store: FileStore, folder: Path) -> None:
+    store.put(KEY, b"record")
+    segment_path(folder).unlink()
+    assert store.open(KEY) is None
+    assert store.counts()[0].misses == {"absent": 1}
+    store.replace(KEY, b"record")
+    assert stored(store, KEY) == b"record"
+
+
+def test_a_segment_of_nobody_is_collected(store: FileStore, folder: Path) -> None:
+    store.put(KEY, b"record")
+    segment_path(folder, 2).write_bytes(b"half a record")
+    store.put(key_number(1), b"record")
+    assert store.collect_garbage(0.0) == 1
+    assert files_under(folder) == ["records.sqlite", "segments/00000001.seg"]
+
+
+def test_loose_records_are_packed(store: FileStore, folder: Path) -> None:
+    keys = [key_number(number) for number in range(5)]
+    for key in keys:
+        loose_path(folder, key).parent.mkdir(parents=True, exist_ok=True)
+        loose_path(folder, key).write_bytes(record_of(key))
+    opened = store.open(keys[0])
+    assert opened is not None
+    assert store.size_bytes() == 5000
+    assert store.collect_garbage(0.0) == 0
+    assert files_under(folder) == ["records.sqlite", "segments/00000001.seg"]
+    assert read_all(opened) == record_of(keys[0])
+    for key in keys:
+        assert stored(store, key) == record_of(key) == folders.peek(folder, key)
+
+
+@pytest.mark.parametrize("content", [b"not a database" * 100, b"\0" * 4096])
+def test_a_foreign_index(folder: Path, content: bytes) -> None:
+    folder.mkdir()
+    (folder / "records.sqlite").write_bytes(content)
+    with pytest.raises(StoreError, match=r"records.sqlite is damaged or foreign .*delete it"):
+        FileStore(folder)
+
+
+def test_an_index_of_another_version(store: FileStore, folder: Path) -> None:
+    store.put(KEY, b"record")
+    store.close()
+    with closing(sqlite3.connect(folder / "records.sqlite")) as connection:
+        connection.execute("PRAGMA user_version = 2")
+    with pytest.raises(StoreError, match=r"expected schema 1, found .* schema 2; use the kvrag"):
+        FileStore(folder)
+
+
+def test_another_process_may_have_just_begun(folder: Path) -> None:
+    folder.mkdir()
+    with closing(sqlite3.connect(folder / "records.sqlite")) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        store = FileStore(folder)
+        assert store.open(KEY) is None
+    store.put(KEY, b"record")
+    assert stored(store, KEY) == b"record"

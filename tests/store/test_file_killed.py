@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvrag.store.file import FileStore
-from tests.contracts.store_contract import key_number, record_of, stored
+from tests.support.folders import files_under, segment_path
+from tests.support.records import key_number, record_of, stored
 
 ROOT = Path(__file__).parents[2]
 RECORD_BYTES = 400_000
@@ -21,7 +22,7 @@ RECORD_BYTES = 400_000
 PUT_FOREVER = f"""
 import sys
 from kvrag.store.file import FileStore
-from tests.contracts.store_contract import key_number, record_of
+from tests.support.records import key_number, record_of
 
 store = FileStore(sys.argv[1])
 number = int(sys.argv[2])
@@ -35,35 +36,38 @@ while True:
 # Puts one record, and dies at the step named.
 DIE_AT = f"""
 import os, signal, sys
-from pathlib import Path
+from contextlib import contextmanager
 from kvrag.store.file import FileStore
-from tests.contracts.store_contract import key_number, record_of
+from kvrag.store import segment_index, segments
+from tests.support.records import key_number, record_of
 
 folder, step = sys.argv[1:]
-write, replace = os.write, Path.replace
+pwrite, fsync = os.pwrite, os.fsync
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
-def write_half(descriptor, data):
-    write(descriptor, data[: len(data) // 2])
+def write_half(descriptor, data, offset):
+    pwrite(descriptor, data[: len(data) // 2], offset)
     die()
 
-def replace_and_die(self, target):
-    replace(self, target)
+def flush_and_die(descriptor):
+    fsync(descriptor)
     die()
 
 key = key_number(1)
 store = FileStore(folder)
-(Path(folder) / key.digest[:2]).mkdir()  # so that the first flush is that of the record
+store.put(key_number(2), record_of(key_number(2), {RECORD_BYTES}))
 if step == "half written":
-    os.write = write_half
+    os.pwrite = write_half
 elif step == "written":
     os.fsync = die
 elif step == "flushed":
-    Path.replace = die
-elif step == "renamed":
-    Path.replace = replace_and_die
+    os.fsync = flush_and_die
+elif step == "noted":
+    segment_index.IndexWriter.set = die
+elif step == "committed":
+    FileStore._metrics = property(die, lambda *_: None)
 store.put(key, record_of(key, {RECORD_BYTES}))
 """
 
@@ -77,17 +81,11 @@ def check(folder: Path) -> int:
     return len(keys)
 
 
-def temporaries(folder: Path) -> list[Path]:
-    return list(folder.rglob("*.tmp"))
-
-
 @pytest.mark.parametrize(
-    ("step", "num_records", "num_leftovers"),
-    [("half written", 0, 1), ("written", 0, 1), ("flushed", 0, 1), ("renamed", 1, 0)],
+    ("step", "num_records"),
+    [("half written", 1), ("written", 1), ("flushed", 1), ("noted", 1), ("committed", 2)],
 )
-def test_killed_at_each_step(
-    tmp_path: Path, step: str, num_records: int, num_leftovers: int
-) -> None:
+def test_killed_at_each_step(tmp_path: Path, step: str, num_records: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", DIE_AT, str(tmp_path), step],
         cwd=ROOT,
@@ -98,12 +96,59 @@ def test_killed_at_each_step(
     assert done.returncode == -signal.SIGKILL, done.stderr
     store = FileStore(tmp_path)
     assert check(tmp_path) == num_records
-    assert len(temporaries(tmp_path)) == num_leftovers
-    store.put(key_number(1), record_of(key_number(1), RECORD_BYTES))
-    assert check(tmp_path) == 1
-    assert store.collect_garbage(0.0) == num_leftovers
-    assert temporaries(tmp_path) == []
-    assert check(tmp_path) == 1
+    for number in (1, 3):
+        store.put(key_number(number), record_of(key_number(number), RECORD_BYTES))
+    assert check(tmp_path) == 3
+    # What was left of the record lies where the next one was written.
+    assert segment_path(tmp_path).stat().st_size == 64 + 3 * RECORD_BYTES
+    assert store.collect_garbage(0.0) == 0
+    assert check(tmp_path) == 3
+
+
+# Puts and deletes records and gives room back, again and again.
+CHURN = f"""
+import random, sys
+from kvrag.store import file
+from tests.support.records import key_number, record_of
+
+file.SEGMENT_BYTES = 4 * {RECORD_BYTES}
+store = file.FileStore(sys.argv[1])
+chance = random.Random(int(sys.argv[2]))
+print("ready", flush=True)
+while True:
+    key = key_number(chance.randrange(24))
+    if chance.random() < 0.5:
+        store.put(key, record_of(key, {RECORD_BYTES}))
+    else:
+        store.delete(key)
+    if chance.random() < 0.2:
+        store.collect_garbage(0.0)
+"""
+
+
+def test_killed_while_records_come_and_go(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    for number in range(6):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHURN, str(tmp_path), str(number)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        with child.stdout:
+            assert child.stdout.readline() == "ready\n"
+            time.sleep(chance.uniform(0, 0.15))
+            child.kill()
+            child.wait()
+        check(tmp_path)
+    store = FileStore(tmp_path)
+    store.collect_garbage(0.0)
+    check(tmp_path)
+    for key in list(store.keys()):
+        store.delete(key)
+    store.collect_garbage(0.0)
+    assert files_under(tmp_path) == ["records.sqlite"]
 
 
 def test_killed_at_random(tmp_path: Path) -> None:
@@ -127,5 +172,5 @@ def test_killed_at_random(tmp_path: Path) -> None:
         # All that was told of is there; at most the one put after it is there as well.
         assert check(tmp_path) - (number + 1) in (0, 1)
         number += 1
-    FileStore(tmp_path).collect_garbage(0.0)
-    assert temporaries(tmp_path) == []
+    assert FileStore(tmp_path).collect_garbage(0.0) == 0
+    assert files_under(tmp_path) == ["records.sqlite", "segments/00000001.seg"]

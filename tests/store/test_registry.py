@@ -26,7 +26,7 @@ def test_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir("/")
     store.put(key_number(0), b"record")
     assert store.url == f"file:{tmp_path}/a b/c%20d"
-    assert len(list((tmp_path / "a b" / "c%20d").rglob("*.kv"))) == 1
+    assert len(list((tmp_path / "a b" / "c%20d").rglob("*.seg"))) == 1
 
 
 def test_memory() -> None:

@@ -1,0 +1,84 @@
+"""Files and folders that survive a power cut, and what the system's refusals mean."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+from kvrag.errors import StoreError
+
+# A name that is a link or a pipe is no file of ours: neither follow it nor wait for it.
+READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# What the system answers where there is no file: nothing, or something that is not one.
+ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
+
+_REMEDIES = {
+    errno.ENOSPC: "the disk is full: free some space, or put the index on another disk",
+    errno.EDQUOT: "the disk quota is used up: free some space, or ask for a larger quota",
+    errno.EFBIG: "the file would pass the allowed file size: raise that limit (ulimit -f)",
+    errno.EROFS: "the disk is mounted read-only: mount it writable, or use another folder",
+    errno.EACCES: "permission is missing: change the owner or mode, or use another folder",
+    errno.EPERM: "permission is missing: change the owner or mode, or use another folder",
+    errno.EMFILE: "this process has too many files open: raise its limit (ulimit -n)",
+    errno.ENFILE: "the system has too many files open: close some programs",
+    errno.EEXIST: "a file is where a folder should be: move it away, or use another folder",
+    errno.ENOTDIR: "a file is where a folder should be: move it away, or use another folder",
+    errno.EISDIR: "a folder is where a file should be: move it away, or use another folder",
+    errno.EIO: "the disk reports a defect: check it, then ingest again elsewhere",
+    errno.ESTALE: "the network file system lost the file: mount it again",
+}
+
+
+def store_error(action: str, path: Path, error: OSError) -> StoreError:
+    """Return what the system's refusal of an action on a path means, with a remedy."""
+    remedy = _REMEDIES.get(error.errno or 0, "check that the folder exists and can be used")
+    return StoreError(f"cannot {action} {path}: {error.strerror or error}; {remedy}")
+
+
+def refusal_of(folder: Path, text: str) -> OSError:
+    """Return as the system's what SQLite says of a file in a folder, as far as can be told."""
+    code = errno.EIO
+    if "full" in text:
+        code = errno.ENOSPC
+    else:
+        with contextlib.suppress(OSError):
+            if os.statvfs(folder).f_flag & os.ST_RDONLY:
+                code = errno.EROFS
+            elif not os.access(folder, os.W_OK):
+                code = errno.EACCES
+    return OSError(code, text)
+
+
+def entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Return what is in a folder; nothing where there is none. Raises StoreError."""
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise store_error("list", folder, error) from error
+
+
+def make_folder(folder: Path) -> None:
+    """Make `folder` and its parents so that their names, too, survive a power cut."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the medium."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot flush a folder; there the change itself is durable.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,243 @@
+"""Segment files: many records one behind the other, each written once and never moved in place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import RecordError, StoreError
+from kvrag.store.base import check_range
+from kvrag.store.files import ABSENT, READ_FLAGS, entries, make_folder, store_error, sync_folder
+from kvrag.store.metrics import StoreMetrics
+
+FOLDER_NAME = "segments"
+ALIGNMENT_BYTES = 64
+# A record goes behind the last one until a segment has so many bytes.
+SEGMENT_BYTES = 256 << 20
+
+_MAGIC = b"\x89KVSEG\r\n\x01".ljust(ALIGNMENT_BYTES, b"\0")
+_NAME = re.compile(r"([0-9]{8,12})\.seg")
+_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record is: bytes `offset` to `offset + size_bytes` of a segment."""
+
+    segment: int
+    offset: int
+    size_bytes: int
+
+    @property
+    def end(self) -> int:
+        """Where the next record may begin."""
+        return -(-(self.offset + self.size_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class OpenFile:
+    """A file open for reading, shared by its readers and closed with the last of them.
+
+    Read with `os.preadv`, not through a mapping: a copy costs the same (`kvrag bench store`), but
+    where the file is cut short or the disk has a defect the system ends a process that touches
+    the mapping, and here it says so.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = _Descriptor(descriptor)
+
+    def read_into(self, key: ChunkKey, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with a record's bytes from `offset` of the file on.
+
+        Raises
+        ------
+        StoreError
+            When the medium refuses.
+        RecordError
+            When the file ends before the buffer is full.
+        """
+        while buffer.nbytes:
+            try:
+                count = os.preadv(self._descriptor.number, [buffer], offset)
+            except OSError as error:
+                raise store_error("read", self.path, error) from error
+            if count == 0:
+                raise RecordError(
+                    f"record {key}: expected {buffer.nbytes} bytes more in {self.path}, found its "
+                    f"end at {offset}; the file was cut short: ingest the document again"
+                )
+            offset += count
+            buffer = buffer[count:]
+
+
+class _Descriptor:
+    """Closes a file descriptor with its last reference.
+
+    Apart from `OpenFile`, since weak references to an object still find it while it is finalised.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.number)
+
+
+class FileRecord:
+    """An opened record of a `FileStore`, read at any offset by any thread.
+
+    It is closed by `close`, or when the last reference to it goes.
+    """
+
+    def __init__(
+        self, key: ChunkKey, file: OpenFile, offset: int, size_bytes: int, metrics: StoreMetrics
+    ) -> None:
+        self._key = key
+        self._file: OpenFile | None = file
+        self._path = file.path
+        self._offset = offset
+        self._size_bytes = size_bytes
+        self._metrics = metrics
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the record."""
+        return self._size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on.
+
+        Raises
+        ------
+        StoreError
+            When the medium refuses, or the record was closed.
+        RecordError
+            When the record ends before the buffer is full.
+        """
+        check_range(self._key, self._size_bytes, offset, buffer.nbytes)
+        file = self._file  # kept by this reference even if another thread closes the record
+        if file is None:
+            raise StoreError(f"cannot read {self._path}: the record was closed; open it again")
+        file.read_into(self._key, self._offset + offset, buffer)
+        self._metrics.read(buffer.nbytes)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file = None
+
+
+class SegmentFiles:
+    """The segments of a folder. Whoever writes holds the index's write transaction.
+
+    Parameters
+    ----------
+    folder
+        Where they are; made when the first one is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: weakref.WeakValueDictionary[int, OpenFile] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def path_of(self, segment: int) -> Path:
+        """Return the file of a segment."""
+        return self.folder / f"{segment:08d}.seg"
+
+    def open(self, segment: int) -> OpenFile | None:
+        """Return a segment open for reading, or None where it is gone. Raises StoreError."""
+        with self._lock:
+            found = self._open.get(segment)
+            if found is None:
+                path = self.path_of(segment)
+                try:
+                    found = OpenFile(path, os.open(path, READ_FLAGS))
+                except OSError as error:
+                    if error.errno in ABSENT:
+                        return None
+                    raise store_error("open", path, error) from error
+                self._open[segment] = found
+            return found
+
+    def append(self, segment: int, end: int, records: list[bytes]) -> list[Place]:
+        """Write records behind byte `end` of a segment, and flush them to the medium.
+
+        Parameters
+        ----------
+        segment
+            Its number. It is made where `end` is 0.
+        end
+            Bytes of it in use; what is behind them is nobody's, and overwritten.
+
+        Raises
+        ------
+        StoreError
+            When the medium refuses; the segment is then as before.
+        """
+        path = self.path_of(segment)
+        try:
+            if end == 0:
+                make_folder(self.folder)
+            descriptor = os.open(path, _WRITE_FLAGS, 0o666)
+            try:
+                places = _write_all(descriptor, segment, end, records)
+                os.fsync(descriptor)
+            except BaseException:
+                with contextlib.suppress(OSError):  # the room of half a record is given back
+                    os.ftruncate(descriptor, end)
+                    if end == 0:
+                        path.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(descriptor)
+            if end == 0:
+                sync_folder(self.folder)
+        except OSError as error:
+            raise store_error("write", path, error) from error
+        return places
+
+    def remove(self, segment: int) -> None:
+        """Remove a segment's file; who reads it goes on. Raises StoreError."""
+        path = self.path_of(segment)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise store_error("remove", path, error) from error
+
+    def numbers(self) -> Iterator[int]:
+        """Iterate over the numbers of the files there are."""
+        for entry in entries(self.folder):
+            match = _NAME.fullmatch(entry.name)
+            if match and entry.is_file(follow_symlinks=False):
+                yield int(match[1])
+
+
+def _write_all(descriptor: int, segment: int, end: int, records: list[bytes]) -> list[Place]:
+    if end == 0:
+        _write_at(descriptor, 0, _MAGIC)
+        end = len(_MAGIC)
+    places = []
+    for record in records:
+        place = Place(segment, end, len(record))
+        _write_at(descriptor, end, record)
+        places.append(place)
+        end = place.end
+    # Aligned to the last byte, so that no record's read ever meets the end of the file.
+    os.ftruncate(descriptor, end)
+    return places
+
+
+def _write_at(descriptor: int, offset: int, content: bytes) -> None:
+    rest = memoryview(content)
+    while rest.nbytes:
+        count = os.pwrite(descriptor, rest, offset)
+        offset += count
+        rest = rest[count:]
