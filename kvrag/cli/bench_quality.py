@@ -42,6 +42,13 @@ def bench_quality(
             "their predecessor."
         ),
     ] = "none",
+    compress: Annotated[
+        str,
+        typer.Option(
+            help="How to store chunks, with commas: none, drop:RATE, anchors:RATE (as in 'kvrag "
+            "ingest'). Compressed ones are judged with policy none."
+        ),
+    ] = "none",
     links: Annotated[
         str | None,
         typer.Option(
@@ -78,8 +85,11 @@ def bench_quality(
     shares = lists.shares(ratios, "--ratios")
     stored = lists.names(codecs, "--codecs")
     contexts = lists.names(context, "--context")
-    if picture is not None and len(set(contexts)) > 1:
-        raise ParameterError("--picture shows one context: give one, or leave the picture out")
+    compressions = lists.names(compress, "--compress")
+    if picture is not None and max(len(set(contexts)), len(set(compressions))) > 1:
+        raise ParameterError(
+            "--picture shows one context and one compression: give one, or leave the picture out"
+        )
     draw = None if picture is None else _drawing(picture)
     from kvrag.bench.quality import contest
     from kvrag.cli.opening import quiet_libraries
@@ -92,6 +102,7 @@ def bench_quality(
         ratios=shares,
         codecs=stored,
         contexts=contexts,
+        compressions=compressions,
         num_questions=questions,
         max_tokens=max_tokens,
         use_chat_template=not no_chat,
@@ -201,6 +212,8 @@ def _label(row: QualityRow, rows: Sequence[QualityRow]) -> str:
     label = row.policy if row.ratio is None else f"{row.policy} {row.ratio:.0%}"
     if len({other.codec for other in rows}) > 1:
         label += f", {row.codec}"
+    if len({other.compression for other in rows}) > 1 or row.compression != "none":
+        label += f", {row.compression}"
     if len({other.context for other in rows}) > 1:
         label += f", {row.context}"
     return label

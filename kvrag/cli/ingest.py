@@ -25,6 +25,7 @@ _DEFAULT_EMBEDDING = "minilm"
 _DEFAULT_CODEC = "raw"
 _DEFAULT_CHUNK_TOKENS = 512
 _DEFAULT_CONTEXT = "none"
+_DEFAULT_COMPRESSION = "none"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class _Settings:
     chunk_tokens: int | None
     context: str | None
     context_tokens: int | None
+    compression: str | None
 
 
 def ingest(
@@ -82,6 +84,15 @@ def ingest(
             help="Most tokens of --context document (new index: 256).", show_default=False
         ),
     ] = None,
+    compress: Annotated[
+        str | None,
+        typer.Option(
+            help="Store fewer rows of KV than a chunk has tokens: drop:RATE (leave out the tokens "
+            "that say least) or anchors:RATE (those of 'kvrag train anchors'), RATE the share "
+            f"left out, or none (new index: {_DEFAULT_COMPRESSION}).",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, write nothing.")
     ] = False,
@@ -95,6 +106,7 @@ def ingest(
     from kvrag.cli.opening import quiet_libraries
     from kvrag.cli.progress import IngestBar
     from kvrag.codec.presets import choose_codec
+    from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
     from kvrag.ingest.profiles import read_profile
 
     for path in paths:
@@ -103,7 +115,9 @@ def ingest(
     quiet_libraries()
     if codec is not None:
         codec = choose_codec(codec).label
-    settings = _Settings(embedding, codec, chunk_tokens, context, context_tokens)
+    if compress is not None:
+        compress = str(parse_compression(compress) or NO_COMPRESSION)
+    settings = _Settings(embedding, codec, chunk_tokens, context, context_tokens, compress)
     given = None if profile is None else read_profile(profile)
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
         scratch_folder = Path(scratch) if dry_run else None
@@ -136,6 +150,8 @@ def _print_report(report: IngestReport) -> None:
         )
         if report.num_tokens_computed:
             work += f" ({report.tokens_per_second:,.0f} tokens/s)"
+    if report.compression != "none":
+        work += f"\nchunks are stored compressed: {report.compression}"
     if report.num_context_tokens:
         work += f"\n{report.num_context_tokens:,} tokens of context beside them, not stored"
     console.write(
@@ -174,6 +190,7 @@ def _open_or_create(
             ),
             context=settings.context or _DEFAULT_CONTEXT,
             context_tokens=settings.context_tokens,
+            compression=settings.compression or _DEFAULT_COMPRESSION,
             device=device,
         )
     try:

@@ -18,12 +18,14 @@ from kvrag.engine.buffers import BufferPool
 from kvrag.engine.sampling import Sampler, Sampling
 from kvrag.engine.text_stream import TextStream
 from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError, StoreError
-from kvrag.fusion.fuser import FusedPrompt, fuse
+from kvrag.fusion.compression.compacting import compact, without_chunks
+from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.links import Links, find_links, insert_links
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.fusion.policies.base import RecomputePolicy
+from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.registry import make_policy
 from kvrag.fusion.segments import Match
 from kvrag.ingest.index import Index
@@ -52,7 +54,9 @@ class KVEngine:
     policy
         Which reused tokens are computed again: a name of
         `kvrag.fusion.policies.registry.POLICIES`, with parameters as in
-        ``"gradual:spread=0.8"``. ``"auto"`` chooses by what `kvrag calibrate` measured.
+        ``"gradual:spread=0.8"``. ``"auto"`` chooses by what `kvrag calibrate` measured. Of an
+        index that stores chunks compressed nothing can be computed again: there the default
+        stands for ``"none"``, and any other is refused.
     ratio
         Share of reused tokens that policies which take one compute again, and bound of
         ``"auto"``; None is the policy's default.
@@ -199,10 +203,28 @@ class KVEngine:
         chosen = self._resolve_policy(policy, ratio, boundary_tokens)
         laid_out = self._lay_out(prompt, hints, reuse=True)
         room = self._room(max_tokens)
-        layout = self._linked(laid_out.layout)
-        return self._fuse(layout, chosen, room, time.perf_counter() - started)
+        return self._fuse(laid_out, chosen, room, time.perf_counter() - started)
 
     def _fuse(
+        self, laid_out: _LaidOut, policy: RecomputePolicy, max_tokens: int, layout_seconds: float
+    ) -> FusedPrompt:
+        layout = laid_out.layout
+        while True:
+            arranged = self._linked(self._compacted(layout, laid_out.chunks))
+            try:
+                return self._fuse_once(arranged, policy, max_tokens, layout_seconds)
+            except CompressedLostError as error:
+                # What stood for these chunks has no tokens to compute instead: lay their own out.
+                # Each round has a chunk less, so this ends.
+                layout = without_chunks(layout, error.lost)
+
+    def _compacted(self, layout: Layout, chunks: Sequence[Chunk]) -> Layout:
+        compression = self.index.compression
+        if compression is None or not layout.spans:
+            return layout
+        return compact(layout, {chunk.chunk_id: chunk for chunk in chunks}, compression)
+
+    def _fuse_once(
         self, layout: Layout, policy: RecomputePolicy, max_tokens: int, layout_seconds: float
     ) -> FusedPrompt:
         model = self.index.model
@@ -214,7 +236,11 @@ class KVEngine:
             )
         capacity = min(num_tokens + max_tokens, model.max_positions)
         buffer = self._buffers.take(model.spec, num_tokens, capacity, model.device)
-        fused = fuse(model, layout, self.index.open_kv, policy, buffer, self._links)
+        try:
+            fused = fuse(model, layout, self.index.open_kv, policy, buffer, self._links)
+        except CompressedLostError:
+            self._buffers.give_back(buffer)
+            raise
         seconds = {"layout": layout_seconds, **fused.report.seconds}
         return replace(fused, report=replace(fused.report, seconds=seconds))
 
@@ -244,17 +270,30 @@ class KVEngine:
         boundary_tokens: int | None,
     ) -> RecomputePolicy:
         if isinstance(policy, RecomputePolicy):
-            return policy
+            return self._checked_policy(policy, str(policy))
         name = policy if policy is not None else self._policy
         if name == self._policy:
             # The engine's own parameters belong to the engine's own policy only.
             ratio = self._ratio if ratio is None else ratio
             boundary_tokens = self._boundary_tokens if boundary_tokens is None else boundary_tokens
         chosen = make_policy(name, ratio=ratio, boundary_tokens=boundary_tokens)
+        if name == DEFAULT_POLICY and ratio is None and boundary_tokens is None:
+            return chosen if self.index.compression is None else NonePolicy()
+        self._checked_policy(chosen, name)
         if isinstance(chosen, AutoPolicy):
             chosen = replace(chosen, calibration=self.index.calibration)
             chosen.require_calibration()
         return chosen
+
+    def _checked_policy(self, policy: RecomputePolicy, name: str) -> RecomputePolicy:
+        """Return the policy; ParameterError where the index holds nothing it could work on."""
+        if self.index.compression is not None and policy.name != NonePolicy.name:
+            raise ParameterError(
+                f"policy {name!r} computes reused tokens again, but this index stores chunks as "
+                f"{self.index.compression}: their rows are no tokens. Use policy 'none', or an "
+                "index without compression"
+            )
+        return policy
 
     def _room(self, max_tokens: int | None) -> int:
         return self._max_tokens if max_tokens is None else _checked_max_tokens(max_tokens)
@@ -383,8 +422,7 @@ class KVEngine:
     ) -> Iterator[AnswerDelta]:
         # This runs when the first piece is asked for; time that passed before is the caller's.
         started = time.perf_counter() - layout_seconds
-        laid_out = _LaidOut(self._linked(laid_out.layout), laid_out.chunks)
-        fused = self._fuse(laid_out.layout, policy, room, layout_seconds)
+        fused = self._fuse(laid_out, policy, room, layout_seconds)
         try:
             yield from self._continue(
                 laid_out, fused, room, sampling, stop, timeout_seconds, started
@@ -403,14 +441,14 @@ class KVEngine:
         started: float,
     ) -> Iterator[AnswerDelta]:
         model = self.index.model
-        layout = laid_out.layout
+        layout = fused.layout
         num_prompt = len(layout.token_ids)
         limit = min(room, model.max_positions - num_prompt)
         ends = end_ids(model.hf.generation_config, model.tokenizer)
         sampler = Sampler(sampling, fused.logits.device)
         text = TextStream(model.tokenizer, stop)
         cache = FusedCache(fused.kv, num_prompt)
-        # Link tokens are nothing that was said: no penalty may count them.
+        # Only what was said: no penalty may count link tokens, or miss a compressed chunk's.
         token_ids = torch.tensor(layout.plain_token_ids, device=fused.logits.device)
 
         token = sampler.next_token(fused.logits, token_ids)
@@ -444,7 +482,7 @@ class KVEngine:
             text=text.text,
             sources=tuple(_as_source(chunk) for chunk in laid_out.chunks),
             report=fused.report,
-            usage=Usage(num_prompt - len(layout.links), fused.report.num_cached, num_generated),
+            usage=Usage(fused.report.num_tokens, fused.report.num_cached, num_generated),
             finish_reason=finish,
             ttft_seconds=ttft_seconds,
             total_seconds=time.perf_counter() - started,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +43,8 @@ class FusedPrompt:
         ``[m]``: ascending positions of the rows computed that were never in the store.
     picks
         For each layer ``[n]``: ascending positions of the reused tokens computed again in it.
+    layout
+        What was fused: the rows of `kv`.
     """
 
     kv: FusedKV
@@ -50,6 +52,21 @@ class FusedPrompt:
     report: FusionReport
     fresh: torch.Tensor
     picks: tuple[torch.Tensor, ...]
+    layout: Layout
+
+
+class CompressedLostError(Exception):
+    """KV of compressed chunks cannot be had: the prompt has to be laid out without them.
+
+    Attributes
+    ----------
+    lost
+        Chunk id to the reason of the miss.
+    """
+
+    def __init__(self, lost: Mapping[str, str]) -> None:
+        super().__init__(", ".join(f"chunk {chunk_id}: {lost[chunk_id]}" for chunk_id in lost))
+        self.lost = lost
 
 
 def fuse(
@@ -76,6 +93,12 @@ def fuse(
         The buffer, on the model's device, made for the layout's number of tokens.
     links
         `Links.on` the model, where the layout holds link tokens (KVLink §3.3).
+
+    Raises
+    ------
+    CompressedLostError
+        When stored rows that stand for a compressed chunk cannot be had: of them alone it is not
+        known what to compute instead. All other chunks that are lost are computed.
     """
     if model.spec.num_layers == 1:
         # The only layer's K/V depend on no other token: stored ones are exact as they are.
@@ -85,6 +108,7 @@ def fuse(
     linked = LinkedRows(model, layout, links)
     loader = SpanLoader(layout.spans, open_kv, linked.write_kv)
     while True:
+        _require_compressed(layout, loader)
         try:
             return _fuse(model, layout, linked, loader, policy, fused, tables, clock)
         except SpanLostError:
@@ -105,7 +129,11 @@ def _fuse(
 ) -> FusedPrompt:
     num_tokens = len(layout.token_ids)
     exact = [span for span in loader.spans if layout.is_exact(span)]
-    inexact = tuple(span for span in loader.spans if not layout.is_exact(span))
+    # Compressed chunks have no tokens that a policy could compute again.
+    compressed = [span for span in loader.spans if span.num_compressed]
+    inexact = tuple(
+        span for span in loader.spans if not (span.num_compressed or layout.is_exact(span))
+    )
     prompt = PromptRows(num_tokens, model.spec.num_layers, inexact)
     fresh = linked.without_stored(_complement(num_tokens, loader.spans).to(model.device))
     policy, expected_loss = policy.resolve(prompt, len(fresh))
@@ -145,16 +173,20 @@ def _fuse(
         logits = model.logits(hidden)[0]
     clock.lap("compute")
 
+    num_plain = len(layout.plain_token_ids)
     num_exact = sum(span.length for span in exact)
+    num_compressed = sum(span.num_compressed for span in compressed)
     num_recomputed = _mean_count(selection.picks)
     report = FusionReport(
         policy=str(policy),
-        num_tokens=num_tokens - len(layout.links),
+        num_tokens=num_plain,
         num_exact=num_exact,
-        num_reused=prompt.num_reused - num_recomputed,
+        num_reused=prompt.num_reused - num_recomputed + num_compressed,
         num_recomputed=num_recomputed,
-        num_fresh=num_tokens - len(layout.links) - num_exact - prompt.num_reused,
-        num_in_context=sum(span.length for span in loader.spans if span.context_ids),
+        num_fresh=num_plain - num_exact - prompt.num_reused - num_compressed,
+        num_in_context=sum(
+            span.num_compressed or span.length for span in loader.spans if span.context_ids
+        ),
         num_chunks=len({span.chunk_id for span in loader.spans}),
         bytes_loaded=loader.bytes_loaded,
         seconds=clock.seconds,
@@ -164,8 +196,17 @@ def _fuse(
         num_unlinked=layout.num_unlinked,
         misses=dict(Counter(layout.misses) + loader.misses),
         expected_loss=expected_loss,
+        num_compressed=num_compressed,
+        num_compressed_rows=sum(span.length for span in compressed),
     )
-    return FusedPrompt(fused, logits, report, fresh, tuple(selection.picks))
+    return FusedPrompt(fused, logits, report, fresh, tuple(selection.picks), layout)
+
+
+def _require_compressed(layout: Layout, loader: SpanLoader) -> None:
+    ids = {span.chunk_id for span in layout.spans if span.num_compressed}
+    lost = {chunk_id: loader.lost[chunk_id] for chunk_id in ids & loader.lost.keys()}
+    if lost:
+        raise CompressedLostError(lost)
 
 
 def _question_start(layout: Layout, last: ReusedSpan) -> int:

@@ -33,6 +33,9 @@ class ReusedSpan:
     Prompt tokens ``[prompt_start, prompt_start + length)`` equal the chunk's tokens
     ``[chunk_start, chunk_start + length)``. Of the chunk's records the one is meant that was
     encoded behind `context_ids`.
+
+    Of a compressed chunk (`num_compressed` above 0) the record's rows are meant instead of its
+    tokens: all of them, which stand for so many tokens of the prompt.
     """
 
     chunk_id: str
@@ -40,6 +43,7 @@ class ReusedSpan:
     chunk_start: int
     length: int
     context_ids: tuple[int, ...] = ()
+    num_compressed: int = 0
 
     @property
     def prompt_end(self) -> int:
@@ -54,6 +58,9 @@ class ReusedSpan:
 
 LINK = -1
 """Stands in a layout's token ids where a link token is: no tokenizer has it."""
+
+COMPRESSED = -2
+"""Stands where a row of a compressed chunk is: it is no token, and cannot be computed again."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,8 @@ class Layout:
     ----------
     token_ids
         The prompt's tokens, exactly as the plain pipeline feeds them; `LINK` where link tokens were
-        put between them (`kvrag.fusion.links.insert_links`).
+        put between them (`kvrag.fusion.links.insert_links`), `COMPRESSED` where rows stand for a
+        compressed chunk (`kvrag.fusion.compression.compacting.compact`).
     spans
         What can be reused, in order, without overlap; neither the shared prefix nor the last
         token is ever part of one (the last one has to be computed to give logits).
@@ -86,6 +94,8 @@ class Layout:
         The link tokens, in order.
     num_unlinked
         Spans behind which links were wanted, but there are none for so many, or no room.
+    given_ids
+        The plain pipeline's tokens, where `token_ids` no longer tell them; else None.
     """
 
     token_ids: tuple[int, ...]
@@ -95,15 +105,18 @@ class Layout:
     misses: Mapping[str, int] = field(default_factory=dict)
     links: tuple[LinkRow, ...] = ()
     num_unlinked: int = 0
+    given_ids: tuple[int, ...] | None = None
 
     @property
     def num_reused(self) -> int:
         """Tokens covered by spans."""
-        return sum(span.length for span in self.spans)
+        return sum(span.num_compressed or span.length for span in self.spans)
 
     @property
     def plain_token_ids(self) -> tuple[int, ...]:
-        """The prompt's tokens without link tokens."""
+        """The prompt's tokens, as the plain pipeline feeds them."""
+        if self.given_ids is not None:
+            return self.given_ids
         return tuple(token for token in self.token_ids if token != LINK)
 
     def is_exact(self, span: ReusedSpan) -> bool:
@@ -112,7 +125,7 @@ class Layout:
         True of a span that starts with its chunk, where between the shared prefix and it stand the
         very tokens that it was encoded behind (none for most: it follows the prefix directly).
         """
-        if not self.has_prefix or span.chunk_start != 0:
+        if not self.has_prefix or span.chunk_start != 0 or span.num_compressed:
             return False
         # Compared in length first: contexts are long, and few spans stand where they could be so.
         return (
@@ -182,7 +195,7 @@ def lay_out(
     return choose_records(layout, chunks)
 
 
-_MAX_EDGE_TOKENS = 2
+MAX_EDGE_TOKENS = 2
 """Tokens of a chunk that the text around it may change, and it still counts as being there."""
 
 
@@ -213,7 +226,7 @@ def choose_records(layout: Layout, chunks: Mapping[str, Chunk]) -> Layout:
         # Of a single record nothing is to be chosen.
         best = max(fitting, key=lambda option: len(option.context_ids), default=options[0])
         chosen.append(best)
-        if span.length >= len(chunk.token_ids) - _MAX_EDGE_TOKENS:
+        if span.length >= len(chunk.token_ids) - MAX_EDGE_TOKENS:
             whole_before.append(chunk.token_ids)
     return replace(layout, spans=tuple(chosen))
 
@@ -222,7 +235,7 @@ def _is_context(chunk_ids: tuple[int, ...], context_ids: tuple[int, ...]) -> boo
     """Whether a context is one chunk with a separator; its last token may be part of both."""
     kept = max(1, len(chunk_ids) - 1)
     return (
-        kept <= len(context_ids) <= len(chunk_ids) + _MAX_EDGE_TOKENS
+        kept <= len(context_ids) <= len(chunk_ids) + MAX_EDGE_TOKENS
         and context_ids[:kept] == chunk_ids[:kept]
     )
 

@@ -55,6 +55,8 @@ class SpanLoader:
         Those that can be had, in prompt order; the others must be computed.
     misses
         Why spans were left out: reason to number of spans.
+    lost
+        The same of each chunk: id to reason.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class SpanLoader:
         self._write_more = write_more
         self.spans: list[ReusedSpan] = []
         self.misses: Counter[str] = Counter()
+        self.lost: dict[str, str] = {}
         self._bytes_of_dropped = 0
         self._records: dict[_RecordId, EncodedChunk] = {}
         for span in spans:
@@ -73,12 +76,12 @@ class SpanLoader:
             try:
                 record = self._records.get(wanted) or open_kv(*wanted)
             except _DAMAGE as error:
-                self.misses[_reason(error)] += 1
+                self._miss(span, _reason(error))
             else:
                 if record is None:
-                    self.misses[MISS_ABSENT] += 1
+                    self._miss(span, MISS_ABSENT)
                 elif span.chunk_end > record.num_tokens:
-                    self.misses[MISS_DAMAGED] += 1
+                    self._miss(span, MISS_DAMAGED)
                 else:
                     self._records[wanted] = record
                     self.spans.append(span)
@@ -115,10 +118,15 @@ class SpanLoader:
         if self._write_more is not None:
             self._write_more(layer_index, fused, table)
 
+    def _miss(self, span: ReusedSpan, reason: str) -> None:
+        self.misses[reason] += 1
+        self.lost[span.chunk_id] = reason
+
     def _drop(self, lost: _RecordId, reason: str) -> None:
-        kept = [span for span in self.spans if _record_id(span) != lost]
-        self.misses[reason] += len(self.spans) - len(kept)
-        self.spans = kept
+        for span in self.spans:
+            if _record_id(span) == lost:
+                self._miss(span, reason)
+        self.spans = [span for span in self.spans if _record_id(span) != lost]
         self._bytes_of_dropped += self._records.pop(lost).bytes_read
 
     def _drop_other_damage(self, num_layers: int) -> None:

@@ -42,6 +42,8 @@ class FusionReport:
         Prompt and link tokens computed in each layer.
     num_links
         Link tokens put between the prompt's own, counted nowhere else but in the rows computed.
+    num_compressed, num_compressed_rows
+        Of the reused tokens, those of compressed chunks; and the stored rows that stand for them.
     num_unlinked
         Chunks without link tokens: there are none for so many, or no room for any.
     rows_asked
@@ -70,6 +72,8 @@ class FusionReport:
     expected_loss: float | None = None
     num_links: int = 0
     num_unlinked: int = 0
+    num_compressed: int = 0
+    num_compressed_rows: int = 0
     misses: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -108,6 +112,9 @@ class FusionReport:
             f"{_size(self.bytes_loaded)} loaded",
             self.policy,
         ]
+        if self.num_compressed:
+            rows = f"{self.num_compressed} of them compressed to {self.num_compressed_rows} rows"
+            parts.insert(1, rows)
         if self.num_in_context:
             parts.insert(1, f"{self.num_in_context} encoded behind their document's text")
         if self.num_links:

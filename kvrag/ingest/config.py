@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kvrag.errors import IndexFormatError, IndexNotFoundError, StoreError
+from kvrag.errors import IndexFormatError, IndexNotFoundError, ParameterError, StoreError
+from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.ingest.contexts import CONTEXTS
 from kvrag.kvcache import DTYPES, KVSpec
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 FILE_NAME = "index.json"
 _KIND = "kvrag index"
 
@@ -46,6 +47,9 @@ class IndexConfig:
     context, context_tokens
         What chunks are encoded behind (`kvrag.ingest.contexts`), and how many tokens of it at the
         most; 0 where that is not limited by number.
+    compression, anchors
+        How chunks are compressed (`kvrag.fusion.compression.spec`), and the digest of the anchors
+        they are compressed with, or "".
     tenant_salt
         Hexadecimal digits of the salt that keys the chunk keys.
     """
@@ -66,6 +70,8 @@ class IndexConfig:
     chunk_tokens: int
     context: str
     context_tokens: int
+    compression: str
+    anchors: str
     tenant_salt: str
 
     @property
@@ -154,7 +160,10 @@ def _foreign(path: Path, what: str) -> IndexFormatError:
 def _checked(path: Path, values: Any) -> dict[str, Any]:
     if not isinstance(values, dict) or values.get("kind") != _KIND:
         raise _foreign(path, f"its 'kind' is not {_KIND!r}")
-    if values.get("format_version") != FORMAT_VERSION:
+    if values.get("format_version") == 3:
+        # Before chunks could be compressed.
+        values = {"compression": NO_COMPRESSION, "anchors": "", **values}
+    elif values.get("format_version") != FORMAT_VERSION:
         raise _foreign(
             path, f"format version {FORMAT_VERSION} expected, found {values.get('format_version')}"
         )
@@ -174,6 +183,12 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
         checked[field.name] = value
     if not re.fullmatch(r"([0-9a-f]{40})?", checked["profile"]):
         raise _foreign(path, f"'profile' is {checked['profile']!r}")
+    try:
+        parse_compression(checked["compression"])
+    except ParameterError as error:
+        raise _foreign(path, str(error)) from error
+    if not re.fullmatch(r"([0-9a-f]{40})?", checked["anchors"]):
+        raise _foreign(path, f"'anchors' is {checked['anchors']!r}")
     if checked["context"] not in CONTEXTS:
         raise _foreign(path, f"'context' is {checked['context']!r}")
     if checked["dtype"] not in DTYPES:

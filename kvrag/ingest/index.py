@@ -21,6 +21,7 @@ from kvrag.codec.base import EncodedChunk
 from kvrag.codec.presets import choose_codec
 from kvrag.codec.profile import Profile
 from kvrag.errors import (
+    AnchorsError,
     IndexFormatError,
     IndexMismatchError,
     ModelLoadError,
@@ -28,6 +29,7 @@ from kvrag.errors import (
     RecordError,
     StoreError,
 )
+from kvrag.fusion.compression.spec import NO_COMPRESSION, key_options, parse_compression
 from kvrag.fusion.segments import ChunkMatcher
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import lock, profiles
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from kvrag.fusion.compression.encoding import Compressor
     from kvrag.models.kv_model import KVModel
 
 _DEFAULT_SALT = b"kvrag"
@@ -134,6 +137,7 @@ class Index(IndexUpkeep):
         chunk_tokens: int = 512,
         context: str = NO_CONTEXT,
         context_tokens: int | None = None,
+        compression: str = NO_COMPRESSION,
         dtype: torch.dtype | str | None = None,
         tenant_salt: bytes | None = None,
         device: str | None = None,
@@ -161,6 +165,10 @@ class Index(IndexUpkeep):
             second record that is used where the predecessor stands before it).
         context_tokens
             Tokens of ``document`` context at the most; None means 256.
+        compression
+            How chunks are stored as fewer rows than they have tokens: ``drop:RATE`` (tokens that
+            say little are left out), ``anchors:RATE`` (trained tokens stand for blocks;
+            ``kvrag train anchors``), RATE the share not stored; ``none`` stores all.
         dtype
             Type of weights and KV of a model that is loaded here; None keeps the checkpoint's.
         tenant_salt
@@ -179,6 +187,8 @@ class Index(IndexUpkeep):
             When the folder cannot be written.
         ModelLoadError, UnsupportedModelError
             When the model cannot be loaded or served.
+        AnchorsError
+            When chunks are to be compressed with anchors that the model does not have.
         IndexLockedError
             When another process is making an index there.
         """
@@ -189,6 +199,7 @@ class Index(IndexUpkeep):
         salt = _DEFAULT_SALT if tenant_salt is None else tenant_salt
         check_settings(codec, chunk_tokens, salt)
         context_limit(context, context_tokens)
+        parse_compression(compression)
         check_device(device)
         the_embedding = get_embedding(embedding)
         loaded = KVModel.load(model, dtype=dtype, device=device)
@@ -203,6 +214,7 @@ class Index(IndexUpkeep):
             chunk_tokens=chunk_tokens,
             context=context,
             context_tokens=context_tokens,
+            compression=compression,
             tenant_salt=salt,
         )
         try:
@@ -440,6 +452,7 @@ class Index(IndexUpkeep):
             tokens_per_second=outcome.num_tokens_computed / seconds if seconds else 0.0,
             dry_run=dry_run,
             note="" if dry_run or not outcome.num_records else self._codec_note(),
+            compression=self.config.compression,
         )
 
     def delete(self, *, sources: Sequence[str] = (), chunk_ids: Sequence[str] = ()) -> int:
@@ -511,6 +524,7 @@ class Index(IndexUpkeep):
             prefix_ids=config.prefix_ids,
             token_ids=chunk.token_ids,
             context_ids=chunk.contexts[0],
+            options=key_options(self.compression, config.anchors),
         )
 
     def open_kv(
@@ -557,10 +571,11 @@ class Index(IndexUpkeep):
             return None
         try:
             encoded = self.coding.open(key, record, self.config.spec)
-            if encoded.num_tokens != len(chunk.token_ids):
+            expected = self.num_rows(len(chunk.token_ids))
+            if encoded.num_tokens != expected:
                 raise RecordError(
                     f"the record of chunk {chunk_id} holds {encoded.num_tokens} tokens, expected "
-                    f"{len(chunk.token_ids)}"
+                    f"{expected}"
                 )
         except BaseException:
             record.close()
@@ -581,7 +596,24 @@ class Index(IndexUpkeep):
 
     def _prefill(self, chunk: Chunk) -> ChunkKV:
         before = (*self.prefix_ids, *chunk.contexts[0])
-        return self.model.prefill(before, [chunk.token_ids])[0]
+        if self.compression is None:
+            return self.model.prefill(before, [chunk.token_ids])[0]
+        return self._compressor.encode(before, chunk.token_ids)
+
+    @cached_property
+    def _compressor(self) -> Compressor:
+        """What compresses chunks, loaded on first use. Raises as `model` does, and AnchorsError."""
+        from kvrag.fusion.compression.encoding import Compressor
+
+        assert self.compression is not None
+        compressor = Compressor(self.model, self.compression)
+        if compressor.anchors_digest != self.config.anchors:
+            raise AnchorsError(
+                f"{self.path} was made with other anchors (digest {self.config.anchors}) than "
+                f"those beside the model now ({compressor.anchors_digest}): put them back, or "
+                "ingest into a new folder"
+            )
+        return compressor
 
     def _plan(self, sources: Sources, on_progress: Callable[[IngestProgress], None] | None) -> Plan:
         started = time.perf_counter()

@@ -30,6 +30,7 @@ def verify_records(
     spec: KVSpec,
     *,
     key_of: Callable[[Chunk], ChunkKey],
+    num_rows: Callable[[int], int],
     repair: Callable[[ChunkKey], None] | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> VerifyReport:
@@ -39,6 +40,8 @@ def verify_records(
     ----------
     key_of
         Returns the name a chunk's KV must have.
+    num_rows
+        Returns the rows of KV that a chunk of so many tokens must have.
     repair
         Replaces the record of a key; None only reports.
     on_progress
@@ -59,7 +62,7 @@ def verify_records(
     num_repaired = 0
     size_bytes = 0
     for num_done, (key, num_tokens) in enumerate(sorted(needed.items()), 1):
-        size, reason = _read_record(key, num_tokens, store, coding, spec)
+        size, reason = _read_record(key, num_rows(num_tokens), store, coding, spec)
         size_bytes += size
         if reason is not None:
             problems.extend(
@@ -67,7 +70,7 @@ def verify_records(
             )
             if repair is not None:
                 repair(key)
-                _, still = _read_record(key, num_tokens, store, coding, spec)
+                _, still = _read_record(key, num_rows(num_tokens), store, coding, spec)
                 num_repaired += still is None
         if on_progress is not None:
             on_progress(num_done, len(needed))

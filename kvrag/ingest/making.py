@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvrag.codec.presets import choose_codec
 from kvrag.codec.profile import Profile
 from kvrag.errors import IndexMismatchError, ParameterError
+from kvrag.fusion.compression.spec import parse_compression
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import config as configs
 from kvrag.ingest import lock, profiles, vectors
@@ -72,6 +73,7 @@ def make_config(
     chunk_tokens: int,
     context: str,
     context_tokens: int | None,
+    compression: str,
     tenant_salt: bytes,
 ) -> IndexConfig:
     """Return the settings of a new index.
@@ -87,6 +89,8 @@ def make_config(
     ------
     ParameterError
         When chunks would not fit into the model's context, or it is of another dtype.
+    AnchorsError
+        When chunks are to be compressed with anchors that the model does not have.
     """
     prefix_ids = model.default_prefix_ids()
     dtype_name = str(model.spec.dtype).removeprefix("torch.")
@@ -106,6 +110,12 @@ def make_config(
         )
     if profile is not None:
         check_profile(profile, codec, model.spec, model.fingerprint)
+    chosen = parse_compression(compression)
+    anchors = ""
+    if chosen is not None:
+        from kvrag.fusion.compression.encoding import Compressor
+
+        anchors = Compressor(model, chosen).anchors_digest
     return IndexConfig(
         model=_model_reference(given, model),
         model_fingerprint=model.fingerprint,
@@ -123,6 +133,8 @@ def make_config(
         chunk_tokens=chunk_tokens,
         context=context,
         context_tokens=context_limit(context, context_tokens),
+        compression=compression if chosen is None else str(chosen),
+        anchors=anchors,
         tenant_salt=tenant_salt.hex(),
     )
 

@@ -87,6 +87,8 @@ class IngestReport:
         Tokens computed over `compute_seconds`.
     note
         What to know of how KV was stored; "" for nothing.
+    compression
+        How chunks are stored as fewer rows than they have tokens; ``none`` where they are not.
     """
 
     added: tuple[str, ...] = ()
@@ -106,6 +108,7 @@ class IngestReport:
     tokens_per_second: float = 0.0
     dry_run: bool = False
     note: str = ""
+    compression: str = "none"
 
     @property
     def ok(self) -> bool:
@@ -125,6 +128,8 @@ class IndexStats:
     ----------
     context, context_tokens
         What chunks are encoded behind, and how much of it at the most (0: no such limit).
+    compression
+        How chunks are stored as fewer rows than they have tokens; ``none`` where they are not.
     num_records
         KV records in the store.
     num_unreferenced_records
@@ -134,7 +139,7 @@ class IndexStats:
     bytes_per_token
         What the KV of a token takes in the model's own type.
     stored_bytes_per_token
-        What it takes in the store, headers included.
+        What it takes in the store, headers included and compression counted.
     catalog_bytes, vectors_bytes
         Of the catalog and of the vectors' cache.
     """
@@ -147,6 +152,7 @@ class IndexStats:
     chunk_tokens: int
     context: str
     context_tokens: int
+    compression: str
     num_prefix_tokens: int
     num_documents: int
     num_chunks: int

@@ -6,6 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from kvrag.chunk import Chunk, ChunkKey
@@ -16,6 +17,7 @@ from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import is_profile_of
 from kvrag.errors import IndexMismatchError, ParameterError, ProfileError, StoreError
 from kvrag.fusion.calibration import Calibration
+from kvrag.fusion.compression.spec import Compression, parse_compression
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import lock, vectors
 from kvrag.ingest.catalog import Catalog
@@ -66,10 +68,20 @@ class IndexUpkeep(ABC):
         """What records are written with. Raises ParameterError before its profile is fitted."""
         return self.coding.codec
 
+    @cached_property
+    def compression(self) -> Compression | None:
+        """How chunks are stored as fewer rows than they have tokens; None where they are not."""
+        return parse_compression(self.config.compression)
+
+    def num_rows(self, num_tokens: int) -> int:
+        """Return the rows of KV that a record of a chunk of so many tokens has."""
+        return num_tokens if self.compression is None else self.compression.num_rows(num_tokens)
+
     @property
     def expected_bytes_per_token(self) -> int:
         """About what a token's KV takes in the store."""
-        return expected_bytes_per_token(choose_codec(self.config.codec), self.config.spec)
+        per_row = expected_bytes_per_token(choose_codec(self.config.codec), self.config.spec)
+        return per_row if self.compression is None else round(per_row * self.compression.share)
 
     @property
     def calibration(self) -> Calibration | None:
@@ -130,6 +142,7 @@ class IndexUpkeep(ABC):
             chunk_tokens=config.chunk_tokens,
             context=config.context,
             context_tokens=config.context_tokens,
+            compression=config.compression,
             num_prefix_tokens=len(config.prefix_ids),
             num_documents=num_documents,
             num_chunks=num_chunks,
@@ -170,6 +183,7 @@ class IndexUpkeep(ABC):
                 self.coding,
                 self.config.spec,
                 key_of=self.key_of,
+                num_rows=self.num_rows,
                 repair=self._repair if repair else None,
                 on_progress=on_progress,
             )
@@ -259,8 +273,9 @@ class IndexUpkeep(ABC):
             )
 
     def _codable(self) -> tuple[dict[ChunkKey, int], Callable[[int], ChunkKV]]:
-        """Return all KV by name, with its tokens, and what returns the KV of one by its place."""
-        needed = dict(sorted(self.catalog.audit(self.key_of)[0].items()))
+        """Return all KV by name, with its rows, and what returns the KV of one by its place."""
+        found = self.catalog.audit(self.key_of)[0]
+        needed = {key: self.num_rows(found[key]) for key in sorted(found)}
         keys = list(needed)
 
         def kv_of(number: int) -> ChunkKV:
@@ -313,7 +328,7 @@ class IndexUpkeep(ABC):
         """
         if not self.coding.needs_profile:
             return self.codec
-        lengths = [len(chunk.token_ids) for chunk in chunks]
+        lengths = [self.num_rows(len(chunk.token_ids)) for chunk in chunks]
         if sum(lengths) < LEAST_TOKENS:
             return RawCodec()
         codec = self.config.codec

@@ -102,3 +102,6 @@ def test_contexts_side_by_side(run: Run, model_folder: Path, tmp_path: Path) -> 
     refused = run(*common, "--context", "none,document", "--picture", tmp_path / "p.png")
     assert refused.code == 1
     assert "--picture shows one context" in refused.err
+    done = run(*common, "--compress", "none,drop:0.5", "--max-tokens", 2)
+    assert done.code == 0, done.err
+    assert "none, drop:0.5" in done.out

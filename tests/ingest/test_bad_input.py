@@ -220,7 +220,7 @@ def test_a_missing_index(tmp_path: Path) -> None:
     [
         ("{", "", "not JSON"),
         ('"kvrag index"', '"other"', "'kind' is not"),
-        ('"format_version": 3', '"format_version": 1', "version 3 expected, found 1"),
+        ('"format_version": 4', '"format_version": 1', "version 4 expected, found 1"),
         ('"profile": ""', '"profile": "../x"', "'profile' is '../x'"),
         ('"chunk_tokens": 64', '"chunk_tokens": "64"', "'chunk_tokens' is '64'"),
         ('"context": "none"', '"context": "later"', "'context' is 'later'"),

@@ -10,10 +10,14 @@ from transformers import PreTrainedTokenizerBase
 from kvrag.bench.quality.questions import Passage, RenderedPrompt
 from kvrag.chunk import Chunk, ChunkKey, chunk_key, content_hash
 from kvrag.codec.base import Codec, EncodedChunk
+from kvrag.fusion.compression.compacting import compact
+from kvrag.fusion.compression.encoding import Compressor
+from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.segments import ChunkMatcher
 from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, context_limit
+from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
 from kvrag.store.memory import MemoryStore
 
@@ -45,6 +49,13 @@ class ChunkBank:
         Receives the chunks done and their number.
     context
         What chunks are encoded behind (`kvrag.ingest.contexts`).
+    compression
+        How they are stored as fewer rows (`kvrag.fusion.compression.spec`).
+
+    Raises
+    ------
+    AnchorsError
+        When the model does not have the anchors that `compression` needs.
     """
 
     def __init__(
@@ -54,11 +65,14 @@ class ChunkBank:
         codecs: Sequence[Codec],
         on_progress: Callable[[int, int], None] = lambda _done, _total: None,
         context: str = NO_CONTEXT,
+        compression: str = NO_COMPRESSION,
     ) -> None:
         self.model = model
         self.prefix_ids = model.default_prefix_ids()
         self._shelves = {codec.label: _Shelf(codec, MemoryStore()) for codec in codecs}
         self._context = context
+        chosen = parse_compression(compression)
+        self._compressor = None if chosen is None else Compressor(model, chosen)
         self._chunks: dict[str, Chunk] = {}
         self._matcher = ChunkMatcher()
         for passage in map(_as_passage, passages):
@@ -72,7 +86,7 @@ class ChunkBank:
             on_progress(num_done, len(encodings))
             # Only what is encoded behind the same tokens goes together.
             before = (*self.prefix_ids, *batch[0].contexts[0])
-            kvs = model.prefill(before, [one.token_ids for one in batch])
+            kvs = self._encode(before, [one.token_ids for one in batch])
             for one, kv in zip(batch, kvs, strict=True):
                 key = self._key(one)
                 for shelf in self._shelves.values():
@@ -92,6 +106,12 @@ class ChunkBank:
             self.prefix_ids,
             add_special_tokens=prompt.add_special_tokens,
         )
+
+    def compact(self, layout: Layout) -> Layout:
+        """Return a layout with stored rows in place of compressed chunks, or as it is."""
+        if self._compressor is None:
+            return layout
+        return compact(layout, self._chunks, self._compressor.compression)
 
     def opener(self, codec: str) -> OpenKV:
         """Return what opens the records of one codec."""
@@ -116,6 +136,11 @@ class ChunkBank:
             num_tokens += len(chunk.token_ids)
         return num_bytes, num_tokens
 
+    def _encode(self, before: Sequence[int], chunks: Sequence[Sequence[int]]) -> Iterable[ChunkKV]:
+        if self._compressor is None:
+            return self.model.prefill(before, chunks)
+        return [self._compressor.encode(before, token_ids) for token_ids in chunks]
+
     def _id(self, passage: Passage) -> str:
         before = () if self._context == NO_CONTEXT else passage.before
         return content_hash("\0".join([*before, passage.text]))
@@ -137,6 +162,7 @@ class ChunkBank:
             prefix_ids=self.prefix_ids,
             token_ids=chunk.token_ids,
             context_ids=chunk.contexts[0],
+            options={} if self._compressor is None else self._compressor.key_options,
         )
 
 

@@ -21,6 +21,7 @@ from kvrag.bench.quality.rows import OVERALL, Judgement, QualityRow, TextScores,
 from kvrag.codec.presets import choose_codec
 from kvrag.engine.engine import LINKS_OFF
 from kvrag.errors import ParameterError
+from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.links import Links, find_links, insert_links
 from kvrag.fusion.policies.auto import AutoPolicy
@@ -55,6 +56,9 @@ class QualityOptions:
         Chunks are encoded behind each (`kvrag.ingest.contexts`). With any but ``none``, generated
         carried-over questions are asked once more without the predecessor: a type of its own,
         left out of the overall figures.
+    compressions
+        Chunks are stored as each says (`kvrag.fusion.compression.spec`). Those with any but
+        ``none`` are judged with policy ``none`` alone: nothing of them can be computed again.
     num_questions
         The first so many; None takes them all (1,000 generated ones).
     max_tokens
@@ -76,6 +80,7 @@ class QualityOptions:
     ratios: Sequence[float] = (0.05, 0.15, 0.3)
     codecs: Sequence[str] = ("raw",)
     contexts: Sequence[str] = (NO_CONTEXT,)
+    compressions: Sequence[str] = (NO_COMPRESSION,)
     num_questions: int | None = None
     max_tokens: int = 16
     use_chat_template: bool = True
@@ -87,13 +92,16 @@ class QualityOptions:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A policy at a ratio over a codec, chunks encoded behind a context, with links or without."""
+    """A policy at a ratio over a codec, chunks encoded behind a context and stored compressed or
+    whole, with links or without.
+    """
 
     policy: str
     ratio: float | None
     codec: str
     context: str = NO_CONTEXT
     linked: bool = False
+    compression: str = NO_COMPRESSION
 
     @property
     def label(self) -> str:
@@ -151,19 +159,28 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
     codecs = [choose_codec(name).label for name in options.codecs]
     for name in options.contexts:
         context_limit(name, None)
-    if not options.policies or not options.codecs or not options.contexts:
+    lists = (options.policies, options.codecs, options.contexts, options.compressions)
+    if not all(lists):
         raise ParameterError(
-            "bench quality: at least one policy, one codec and one context must be given"
+            "bench quality: at least one policy, one codec, one context and one compression must "
+            "be given"
+        )
+    compressions = [str(parse_compression(name) or NO_COMPRESSION) for name in options.compressions]
+    if set(compressions) != {NO_COMPRESSION} and "none" not in options.policies:
+        raise ParameterError(
+            "bench quality: compressed chunks are judged with policy 'none', which was not asked "
+            f"for; found {', '.join(options.policies)}"
         )
     if options.max_tokens < 1:
         raise ParameterError(f"max_tokens {options.max_tokens}: expected at least 1")
     if not options.ratios and set(options.policies) != {"none"}:
         raise ParameterError("bench quality: only policy 'none' does without a ratio")
     found = [
-        Contestant(policy, ratio, codec, context, linked)
+        Contestant(policy, ratio, codec, context, linked, compression)
         for context in options.contexts
+        for compression in compressions
         for codec in codecs
-        for policy in options.policies
+        for policy in (options.policies if compression == NO_COMPRESSION else ("none",))
         for ratio in ([None] if policy == "none" else options.ratios)
         # The oracle's deviations are those of the prompt without links.
         for linked in ((False, True) if with_links and policy != ORACLE else (False,))
@@ -225,6 +242,7 @@ def run_quality_bench(
             ratio=contestant.ratio,
             codec=contestant.codec,
             context=contestant.context,
+            compression=contestant.compression,
             num_left_out=left_out.total() if kind == OVERALL else left_out[kind],
         )
         for contestant, judgements in judged.items()
@@ -262,14 +280,15 @@ def judge_questions(
     texts = [passage.text for passage in passages]
     codecs = fit_codecs(model, options.codecs, _texts_to_fit(options, texts), say)
     banks = {
-        context: ChunkBank(
+        (context, compression): ChunkBank(
             model,
             passages,
             codecs,
             lambda done, total: say(f"computing chunk {done:,} of {total:,}"),
             context,
+            compression,
         )
-        for context in dict.fromkeys(options.contexts)
+        for context, compression in dict.fromkeys((one.context, one.compression) for one in entered)
     }
     judge = _Judge(banks, Answerer(model, options.max_tokens), links)
     judged: dict[Contestant, list[Judgement]] = {contestant: [] for contestant in entered}
@@ -357,9 +376,13 @@ def _prompts(
     return kept
 
 
+# Context and compression.
+_BankName = tuple[str, str]
+
+
 class _Judge:
     def __init__(
-        self, banks: Mapping[str, ChunkBank], answerer: Answerer, links: Links | None
+        self, banks: Mapping[_BankName, ChunkBank], answerer: Answerer, links: Links | None
     ) -> None:
         self._banks = banks
         self._links = links
@@ -373,13 +396,13 @@ class _Judge:
         started = time.perf_counter()
         token_ids = prompt.token_ids(self._model.tokenizer)
         tokenise_seconds = time.perf_counter() - started
-        layouts: dict[str, Layout] = {}
-        layout_seconds: dict[str, float] = {}
-        for context, bank in self._banks.items():
+        layouts: dict[_BankName, Layout] = {}
+        layout_seconds: dict[_BankName, float] = {}
+        for name, bank in self._banks.items():
             started = time.perf_counter()
-            layouts[context] = bank.lay_out(prompt, question.passages)
-            layout_seconds[context] = time.perf_counter() - started
-            assert layouts[context].token_ids == tuple(token_ids), (
+            layouts[name] = bank.compact(bank.lay_out(prompt, question.passages))
+            layout_seconds[name] = time.perf_counter() - started
+            assert layouts[name].plain_token_ids == tuple(token_ids), (
                 "a cache never changes what is asked"
             )
         reference = self._answerer.reference(token_ids)
@@ -387,16 +410,15 @@ class _Judge:
         reference_scores = self._score(question, reference)
         judgements = []
         for contestant in entered:
-            bank, layout = self._banks[contestant.context], layouts[contestant.context]
+            name = (contestant.context, contestant.compression)
+            bank, layout = self._banks[name], layouts[name]
             links = self._links if contestant.linked else None
             if links is not None:
                 layout = insert_links(layout, links.header)
             given = self._answerer.fused(
                 layout,
                 bank.opener(contestant.codec),
-                contestant.policy_for(
-                    layout, partial(deviation, contestant.context, contestant.codec)
-                ),
+                contestant.policy_for(layout, partial(deviation, name, contestant.codec)),
                 reference,
                 links,
             )
@@ -409,7 +431,7 @@ class _Judge:
                     reference=reference_scores,
                     kl=given.kl,
                     agrees=given.agrees,
-                    ttft_seconds=layout_seconds[contestant.context] + given.ttft_seconds,
+                    ttft_seconds=layout_seconds[name] + given.ttft_seconds,
                     plain_ttft_seconds=tokenise_seconds + reference.ttft_seconds,
                     num_recomputed=report.num_recomputed,
                     num_found=report.num_recomputed + report.num_reused,
@@ -426,10 +448,10 @@ class _Judge:
         return judgements
 
     def _true_deviation(
-        self, layouts: Mapping[str, Layout], context: str, codec: str
+        self, layouts: Mapping[_BankName, Layout], name: _BankName, codec: str
     ) -> TrueDeviation:
-        opener = self._banks[context].opener(codec)
-        return TrueDeviation.of(self._model, layouts[context], opener)
+        opener = self._banks[name].opener(codec)
+        return TrueDeviation.of(self._model, layouts[name], opener)
 
     def _text(self, question: JudgedQuestion, answer: ReferenceAnswer | FusedAnswer) -> str:
         return self._answerer.text(answer.token_ids, first_line_only=not question.is_summary)

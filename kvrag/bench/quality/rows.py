@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from kvrag.bench.quality.bootstrap import mean_interval
+from kvrag.fusion.compression.spec import NO_COMPRESSION
 from kvrag.ingest.contexts import NO_CONTEXT
 
 OVERALL = "overall"
@@ -105,6 +106,8 @@ class QualityRow:
         Questions of the type whose prompt does not fit the model's context.
     context
         What the chunks were encoded behind (`kvrag.ingest.contexts`).
+    compression
+        How they were stored as fewer rows (`kvrag.fusion.compression.spec`).
     document_match, reference_document_match
         Exact match by what the documents answer, where the prompt does not; None where it does.
     """
@@ -139,6 +142,7 @@ class QualityRow:
     work_share: float
     num_left_out: int
     context: str
+    compression: str
     document_match: float | None
     reference_document_match: float | None
 
@@ -154,6 +158,7 @@ def make_row(
     codec: str,
     num_left_out: int,
     context: str = NO_CONTEXT,
+    compression: str = NO_COMPRESSION,
 ) -> QualityRow:
     """Return the row of at least one judgement."""
 
@@ -197,6 +202,7 @@ def make_row(
         work_share=mean(lambda j: j.work_share),
         num_left_out=num_left_out,
         context=context,
+        compression=compression,
         document_match=_mean_or_none([j.document_match for j in judgements]),
         reference_document_match=_mean_or_none([j.reference_document_match for j in judgements]),
     )

@@ -1,0 +1,1 @@
+"""Chunks stored as fewer rows of KV than they have tokens."""

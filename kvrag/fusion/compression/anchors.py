@@ -1,0 +1,291 @@
+"""Anchors: trained tokens into which a model writes a block of a chunk; only their KV is stored.
+
+Source: improved ANLLMs, KVLink (arXiv 2502.16002) §2.4 and appendix A.6, after Pang et al.,
+Anchor-based LLMs (arXiv 2402.07616): fixed blocks of `BLOCK_TOKENS` tokens, several anchors a
+block, which see the block and the anchors of the blocks before it.
+
+Deviations: an anchor's input is not a learned row alone but the embedding of the token at which it
+stands plus a learned row, at that token's position: before any training it is that token's own KV,
+so that training starts from even token dropping and not from nothing. So it sees its block's tokens
+but not the anchors beside it, which repeat some of them. And a chunk's own tokens see all tokens of
+it before them, as in a plain prefill, not those of their block alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kvrag.errors import AnchorsError
+from kvrag.fusion.compression.spec import ANCHORS, BLOCK_TOKENS, Compression
+from kvrag.kvcache import ChunkKV
+from kvrag.models.capture import capture_rows, embed_tokens
+from kvrag.models.kv_model import KVModel
+
+FILE_NAME = "anchors.safetensors"
+"""Under this name anchors are looked for in a model's folder."""
+
+FORMAT_VERSION = 1
+_METADATA = "kvrag-anchors"
+_MAX_RATES = 16
+
+PREFIX, PADDING = -1, -2
+"""Blocks of rows that are none of the chunk's: what stands in front of it, and nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Anchors:
+    """Trained anchors of one model.
+
+    Attributes
+    ----------
+    rates
+        The compression rates that they were trained for, ascending.
+    model_fingerprint
+        Of the model that writes into them and reads them.
+    embeddings
+        ``[rows, hidden]``: for each rate in turn the rows of a whole block's anchors.
+    """
+
+    rates: tuple[float, ...]
+    model_fingerprint: str
+    embeddings: torch.Tensor
+
+    @property
+    def digest(self) -> str:
+        """BLAKE2b-160 of all that decides about stored KV, hexadecimal."""
+        found = hashlib.blake2b(self._metadata().encode(), digest_size=20)
+        table = self.embeddings.detach().to("cpu", torch.float32).contiguous()
+        found.update(table.flatten().view(torch.uint8).numpy().data)
+        return found.hexdigest()
+
+    def _metadata(self) -> str:
+        fields = {
+            "version": FORMAT_VERSION,
+            "rates": list(self.rates),
+            "model_fingerprint": self.model_fingerprint,
+        }
+        return json.dumps(fields)
+
+    def save(self, path: Path | str) -> None:
+        """Write one safetensors file, atomically."""
+        target = Path(path)
+        partial = target.with_suffix(".partial")
+        table = self.embeddings.detach().to("cpu", torch.float32).contiguous()
+        save_file({"embeddings": table}, str(partial), metadata={_METADATA: self._metadata()})
+        partial.replace(target)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Anchors:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        AnchorsError
+            When the file is absent, damaged, too new, or no file of anchors.
+        """
+        place = Path(path).expanduser()
+        if not place.is_file():
+            raise AnchorsError(
+                f"no anchors at {str(path)!r}: expected a {FILE_NAME} that 'kvrag train anchors' "
+                "wrote into a model's folder"
+            )
+        try:
+            with safe_open(str(place), framework="pt") as file:
+                metadata = file.metadata() or {}
+                table = file.get_tensor("embeddings")
+        except (SafetensorError, OSError, ValueError) as error:
+            raise AnchorsError(f"{place}: not a readable file of anchors: {error}") from error
+        found = cls(*_checked_header(metadata.get(_METADATA), place), table)
+        if table.dim() != 2 or len(table) != num_slots(found.rates) or not table.isfinite().all():
+            raise AnchorsError(
+                f"{place}: embeddings {list(table.shape)}, expected finite numbers of shape "
+                f"[{num_slots(found.rates)}, hidden]; train them anew"
+            )
+        return found
+
+    def check(self, model: KVModel, compression: Compression) -> None:
+        """Raise AnchorsError unless these anchors are of `model` and of that rate."""
+        if self.model_fingerprint != model.fingerprint:
+            raise AnchorsError(
+                f"anchors of another model: expected those of {model.name} (fingerprint "
+                f"{model.fingerprint}), found fingerprint {self.model_fingerprint}; train them "
+                "with 'kvrag train anchors' (element type counts: the same weights in another type "
+                "are another model)"
+            )
+        if compression.rate not in self.rates:
+            known = ", ".join(f"{ANCHORS}:{rate:g}" for rate in self.rates)
+            raise AnchorsError(
+                f"these anchors were trained for {known}, asked for {compression}: choose one of "
+                "those, or train others with 'kvrag train anchors --rates'"
+            )
+        width = model.hf.config.hidden_size
+        if self.embeddings.shape[1] != width:
+            raise AnchorsError(
+                f"anchors: embeddings of width {self.embeddings.shape[1]}, expected {width} for "
+                f"{model.name}; train them anew"
+            )
+
+    def of_model(self, fingerprint: str) -> Anchors:
+        """Return the same anchors as those of another model."""
+        return replace(self, model_fingerprint=fingerprint)
+
+
+def num_slots(rates: Sequence[float]) -> int:
+    """Return the rows of the table of anchors for these rates."""
+    return sum(Compression(ANCHORS, rate).num_rows(BLOCK_TOKENS) for rate in rates)
+
+
+def find_anchors(model: KVModel) -> Anchors:
+    """Return the anchors that lie in the model's folder. Raises as `Anchors.load` does."""
+    folder = Path(getattr(model.hf, "name_or_path", ""))
+    if not folder.is_absolute():
+        raise AnchorsError(
+            f"{model.name} was not loaded from a folder, so there are no anchors beside it: train "
+            "some with 'kvrag train anchors', and name the folder it writes as the model"
+        )
+    return Anchors.load(folder / FILE_NAME)
+
+
+@dataclass(frozen=True)
+class AnchoredRows:
+    """The sequence that a chunk's anchors are computed in: prefix, tokens, anchors.
+
+    Attributes
+    ----------
+    token_ids, positions
+        Of an anchor those of the token at which it stands.
+    slots
+        An anchor's row in the table of anchors; -1 elsewhere.
+    blocks
+        The block that a row belongs to; `PREFIX` in front of the chunk.
+    num_anchors
+        The last rows are anchors.
+    """
+
+    token_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    slots: tuple[int, ...]
+    blocks: tuple[int, ...]
+    num_anchors: int
+
+
+def anchored_rows(
+    prefix_ids: Sequence[int],
+    token_ids: Sequence[int],
+    compression: Compression,
+    rates: Sequence[float],
+) -> AnchoredRows:
+    """Return the rows that one chunk is encoded in, for anchors trained for `rates`."""
+    stands_at = compression.anchored_tokens(len(token_ids))
+    earlier = [rate for rate in rates if rate < compression.rate]
+    first_slot = num_slots(earlier)
+    slots: list[int] = []
+    for place, token in enumerate(stands_at):
+        # Of each block the first anchor has the first row.
+        is_first = place == 0 or stands_at[place - 1] // BLOCK_TOKENS != token // BLOCK_TOKENS
+        slots.append(first_slot if is_first else slots[-1] + 1)
+    num_before, num_tokens = len(prefix_ids), len(token_ids)
+    return AnchoredRows(
+        token_ids=(*prefix_ids, *token_ids, *(token_ids[token] for token in stands_at)),
+        positions=(*range(num_before + num_tokens), *(num_before + token for token in stands_at)),
+        slots=(*[-1] * (num_before + num_tokens), *slots),
+        blocks=(
+            *[PREFIX] * num_before,
+            *(token // BLOCK_TOKENS for token in range(num_tokens)),
+            *(token // BLOCK_TOKENS for token in stands_at),
+        ),
+        num_anchors=len(stands_at),
+    )
+
+
+def anchor_mask(positions: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return which rows see which, ``[B, W, W]`` bool, of ``[B, W]`` rows as in `AnchoredRows`.
+
+    Tokens see the tokens before them. Anchors see the prefix, their block's tokens and the anchors
+    of earlier blocks. Padding sees itself, and nobody sees it.
+    """
+    is_anchor = slots >= 0
+    seen_block, seen_anchor = blocks[:, None, :], is_anchor[:, None, :]
+    own_block = blocks[:, :, None]
+    causal = positions[:, None, :] <= positions[:, :, None]
+    by_token = causal & ~seen_anchor & (seen_block != PADDING)
+    by_anchor = (
+        (seen_block == PREFIX)
+        | (~seen_anchor & (seen_block == own_block))
+        | (seen_anchor & (seen_block < own_block))
+    )
+    allowed = torch.where(is_anchor[:, :, None], by_anchor, by_token)
+    itself = torch.eye(blocks.shape[1], dtype=torch.bool, device=blocks.device)
+    return torch.where(own_block == PADDING, itself, allowed)
+
+
+@torch.no_grad()
+def encode_anchors(
+    model: KVModel,
+    prefix_ids: Sequence[int],
+    token_ids: Sequence[int],
+    compression: Compression,
+    anchors: Anchors,
+) -> ChunkKV:
+    """Return the position-free KV of a chunk's anchors, in order.
+
+    Parameters
+    ----------
+    prefix_ids
+        Token ids in front of the chunk.
+    token_ids
+        T >= 1 of them.
+    compression
+        Its rate is one of the anchors'.
+    anchors
+        Of the model (`Anchors.check`).
+    """
+    laid = anchored_rows(prefix_ids, token_ids, compression, anchors.rates)
+    ids, positions, slots, blocks = (
+        torch.tensor(values, device=model.device)
+        for values in (laid.token_ids, laid.positions, laid.slots, laid.blocks)
+    )
+    embeds = embed_tokens(model, ids)
+    table = anchors.embeddings.to(embeds.device, embeds.dtype)
+    embeds[slots >= 0] += table[slots[slots >= 0]]
+    allowed = anchor_mask(positions[None], blocks[None], slots[None])[0]
+    rows = torch.arange(len(ids) - laid.num_anchors, len(ids), device=model.device)
+    return capture_rows(model, embeds, positions, rows, allowed)[0]
+
+
+def _checked_header(text: str | None, place: Path) -> tuple[tuple[float, ...], str]:
+    if text is None:
+        raise AnchorsError(f"{place}: no file of anchors: its metadata has no {_METADATA!r}")
+    try:
+        fields: Any = json.loads(text)
+        version, rates, fingerprint = (
+            fields[name] for name in ("version", "rates", "model_fingerprint")
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise AnchorsError(f"{place}: damaged header of anchors: {error!r}") from error
+    if version != FORMAT_VERSION:
+        raise AnchorsError(
+            f"{place}: anchors of format {version}, expected {FORMAT_VERSION}: use the kvrag that "
+            "wrote them, or train them anew"
+        )
+    sound = (
+        isinstance(rates, list)
+        and 0 < len(rates) <= _MAX_RATES
+        and all(type(rate) is float and 0.0 < rate < 1.0 for rate in rates)
+        and sorted(set(rates)) == rates
+    )
+    if not sound or not isinstance(fingerprint, str):
+        raise AnchorsError(
+            f"{place}: rates {rates!r} of model {fingerprint!r}: expected ascending shares between "
+            "0 and 1, and a fingerprint"
+        )
+    return tuple(rates), fingerprint

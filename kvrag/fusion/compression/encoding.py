@@ -1,0 +1,56 @@
+"""A chunk's compressed KV, whichever way it is compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrag.fusion.compression.anchors import Anchors, encode_anchors, find_anchors
+from kvrag.fusion.compression.dropping import drop_tokens
+from kvrag.fusion.compression.spec import ANCHORS, Compression, key_options
+from kvrag.kvcache import ChunkKV
+from kvrag.models.kv_model import KVModel
+
+
+class Compressor:
+    """Encodes chunks of one model as fewer rows than they have tokens.
+
+    Parameters
+    ----------
+    model
+        The model.
+    compression
+        How.
+    anchors
+        Of ``anchors``; None takes those that lie in the model's folder.
+
+    Raises
+    ------
+    AnchorsError
+        When anchors are wanted and there are none, or they are of another model or other rates.
+    """
+
+    def __init__(
+        self, model: KVModel, compression: Compression, anchors: Anchors | None = None
+    ) -> None:
+        self._model = model
+        self.compression = compression
+        self._anchors: Anchors | None = None
+        if compression.kind == ANCHORS:
+            self._anchors = anchors or find_anchors(model)
+            self._anchors.check(model, compression)
+
+    @property
+    def key_options(self) -> dict[str, str]:
+        """What a chunk's key has to name: KV of one compression is never taken for another's."""
+        return key_options(self.compression, self.anchors_digest)
+
+    @property
+    def anchors_digest(self) -> str:
+        """Digest of the anchors, or "" where there are none."""
+        return "" if self._anchors is None else self._anchors.digest
+
+    def encode(self, prefix_ids: Sequence[int], token_ids: Sequence[int]) -> ChunkKV:
+        """Return the position-free KV of the rows that stand for a chunk."""
+        if self._anchors is None:
+            return drop_tokens(self._model, prefix_ids, token_ids, self.compression)
+        return encode_anchors(self._model, prefix_ids, token_ids, self.compression, self._anchors)

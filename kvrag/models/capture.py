@@ -1,0 +1,72 @@
+"""The KV of chosen rows of one sequence, with inputs, positions and mask of the caller's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvrag.kvcache import ChunkKV
+from kvrag.models.caches import CaptureCache
+from kvrag.models.kv_model import KVModel
+from kvrag.models.masks import model_masks
+
+
+@torch.no_grad()
+def capture_rows(
+    model: KVModel,
+    embeds: torch.Tensor,
+    positions: torch.Tensor,
+    rows: torch.Tensor,
+    allowed: torch.Tensor | None = None,
+) -> tuple[ChunkKV, torch.Tensor]:
+    """Run the model over one sequence and keep the position-free KV of some of its rows.
+
+    Parameters
+    ----------
+    model
+        The model.
+    embeds
+        ``[W, hidden]``: the first layer's inputs.
+    positions
+        ``[W]``.
+    rows
+        ``[n]`` indices of the rows kept, at least one.
+    allowed
+        ``[W, W]`` bool: which rows see which; None stands for all before them, in the order given.
+
+    Returns
+    -------
+    ChunkKV, tensor
+        KV of the rows, on the CPU, and their normed last hidden states ``[n, hidden]``.
+    """
+    base: Any = model.hf.base_model
+    spec = model.spec
+    cache = CaptureCache(spec.num_layers)
+    mask = None
+    if allowed is not None:
+        mask = model_masks(model.hf, allowed[None], positions[None], positions[None])
+    with model.lock:
+        hidden = base(
+            inputs_embeds=embeds[None],
+            position_ids=positions[None],
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[0]
+    shape = (spec.num_layers, spec.num_kv_heads, len(rows), spec.head_dim)
+    keys = torch.empty(shape, dtype=spec.dtype, device=model.device)
+    values = torch.empty_like(keys)
+    tables = model.tables(int(positions.max()) + 1)
+    layers: list[Any] = cache.layers
+    for layer_index, layer in enumerate(layers):
+        tables[layer_index].strip(layer.keys[0][:, rows], positions[rows], keys[layer_index])
+        values[layer_index] = layer.values[0][:, rows]
+    return ChunkKV(keys.cpu(), values.cpu()), hidden[rows]
+
+
+def embed_tokens(model: KVModel, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return the first layer's inputs ``[..., hidden]``, as the model's own forward makes them."""
+    # Through the module: some families scale what they look up.
+    embeds: torch.Tensor = model.hf.base_model.get_input_embeddings()(token_ids)  # type: ignore[operator]
+    return embeds

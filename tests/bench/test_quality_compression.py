@@ -1,0 +1,89 @@
+"""The referee judges compressed chunks beside whole ones, on the same prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvrag.bench.quality.bank import ChunkBank
+from kvrag.bench.quality.contest import QualityOptions, contestants, run_quality_bench
+from kvrag.bench.quality.questions import render
+from kvrag.codec.raw import RawCodec
+from kvrag.errors import ParameterError
+from kvrag.models.kv_model import KVModel
+from tests.fusion.test_links import make_links
+from tests.support.bench_top import TEXTS
+from tests.support.models import make_model, make_tokenizer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    path = tmp_path / "set.json"
+    ctxs = [{"title": "", "text": text} for text in TEXTS]
+    asked = [{"question": f"who keeps {i}?", "answers": ["Ines"], "ctxs": ctxs} for i in range(2)]
+    path.write_text(json.dumps(asked))
+    return str(path)
+
+
+def test_compressed_chunks_are_judged_with_policy_none(data: str) -> None:
+    model = KVModel(make_model(), make_tokenizer(), name="random")
+    rows = run_quality_bench(
+        QualityOptions(
+            model=model,
+            data=data,
+            policies=("none", "deviation"),
+            ratios=(1.0,),
+            compressions=("none", "drop:0.5", "drop:0.75"),
+            links=make_links(model),
+            max_tokens=3,
+        )
+    )
+    assert [(row.policy, row.compression) for row in rows] == [
+        ("none", "none"),
+        ("none + links", "none"),
+        ("deviation", "none"),
+        ("deviation + links", "none"),
+        ("none", "drop:0.5"),
+        ("none + links", "drop:0.5"),
+        ("none", "drop:0.75"),
+        ("none + links", "drop:0.75"),
+    ]
+    bytes_per_token = {row.compression: row.bytes_per_token for row in rows}
+    whole = bytes_per_token["none"]
+    assert 0.45 < bytes_per_token["drop:0.5"] / whole < 0.65
+    assert 0.2 < bytes_per_token["drop:0.75"] / whole < 0.45
+    assert len({row.kl for row in rows}) == len(rows)
+    assert rows[2].kl < 1e-6  # ratio 1.0: nothing of the stored chunks is left
+
+
+def test_a_bank_lays_out_what_it_stores() -> None:
+    model = KVModel(make_model(), make_tokenizer())
+    bank = ChunkBank(model, TEXTS, [RawCodec()], compression="drop:0.75")
+    layout = bank.lay_out(render("who?", TEXTS, model.tokenizer, True))
+    compacted = bank.compact(layout)
+    assert compacted.plain_token_ids == layout.token_ids
+    for before, after in zip(layout.spans, compacted.spans, strict=True):
+        assert after.num_compressed == before.length
+        record = bank.opener("raw")(after.chunk_id, ())
+        assert record is not None
+        assert record.num_tokens == after.length == -(-before.length // 4)
+
+
+def test_compressed_chunks_without_policy_none_are_refused() -> None:
+    options = QualityOptions(policies=("deviation",), compressions=("drop:0.5",))
+    with pytest.raises(ParameterError, match="judged with policy 'none'"):
+        contestants(options)
+    with pytest.raises(ParameterError, match="expected none, or drop or anchors"):
+        contestants(QualityOptions(compressions=("half",)))
