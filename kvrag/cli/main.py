@@ -24,6 +24,7 @@ from kvrag.cli.profile import profile
 from kvrag.cli.query import query
 from kvrag.cli.recode import recode
 from kvrag.cli.stats import stats
+from kvrag.cli.train_anchors import train_anchors
 from kvrag.cli.train_links import train_links
 from kvrag.cli.verify import verify
 
@@ -75,6 +76,7 @@ bench_app.command("quality")(guarded(bench_quality))
 bench_app.command("codec")(guarded(bench_codec))
 app.add_typer(bench_app, name="bench")
 train_app.command("links")(guarded(train_links))
+train_app.command("anchors")(guarded(train_anchors))
 app.add_typer(train_app, name="train")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrag.cli import console
+from kvrag.cli import console, lists
 from kvrag.cli import options as o
 
 if TYPE_CHECKING:
@@ -42,6 +42,15 @@ def train_links(
             help="What is trained over a frozen model: embeddings, kv (each layer's keys and "
             "values) or adapter (low-rank additions to link, question and answer rows). "
             "Default: adapter.",
+            show_default=False,
+        ),
+    ] = None,
+    anchors: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATES",
+            help="Train on chunks stored as anchors, at these rates, with commas: those of a model "
+            "that 'kvrag train anchors' wrote, or new ones. Default: chunks stored whole.",
             show_default=False,
         ),
     ] = None,
@@ -112,6 +121,7 @@ def train_links(
         model=model,
         data=data,
         num_links=links,
+        anchor_rates=() if anchors is None else lists.shares(anchors, "--anchors"),
         mode=mode,
         way=way,
         loss=loss,
@@ -133,16 +143,16 @@ def train_links(
     quiet_libraries()
     with console.err().status("preparing") as status:
         trainer = train(options, status.update)
-    _print(trainer, as_json)
+    print_scores(trainer, as_json)
 
 
-def _print(trainer: LinkTrainer, as_json: bool) -> None:
-    from kvrag.fusion.links import FILE_NAME
-
+def print_scores(trainer: LinkTrainer, as_json: bool) -> None:
+    """Print where a finished run's result lies, and what it scores on questions held out."""
     scores = trainer.evaluate()
-    path = trainer.options.out / FILE_NAME
+    path = trainer.result_path
     if as_json:
-        console.print_json({"links": str(path), "steps": trainer.step, "scores": scores})
+        what = "links" if trainer.header.num_links else "anchors"
+        console.print_json({what: str(path), "steps": trainer.step, "scores": scores})
         return
     console.write(f"{path}\n")
     for name, score in scores.items():

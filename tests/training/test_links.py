@@ -13,6 +13,11 @@ import torch
 
 from kvrag.bench.quality.questions import JudgedQuestion, RenderedPrompt
 from kvrag.errors import ParameterError
+from kvrag.fusion.compression.anchors import FILE_NAME as ANCHORS_NAME
+from kvrag.fusion.compression.anchors import find_anchors
+from kvrag.fusion.compression.compacting import compact
+from kvrag.fusion.compression.encoding import Compressor
+from kvrag.fusion.compression.spec import Compression
 from kvrag.fusion.fuser import fuse
 from kvrag.fusion.links import FILE_NAME, Links, find_links, insert_links
 from kvrag.fusion.policies.none import NonePolicy
@@ -25,6 +30,7 @@ from kvrag.training.links.data import FileSource, GeneratedSource, LinkItem
 from kvrag.training.links.options import LinkTrainingOptions
 from kvrag.training.links.student import LinkParameters, Student, training_mode
 from kvrag.training.links.trainer import LinkTrainer
+from tests.fusion.test_anchors import make_anchors
 from tests.support.bench_top import TEXTS, Bench, relative_difference
 from tests.support.models import make_model, make_tokenizer
 
@@ -113,6 +119,81 @@ def test_training_computes_what_question_time_computes(family: str, way: str) ->
         assert relative_difference(logits[ids == place], expected) < 1e-4
 
 
+@pytest.mark.parametrize("num_links", [0, 2])
+@pytest.mark.parametrize("rate", [0.5, 0.75])
+@pytest.mark.parametrize("family", ["llama", "llama-yarn", "mistral-sliding", "gemma3"])
+def test_training_on_anchors_computes_what_question_time_computes(
+    family: str, rate: float, num_links: int
+) -> None:
+    bench = Bench(KVModel(make_model(family), make_tokenizer()))
+    model = bench.model
+    header = header_of(options(Path(), num_links=num_links, anchor_rates=(0.5, 0.75)), model)
+    anchors = make_anchors(model)
+    parameters = LinkParameters(model, header, 4, 0, anchors)
+    items = [item((1,)), item()]
+    compression = Compression("anchors", rate)
+    batch = Packer(model, header, (0.5, 0.75)).pack(items, linked=True, compression=compression)
+    with torch.no_grad():
+        logits = Student(model, parameters, True).logits(batch)
+    ids = batch.question_ids[batch.targets != IGNORED]
+    compressor = Compressor(model, compression, anchors)
+    for chunk_id, chunk in bench.chunks.items():
+        kv = compressor.encode(bench.prefix_ids, chunk.token_ids)
+        bench.store.replace(bench.key(chunk_id), bench.codec.encode(bench.key(chunk_id), kv))
+    for place in range(4):
+        asked = items[place // 2]
+        layout = compact(bench.lay_out(asked.prompts[place % 2].text), bench.chunks, compression)
+        links = parameters.links(header) if num_links else None
+        layout = insert_links(layout, header)
+        num_prompt = len(layout.token_ids)
+        buffer = FusedKV(model.spec, num_prompt, num_prompt + 32)
+        fused = fuse(model, layout, bench.open_kv, NonePolicy(), buffer, links)
+        answer = model.tokenizer(asked.answers[place % 2], add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            behind = model.hf(
+                input_ids=torch.tensor([answer]),
+                past_key_values=FusedCache(buffer, num_prompt),
+                use_cache=True,
+            ).logits[0]
+        expected = torch.cat([fused.logits[None], behind])
+        assert relative_difference(logits[ids == place], expected) < 1e-4
+
+
+def test_anchors_are_trained_with_their_model_and_gone_on_from(tmp_path: Path) -> None:
+    first = make_trainer(tmp_path / "one", num_links=0, anchor_rates=(0.5, 0.75))
+    assert first.parameters.anchors is not None
+    assert not first.parameters.anchors.any()
+    first.run()
+    assert first.result_path == tmp_path / "one" / ANCHORS_NAME
+    model = KVModel.load(tmp_path / "one", dtype="float32")
+    anchors = find_anchors(model)
+    anchors.check(model, Compression("anchors", 0.75))
+    assert anchors.embeddings.any()
+    assert find_links(tmp_path / "one") is None
+    changed = {"model": str(tmp_path / "one"), "anchor_rates": (0.5, 0.75)}
+    source = FileSource(questions(), model.tokenizer)
+    tuned = LinkTrainer(options(tmp_path / "two", **changed), source=source)
+    assert tuned.parameters.anchors is not None
+    assert torch.equal(tuned.parameters.anchors.detach(), anchors.embeddings)
+    tuned.run()
+    written = KVModel.load(tmp_path / "two")
+    links = find_links(tmp_path / "two")
+    assert links is not None
+    links.check(written)
+    assert not torch.equal(find_anchors(written).embeddings, anchors.embeddings)
+    frozen = LinkTrainer(
+        options(tmp_path / "three", mode="frozen", way="adapter", **changed), source=source
+    )
+    frozen.run()
+    assert frozen.parameters.anchors is not None
+    assert torch.equal(frozen.parameters.anchors.detach(), anchors.embeddings)
+    assert sorted(path.name for path in (tmp_path / "three").iterdir()) == [
+        "checkpoint.safetensors",
+        FILE_NAME,
+        "log.jsonl",
+    ]
+
+
 def header_of(chosen: LinkTrainingOptions, model: KVModel) -> Any:
     from kvrag.fusion.links import LinksHeader
 
@@ -181,7 +262,14 @@ def test_tuned_training_writes_a_model_with_its_links(tmp_path: Path) -> None:
     assert "loss/plain" in records[0]
 
 
-@pytest.mark.parametrize("changed", [{}, {"mode": "frozen", "way": "adapter"}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"mode": "frozen", "way": "adapter"},
+        {"num_links": 0, "anchor_rates": (0.5, 0.75)},
+    ],
+)
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:
@@ -283,6 +371,13 @@ def test_generated_items_are_found_again(tmp_path: Path) -> None:
         ({"plain_share": 1.0}, "plain_share 1.0"),
         ({"steps": 0}, "steps 0: expected at least 1"),
         ({"learning_rate": 0.0}, "learning_rate"),
+        ({"num_links": 0}, "num_links 0: expected at least 1 without anchors"),
+        ({"anchor_rates": (0.75, 0.5)}, "ascending shares"),
+        ({"anchor_rates": (0.5, 1.0)}, "ascending shares"),
+        (
+            {"num_links": 0, "anchor_rates": (0.5,), "mode": "frozen"},
+            "anchors alone are trained with their model",
+        ),
     ],
 )
 def test_options_out_of_range_are_refused(changed: dict[str, Any], message: str) -> None:

@@ -15,6 +15,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvrag.chunk import Chunk
+from kvrag.fusion.compression.anchors import PADDING as BLOCK_OF_PADDING
+from kvrag.fusion.compression.anchors import AnchoredRows, anchored_rows
+from kvrag.fusion.compression.compacting import compact
+from kvrag.fusion.compression.spec import Compression
 from kvrag.fusion.layout import LINK, Layout, lay_out
 from kvrag.fusion.links import LinksHeader, insert_links
 from kvrag.fusion.segments import ChunkMatcher
@@ -36,6 +40,9 @@ class LinkBatch:
     chunk_ids, chunk_positions
         ``[C, W]``: prefix and document, padded at the end, and the positions where each stands
         in its prompt (the prefix right before the document).
+    chunk_blocks, chunk_slots
+        ``[C, W]``: blocks and slots as in `AnchoredRows`, where documents are stored as anchors
+        (positions are then those behind the prefix alone); None where they are stored whole.
     stored
         ``[B, D]``: which of the C * W rows are the row's stored KV, in prompt order.
     stored_positions, stored_segments
@@ -56,6 +63,8 @@ class LinkBatch:
 
     chunk_ids: torch.Tensor
     chunk_positions: torch.Tensor
+    chunk_blocks: torch.Tensor | None
+    chunk_slots: torch.Tensor | None
     stored: torch.Tensor
     stored_positions: torch.Tensor
     stored_segments: torch.Tensor
@@ -87,12 +96,15 @@ class Packer:
         Whose tokenizer and shared prefix are used.
     header
         The links laid behind documents.
+    rates
+        Compression rates that anchors are trained for.
     """
 
-    def __init__(self, model: KVModel, header: LinksHeader) -> None:
+    def __init__(self, model: KVModel, header: LinksHeader, rates: Sequence[float] = ()) -> None:
         self._tokenizer = model.tokenizer
         self._prefix = model.default_prefix_ids()
         self._header = header
+        self._rates = tuple(rates)
 
     def pack(
         self,
@@ -100,6 +112,7 @@ class Packer:
         *,
         linked: bool,
         answers: Sequence[Sequence[int]] | None = None,
+        compression: Compression | None = None,
     ) -> LinkBatch:
         """Return items as a batch.
 
@@ -112,16 +125,26 @@ class Packer:
             computed, without links: plain prompts.
         answers
             Tokens to take as the answers of all questions, ends included; None: the items' own.
+        compression
+            ``anchors`` at one of the rates: documents are stored as their anchors.
         """
         given = None if answers is None else iter(answers)
-        asked = [self._tokenised(item, linked) for item in items]
+        asked = [self._tokenised(item, linked, compression) for item in items]
         rows = [_Row() for _ in items]
         chunks: list[tuple[list[int], int]] = []
+        anchored: list[AnchoredRows] = []
         number = 0
         for row, item in zip(rows, asked, strict=True):
             first_chunk = len(chunks)
             for span in item.layout.spans:
                 chunk = item.chunks[span.chunk_id]
+                if compression is not None:
+                    laid = anchored_rows(self._prefix, chunk.token_ids, compression, self._rates)
+                    first = len(laid.token_ids) - laid.num_anchors
+                    row.put_stored(len(chunks), first, span.prompt_start, span.length)
+                    chunks.append((list(laid.token_ids), 0))
+                    anchored.append(laid)
+                    continue
                 start = span.prompt_start - span.chunk_start - len(self._prefix)
                 row.put_stored(
                     len(chunks),
@@ -137,11 +160,18 @@ class Packer:
                 row.put_question(tail, answer, len(item.layout.token_ids), number)
                 number += 1
         width = max((len(tokens) for tokens, _ in chunks), default=0)
+        positions = [list(range(start, start + width)) for _, start in chunks]
+        if compression is not None:
+            positions = [list(laid.positions) for laid in anchored]
         return LinkBatch(
             chunk_ids=_padded([tokens for tokens, _ in chunks], width, 0),
-            chunk_positions=torch.tensor(
-                [list(range(start, start + width)) for _, start in chunks], dtype=torch.long
-            ).view(len(chunks), width),
+            chunk_positions=_padded(positions, width, 0),
+            chunk_blocks=_padded([list(laid.blocks) for laid in anchored], width, BLOCK_OF_PADDING)
+            if anchored
+            else None,
+            chunk_slots=_padded([list(laid.slots) for laid in anchored], width, -1)
+            if anchored
+            else None,
             stored=_padded([[c * width + at for c, at in row.stored] for row in rows], None, 0),
             stored_positions=_padded([row.stored_positions for row in rows], None, 0),
             stored_segments=_padded([[0] * len(row.stored) for row in rows], None, NOBODY),
@@ -154,7 +184,7 @@ class Packer:
             types=tuple(kind for item in items for kind in item.types),
         )
 
-    def _tokenised(self, item: LinkItem, linked: bool) -> _Asked:
+    def _tokenised(self, item: LinkItem, linked: bool, compression: Compression | None) -> _Asked:
         tokenizer = self._tokenizer
         prompts = [tuple(prompt.token_ids(tokenizer)) for prompt in item.prompts]
         answers: list[list[int]] = list(
@@ -179,6 +209,8 @@ class Packer:
         layout = Layout(
             layout.token_ids[:shared], layout.spans, layout.prefix_length, layout.has_prefix
         )
+        if compression is not None:
+            layout = compact(layout, chunks, compression)
         end = int(tokenizer.eos_token_id)
         return _Asked(
             insert_links(layout, self._header),

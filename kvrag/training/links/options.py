@@ -30,7 +30,11 @@ class LinkTrainingOptions:
     data
         ``"generated"`` or a file (`load_questions`).
     num_links
-        K.
+        K; 0 where only anchors are trained.
+    anchor_rates
+        Compression rates of anchors (`kvrag.fusion.compression.anchors`) that documents are stored
+        as, drawn evenly, one a step; empty: documents are stored whole. Anchors that lie in the
+        model's folder are gone on from; mode ``frozen`` leaves them as they are.
     max_documents
         Documents of a prompt that have links.
     mode
@@ -74,6 +78,7 @@ class LinkTrainingOptions:
     model: str = "kvrag-tiny"
     data: str = "generated"
     num_links: int = 5
+    anchor_rates: tuple[float, ...] = ()
     max_documents: int = MAX_DOCUMENTS
     mode: str = "tuned"
     way: str = "embeddings"
@@ -98,11 +103,18 @@ class LinkTrainingOptions:
 
     def __post_init__(self) -> None:
         counts = [
-            *("num_links", "max_documents", "rank", "steps", "rows", "questions"),
+            *("max_documents", "rank", "steps", "rows", "questions"),
             *("evaluate_every", "evaluate_questions", "save_every", "answer_tokens"),
         ]
         checks = [
             *((name, getattr(self, name) >= 1, "at least 1") for name in counts),
+            ("num_links", self.num_links >= (not self.anchor_rates), "at least 1 without anchors"),
+            (
+                "anchor_rates",
+                self.anchor_rates == tuple(sorted(set(self.anchor_rates)))
+                and all(0.0 < rate < 1.0 for rate in self.anchor_rates),
+                "ascending shares above 0 and below 1",
+            ),
             ("mode", self.mode in MODES, f"one of {', '.join(MODES)}"),
             ("way", self.way in WAYS, f"one of {', '.join(WAYS)}"),
             ("loss", self.loss in LOSSES, f"one of {', '.join(LOSSES)}"),
@@ -121,6 +133,10 @@ class LinkTrainingOptions:
                 "model with link embeddings"
             )
 
+        if self.mode == "frozen" and not self.num_links:
+            raise ParameterError(
+                "train links: anchors alone are trained with their model, in mode 'tuned'"
+            )
         if self.teacher_answers and self.loss != "distill":
             raise ParameterError("train links: teacher_answers is of loss 'distill'")
 
@@ -141,4 +157,7 @@ class LinkTrainingOptions:
             *("rows", "questions", "plain_share", "rate", "link_learning_rate", "seed"),
             *("teacher_answers", "answer_tokens"),
         ]
-        return {name: getattr(self, name) for name in names}
+        found: dict[str, object] = {name: getattr(self, name) for name in names}
+        if self.anchor_rates:
+            found["anchor_rates"] = list(self.anchor_rates)
+        return found

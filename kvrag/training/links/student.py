@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kvrag.fusion.compression.anchors import Anchors, anchor_mask
 from kvrag.fusion.links import Links, LinksHeader
 from kvrag.models.adapter import RowAdapter, linear_layers
 from kvrag.models.caches import CaptureCache
-from kvrag.models.families import project_logits, sliding_windows
+from kvrag.models.families import project_logits
 from kvrag.models.kv_model import KVModel
+from kvrag.models.masks import model_masks
 from kvrag.positions.rotary import RotaryTable
 from kvrag.training.batches import IGNORED
 from kvrag.training.links.batch import NOBODY, LinkBatch
@@ -38,11 +40,24 @@ class LinkParameters(nn.Module):
         Of the adapter in way ``adapter``.
     seed
         Of the random beginning.
+    anchors
+        Anchors to go on from; None: there are none. Learned with the model, or left as they are.
     """
 
-    def __init__(self, model: KVModel, header: LinksHeader, rank: int, seed: int) -> None:
+    def __init__(
+        self,
+        model: KVModel,
+        header: LinksHeader,
+        rank: int,
+        seed: int,
+        anchors: Anchors | None = None,
+    ) -> None:
         super().__init__()
         self.header = header
+        self.anchors: nn.Parameter | None = None
+        if anchors is not None:
+            is_learned = header.mode == "tuned"
+            self.anchors = nn.Parameter(anchors.embeddings.clone().float(), is_learned)
         self.embeddings: nn.Parameter | None = None
         self.keys: nn.Parameter | None = None
         self.values: nn.Parameter | None = None
@@ -53,6 +68,8 @@ class LinkParameters(nn.Module):
             shape = (spec.num_layers, header.num_rows, spec.num_kv_heads, spec.head_dim)
             self.keys = nn.Parameter(0.1 * torch.randn(shape, generator=random))
             self.values = nn.Parameter(0.1 * torch.randn(shape, generator=random))
+            return
+        if not header.num_links:
             return
         embedding: Any = model.hf.get_input_embeddings()
         with torch.no_grad():
@@ -119,7 +136,6 @@ class Student:
         self._base: Any = model.hf.base_model
         self._parameters = parameters
         self._trains_model = trains_model
-        self._windows = sliding_windows(model.hf)
 
     def logits(self, batch: LinkBatch) -> torch.Tensor:
         """Return logits ``[answer tokens, vocabulary]``, in the order of the batch's targets."""
@@ -153,15 +169,37 @@ class Student:
     def _encoded(self, batch: LinkBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each layer's placed K/V ``[B, H, D, channels]`` of the documents."""
         cache = CaptureCache(self._model.spec.num_layers)
+        embeds = self._base.get_input_embeddings()(batch.chunk_ids)
+        mask = None
+        if batch.chunk_slots is not None:
+            assert batch.chunk_blocks is not None
+            table, slots = self._parameters.anchors, batch.chunk_slots
+            assert table is not None
+            learned = table[slots.clamp(min=0)].to(embeds.dtype)
+            embeds = torch.where((slots >= 0)[..., None], embeds + learned, embeds)
+            positions = batch.chunk_positions
+            allowed = anchor_mask(positions, batch.chunk_blocks, slots)
+            mask = model_masks(self._model.hf, allowed, positions, positions)
         self._base(
-            input_ids=batch.chunk_ids,
+            inputs_embeds=embeds,
             position_ids=batch.chunk_positions,
+            attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
         )
         layers: list[Any] = cache.layers
-        return [
+        found = [
             (_gathered(x.keys, batch.stored), _gathered(x.values, batch.stored)) for x in layers
+        ]
+        if batch.chunk_slots is None:
+            return found
+        # Anchors were computed where their chunk stands alone, and go where its rows are.
+        sources = batch.chunk_positions.flatten()[batch.stored]
+        targets = batch.stored_positions
+        tables = self._model.tables(int(torch.maximum(sources.max(), targets.max())) + 1)
+        return [
+            (_moved(keys, table, sources, targets), values)
+            for (keys, values), table in zip(found, tables, strict=True)
         ]
 
     def _with_link_kv(
@@ -203,24 +241,12 @@ class Student:
         query_segments = batch.segments[:, :, None]
         causal = keys <= queries
         allowed = causal & ((key_segments == 0) | (key_segments == query_segments))
-        windows = set(self._windows)
-        found = {
-            window: self._as_model_wants(
-                allowed if window is None else allowed & (keys > queries - window)
-            )
-            for window in windows
-        }
-        if len(found) == 1:
-            return found[self._windows[0]]
-        sliding = next(window for window in windows if window is not None)
-        return {"full_attention": found[None], "sliding_attention": found[sliding]}
-
-    def _as_model_wants(self, allowed: torch.Tensor) -> torch.Tensor:
-        if self._model.hf.config._attn_implementation != "eager":
-            return allowed[:, None]
-        dtype = self._model.spec.dtype
-        additive = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-        return additive.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
+        return model_masks(
+            self._model.hf,
+            allowed,
+            batch.positions,
+            torch.cat([batch.stored_positions, batch.positions], 1),
+        )
 
 
 @contextmanager
@@ -282,7 +308,22 @@ def _gathered(kv: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def _placed(keys: torch.Tensor, table: RotaryTable, positions: torch.Tensor) -> torch.Tensor:
     """Return keys ``[B, H, n, D]`` at positions ``[B, n]``: `RotaryTable.place`, with gradients."""
-    cos, sin = (part[positions][:, None].to(keys.dtype) for part in (table.cos, table.sin))
+    cos, sin = (part[positions][:, None] for part in (table.cos, table.sin))
+    return _rotated(keys, cos, sin)
+
+
+def _moved(
+    keys: torch.Tensor, table: RotaryTable, sources: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """Return keys ``[B, H, n, D]`` at other positions ``[B, n]`` than those they have."""
+    cos, sin = (part[sources][:, None] for part in (table.cos, table.sin))
+    square = cos.square() + sin.square()  # the attention scaling, as in `RotaryTable.strip`
+    free = _rotated(keys, cos / square, -sin / square)
+    return _placed(free, table, targets)
+
+
+def _rotated(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    cos, sin = cos.to(keys.dtype), sin.to(keys.dtype)
     num_rotated = cos.shape[-1]
     turned, rest = keys[..., :num_rotated], keys[..., num_rotated:]
     first, second = turned.chunk(2, dim=-1)

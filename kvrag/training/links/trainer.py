@@ -17,6 +17,9 @@ from torch import nn
 from torch.nn import functional
 
 from kvrag.errors import ParameterError
+from kvrag.fusion.compression.anchors import FILE_NAME as ANCHORS_NAME
+from kvrag.fusion.compression.anchors import Anchors, num_slots
+from kvrag.fusion.compression.spec import ANCHORS, Compression
 from kvrag.fusion.links import FILE_NAME, LinksHeader
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer, load_weights
@@ -77,9 +80,11 @@ class LinkTrainer:
             model_fingerprint="" if is_tuned else self.model.fingerprint,
             scale=scale,
         )
-        self.parameters = LinkParameters(self.model, self.header, options.rank, options.seed)
+        self.parameters = LinkParameters(
+            self.model, self.header, options.rank, options.seed, self._first_anchors()
+        )
         self.parameters.to(self.model.device)
-        self.packer = Packer(self.model, self.header)
+        self.packer = Packer(self.model, self.header, options.anchor_rates)
         self.student = Student(self.model, self.parameters, is_tuned)
         self.teacher: Student | None = None
         if options.loss == "distill":
@@ -87,8 +92,12 @@ class LinkTrainer:
             if is_tuned:
                 teacher = KVModel(copy.deepcopy(self.model.hf), self.model.tokenizer)
             self.teacher = Student(teacher, self.parameters, False)
-        weights = dict(self.parameters.named_parameters())
-        own = {"embeddings", "keys", "values"}
+        weights = {
+            name: weight
+            for name, weight in self.parameters.named_parameters()
+            if weight.requires_grad
+        }
+        own = {"embeddings", "keys", "values", "anchors"}
         self._trained = {f"links/{name}": weight for name, weight in weights.items()}
         if is_tuned:
             named = self.model.hf.named_parameters()
@@ -144,6 +153,9 @@ class LinkTrainer:
         options = self.options
         rng = Random(f"links {options.seed} {self.step}")
         items = self.source.draw(rng, options.rows, options.questions)
+        compression = None
+        if options.anchor_rates:
+            compression = Compression(ANCHORS, rng.choice(options.anchor_rates))
         num_plain = options.num_plain_rows
         factor = _factor(self.step, options.steps, options.warmup_steps)
         for group in self.optimizer.param_groups:
@@ -156,7 +168,12 @@ class LinkTrainer:
             if not part:
                 continue
             answers = self.answers_of_teacher(part) if options.teacher_answers else None
-            batch = self.packer.pack(part, linked=linked, answers=answers)
+            batch = self.packer.pack(
+                part,
+                linked=linked,
+                answers=answers,
+                compression=compression if linked else None,
+            )
             logits = self.student.logits(batch)
             loss = self._loss(logits, batch, part, answers)
             losses.append(loss)
@@ -213,17 +230,24 @@ class LinkTrainer:
 
     @torch.no_grad()
     def evaluate(self, rows_per_batch: int = 16) -> dict[str, float]:
-        """Return exact match on questions held out, by type: linked, and of plain prompts.
+        """Return exact match on questions held out, by type: linked, and of plain prompts; where
+        documents are stored as anchors, linked for each rate.
 
         Each answer token is predicted behind the right ones, which is exact match of greedy
         decoding.
         """
         items = self.source.held_out(self.options.evaluate_questions)
         found: dict[str, float] = {}
-        for name, linked in (("linked", True), ("plain", False)):
+        rates = self.options.anchor_rates
+        ways: list[tuple[str, bool, Compression | None]] = [
+            (f"{ANCHORS}:{rate:g}/linked", True, Compression(ANCHORS, rate)) for rate in rates
+        ] or [("linked", True, None)]
+        for name, linked, compression in (*ways, ("plain", False, None)):
             right: dict[str, list[bool]] = {}
             for start in range(0, len(items), rows_per_batch):
-                batch = self.packer.pack(items[start : start + rows_per_batch], linked=linked)
+                batch = self.packer.pack(
+                    items[start : start + rows_per_batch], linked=linked, compression=compression
+                )
                 results = _right(self.student.logits(batch), batch).tolist()
                 for kind, result in zip(batch.types, results, strict=True):
                     for label in {kind, "overall"} - {""}:
@@ -233,7 +257,9 @@ class LinkTrainer:
         return found
 
     def export(self) -> Path:
-        """Write the links, and of mode ``tuned`` the model's folder; return the file of links."""
+        """Write the links or anchors, and of mode ``tuned`` the model's folder, and return the
+        file of links, or of anchors where there are no links.
+        """
         out, header = self.options.out, self.header
         if self.options.mode == "tuned":
             self.model.hf.save_pretrained(str(out))
@@ -241,9 +267,39 @@ class LinkTrainer:
             # As it will be loaded: what saving changes is part of the fingerprint.
             written = KVModel(load_weights(out, None, None), load_tokenizer(out))
             header = LinksHeader(**{**vars(header), "model_fingerprint": written.fingerprint})
-        path = out / FILE_NAME
-        self.parameters.links(header).save(path)
-        return path
+        if header.num_links:
+            self.parameters.links(header).save(out / FILE_NAME)
+        anchors = self.parameters.anchors
+        if anchors is not None and self.options.mode == "tuned":
+            rates = self.options.anchor_rates
+            Anchors(rates, header.model_fingerprint, anchors.detach()).save(out / ANCHORS_NAME)
+        return self.result_path
+
+    @property
+    def result_path(self) -> Path:
+        """The file of links, or of anchors where there are no links."""
+        return self.options.out / (FILE_NAME if self.header.num_links else ANCHORS_NAME)
+
+    def _first_anchors(self) -> Anchors | None:
+        """Return the anchors to begin with: those in the model's folder, or rows of zero, which
+        make an anchor the token at which it stands.
+        """
+        rates = self.options.anchor_rates
+        if not rates:
+            return None
+        folder = Path(getattr(self.model.hf, "name_or_path", ""))
+        if not folder.is_absolute() or not (folder / ANCHORS_NAME).exists():
+            width = self.model.hf.config.hidden_size
+            return Anchors(rates, "", torch.zeros(num_slots(rates), width))
+        found = Anchors.load(folder / ANCHORS_NAME)
+        for rate in rates:
+            found.check(self.model, Compression(ANCHORS, rate))
+        if found.rates != rates:
+            raise ParameterError(
+                f"{folder / ANCHORS_NAME} holds anchors of the rates {found.rates}: train with all "
+                f"of them, found {rates}"
+            )
+        return found
 
     def _log(self, record: dict[str, float]) -> None:
         with (self.options.out / LOG).open("a") as file:
@@ -311,9 +367,13 @@ def _right(logits: torch.Tensor, batch: LinkBatch) -> torch.Tensor:
 
 def _line(record: dict[str, float], steps: int) -> str:
     line = f"step {record['step'] + 1:,.0f} of {steps:,}, loss {record['loss/linked']:.3f}"
-    if "linked/overall" in record:
-        line += f", exact match {record['linked/overall']:.1%} with links"
-        line += f", {record['plain/overall']:.1%} of plain prompts"
+    if "plain/overall" in record:
+        shares = [
+            f"{record[name]:.1%} {name.removesuffix('/overall').replace('/', ' ')}"
+            for name in record
+            if name.endswith("linked/overall")
+        ]
+        line += f", exact match {', '.join(shares)}, {record['plain/overall']:.1%} of plain prompts"
     return line
 
 

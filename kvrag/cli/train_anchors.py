@@ -1,0 +1,104 @@
+"""`kvrag train anchors`: a model that writes chunks into fewer rows, and reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvrag.cli import console, lists
+from kvrag.cli import options as o
+from kvrag.cli.train_links import print_scores
+
+
+def train_anchors(
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Folder of the run; one is continued.")
+    ],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.")
+    ] = "kvrag-tiny",
+    data: Annotated[
+        str,
+        typer.Option(
+            help="'generated' (the training split of the corpus generator), a JSON file in MuSiQue "
+            "layout or a JSONL file in LongBench layout."
+        ),
+    ] = "generated",
+    rates: Annotated[
+        str,
+        typer.Option(
+            help="Shares of a chunk's rows to be left out, with commas: one model for all."
+        ),
+    ] = "0.5,0.75",
+    loss: Annotated[
+        str,
+        typer.Option(help="labels, or distill: the untouched model's full prefill is the teacher."),
+    ] = "labels",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 600,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps over which the rate rises.")] = 20,
+    rows: Annotated[int, typer.Option(min=1, help="Sets of documents a step.")] = 10,
+    questions: Annotated[
+        int, typer.Option(min=1, help="Questions about each set, at the most.")
+    ] = 14,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Peak rate of the model's weights. Default: 1e-3, for small models; the KVLink "
+            "paper has 5e-6 for 1 to 8 billion parameters.",
+            show_default=False,
+        ),
+    ] = None,
+    anchor_learning_rate: Annotated[
+        float, typer.Option(help="Peak rate of the anchors' own embeddings.")
+    ] = 5e-3,
+    plain_share: Annotated[
+        float,
+        typer.Option(help="Share of plain prompts, so that the model stays good at them."),
+    ] = 0.3,
+    keep_order: Annotated[
+        bool, typer.Option("--keep-order", help="Do not shuffle the documents of a file.")
+    ] = False,
+    evaluate_every: Annotated[
+        int, typer.Option(min=1, help="Steps between scores on questions held out.")
+    ] = 100,
+    evaluate_questions: Annotated[int, typer.Option(min=1, help="How many of them.")] = 300,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    device: o.DeviceOption = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Train a model to write a chunk into few anchors, whose KV alone is stored.
+
+    Writes a model folder with anchors.safetensors into --out, beside log.jsonl and
+    checkpoint.safetensors. Started again, a run goes on. 'kvrag ingest --model DIR --compress
+    anchors:0.5' uses it; 'kvrag train links --model DIR --anchors 0.5,0.75' trains links on it.
+    """
+    from kvrag.cli.opening import quiet_libraries
+    from kvrag.training.links.options import LinkTrainingOptions
+    from kvrag.training.links.trainer import train_links as train
+
+    options = LinkTrainingOptions(
+        out=out.expanduser(),
+        model=model,
+        data=data,
+        num_links=0,
+        anchor_rates=lists.shares(rates, "--rates"),
+        loss=loss,
+        steps=steps,
+        warmup_steps=warmup_steps,
+        rows=rows,
+        questions=questions,
+        plain_share=plain_share,
+        learning_rate=learning_rate,
+        link_learning_rate=anchor_learning_rate,
+        seed=seed,
+        evaluate_every=evaluate_every,
+        evaluate_questions=evaluate_questions,
+        keep_order=keep_order,
+        device=device,
+    )
+    quiet_libraries()
+    with console.err().status("preparing") as status:
+        trainer = train(options, status.update)
+    print_scores(trainer, as_json)
