@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 
+import boto3
 import pytest
 
 from kvrag.errors import ParameterError, StoreError
 from kvrag.store.file import FileStore
 from kvrag.store.memory import MemoryStore
+from kvrag.store.objects import ObjectStore
+from kvrag.store.redis import RedisStore
 from kvrag.store.registry import open_store
 from tests.contracts.store_contract import key_number
+from tests.support.servers import RedisServer, S3Server
 
 
 def test_a_folder(tmp_path: Path) -> None:
@@ -39,10 +46,10 @@ def test_memory() -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "file", "file:", "file://host/x", "memory", "memory:x", "/tmp/x", "s3://bucket", ":"],
+    ["", "file", "file:", "file://host/x", "memory", "memory:x", "/tmp/x", "s3:bucket", ":", "x:y"],
 )
 def test_other_urls(url: str) -> None:
-    with pytest.raises(ParameterError, match="file:PATH, file:///PATH or memory:; found"):
+    with pytest.raises(ParameterError, match=r"file:PATH, file:///PATH, memory:, redis:.*; found"):
         open_store(url)
 
 
@@ -50,3 +57,65 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError, match="not a folder; a file is where a folder should be"):
         open_store(f"file:{tmp_path / 'file'}")
+
+
+def test_redis(redis_server: RedisServer, redis_password: str) -> None:
+    store = open_store(f"{redis_server.url}?prefix=registry&timeout=1.5")
+    assert isinstance(store, RedisStore)
+    store.put(key_number(0), b"record")
+    again = open_store(store.url)
+    assert list(again.keys()) == [key_number(0)]
+    assert list(open_store(redis_server.url).keys()) == []
+    store.delete(key_number(0))
+
+
+def test_a_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    with closing(boto3.client("s3", "us-east-1", endpoint_url=s3_server.endpoint)) as client:
+        client.create_bucket(Bucket="registry")
+    store = open_store(f"s3://registry/x?endpoint={s3_server.endpoint}&region=us-east-1")
+    assert isinstance(store, ObjectStore)
+    store.put(key_number(0), b"record")
+    assert list(open_store(store.url).keys()) == [key_number(0)]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("redis://u:secret@host/0?size=3", "has no option 'size'; it has prefix, timeout"),
+        ("redis://u:secret@host/0?timeout=soon", "seconds above 0, found 'soon'"),
+        ("redis://u:secret@host/0?timeout=0", "seconds above 0, found '0'"),
+        ("redis://u:secret@host/0?prefix", "options are name=value"),
+        ("s3://bucket?prefix=x", "has no option 'prefix'; it has endpoint"),
+        ("http://u:secret@host/", "found 'http://u:\\*\\*\\*@host/'"),
+    ],
+)
+def test_bad_options(url: str, message: str) -> None:
+    with pytest.raises(ParameterError, match=message) as failure:
+        open_store(url)
+    assert "secret" not in str(failure.value)
+
+
+def test_importing_stores_imports_no_extra() -> None:
+    program = (
+        "import sys, kvrag, kvrag.store.registry\n"
+        "print([m for m in ('redis', 'obstore', 'cryptography', 'prometheus_client', 'boto3') "
+        "if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("url", "library", "extra"),
+    [("redis://host/0", "redis", "redis"), ("s3://bucket", "obstore", "objects")],
+)
+def test_a_library_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, url: str, library: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ParameterError, match=rf"needs the library '{library}'.*kvrag\[{extra}\]"):
+        open_store(url)

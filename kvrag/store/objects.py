@@ -1,0 +1,324 @@
+"""Records as objects in a bucket: Amazon S3 and what speaks like it, Google Cloud, Azure.
+
+One object a record, ``PREFIX/ab/abcd...ef.kv``, read by ranges. An object is written whole or not
+at all, so a writer that is killed leaves nothing. Every range is asked for under the tag that the
+object had when it was opened: bytes of another one are never read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
+from kvrag.store.base import check_range
+from kvrag.store.extras import require
+from kvrag.store.metrics import (
+    MISS_ABSENT,
+    MISS_DAMAGED,
+    MISS_UNREADABLE,
+    StoreCounts,
+    StoreMetrics,
+)
+
+SCHEMES = ("s3", "gs", "az")
+DEFAULT_TIMEOUT_SECONDS = 5.0
+
+# The header of most records; a small record whole. It comes with the answer that opens the record.
+_HEAD_BYTES = 16 << 10
+_NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{38})\.kv")
+_MAX_RETRIES = 2
+# Whatever the operation, the library tells a missing right only in words.
+_REFUSALS = ("403 Forbidden", "401 Unauthorized", "InvalidAccessKeyId", "redential")
+_MOST_TEXT = 300
+# What names the region, the endpoint, and leave to do without TLS, of each kind of bucket.
+_CONFIG = {"s3": "aws_", "gs": "google_", "az": "azure_"}
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_SERVICE_ACCOUNT",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+
+
+class ObjectRecord:
+    """An opened record of an `ObjectStore`; its head is in memory already."""
+
+    def __init__(
+        self, store: ObjectStore, key: ChunkKey, size_bytes: int, tag: str | None, head: bytes
+    ) -> None:
+        self._store = store
+        self._key = key
+        self._size_bytes = size_bytes
+        self._tag = tag
+        self._head = head
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the record."""
+        return self._size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on, in one request at the most.
+
+        Raises
+        ------
+        StoreError
+            When the bucket does not deliver, or the object was deleted or replaced.
+        RecordError
+            When the record ends before the buffer is full.
+        """
+        check_range(self._key, self._size_bytes, offset, buffer.nbytes)
+        known = self._head[offset : offset + buffer.nbytes]
+        buffer[: len(known)] = known
+        if len(known) < buffer.nbytes:
+            first, end = offset + len(known), offset + buffer.nbytes
+            content = self._store.read_range(self._key, first, end, self._tag)
+            if len(content) != end - first:
+                raise RecordError(
+                    f"record {self._key} in {self._store.url}: expected {end - first} bytes from "
+                    f"{first} on, found {len(content)}; ingest its document again"
+                )
+            buffer[len(known) :] = memoryview(content)
+        self._store.metrics.read(buffer.nbytes)
+
+    def close(self) -> None:
+        """Do nothing: no connection is held."""
+
+
+class ObjectStore:
+    """Records in a bucket.
+
+    Credentials are found as the provider's own tools find them: in the environment, in the
+    metadata of a machine of the provider's.
+
+    Parameters
+    ----------
+    url
+        ``s3://BUCKET[/PREFIX]``, ``gs://BUCKET[/PREFIX]`` or ``az://CONTAINER[/PREFIX]``.
+    endpoint
+        URL of another server that speaks the same protocol (MinIO, Ceph, an emulator).
+    region
+        Of an S3 bucket; None takes the environment's.
+    timeout_seconds
+        After which a server that sends nothing counts as unreachable.
+
+    Raises
+    ------
+    ParameterError
+        When the URL cannot be understood, or the library ``obstore`` is not installed.
+    StoreUnreachableError
+        When the server does not answer.
+    StoreError
+        When it refuses: no such bucket, no permission.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        endpoint: str | None = None,
+        region: str | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        self._obstore = require("obstore", "objects")
+        stores = require("obstore.store", "objects")
+        self._errors_of = require("obstore.exceptions", "objects")
+        scheme, _, place = url.partition("://")
+        if scheme not in SCHEMES or not place.strip("/"):
+            known = ", ".join(f"{name}://BUCKET/PREFIX" for name in SCHEMES)
+            raise ParameterError(f"a bucket is {known}; found {url!r}")
+        self.url = url.rstrip("/")
+        self._scheme = scheme
+        config: dict[str, Any] = {}
+        if endpoint is not None:
+            name = "base_url" if scheme == "gs" else "endpoint"
+            config[f"{_CONFIG[scheme]}{name}"] = endpoint
+        if region is not None:
+            config["aws_region"] = region
+        timeout = timedelta(seconds=timeout_seconds)
+        try:
+            self._bucket = stores.from_url(
+                self.url,
+                config=config or None,
+                client_options={
+                    "allow_http": endpoint is not None and endpoint.startswith("http:"),
+                    "connect_timeout": timeout,
+                    # Of silence, not of a whole request: a large range on a slow line is fine.
+                    "read_timeout": timeout,
+                    "timeout": timedelta(seconds=60 * timeout_seconds),
+                },
+                retry_config={
+                    "max_retries": _MAX_RETRIES,
+                    "retry_timeout": 2 * timeout,
+                    "backoff": {
+                        "base": 2,
+                        "init_backoff": timedelta(milliseconds=50),
+                        "max_backoff": timeout,
+                    },
+                },
+            )
+        except (self._errors_of.BaseError, ValueError) as error:
+            raise ParameterError(f"not a bucket of {scheme}: {error}") from error
+        self.metrics = StoreMetrics(scheme)
+        with self._errors("open"):
+            for _ in self._obstore.list(self._bucket, chunk_size=1):
+                break
+
+    def put(self, key: ChunkKey, record: bytes) -> None:
+        """Write a record; a key that is present keeps its record. Raises StoreError.
+
+        Of two puts of one key at the same time either may stay, whole.
+        """
+        if not self.contains(key):
+            self.replace(key, record)
+
+    def replace(self, key: ChunkKey, record: bytes) -> None:
+        """Write a record in place of the one `key` has; reading that one on is refused."""
+        with self._errors("write to"):
+            self._obstore.put(self._bucket, _name_of(key), record)
+        self.metrics.wrote(len(record))
+
+    def open(self, key: ChunkKey) -> ObjectRecord | None:
+        """Open a record for reading, or return None where there is none. Raises StoreError."""
+        try:
+            with self._errors("read"):
+                try:
+                    head, meta = self._get(key, {"range": (0, _HEAD_BYTES)})
+                except self._errors_of.BaseError as error:
+                    # Of an object of no bytes no range can be had.
+                    if not _is_range_refused(error):
+                        raise
+                    head, meta = b"", self._obstore.head(self._bucket, _name_of(key))
+        except _AbsentError:
+            self.metrics.miss(MISS_ABSENT)
+            return None
+        except StoreError:
+            self.metrics.miss(MISS_UNREADABLE)
+            raise
+        self.metrics.hit()
+        return ObjectRecord(self, key, meta["size"], meta["e_tag"], head[: meta["size"]])
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Say whether there is a record of `key`."""
+        try:
+            with self._errors("read"):
+                self._obstore.head(self._bucket, _name_of(key))
+        except _AbsentError:
+            return False
+        return True
+
+    def delete(self, key: ChunkKey) -> bool:
+        """Remove a record; say whether there was one. Reading it on is refused."""
+        if not self.contains(key):
+            return False
+        with contextlib.suppress(_AbsentError), self._errors("delete from"):
+            self._obstore.delete(self._bucket, _name_of(key))
+        return True
+
+    def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
+        """Iterate over keys and the bytes of their records, in no particular order."""
+        with self._errors("list"):
+            pages = iter(self._obstore.list(self._bucket))
+        while True:
+            with self._errors("list"):
+                page = next(pages, None)
+            if page is None:
+                return
+            for meta in page:
+                match = _NAME.fullmatch(meta["path"])
+                if match:
+                    yield ChunkKey(match[2]), meta["size"]
+
+    def keys(self) -> Iterator[ChunkKey]:
+        """Iterate over the keys, in no particular order."""
+        return (key for key, _ in self.sizes())
+
+    def size_bytes(self) -> int:
+        """Bytes held by all records."""
+        return sum(size for _, size in self.sizes())
+
+    def note_damage(self, key: ChunkKey) -> None:
+        """Count a record that was not what had been written."""
+        del key
+        self.metrics.miss(MISS_DAMAGED)
+
+    def counts(self) -> tuple[StoreCounts]:
+        """Return what was counted so far."""
+        return (self.metrics.counts(),)
+
+    def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
+        """Return 0: an object is written whole or not at all.
+
+        Parts of large uploads that were broken off are the bucket's to expire (a lifecycle rule).
+        """
+        del min_age_seconds
+        return 0
+
+    def close(self) -> None:
+        """Do nothing: connections are the library's."""
+
+    def read_range(self, key: ChunkKey, first: int, end: int, tag: str | None) -> bytes:
+        """Return a range of the object that had `tag`. Raises StoreError."""
+        options: dict[str, Any] = {"range": (first, end)}
+        if tag is not None:
+            options["if_match"] = tag
+        try:
+            with self._errors("read"):
+                return self._get(key, options)[0]
+        except _AbsentError as error:
+            raise StoreError(
+                f"cannot read record {key} in {self.url}: it was deleted or replaced since it was "
+                "opened; open it again"
+            ) from error
+
+    # -- private -----------------------------------------------------------------------------
+
+    def _get(self, key: ChunkKey, options: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
+        answer = self._obstore.get(self._bucket, _name_of(key), options=options)
+        return answer.bytes().to_bytes(), answer.meta
+
+    @contextlib.contextmanager
+    def _errors(self, action: str) -> Iterator[None]:
+        errors = self._errors_of
+        try:
+            yield
+        except (errors.BaseError, FileNotFoundError) as error:
+            text = " ".join(str(error).split("\n\nDebug source")[0].split())
+            where = f"cannot {action} {self.url}"
+            if "NoSuchBucket" in text or "ContainerNotFound" in text:
+                raise StoreError(
+                    f"{where}: there is no such bucket; make it, or check the name"
+                ) from error
+            if isinstance(
+                error, FileNotFoundError | errors.NotFoundError | errors.PreconditionError
+            ):
+                raise _AbsentError(f"{where}: {text}") from error
+            is_refused = isinstance(
+                error, errors.PermissionDeniedError | errors.UnauthenticatedError
+            ) or any(part in text for part in _REFUSALS)
+            text = text[:_MOST_TEXT]
+            if is_refused:
+                raise StoreError(
+                    f"{where}: access is refused ({text}); set {_CREDENTIALS[self._scheme]}, or "
+                    "have the rights extended"
+                ) from error
+            raise StoreUnreachableError(
+                f"{where}: {text}; check the endpoint and the network, then try again"
+            ) from error
+
+
+class _AbsentError(StoreError):
+    """There is no such object, or another one than the one that was opened."""
+
+
+def _is_range_refused(error: Exception) -> bool:
+    text = str(error)
+    return any(part in text for part in ("416", "InvalidRange", "out of range", "Range started"))
+
+
+def _name_of(key: ChunkKey) -> str:
+    return f"{key.digest[:2]}/{key.digest}.kv"

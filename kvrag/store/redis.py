@@ -1,0 +1,436 @@
+"""Records in Redis: shared by machines, gone when Redis forgets them.
+
+A record is split at the ends of its blocks, so that a layer is a value, or a few layers are. One
+value, ``PREFIX:{KEY}``, holds the list of the others and the record's head: opening is one round
+trip, and so is each range. Pieces are written first, with a time to live, and made lasting by the
+script that writes the list: a writer that is killed leaves nothing that Redis does not remove by
+itself, and a reader sees all of a record or nothing. Pieces of a deleted record live on for
+`GRACE_SECONDS`, for those who have it open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
+from kvrag.recordformat import piece_ends
+from kvrag.store.base import check_range
+from kvrag.store.extras import require
+from kvrag.store.metrics import (
+    MISS_ABSENT,
+    MISS_DAMAGED,
+    MISS_UNREADABLE,
+    StoreCounts,
+    StoreMetrics,
+)
+
+PASSWORD_VARIABLE = "KVRAG_REDIS_PASSWORD"
+DEFAULT_PREFIX = "kvrag"
+DEFAULT_TIMEOUT_SECONDS = 2.0
+GRACE_SECONDS = 60
+
+# Of pieces until their list is written: longer than any upload takes.
+_UPLOAD_SECONDS = 3600
+_LEAST_PIECE_BYTES = 64 << 10
+_MOST_PIECE_BYTES = 16 << 20
+# What is read with the list: the header of a record, or a small record whole.
+_MOST_HEAD_BYTES = 64 << 10
+_LEAST_HEAD_BYTES = 4096
+_MAX_CONNECTIONS = 64
+_PAGE = 1000
+
+_MAGIC = b"kvr1"
+# magic, generation, record bytes, pieces (the head is the first)
+_LIST = struct.Struct("<4s16sQI")
+_END = struct.Struct("<Q")
+
+# A number of pieces is believed up to 65,536: a foreign value must not keep Redis busy.
+# KEYS: list, then its pieces. ARGV: list, 1 to replace another record, grace in seconds.
+_COMMIT = """
+local function forget(list)
+  if not list or string.sub(list, 1, 4) ~= 'kvr1' or #list < 32 then return end
+  local count = math.min(struct.unpack('<I4', list, 29), 65536)
+  for i = 1, count - 1 do
+    redis.call('EXPIRE', KEYS[1] .. ':' .. string.sub(list, 5, 20) .. ':' .. i, ARGV[3])
+  end
+end
+local old = redis.call('GETRANGE', KEYS[1], 0, 31)
+if old ~= '' and ARGV[2] == '0' then
+  for i = 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
+  return 0
+end
+for i = 2, #KEYS do
+  if redis.call('PERSIST', KEYS[i]) == 0 then return -1 end
+end
+redis.call('SET', KEYS[1], ARGV[1])
+forget(old)
+return 1
+"""
+# KEYS: list. ARGV: grace in seconds.
+_DELETE = """
+local list = redis.call('GETRANGE', KEYS[1], 0, 31)
+if list == '' then return 0 end
+redis.call('DEL', KEYS[1])
+if string.sub(list, 1, 4) == 'kvr1' and #list == 32 then
+  local count = math.min(struct.unpack('<I4', list, 29), 65536)
+  for i = 1, count - 1 do
+    redis.call('EXPIRE', KEYS[1] .. ':' .. string.sub(list, 5, 20) .. ':' .. i, ARGV[1])
+  end
+end
+return 1
+"""
+
+
+class RedisRecord:
+    """An opened record of a `RedisStore`; its head is in memory already."""
+
+    def __init__(self, store: RedisStore, key: ChunkKey, content: bytes) -> None:
+        self._store = store
+        self._key = key
+        try:
+            magic, generation, self._size_bytes, num_pieces = _LIST.unpack_from(content)
+            first = _LIST.size + num_pieces * _END.size
+            ends = [end for (end,) in _END.iter_unpack(content[_LIST.size : first])]
+        except struct.error as error:
+            raise self._foreign("it is too short") from error
+        if magic != _MAGIC or not generation.isalnum():
+            raise self._foreign("its beginning differs")
+        self._head = content[first:]
+        if not ends or ends != sorted(ends) or ends[-1] != self._size_bytes:
+            raise self._foreign("its pieces do not add up")
+        if ends[0] != len(self._head):
+            raise self._foreign("its head is cut short")
+        self._name = f"{store.name_of(key)}:{generation.decode()}"
+        self._ends = ends
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the record."""
+        return int(self._size_bytes)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on, in one round trip at the most.
+
+        Raises
+        ------
+        StoreError
+            When Redis does not deliver, or has removed the record since it was opened.
+        RecordError
+            When the record ends before the buffer is full.
+        """
+        check_range(self._key, self._size_bytes, offset, buffer.nbytes)
+        wanted, place = [], offset
+        for number, end in enumerate(self._ends):
+            begin = self._ends[number - 1] if number else 0
+            stop = min(end, offset + buffer.nbytes)
+            if place < stop:
+                wanted.append((number, place - begin, stop - begin))
+                place = stop
+        commands = [
+            ("GETRANGE", f"{self._name}:{number}", first, last - 1)
+            for number, first, last in wanted
+            if number
+        ]
+        answers = iter(self._store.read(commands) if commands else [])
+        filled = 0
+        for number, first, last in wanted:
+            content = next(answers) if number else self._head[first:last]
+            if len(content) != last - first:
+                raise StoreError(
+                    f"record {self._key} in {self._store.url}: expected {last - first} bytes of "
+                    f"piece {number}, found {len(content)}; Redis has removed it: give it more "
+                    "memory, or 'kvrag verify --repair'"
+                )
+            buffer[filled : filled + len(content)] = content
+            filled += len(content)
+        self._store.metrics.read(buffer.nbytes)
+
+    def close(self) -> None:
+        """Do nothing: no connection is held."""
+
+    def _foreign(self, why: str) -> RecordError:
+        return RecordError(
+            f"record {self._key} in {self._store.url}: expected a list of pieces that this version "
+            f"of kvrag wrote, found another value ({why}); delete it and ingest again"
+        )
+
+
+class RedisStore:
+    """Records in Redis 6 or newer.
+
+    Parameters
+    ----------
+    url
+        ``redis://[USER[:PASSWORD]@]HOST[:PORT][/DB]``, ``rediss://`` for TLS, or
+        ``unix://PATH``. Without a password in it, that in the environment's
+        ``KVRAG_REDIS_PASSWORD`` is used.
+    prefix
+        What all names in Redis begin with; stores of other prefixes are not seen.
+    timeout_seconds
+        After which Redis counts as unreachable, for connecting and for each answer.
+
+    Raises
+    ------
+    ParameterError
+        When the URL cannot be understood, or the library ``redis`` is not installed.
+    StoreUnreachableError
+        When Redis does not answer.
+    StoreError
+        When it refuses: a wrong password, a database that it does not have.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        prefix: str = DEFAULT_PREFIX,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        self._redis = require("redis", "redis")
+        backoff = require("redis.backoff", "redis")
+        retry = require("redis.retry", "redis")
+        options: dict[str, Any] = {
+            "socket_timeout": timeout_seconds,
+            "socket_connect_timeout": timeout_seconds,
+            # Once, since a pooled connection may be that to a server since restarted.
+            "retry": retry.Retry(backoff.NoBackoff(), 1),
+            "max_connections": _MAX_CONNECTIONS,
+            "timeout": None,
+        }
+        try:
+            parts = urlsplit(url)
+            if not parts.password and PASSWORD_VARIABLE in os.environ:
+                options["password"] = os.environ[PASSWORD_VARIABLE]
+            pool = self._redis.BlockingConnectionPool.from_url(url, **options)
+        except ValueError as error:
+            raise ParameterError(
+                f"not a URL of Redis: {error}; expected redis://HOST:PORT/DB"
+            ) from error
+        self.url = _without_password(url)
+        self._client = self._redis.Redis(connection_pool=pool)
+        self._prefix = prefix
+        self._commit = self._client.register_script(_COMMIT)
+        self._delete = self._client.register_script(_DELETE)
+        self.metrics = StoreMetrics("redis")
+        with self._errors("open"):
+            self._client.ping()
+
+    def name_of(self, key: ChunkKey) -> str:
+        """Return under which name the list of a record's pieces is."""
+        # In braces: a cluster keeps the pieces where the list is, as the scripts need it.
+        return f"{self._prefix}:{{{key}}}"
+
+    def put(self, key: ChunkKey, record: bytes) -> None:
+        """Write a record; a key that is present keeps its record.
+
+        Durable as far as Redis is (``appendonly``). Raises StoreError when Redis refuses.
+        """
+        if not self.contains(key):
+            self._write(key, record, is_replacing=False)
+
+    def replace(self, key: ChunkKey, record: bytes) -> None:
+        """Write a record in place of the one `key` has; who has that open reads it to its end."""
+        self._write(key, record, is_replacing=True)
+
+    def open(self, key: ChunkKey) -> RedisRecord | None:
+        """Open a record for reading, or return None where there is none.
+
+        Raises
+        ------
+        StoreError
+            When Redis does not deliver.
+        RecordError
+            When something else is kept under its name.
+        """
+        try:
+            (content,) = self.read([("GET", self.name_of(key))])
+        except StoreError:
+            self.metrics.miss(MISS_UNREADABLE)
+            raise
+        if content is None:
+            self.metrics.miss(MISS_ABSENT)
+            return None
+        record = RedisRecord(self, key, content)
+        self.metrics.hit()
+        return record
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Say whether there is a record of `key`."""
+        return bool(self.read([("EXISTS", self.name_of(key))])[0])
+
+    def delete(self, key: ChunkKey) -> bool:
+        """Remove a record; say whether there was one. Who has it open can finish reading."""
+        with self._errors("delete from"):
+            return bool(self._delete(keys=[self.name_of(key)], args=[GRACE_SECONDS]))
+
+    def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
+        """Iterate over keys and the bytes of their records, in no particular order."""
+        seen: set[ChunkKey] = set()
+        cursor = 0
+        glob = re.sub(r"([*?\[\]\\])", r"\\\1", self._prefix) + ":{*}"
+        while True:
+            ((cursor, names),) = self.read([("SCAN", cursor, "MATCH", glob, "COUNT", _PAGE)])
+            found = {key: name for name in names if (key := self._key_of(name)) is not None}
+            # A name may come up twice, and its record may be gone by now.
+            new = [key for key in found if key not in seen]
+            seen.update(new)
+            heads = self.read([("GETRANGE", found[key], 0, _LIST.size - 1) for key in new])
+            for key, head in zip(new, heads, strict=True):
+                if len(head) == _LIST.size and head.startswith(_MAGIC):
+                    yield key, _LIST.unpack(head)[2]
+            if not int(cursor):
+                return
+
+    def keys(self) -> Iterator[ChunkKey]:
+        """Iterate over the keys, in no particular order."""
+        return (key for key, _ in self.sizes())
+
+    def size_bytes(self) -> int:
+        """Bytes held by all records."""
+        return sum(size for _, size in self.sizes())
+
+    def note_damage(self, key: ChunkKey) -> None:
+        """Count a record that was not what had been written."""
+        del key
+        self.metrics.miss(MISS_DAMAGED)
+
+    def counts(self) -> tuple[StoreCounts]:
+        """Return what was counted so far."""
+        return (self.metrics.counts(),)
+
+    def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
+        """Return 0: what interrupted writes leave behind, Redis removes within an hour."""
+        del min_age_seconds
+        return 0
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+        self._client.connection_pool.disconnect()
+
+    def read(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Run reading commands in one round trip. Raises StoreError."""
+        if not commands:
+            return []
+        with self._errors("read"):
+            pipeline = self._client.pipeline(transaction=False)
+            for name, *arguments in commands:
+                # As an option, so that redis-py leaves the answer as it is.
+                pipeline.execute_command(name, *arguments)
+            return list(pipeline.execute())
+
+    # -- private -----------------------------------------------------------------------------
+
+    def _write(self, key: ChunkKey, record: bytes, *, is_replacing: bool) -> None:
+        name = self.name_of(key)
+        generation = secrets.token_hex(8)
+        ends = _split(record)
+        numbers = range(1, len(ends))
+        pieces = [f"{name}:{generation}:{number}" for number in numbers]
+        content = b"".join(
+            [
+                _LIST.pack(_MAGIC, generation.encode(), len(record), len(ends)),
+                *map(_END.pack, ends),
+                record[: ends[0]],
+            ]
+        )
+        view = memoryview(record)
+        with self._errors("write"):
+            pipeline = self._client.pipeline(transaction=False)
+            waiting = 0
+            for number, piece in zip(numbers, pieces, strict=True):
+                part = view[ends[number - 1] : ends[number]]
+                pipeline.set(piece, part, ex=_UPLOAD_SECONDS)
+                waiting += part.nbytes
+                if waiting >= _MOST_PIECE_BYTES:
+                    pipeline.execute()
+                    waiting = 0
+            if waiting:
+                pipeline.execute()
+            done = self._commit(
+                keys=[name, *pieces], args=[content, int(is_replacing), GRACE_SECONDS]
+            )
+        if done == -1:
+            raise StoreError(
+                f"cannot write to {self.url}: Redis removed a part of record {key} at once; raise "
+                "its maxmemory, or store smaller records (a codec)"
+            )
+        self.metrics.wrote(len(record))
+
+    def _key_of(self, name: bytes) -> ChunkKey | None:
+        digest = name.decode(errors="replace").removeprefix(f"{self._prefix}:{{").removesuffix("}")
+        try:
+            key = ChunkKey(digest)
+        except ValueError:
+            return None
+        return key if self.name_of(key).encode() == name else None
+
+    @contextlib.contextmanager
+    def _errors(self, action: str) -> Iterator[None]:
+        errors = self._redis.exceptions
+        try:
+            yield
+        except (errors.AuthenticationError, errors.NoPermissionError) as error:
+            raise StoreError(
+                f"cannot {action} {self.url}: Redis refuses the password or the user ({error}); "
+                f"set {PASSWORD_VARIABLE}, or put USER:PASSWORD@ before the host"
+            ) from error
+        except (errors.ConnectionError, errors.TimeoutError, OSError) as error:
+            raise StoreUnreachableError(
+                f"cannot {action} {self.url}: Redis does not answer ({error}); start it, or "
+                "check the host and the port"
+            ) from error
+        except errors.ResponseError as error:
+            text = str(error)
+            if "NOAUTH" in text or "WRONGPASS" in text:
+                raise StoreError(
+                    f"cannot {action} {self.url}: Redis wants a password ({text}); set "
+                    f"{PASSWORD_VARIABLE}, or put USER:PASSWORD@ before the host"
+                ) from error
+            if "WRONGTYPE" in text:
+                raise RecordError(
+                    f"{self.url}: another program keeps something under a name that begins with "
+                    f"{self._prefix!r} ({text}); choose another prefix"
+                ) from error
+            remedy = "see the log of Redis"
+            if "OOM" in text or "maxmemory" in text:
+                remedy = "its memory is full: raise its maxmemory, or set limit= of this tier"
+            elif "READONLY" in text:
+                remedy = "it is a replica: give the URL of the primary"
+            elif "DB index" in text:
+                remedy = "give the number of a database that it has"
+            raise StoreError(f"cannot {action} {self.url}: {text}; {remedy}") from error
+        except errors.RedisError as error:
+            raise StoreError(f"cannot {action} {self.url}: {error}; see the log") from error
+
+
+def _split(record: bytes) -> list[int]:
+    """Return where the head and the pieces of a record end."""
+    if len(record) <= _LEAST_HEAD_BYTES:
+        return [len(record)]
+    ends = piece_ends(record) or (0, len(record))
+    # What is read of a header before its length is known comes with it.
+    chosen = [min(max(ends[0], _LEAST_HEAD_BYTES), _MOST_HEAD_BYTES)]
+    for end in ends[1:]:
+        # Neighbouring blocks share a piece until it is worth a name of its own.
+        while end - chosen[-1] > _MOST_PIECE_BYTES:
+            chosen.append(chosen[-1] + _MOST_PIECE_BYTES)
+        if end - chosen[-1] >= _LEAST_PIECE_BYTES or end == len(record):
+            chosen.append(end)
+    return chosen
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    user = f"{unquote(parts.username)}@" if parts.username else ""
+    place = f"{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}"
+    query = f"?{parts.query}" if parts.query else ""
+    return f"{parts.scheme}://{user}{place}{parts.path}{query}"

@@ -1,0 +1,32 @@
+"""Servers, started when the first test needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.servers import PASSWORD, RedisServer, S3Server
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    try:
+        server = RedisServer(tmp_path_factory.mktemp("redis"))
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def redis_password(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("KVRAG_REDIS_PASSWORD", PASSWORD)
+    return PASSWORD
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    yield server
+    server.kill()

@@ -1,0 +1,196 @@
+"""`ObjectStore` against a real server of Amazon's protocol."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import boto3
+import pytest
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import ParameterError, StoreError, StoreUnreachableError
+from kvrag.store.base import Store
+from kvrag.store.objects import ObjectStore
+from tests.contracts.store_contract import StoreContract, key_number, read_all, record_of, stored
+from tests.support.servers import S3Server, free_port
+
+KEY = key_number(0)
+BUCKET = "kvrag-tests"
+
+
+@pytest.fixture
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+
+
+@pytest.fixture
+def client(s3_server: S3Server, credentials: None) -> Iterator[Any]:
+    client = boto3.client("s3", endpoint_url=s3_server.endpoint)
+    client.create_bucket(Bucket=BUCKET)
+    yield client
+    for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", []):
+        client.delete_object(Bucket=BUCKET, Key=found["Key"])
+    client.close()
+
+
+@pytest.fixture
+def store(client: Any, s3_server: S3Server) -> ObjectStore:
+    return ObjectStore(f"s3://{BUCKET}/a/b", endpoint=s3_server.endpoint)
+
+
+def name_of(key: ChunkKey) -> str:
+    return f"a/b/{key.digest[:2]}/{key.digest}.kv"
+
+
+class TestObjectStore(StoreContract):
+    keeps_old = False
+
+    @pytest.fixture
+    def store(self, store: ObjectStore) -> ObjectStore:
+        return store
+
+    @pytest.fixture(autouse=True)
+    def _client(self, client: Any) -> None:
+        self.client = client
+
+    def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
+        self.client.put_object(Bucket=BUCKET, Key=name_of(key), Body=record)
+
+    def peek(self, store: Store, key: ChunkKey) -> bytes:
+        with self.client.get_object(Bucket=BUCKET, Key=name_of(key))["Body"] as body:
+            return bytes(body.read())
+
+
+def test_foreign_objects_are_left_alone(store: ObjectStore, client: Any) -> None:
+    store.put(KEY, b"record")
+    foreign = ["a/b/notes.txt", f"a/b/{KEY}.kv", f"a/b/zz/{KEY}.kv", f"other/{name_of(KEY)}"]
+    for name in foreign:
+        client.put_object(Bucket=BUCKET, Key=name, Body=b"foreign")
+    assert list(store.keys()) == [KEY]
+    assert store.collect_garbage(0.0) == 0
+    assert store.delete(KEY)
+    names = [found["Key"] for found in client.list_objects_v2(Bucket=BUCKET)["Contents"]]
+    assert sorted(names) == sorted(foreign)
+
+
+def test_the_rest_of_an_object_that_was_replaced_is_refused(store: ObjectStore) -> None:
+    store.put(KEY, record_of(KEY, 100_000))
+    record = store.open(KEY)
+    assert record is not None
+    store.replace(KEY, bytes(100_000))
+    with pytest.raises(StoreError, match="deleted or replaced since it was opened"):
+        read_all(record)
+
+
+def test_a_missing_bucket(s3_server: S3Server, credentials: None) -> None:
+    with pytest.raises(StoreError, match="there is no such bucket; make it"):
+        ObjectStore("s3://nobody-made-this", endpoint=s3_server.endpoint)
+
+
+def test_nobody_there(credentials: None) -> None:
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(StoreUnreachableError, match="check the endpoint"):
+        ObjectStore("s3://bucket", endpoint=endpoint, timeout_seconds=0.3)
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///prefix", "ftp://bucket/x", "s3:bucket", "bucket"])
+def test_bad_urls(url: str) -> None:
+    with pytest.raises(ParameterError):
+        ObjectStore(url)
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/x", "az://container/x"])
+def test_other_providers_are_asked_under_their_own_protocol(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without their servers at hand: what is sent to an endpoint, and what a refusal becomes."""
+    asked: list[str] = []
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
+
+    def refuse(handler: http.server.BaseHTTPRequestHandler) -> None:
+        asked.append(handler.path)
+        handler.send_error(403)
+
+    with serving(refuse) as endpoint, pytest.raises(StoreError, match=r"access is refused.*set "):
+        ObjectStore(url, endpoint=endpoint)
+    assert any(("bucket" in path or "container" in path) for path in asked)
+
+
+class serving:
+    """A server on a free port that answers every GET as it is told."""
+
+    def __init__(self, answer: Callable[[http.server.BaseHTTPRequestHandler], None]) -> None:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                answer(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("kind", ["error", "slow", "half-closed", "throttled", "wrong bytes"])
+def test_a_server_that_fails(credentials: None, kind: str) -> None:
+    """Listing works, so the store opens; what comes then is an error in time, or no record."""
+
+    def answer(handler: http.server.BaseHTTPRequestHandler) -> None:
+        if "list-type" in handler.path:
+            body = b'<?xml version="1.0"?><ListBucketResult></ListBucketResult>'
+            handler.send_response(200)
+        elif kind == "error":
+            handler.send_error(500)
+            return
+        elif kind == "throttled":
+            handler.send_error(503, "Slow Down")
+            return
+        elif kind == "slow":
+            time.sleep(3)
+            return
+        else:
+            body = b"x" * 100
+            handler.send_response(206)
+            handler.send_header("ETag", '"tag"')
+            handler.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
+            promised = 100_000 if kind == "half-closed" else 99
+            handler.send_header("Content-Range", f"bytes 0-{promised - 1}/{promised}")
+            if kind == "half-closed":
+                handler.send_header("Content-Length", "16384")
+                handler.end_headers()
+                handler.wfile.write(body)
+                handler.close_connection = True
+                return
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    with serving(answer) as endpoint:
+        store = ObjectStore("s3://bucket", endpoint=endpoint, timeout_seconds=0.4)
+        started = time.monotonic()
+        if kind == "wrong bytes":
+            record = store.open(KEY)
+            assert record is not None
+            assert read_all(record) == b"x" * 99  # for checksums to find
+        else:
+            with pytest.raises(StoreUnreachableError):
+                stored(store, KEY)
+            assert store.counts()[0].misses == {"unreadable": 1}
+        assert time.monotonic() - started < 3

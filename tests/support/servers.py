@@ -1,0 +1,121 @@
+"""Real servers for the tests of stores, each on a free port of this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PASSWORD = "p@ss/word 1"
+_START_SECONDS = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def wait_for(is_ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    try:
+        while not is_ready():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server did not start:\n{log.read_text()}")
+            time.sleep(0.05)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+
+
+def accepts(port: int) -> bool:
+    with socket.socket() as client:
+        client.settimeout(1.0)
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+class RedisServer:
+    """A `redis-server` with a password that writes every command to disk at once."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        binary = shutil.which("redis-server")
+        if binary is None:
+            raise FileNotFoundError("redis-server is not installed: apt-get install redis-server")
+        self.port = free_port()
+        self._log = folder / "redis.log"
+        # The password in a file: a command line is everybody's to read.
+        config = folder / "redis.conf"
+        config.write_text(
+            f'port {self.port}\nbind 127.0.0.1\nrequirepass "{PASSWORD}"\ndir "{folder}"\n'
+            'appendonly yes\nappendfsync always\nsave ""\nenable-debug-command yes\n'
+        )
+        self._command = [binary, str(config), *options]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        wait_for(self._answers, self._process, self._log)
+
+    def _answers(self) -> bool:
+        """Whether it has also read what it had stored."""
+        with socket.socket() as client:
+            client.settimeout(1.0)
+            if client.connect_ex(("127.0.0.1", self.port)):
+                return False
+            client.sendall(f'AUTH "{PASSWORD}"\r\nPING\r\n'.encode())
+            said = b""
+            while said.count(b"\r\n") < 2 and (more := client.recv(100)):
+                said += more
+            return b"PONG" in said
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def pause(self) -> None:
+        """Make it hang: connections are taken by the system, and never answered."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+
+class S3Server:
+    """moto's server: Amazon's protocol over HTTP, kept in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self._log = folder / "moto.log"
+        command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-p", str(self.port)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, "-H", "127.0.0.1"],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONWARNINGS": "ignore"},
+            )
+        wait_for(lambda: accepts(self.port), self._process, self._log)
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
