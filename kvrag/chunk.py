@@ -15,8 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvrag.errors import ParameterError
+
 KEY_FORMAT_VERSION = 1
 _DIGEST_BYTES = 20
+_CONTEXT = "context"
 _HEX_KEY = re.compile(r"[0-9a-f]{40}")
 
 
@@ -136,6 +139,11 @@ def chunk_key(
     options
         Settings that change the stored KV (pruning, link or anchor model). The codec is not
         one of them: it is recorded beside the key, so that a recode keeps the name.
+
+    Raises
+    ------
+    ParameterError
+        For an option named ``context``: `context_ids` are hashed under that name.
     """
     digest = hashlib.blake2b(
         digest_size=_DIGEST_BYTES, key=tenant_salt, person=b"kvrag-chunk-key\0"
@@ -152,8 +160,12 @@ def chunk_key(
     for ids in (prefix_ids, token_ids):
         feed(struct.pack(f"<{len(ids)}q", *ids))
     altering = {name: value.encode() for name, value in (options or {}).items()}
+    if _CONTEXT in altering:
+        raise ParameterError(
+            f"chunk key: the option {_CONTEXT!r} would pass for context_ids; name it otherwise"
+        )
     if context_ids:
-        altering["context"] = struct.pack(f"<{len(context_ids)}q", *context_ids)
+        altering[_CONTEXT] = struct.pack(f"<{len(context_ids)}q", *context_ids)
     for name, value in sorted(altering.items()):
         feed(name.encode())
         feed(value)

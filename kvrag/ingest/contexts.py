@@ -33,7 +33,8 @@ def context_limit(context: str, context_tokens: int | None) -> int:
     Raises
     ------
     ParameterError
-        For an unknown context, a limit below 1, or one that would do nothing.
+        For an unknown context, a limit that is no whole number from 1 on, or one that would do
+        nothing.
     """
     if context not in CONTEXTS:
         raise ParameterError(f"context {context!r}: expected one of {', '.join(CONTEXTS)}")
@@ -46,8 +47,11 @@ def context_limit(context: str, context_tokens: int | None) -> int:
         return 0
     if context_tokens is None:
         return DEFAULT_CONTEXT_TOKENS
-    if context_tokens < 1:
-        raise ParameterError(f"context_tokens is at least 1, found {context_tokens}")
+    # Exactly int: the number is written down as JSON and read back as one.
+    if type(context_tokens) is not int or context_tokens < 1:
+        raise ParameterError(
+            f"context_tokens {context_tokens!r}: expected a whole number (int), at least 1"
+        )
     return context_tokens
 
 
