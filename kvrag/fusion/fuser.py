@@ -144,10 +144,9 @@ def _fuse(
         if asked:
             reused = prompt.reused().to(model.device)
             attention = QuestionAttention(reused, _question_start(layout, inexact[-1]), asked)
-            ask(model, linked.embed, fresh, attention, asked, loader, fused, tables)
+            ask(model, linked.embed, fresh, attention, asked, loader, fused, tables, clock.lap)
             prompt = replace(prompt, relevance=attention.relevance)
             num_loaded = asked.stop
-            clock.lap("ask")
         # Without anything inexact there is nothing to choose from, and no look at it was taken.
         selection = Selection(policy if inexact else NonePolicy(), prompt, fresh)
         hidden = linked.embed(selection.rows)

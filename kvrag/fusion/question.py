@@ -13,17 +13,14 @@ from kvrag.models.attention import RowMask
 from kvrag.models.kv_model import KVModel
 from kvrag.positions.rotary import RotaryTable
 
-# Scores of that many rows of one key head are held at a time: some megabytes at 32,000 keys.
-_ROWS_AT_ONCE = 16
-
 
 class QuestionAttention:
     """Attention of the question's tokens to reused ones, weighted by the values' norms.
 
     An observer of `KVModel.forward_rows`: what each question token takes from each key is its
-    attention weight times the L2 norm of the key's value: the mean over query heads, the sum over
-    question tokens. Soft-capping is left out. Memory grows with the keys of one head, never with
-    the square of the prompt.
+    attention weight times the L2 norm of the key's value, the sum over query heads and question
+    tokens. Soft-capping is left out. Memory grows with the keys of one head, never with the square
+    of the prompt.
 
     Parameters
     ----------
@@ -56,30 +53,16 @@ class QuestionAttention:
         self,
         into: torch.Tensor,
         mask: RowMask,
-        query: torch.Tensor,
-        key: torch.Tensor,
+        rows: slice,
+        weights: torch.Tensor,
         value: torch.Tensor,
-        scaling: float | None,
     ) -> None:
-        asking = (mask.positions >= self._question_start).nonzero()[:, 0]
-        if not len(asking):
-            return
-        num_heads, num_keys = key.shape[1], key.shape[2]
-        hidden = ~mask.dense(num_keys)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        weights = torch.zeros(num_keys, device=key.device)
-        queries = query[0].view(num_heads, -1, *query.shape[2:])
-        for head in range(num_heads):
-            keys = key[0, head].float().T * scale
-            given = torch.zeros(num_keys, device=key.device)
-            for rows in torch.split(asking, _ROWS_AT_ONCE):
-                scores = queries[head][:, rows].float() @ keys
-                given += scores.masked_fill_(hidden[rows], float("-inf")).softmax(-1).sum((0, 1))
-            weights += given * value[0, head].float().norm(dim=-1)
+        asking = int((mask.positions[rows] < self._question_start).sum())
+        taken = weights[:, asking:].sum((0, 1)) * value.norm(dim=-1)
         # A sliding window shows the last keys only; what lies before it gives nothing.
         shown = self._reused - mask.first_key
-        inside = (shown >= 0) & (shown < num_keys)
-        into[inside] += weights[shown[inside]] / query.shape[1]
+        inside = (shown >= 0) & (shown < len(taken))
+        into[inside] += taken[shown[inside]]
 
 
 def ask(
@@ -91,6 +74,7 @@ def ask(
     loader: SpanLoader,
     fused: FusedKV,
     tables: Sequence[RotaryTable],
+    lap: Callable[[str], None],
 ) -> None:
     """Compute the fresh rows over stored KV up to the last of `layers`, and note their attention.
 
@@ -103,10 +87,16 @@ def ask(
         Returns the first layer's inputs of positions.
     fresh
         ``[m]`` ascending positions of tokens that are not stored.
+    lap
+        Books the time since it was last called: ``"load"``, which fusing needs in any case, or
+        ``"ask"``.
     """
     hidden = embed(fresh)
     for layer_index in range(layers.stop):
         table = tables[layer_index]
+        lap("ask")
         loader.load_layer(layer_index, fused, table)
+        lap("load")
         observer = attention.observer_of(layer_index)
         model.forward_rows(layer_index, hidden, fresh, fused, table, observer=observer)
+    lap("ask")

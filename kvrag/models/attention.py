@@ -24,6 +24,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+# Observed weights of so many rows of one key head are held at a time: 4 MB a query head
+# at 32,000 keys.
+_ROWS_OBSERVED = 32
+
 _OVER_SDPA, _OVER_EAGER = "kvrag_rows", "kvrag_rows_eager"
 
 _locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
@@ -34,17 +38,20 @@ class AttentionObserver(Protocol):
     """Looks on while a block of rows attends."""
 
     def __call__(
-        self,
-        mask: RowMask,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
+        self, mask: RowMask, rows: slice, weights: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Take note of queries ``[1, G * H, n, D]`` and of keys and values ``[1, H, K, D]``.
+        """Take note of what some rows take from the keys of one key head.
 
-        The keys are those of the positions from ``mask.first_key`` on, placed; `scaling` None
-        stands for ``D ** -0.5``.
+        Parameters
+        ----------
+        mask
+            The block's; the keys are those of the positions from ``mask.first_key`` on.
+        rows
+            Which r of ``mask.positions``.
+        weights
+            ``[G, r, K]`` float32, attention weights of the query heads that share the key head.
+        value
+            ``[K, D]``, the key head's values.
         """
         ...
 
@@ -95,7 +102,9 @@ def _row_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if attention_mask.observer is not None:
-        attention_mask.observer(attention_mask, query, key, value, scaling)
+        output = _attend_observed(query, key, value, attention_mask, scaling)
+        if kwargs.get("softcap") is None:
+            return output, None
     if kwargs.get("softcap") is not None:
         # Whatever the installed Transformers does with soft-capping here (older ones ignore it,
         # newer ones refuse it), the plain pipeline does as well.
@@ -118,6 +127,40 @@ def _row_attention(
     return output.permute(2, 1, 0, 3).reshape(1, num_rows, num_heads, head_dim), None
 
 
+def _attend_observed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: RowMask,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attend without soft-capping, showing the weights to the mask's observer.
+
+    Returns ``[1, n, H * G, D]``. Weights are held for some rows of one key head at a time.
+    """
+    assert mask.observer is not None
+    _, num_kv_heads, num_keys, head_dim = key.shape
+    num_rows = query.shape[2]
+    scale = head_dim**-0.5 if scaling is None else scaling
+    hidden = ~mask.dense(num_keys)
+    queries = query[0].view(num_kv_heads, -1, num_rows, head_dim)
+    output = torch.empty_like(queries)
+    for head in range(num_kv_heads):
+        keys, values = key[0, head].float().T, value[0, head].float()
+        for begin in range(0, num_rows, _ROWS_OBSERVED):
+            rows = slice(begin, begin + _ROWS_OBSERVED)
+            asking = queries[head][:, rows].float() * scale
+            weights = (asking.flatten(0, 1) @ keys).view(*asking.shape[:2], num_keys)
+            # All see the keys before the first of them; there is nothing to hide there.
+            tail = 0 if mask.window else int(mask.positions[begin]) - mask.first_key
+            weights[..., tail:].masked_fill_(hidden[rows, tail:], float("-inf"))
+            weights = weights.softmax(-1)
+            output[head][:, rows] = (weights.flatten(0, 1) @ values).view_as(asking)
+            mask.observer(mask, rows, weights, values)
+    # [H, G, n, D] -> [1, n, H * G, D]
+    return output.permute(2, 0, 1, 3).reshape(1, num_rows, -1, head_dim)
+
+
 def _row_attention_eager(
     module: nn.Module,
     query: torch.Tensor,
@@ -134,7 +177,7 @@ def _row_attention_eager(
     ].__dict__["eager_attention_forward"]
     if isinstance(attention_mask, RowMask):
         if attention_mask.observer is not None:
-            attention_mask.observer(attention_mask, query, key, value, scaling)
+            _attend_observed(query, key, value, attention_mask, scaling)
         mask = attention_mask.dense(key.shape[2])
         additive = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
         additive.masked_fill_(~mask, torch.finfo(query.dtype).min)
