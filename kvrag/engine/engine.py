@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.registry import make_policy
 from kvrag.fusion.segments import Match
 from kvrag.ingest.index import Index
+from kvrag.models.adapter import resting
 from kvrag.models.caches import FusedCache
 
 logger = logging.getLogger("kvrag")
@@ -492,14 +493,14 @@ class KVEngine:
     def _answering(self, layout: Layout) -> AbstractContextManager[None]:
         """Let what links do to answers' rows be done, where the prompt has links."""
         if self._links is None or not layout.links:
-            return nullcontext()
+            return resting(self.index.model.hf)
         return self._links.answering(self.index.model)
 
     def plain_ttft_seconds(self, prompt: Prompt) -> float:
         """Measure plain Transformers: seconds from the prompt's ids to its first token."""
         model = self.index.model
         ids = torch.tensor([self.prompt_ids(prompt)], device=model.device)
-        with model.lock, torch.no_grad():
+        with model.lock, torch.no_grad(), resting(model.hf):
             started = time.perf_counter()
             int(model.hf(input_ids=ids, logits_to_keep=1).logits[0, -1].argmax())
             return time.perf_counter() - started

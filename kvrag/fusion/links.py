@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from kvrag.errors import LinksError
 from kvrag.fusion.layout import LINK, Layout, LinkRow, ReusedSpan
 from kvrag.kvcache import FusedKV
-from kvrag.models.adapter import RowAdapter, linear_layers
+from kvrag.models.adapter import RowAdapter, linear_layers, resting
 from kvrag.models.kv_model import KVModel
 from kvrag.positions.rotary import RotaryTable
 
@@ -219,11 +219,13 @@ class Links:
 
     @contextmanager
     def answering(self, model: KVModel) -> Iterator[None]:
-        """Let the adapter, if there is one, act on every row: those of an answer."""
-        if self.adapter is None:
-            yield
-            return
-        with model.lock, self.adapter.acting(model.hf):
+        """Let the adapter, if there is one, act on every row: those of an answer.
+
+        Only on rows that the caller forwards: what is indexed, fused or answered meanwhile by
+        kvrag itself is what it is outside.
+        """
+        acting = resting(model.hf) if self.adapter is None else self.adapter.acting(model.hf)
+        with model.lock, acting:
             yield
 
 

@@ -21,6 +21,42 @@ Gate = Callable[[], torch.Tensor | None]
 """Returns which of the rows at hand the adapter acts on, bool ``[n]``; None: on all."""
 
 
+class _Innermost(threading.local):
+    """Of each model (by identity) the adapter that acts in this thread's forwards."""
+
+    def __init__(self) -> None:
+        self.by_model: dict[int, object] = {}
+
+
+_innermost = _Innermost()
+
+
+@contextmanager
+def resting(hf: PreTrainedModel, instead: object = None) -> Iterator[None]:
+    """Let adapters that act around this rest in the calling thread's forwards of a model.
+
+    A forward then gives what it gives outside: indexing and fusing stay right wherever a user
+    calls them.
+
+    Parameters
+    ----------
+    hf
+        The model.
+    instead
+        Names what acts now; None: nothing.
+    """
+    outer = _innermost.by_model.get(id(hf))
+    _innermost.by_model[id(hf)] = instead
+    try:
+        yield
+    finally:
+        if outer is None:
+            # Another model may have this identity later.
+            _innermost.by_model.pop(id(hf), None)
+        else:
+            _innermost.by_model[id(hf)] = outer
+
+
 @dataclass(frozen=True)
 class RowAdapter:
     """Low-rank weights by the name of the linear layer that they are added to.
@@ -44,20 +80,26 @@ class RowAdapter:
 
     @contextmanager
     def acting(self, hf: PreTrainedModel, gate: Gate = lambda: None) -> Iterator[None]:
-        """Add to the layers' outputs in forwards of the calling thread. Hold the model's lock."""
-        caller = threading.get_ident()
+        """Add to the layers' outputs in forwards of the calling thread. Hold the model's lock.
+
+        Inside another adapter's `acting` this one acts instead of it.
+        """
+        name_of_this = object()
         with ExitStack() as hooks:
+            hooks.enter_context(resting(hf, name_of_this))
             for name in self.down:
-                hook = self._hook(name, gate, caller)
+                hook = self._hook(name, gate, lambda: _acts(hf, name_of_this))
                 handle = hf.get_submodule(name).register_forward_hook(hook)
                 hooks.callback(handle.remove)
             yield
 
-    def _hook(self, name: str, gate: Gate, caller: int) -> Callable[..., torch.Tensor | None]:
+    def _hook(
+        self, name: str, gate: Gate, acts: Callable[[], bool]
+    ) -> Callable[..., torch.Tensor | None]:
         down, up = self.down[name], self.up[name]
 
         def add(_: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
-            if threading.get_ident() != caller:
+            if not acts():
                 return None
             chosen = gate()
             if chosen is not None and not bool(chosen.any()):
@@ -69,6 +111,10 @@ class RowAdapter:
             return torch.where(chosen[:, None], output + added, output)
 
         return add
+
+
+def _acts(hf: PreTrainedModel, name: object) -> bool:
+    return _innermost.by_model.get(id(hf)) is name
 
 
 def linear_layers(hf: PreTrainedModel) -> dict[str, nn.Linear]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kvrag.kvcache import ChunkKV
+from kvrag.models.adapter import resting
 from kvrag.models.caches import CaptureCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.masks import model_masks
@@ -46,7 +47,7 @@ def capture_rows(
     mask = None
     if allowed is not None:
         mask = model_masks(model.hf, allowed[None], positions[None], positions[None])
-    with model.lock:
+    with model.lock, resting(model.hf):
         hidden = base(
             inputs_embeds=embeds[None],
             position_ids=positions[None],

@@ -11,7 +11,7 @@ import copy
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, FusedKV, KVSpec
-from kvrag.models.adapter import RowAdapter
+from kvrag.models.adapter import RowAdapter, resting
 from kvrag.models.attention import AttentionObserver, RowMask, lock_of, row_attention
 from kvrag.models.caches import CaptureCache, Deviation, ProjectionDone, ProjectionProbe, RowWriter
 from kvrag.models.families import find_family, project_logits, sliding_windows
@@ -226,7 +226,7 @@ class KVModel:
         for row, chunk in zip(padded, chunks, strict=True):
             row[: len(prefix) + len(chunk)] = torch.tensor([*prefix, *chunk])
         cache = CaptureCache(self.spec.num_layers)
-        with self.lock:
+        with self.lock, resting(self.hf):
             self._base(input_ids=padded.to(self.device), past_key_values=cache, use_cache=True)
         tables = self._positions.tables(torch.arange(width, device=self.device))
         return [
@@ -281,7 +281,7 @@ class KVModel:
                     chosen = None
             return chosen
 
-        acting = nullcontext() if adapter is None else adapter.acting(self.hf, gate)
+        acting = resting(self.hf) if adapter is None else adapter.acting(self.hf, gate)
         with self.lock, torch.no_grad(), row_attention(self.hf), acting:
             yield
 

@@ -90,3 +90,32 @@ def test_links_without_room_are_left_out(index: Index, monkeypatch: pytest.Monke
     report = engine.generate(PROMPT).report
     assert (report.num_links, report.num_unlinked) == (0, 4)
     assert "4 chunks without link tokens" in report.one_line()
+
+
+def test_an_adapter_around_it_changes_nothing_that_kvrag_computes(index: Index) -> None:
+    """Indexing, fusing and answering are the same inside `answering` as outside."""
+    model = index.model
+    adapter = make_links(model, "adapter")
+    token_ids = [[5, 6, 7, 8]]
+    (outside,) = model.prefill((0,), token_ids)
+    engines = [KVEngine(index, max_tokens=6, links=links) for links in (adapter, "off")]
+    wanted = [(one.fuse(PROMPT).logits, one.generate(PROMPT).text) for one in engines]
+    feed = torch.tensor([[1, 2, 3]])
+    with torch.no_grad(), adapter.on(model).answering(model):
+        adapted = model.hf(feed).logits
+        (inside,) = model.prefill((0,), token_ids)
+        found = [(one.fuse(PROMPT).logits, one.generate(PROMPT).text) for one in engines]
+        with make_links(model, "kv").answering(model):
+            bare = model.hf(feed).logits
+        # What was around it acts again behind it.
+        torch.testing.assert_close(model.hf(feed).logits, adapted, rtol=0, atol=0)
+        plain = engines[0].generate(PROMPT, reuse=False).text
+    assert torch.equal(inside.keys, outside.keys)
+    assert torch.equal(inside.values, outside.values)
+    for (logits, text), (wanted_logits, wanted_text) in zip(found, wanted, strict=True):
+        assert torch.equal(logits, wanted_logits)
+        assert text == wanted_text
+    assert plain == engines[0].generate(PROMPT, reuse=False).text
+    with torch.no_grad():
+        assert torch.equal(model.hf(feed).logits, bare)
+        assert not torch.equal(bare, adapted)
