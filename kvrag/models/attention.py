@@ -24,6 +24,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from kvrag.models.scaling import ScaledKeys, plain_implementation
+
 # Observed weights of so many rows of one key head are held at a time: 4 MB a query head
 # at 32,000 keys.
 _ROWS_OBSERVED = 32
@@ -70,12 +72,35 @@ class RowMask:
         Width of the layer's sliding window in tokens, or None.
     observer
         Is shown what the rows attend with, before they do; None where nobody looks.
+    scaled
+        Which of the layer's keys are attended to otherwise; None where none is.
     """
 
     positions: torch.Tensor
     first_key: int
     window: int | None
     observer: AttentionObserver | None = None
+    scaled: ScaledKeys | None = None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Return the output ``[1, n, heads, D]`` of attention with scaled keys."""
+        assert self.scaled is not None
+        return self.scaled.attend(
+            query,
+            key,
+            value,
+            self.dense(key.shape[2]),
+            scaling,
+            first_key=self.first_key,
+            softcap=softcap,
+        )
 
     def dense(self, num_keys: int) -> torch.Tensor:
         """Return the boolean mask ``[n, num_keys]``: key_position <= query_position, in window."""
@@ -103,8 +128,10 @@ def _row_attention(
         )
     if attention_mask.observer is not None:
         output = _attend_observed(query, key, value, attention_mask, scaling)
-        if kwargs.get("softcap") is None:
+        if attention_mask.scaled is None and kwargs.get("softcap") is None:
             return output, None
+    if attention_mask.scaled is not None:
+        return attention_mask.attend(query, key, value, scaling, kwargs.get("softcap")), None
     if kwargs.get("softcap") is not None:
         # Whatever the installed Transformers does with soft-capping here (older ones ignore it,
         # newer ones refuse it), the plain pipeline does as well.
@@ -178,6 +205,8 @@ def _row_attention_eager(
     if isinstance(attention_mask, RowMask):
         if attention_mask.observer is not None:
             _attend_observed(query, key, value, attention_mask, scaling)
+        if attention_mask.scaled is not None:
+            return attention_mask.attend(query, key, value, scaling, kwargs.get("softcap")), None
         mask = attention_mask.dense(key.shape[2])
         additive = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
         additive.masked_fill_(~mask, torch.finfo(query.dtype).min)
@@ -204,9 +233,11 @@ def row_attention(model: PreTrainedModel) -> Iterator[None]:
     """Make `model` use row attention inside the block. Hold `lock_of` the model."""
     config = model.config
     original = config._attn_implementation
+    # Inside `scaled_answers` the model's own is hidden behind a name of ours.
+    plain = plain_implementation(original)
     # Flash and flex kernels know soft-capping; of ours only the eager one does.
-    capped = original != "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None
-    config._attn_implementation = _OVER_EAGER if original == "eager" or capped else _OVER_SDPA
+    capped = plain != "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None
+    config._attn_implementation = _OVER_EAGER if plain == "eager" or capped else _OVER_SDPA
     try:
         yield
     finally:

@@ -36,6 +36,7 @@ from kvrag.models.loading import (
     shared_prefix_ids,
     tokenizer_fingerprint,
 )
+from kvrag.models.scaling import ScaledKeys
 from kvrag.positions.rotary import RotaryPositions, RotaryTable
 
 # Rows a layer computes at once: few enough that a block's MLP activations stay small beside the
@@ -320,6 +321,7 @@ class KVModel:
         *,
         observer: AttentionObserver | None = None,
         deviation: Deviation | None = None,
+        scaled: ScaledKeys | None = None,
     ) -> None:
         """Run one layer over selected rows; their K/V replace what the buffer held.
 
@@ -343,6 +345,8 @@ class KVModel:
             Is shown every block's queries with the keys and values that it attends to.
         deviation
             Of the n rows; filled with how far their fresh K/V are from those they replace.
+        scaled
+            Which keys are attended to otherwise; None: none.
         """
         layer = self._base.layers[layer_index]
         window = self._windows[layer_index]
@@ -357,7 +361,7 @@ class KVModel:
             self._rows_at_hand = positions
             output = layer(
                 hidden[block][None],
-                attention_mask=RowMask(positions, first_key, window, observer),
+                attention_mask=RowMask(positions, first_key, window, observer, scaled),
                 position_ids=positions[None],
                 position_embeddings=table.embeddings(positions, hidden.dtype),
                 **{self.family.cache_argument: writer},

@@ -1,0 +1,77 @@
+"""A modifier of any policy: reused tokens are attended to with a temperature and a scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvrag.errors import ParameterError
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, Seen
+from kvrag.models.scaling import KeyScaling
+
+TEMPERATURE, SCALE = "temperature", "scale"
+MODIFIERS = (TEMPERATURE, SCALE)
+
+
+@dataclass(frozen=True)
+class ScaledPolicy(RecomputePolicy):
+    """Another policy, with the attention of APE to what it leaves reused.
+
+    Source: APE (arXiv 2502.05431) §4; deviations: see `kvrag.models.scaling`. Nothing more is
+    computed for it; generation goes on with the same attention.
+
+    Parameters
+    ----------
+    policy
+        Which tokens are computed again.
+    temperature
+        Scores of reused keys are divided by it, above 0.
+    scale
+        The log-sum-exp of reused keys is multiplied by it, 0 or more.
+    """
+
+    policy: RecomputePolicy
+    temperature: float = 1.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 < self.temperature < float("inf"):
+            raise ParameterError(f"temperature {self.temperature}: expected a number above 0")
+        if not 0.0 <= self.scale < float("inf"):
+            raise ParameterError(f"scale {self.scale}: expected a number from 0")
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # of the policy that it is a form of
+        """That of the policy."""
+        return self.policy.name
+
+    def scaling(self) -> KeyScaling | None:
+        if self.temperature == self.scale == 1.0:
+            return None
+        return KeyScaling(self.temperature, self.scale)
+
+    def question_layers(self, num_layers: int) -> range:
+        return self.policy.question_layers(num_layers)
+
+    def resolve(self, prompt: PromptRows, num_fresh: int) -> tuple[RecomputePolicy, float | None]:
+        chosen, loss = self.policy.resolve(prompt, num_fresh)
+        # What was measured without scaling says nothing of the loss with it.
+        known = None if self.scaling() is not None else loss
+        return ScaledPolicy(chosen, self.temperature, self.scale), known
+
+    def candidates(self, prompt: PromptRows) -> torch.Tensor:
+        return self.policy.candidates(prompt)
+
+    def counts(self, prompt: PromptRows) -> Sequence[int] | None:
+        return self.policy.counts(prompt)
+
+    def score(self, prompt: PromptRows, seen: Seen) -> torch.Tensor:
+        return self.policy.score(prompt, seen)
+
+    def __str__(self) -> str:
+        name, _, parameters = str(self.policy).partition("(")
+        own = f"temperature={self.temperature}, scale={self.scale}"
+        return f"{name}({parameters[:-1]}, {own})" if parameters else f"{name}({own})"

@@ -1,0 +1,222 @@
+"""Attention that treats reused keys apart from others: their own temperature and scale.
+
+Source: Yang et al., APE (arXiv 2502.05431) §4: chunks encoded apart draw attention otherwise than a
+joint prefill's. Their scores are divided by a temperature, and the logarithm of what they weigh
+together (log-sum-exp) is multiplied by a scale before the softmax over all keys.
+
+Deviations: only keys that are reused and wrong where they stand are treated so, not a chunk that
+stands where it was encoded, nor rows computed again.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from kvrag.kvcache import FusedKV
+
+_OVER_SDPA, _OVER_EAGER = "kvrag_scaled", "kvrag_scaled_eager"
+# Rows of one key head whose scores are held at a time: some megabytes at 32,000 keys.
+_ROWS_AT_ONCE = 16
+
+_present = threading.local()
+
+
+@dataclass(frozen=True)
+class KeyScaling:
+    """How reused keys are attended to.
+
+    Attributes
+    ----------
+    temperature
+        Their scores are divided by it, above 0.
+    scale
+        Their log-sum-exp is multiplied by it, 0 or more. At 1 and 1 attention is the ordinary one.
+    """
+
+    temperature: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class ScaledKeys:
+    """Which keys of one layer are scaled, and how.
+
+    Attributes
+    ----------
+    scaling
+        How.
+    reused
+        ``[N]`` bool by position; keys behind are not.
+    """
+
+    scaling: KeyScaling
+    reused: torch.Tensor
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor | None,
+        scaling: float | None,
+        *,
+        first_key: int = 0,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Return ``[1, n, heads, D]``, as an attention function of Transformers does.
+
+        Parameters
+        ----------
+        query, key, value
+            ``[1, G * H, n, D]`` and ``[1, H, K, D]``.
+        allowed
+            ``[n, K]`` bool; None stands for everything.
+        scaling
+            What scores are multiplied by; None stands for ``D ** -0.5``.
+        first_key
+            The position of the first key.
+        softcap
+            Of the scores, where the model has one.
+        """
+        _, num_heads, num_rows, head_dim = query.shape
+        num_kv_heads, num_keys = key.shape[1], key.shape[2]
+        grouped = query.view(num_kv_heads, -1, num_rows, head_dim)
+        factor = head_dim**-0.5 if scaling is None else scaling
+        reused = torch.zeros(num_keys, dtype=torch.bool, device=key.device)
+        mine = self.reused[first_key : first_key + num_keys]
+        reused[: len(mine)] = mine
+        output = query.new_empty(num_rows, num_heads, value.shape[-1])
+        by_head = output.view(num_rows, num_kv_heads, -1, value.shape[-1])
+        for head in range(num_kv_heads):
+            keys, values = key[0, head].float().T * factor, value[0, head].float()
+            for begin in range(0, num_rows, _ROWS_AT_ONCE):
+                rows = slice(begin, begin + _ROWS_AT_ONCE)
+                scores = grouped[head, :, rows].float() @ keys
+                if softcap is not None:
+                    scores = torch.tanh(scores / softcap) * softcap
+                if allowed is not None:
+                    scores = scores.masked_fill(~allowed[rows], float("-inf"))
+                weights = self._scaled(scores, reused).softmax(-1)
+                by_head[rows, head] = (weights @ values).transpose(0, 1).to(output.dtype)
+        return output[None]
+
+    def _scaled(self, scores: torch.Tensor, reused: torch.Tensor) -> torch.Tensor:
+        cooled = scores / self.scaling.temperature
+        together = cooled.masked_fill(~reused, float("-inf")).logsumexp(-1, keepdim=True)
+        # Where no reused key is seen there is nothing to move.
+        shift = torch.where(together.isfinite(), (self.scaling.scale - 1.0) * together, 0.0)
+        return torch.where(reused, cooled + shift, scores)
+
+
+def plain_implementation(name: str) -> str:
+    """Return the attention implementation that stands behind a name of ours, or the name."""
+    return {_OVER_SDPA: "sdpa", _OVER_EAGER: "eager"}.get(name, name)
+
+
+@contextmanager
+def scaled_answers(
+    model: PreTrainedModel, fused: FusedKV, layers: tuple[ScaledKeys, ...]
+) -> Iterator[None]:
+    """Make the model's own forwards of this thread attend to a fused prompt's keys as scaled.
+
+    Hold the model's lock. Generation behind a prompt then uses the attention that the prompt was
+    fused with; forwards over anything but that prompt's buffer are the ordinary ones.
+
+    Parameters
+    ----------
+    fused
+        The prompt's buffer.
+    layers
+        One for each layer; empty changes nothing.
+    """
+    if not layers:
+        yield
+        return
+    config = model.config
+    original = config._attn_implementation
+    before = getattr(_present, "prompt", None)
+    _present.prompt = fused, layers
+    is_eager = plain_implementation(original) == "eager"
+    config._attn_implementation = _OVER_EAGER if is_eager else _OVER_SDPA
+    try:
+        yield
+    finally:
+        config._attn_implementation = original
+        _present.prompt = before
+
+
+def _attend(
+    ordinary: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    prompt: tuple[FusedKV, tuple[ScaledKeys, ...]] | None = getattr(_present, "prompt", None)
+    layer_index: Any = module.layer_idx
+    # A forward in another thread, or over other keys than those of the prompt: somebody else's.
+    if prompt is None or not _is_part(key, prompt[0].keys[layer_index]):
+        return ordinary(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    num_rows, num_keys = query.shape[2], key.shape[2]
+    if attention_mask is None:
+        # Left out where it says no more than that rows see all keys before them.
+        allowed = torch.ones(num_rows, num_keys, dtype=torch.bool, device=key.device)
+        allowed = allowed.tril(num_keys - num_rows)
+    elif attention_mask.dtype == torch.bool:
+        allowed = attention_mask[0, 0, :, :num_keys]
+    else:
+        allowed = attention_mask[0, 0, :, :num_keys] == 0
+    softcap = kwargs.get("softcap")
+    output = prompt[1][layer_index].attend(query, key, value, allowed, scaling, softcap=softcap)
+    return output, None
+
+
+def _is_part(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def _over_sdpa(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return _attend(
+        sdpa_attention_forward, module, query, key, value, attention_mask, scaling, kwargs
+    )
+
+
+def _over_eager(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    eager = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
+    return _attend(eager, module, query, key, value, attention_mask, scaling, kwargs)
+
+
+AttentionInterface.register(_OVER_SDPA, _over_sdpa)
+AttentionMaskInterface.register(_OVER_SDPA, sdpa_mask)
+AttentionInterface.register(_OVER_EAGER, _over_eager)
+AttentionMaskInterface.register(_OVER_EAGER, eager_mask)
