@@ -22,7 +22,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.policies import DEFAULT_POLICY
-from kvrag.fusion.policies.registry import make_policy, parameters_of
+from kvrag.fusion.policies.registry import make_policy, takes_ratio
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 
@@ -171,7 +171,7 @@ def _row(
     plain: float,
     meter: FloorMeter,
 ) -> TTFTRow:
-    ratio = options.ratio if "ratio" in parameters_of(policy) else None
+    ratio = options.ratio if takes_ratio(policy) else None
 
     def answer(engine: KVEngine) -> Answer:
         return engine.generate(prompt, policy=policy, ratio=ratio, max_tokens=1)

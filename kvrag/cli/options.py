@@ -62,7 +62,7 @@ BoundaryTokensOption = Annotated[
     int | None,
     typer.Option(
         "--boundary-tokens",
-        help="Tokens that 'boundary' and 'seam' recompute of each chunk.",
+        help="In place of it, tokens that 'boundary' and 'seam' recompute of each chunk.",
         show_default=False,
     ),
 ]

@@ -59,10 +59,10 @@ class KVEngine:
         index that stores chunks compressed nothing can be computed again: there the default
         stands for ``"none"``, and any other is refused.
     ratio
-        Share of reused tokens that policies which take one compute again, and bound of
-        ``"auto"``; None is the policy's default.
+        Share of reused tokens that is computed again, and bound of ``"auto"``; None is the policy's
+        default.
     boundary_tokens
-        Tokens a chunk that ``"boundary"`` and ``"seam"`` compute again; None is their default.
+        In place of it, tokens a chunk that ``"boundary"`` and ``"seam"`` compute again.
     links
         Link tokens put behind reused chunks (KVLink): a file that ``kvrag train links`` wrote, or
         ``"off"``; None takes ``links.safetensors`` from the model's folder, where it lies there.
@@ -271,20 +271,24 @@ class KVEngine:
         boundary_tokens: int | None,
     ) -> RecomputePolicy:
         if isinstance(policy, RecomputePolicy):
-            return self._checked_policy(policy, str(policy))
+            return self._ready_policy(policy, str(policy))
         name = policy if policy is not None else self._policy
-        if name == self._policy:
-            # The engine's own parameters belong to the engine's own policy only.
-            ratio = self._ratio if ratio is None else ratio
-            boundary_tokens = self._boundary_tokens if boundary_tokens is None else boundary_tokens
+        if name == self._policy and ratio is None and boundary_tokens is None:
+            # The engine's own parameters belong to the engine's own policy only, and give way
+            # together: "boundary" takes the one or the other.
+            ratio, boundary_tokens = self._ratio, self._boundary_tokens
         chosen = make_policy(name, ratio=ratio, boundary_tokens=boundary_tokens)
         if name == DEFAULT_POLICY and ratio is None and boundary_tokens is None:
             return chosen if self.index.compression is None else NonePolicy()
-        self._checked_policy(chosen, name)
-        if isinstance(chosen, AutoPolicy):
-            chosen = replace(chosen, calibration=self.index.calibration)
-            chosen.require_calibration()
-        return chosen
+        return self._ready_policy(chosen, name)
+
+    def _ready_policy(self, policy: RecomputePolicy, name: str) -> RecomputePolicy:
+        """Return the policy, with the index's calibration where it needs one."""
+        self._checked_policy(policy, name)
+        if isinstance(policy, AutoPolicy) and policy.calibration is None:
+            policy = replace(policy, calibration=self.index.calibration)
+            policy.require_calibration()
+        return policy
 
     def _checked_policy(self, policy: RecomputePolicy, name: str) -> RecomputePolicy:
         """Return the policy; ParameterError where the index holds nothing it could work on."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvrag.errors import IndexFormatError
+from kvrag.errors import IndexFormatError, ParameterError
+from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.registry import make_policy
 
@@ -26,6 +28,11 @@ class Measured:
         Share of full prefill's quality that is lost, 0 to 1; never below 0.
     loss_low, loss_high
         Its 95 % interval, paired over questions.
+
+    Raises
+    ------
+    ParameterError
+        When `make` could not make the policy, or a figure is none.
     """
 
     policy: str
@@ -33,6 +40,13 @@ class Measured:
     loss: float
     loss_low: float
     loss_high: float
+
+    def __post_init__(self) -> None:
+        if self.make().name == AutoPolicy.name:
+            raise ParameterError("policy 'auto' chooses among others: it cannot be one of them")
+        _require_numbers(self.loss, self.loss_low, self.loss_high)
+        if not 0.0 <= self.loss <= 1.0:
+            raise ParameterError(f"loss {self.loss} of {self.policy}: expected a share, 0 to 1")
 
     def make(self) -> RecomputePolicy:
         """Return the policy."""
@@ -47,11 +61,22 @@ class Cost:
     ----------
     fixed_seconds, seconds_per_row, seconds_per_cached_token
         A constant, the price of one row in one layer, and of one token whose stored KV is read.
+
+    Raises
+    ------
+    ParameterError
+        When one of them is below 0, or not finite.
     """
 
     fixed_seconds: float
     seconds_per_row: float
     seconds_per_cached_token: float
+
+    def __post_init__(self) -> None:
+        prices = self.fixed_seconds, self.seconds_per_row, self.seconds_per_cached_token
+        _require_numbers(*prices)
+        if min(prices) < 0.0:
+            raise ParameterError(f"cost {prices}: expected 0 or more seconds each")
 
     def of(self, num_rows: int, num_cached: int) -> float:
         """Return the estimate for so many rows, summed over layers, and cached tokens."""
@@ -111,21 +136,15 @@ class Calibration:
                     f"{where}: calibration of format {version}, this version reads "
                     f"{FORMAT_VERSION}: run 'kvrag calibrate' again"
                 )
-            policies = tuple(Measured(**policy) for policy in fields["policies"])
-            for policy in policies:
-                policy.make()
-                _require_numbers(policy.loss, policy.loss_low, policy.loss_high)
-            cost = Cost(**fields["cost"])
-            _require_numbers(*asdict(cost).values())
             return cls(
                 model_fingerprint=str(fields["model_fingerprint"]),
                 data=str(fields["data"]),
                 measure=str(fields["measure"]),
                 num_questions=int(fields["num_questions"]),
-                policies=policies,
-                cost=cost,
+                policies=tuple(Measured(**policy) for policy in fields["policies"]),
+                cost=Cost(**fields["cost"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise IndexFormatError(
                 f"{where}: no calibration ({type(error).__name__}: {error}); run 'kvrag calibrate' "
                 "again"
@@ -134,5 +153,6 @@ class Calibration:
 
 def _require_numbers(*values: Any) -> None:
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-            raise ValueError(f"expected a number, found {value!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
+            raise ParameterError(f"expected a finite number, found {value!r}")

@@ -17,7 +17,7 @@ import torch
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.links import LinkedRows, Links
 from kvrag.fusion.loader import OpenKV, SpanLoader, SpanLostError
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, mean_count
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.question import QuestionAttention, ask
 from kvrag.fusion.report import FusionReport
@@ -175,7 +175,7 @@ def _fuse(
     num_plain = len(layout.plain_token_ids)
     num_exact = sum(span.length for span in exact)
     num_compressed = sum(span.num_compressed for span in compressed)
-    num_recomputed = _mean_count(selection.picks)
+    num_recomputed = mean_count([len(picks) for picks in selection.picks])
     report = FusionReport(
         policy=str(policy),
         num_tokens=num_plain,
@@ -211,16 +211,6 @@ def _require_compressed(layout: Layout, loader: SpanLoader) -> None:
 def _question_start(layout: Layout, last: ReusedSpan) -> int:
     """Return the first position behind the last reused span and its links."""
     return max([last.prompt_end, *(link.position + 1 for link in layout.links)])
-
-
-def _mean_count(picks: Sequence[torch.Tensor]) -> int:
-    """Return how many tokens a layer computes again in the mean, all layers but the first.
-
-    In the first layer K/V depend on no other token: what is computed there is not repaired, but
-    needed by those that choose behind it.
-    """
-    counted = picks[1:] or picks
-    return round(sum(map(len, counted)) / len(counted))
 
 
 class _Clock:

@@ -26,7 +26,8 @@ class FusionReport:
         Taken from the store, not corrected for the text before the chunk.
     num_recomputed
         Found in the store, then computed again because the policy chose them; where layers differ,
-        the mean over all but the first, in which a policy may compute everything to choose by.
+        the mean over all but the first, rounded up: in the first a policy may compute everything
+        to choose by.
     num_fresh
         Never in the store: the question, separators, chunk edges, misses.
     num_chunks

@@ -184,8 +184,10 @@ class EngineSettings(BaseModel):
                 f"a call takes {', '.join(PER_CALL)}"
             )
         values = {name: getattr(self, name) for name in PER_CALL}
-        if call.get("policy", self.policy) != self.policy:
-            # The constructor's parameters belong to the constructor's policy.
+        says_share = not call.keys().isdisjoint(("ratio", "boundary_tokens"))
+        if says_share or call.get("policy", self.policy) != self.policy:
+            # The constructor's parameters belong to the constructor's policy, and give way
+            # together: "boundary" takes the one or the other.
             values |= {"ratio": None, "boundary_tokens": None}
         for name, value in call.items():
             if value is not None or name not in ("stop", "model"):

@@ -46,6 +46,12 @@ def test_picks_are_reused_tokens_and_spend_the_ratio(found: Inspection) -> None:
     assert {begin for begin, _ in found.spans} <= set(found.picked["boundary"])
 
 
+def test_policies_that_take_no_ratio_are_left_to_themselves(model: KVModel) -> None:
+    found = inspect_question(model, ASKED, ("none", "boundary:tokens=2"), 0.25)
+    assert found.picked["none"] == ()
+    assert len(found.picked["boundary:tokens=2"]) == 2 * len(TEXTS)
+
+
 def test_layer_figures(found: Inspection) -> None:
     assert found.rank_correlation[0] is None
     assert all(value is not None and -1 <= value <= 1 for value in found.rank_correlation[1:])

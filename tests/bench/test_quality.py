@@ -17,7 +17,6 @@ from kvrag.bench.quality.contest import (
     Contestant,
     QualityOptions,
     run_quality_bench,
-    tokens_of_ratio,
 )
 from kvrag.bench.quality.datasets import load_questions
 from kvrag.bench.quality.oracle import TrueDeviation
@@ -26,7 +25,10 @@ from kvrag.bench.quality.rows import QualityRow
 from kvrag.codec.registry import get_codec
 from kvrag.errors import KVRagError, ModelLoadError, ParameterError
 from kvrag.fusion.fuser import fuse
+from kvrag.fusion.policies.boundary import BoundaryPolicy
+from kvrag.fusion.policies.query import QueryPolicy
 from kvrag.fusion.policies.registry import make_policy
+from kvrag.fusion.policies.seam import SeamPolicy
 from kvrag.kvcache import FusedKV
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
@@ -152,6 +154,7 @@ def test_files_that_are_no_data_set(tmp_path: Path) -> None:
         ({"codecs": ("zip",)}, "no codec 'zip'; known codecs: raw"),
         ({"ratios": (1.5,)}, "ratio 1.5"),
         ({"ratios": ()}, "only policy 'none'"),
+        ({"policies": ("query:ratio=0.5:ratio=0.1",)}, "says its ratio twice"),
         ({"policies": ()}, "at least one policy"),
         ({"max_tokens": 0}, "max_tokens 0"),
         ({"num_questions": 0}, "0 questions"),
@@ -287,17 +290,21 @@ def _no_oracle() -> TrueDeviation:
     raise AssertionError("only the oracle knows the true deviation")
 
 
-def test_boundary_takes_the_fewest_tokens_that_spend_the_ratio(
-    model: KVModel, bank: ChunkBank
-) -> None:
-    layout = bank.lay_out(render("who?", TEXTS, model.tokenizer, True))
-    lengths = [span.length for span in layout.spans]
-    assert tokens_of_ratio(layout, 1.0) == max(lengths)
-    tokens = tokens_of_ratio(layout, 0.3)
-    assert sum(min(tokens, length) for length in lengths) >= 0.3 * sum(lengths)
-    assert sum(min(tokens - 1, length) for length in lengths) < 0.3 * sum(lengths)
-    nothing = Contestant("boundary", 0.0, "raw").policy_for(layout, _no_oracle)
-    assert nothing == make_policy("none")
+def test_a_policy_that_says_what_it_spends_is_judged_once(model: KVModel, musique: str) -> None:
+    policies = ("query:ratio=0.5", "boundary:tokens=3", "seam")
+    rows = run_quality_bench(
+        QualityOptions(model=model, data=musique, policies=policies, ratios=(0.1, 0.2))
+    )
+    overall = [row for row in rows if row.question_type == "overall"]
+    assert [(row.policy, row.ratio) for row in overall] == [
+        ("query:ratio=0.5", None),
+        ("boundary:tokens=3", None),
+        ("seam", 0.1),
+        ("seam", 0.2),
+    ]
+    assert 0.5 <= overall[0].recomputed_share < 0.6
+    made = [Contestant(row.policy, row.ratio, "raw").policy_for(_no_oracle) for row in overall]
+    assert made[:3] == [QueryPolicy(0.5), BoundaryPolicy(3), SeamPolicy(ratio=0.1)]
 
 
 def test_the_tiny_model_tells_reuse_from_full_prefill() -> None:

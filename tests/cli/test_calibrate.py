@@ -26,6 +26,33 @@ def test_auto_follows_a_calibration(run: Run, index_folder: Path) -> None:
     assert bounded["num_recomputed"] == 0
 
 
+def test_auto_follows_what_every_policy_was_measured_at(run: Run, index_folder: Path) -> None:
+    """With the options that nobody has to name."""
+    done = run("calibrate", "-i", index_folder, "--questions", 2, "--max-tokens", 2, "--json")
+    assert done.code == 0, done.err
+    measured = {(one["policy"], one["ratio"]) for one in done.json["policies"]}
+    assert {("none", None), ("boundary", 0.1), ("query:depth=1", 0.3)} <= measured
+    asked = ("query", "-i", index_folder, QUESTION, "--policy", "auto", "--max-tokens", 2, "--json")
+    answered = run(*asked)
+    assert answered.code == 0, answered.err
+    assert answered.json["report"]["expected_loss"] is not None
+
+
+def test_what_says_itself_what_it_spends_is_measured_once(run: Run, index_folder: Path) -> None:
+    policies = "boundary:tokens=4,query:ratio=0.9,seam"
+    small = ("--questions", 2, "--max-tokens", 2, "--ratios", "0.1,0.2", "--policies", policies)
+    done = run("calibrate", "-i", index_folder, *small, "--json")
+    assert done.code == 0, done.err
+    assert [(one["policy"], one["ratio"]) for one in done.json["policies"]] == [
+        ("boundary:tokens=4", None),
+        ("query:ratio=0.9", None),
+        ("seam", 0.1),
+        ("seam", 0.2),
+    ]
+    done = run("query", "-i", index_folder, QUESTION, "--policy", "auto", "--max-tokens", 2)
+    assert done.code == 0, done.err
+
+
 def test_json_is_what_is_kept(run: Run, index_folder: Path) -> None:
     done = run("calibrate", "-i", index_folder, *SMALL, "--json")
     assert done.code == 0, done.err
@@ -37,6 +64,9 @@ def test_what_cannot_be_calibrated_says_why(run: Run, index_folder: Path, tmp_pa
     auto = run("calibrate", "-i", index_folder, "--policies", "auto")
     assert auto.code == 1
     assert "chooses among the others" in auto.err
+    oracle = run("calibrate", "-i", index_folder, "--policies", "none,oracle")
+    assert oracle.code == 1
+    assert "leave it to 'kvrag bench quality'" in oracle.err
     # A model of random weights answers nothing right.
     data = tmp_path / "data.json"
     context = {"title": "", "text": "Ines keeps the harbour ledger."}

@@ -16,6 +16,8 @@ import kvrag
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine, Message
 from kvrag.errors import ParameterError, PromptTooLongError
+from kvrag.fusion.calibration import Calibration, Cost, Measured
+from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.ingest.index import Index
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
@@ -228,6 +230,28 @@ def test_a_ratio_for_the_default_policy_does_not_leak_into_another(index: Index)
     assert engine.fuse(PROMPT).report.policy == "deviation(ratio=0.5, on=v)"
     assert engine.fuse(PROMPT, policy="none").report.policy == "none"
     assert engine.fuse(PROMPT, policy="boundary").report.policy == "boundary(tokens=16)"
+
+
+def test_a_call_says_anew_what_is_spent(index: Index) -> None:
+    engine = KVEngine(index, policy="boundary", boundary_tokens=4)
+    assert engine.fuse(PROMPT).report.policy == "boundary(tokens=4)"
+    assert engine.fuse(PROMPT, ratio=0.5).report.policy == "boundary(ratio=0.5)"
+    with pytest.raises(ParameterError, match="both say the ratio"):
+        KVEngine(index, policy="query:ratio=0.5", ratio=0.1)
+
+
+def test_a_policy_object_finds_the_calibration(tmp_path: Path, model: KVModel) -> None:
+    with Index.create(tmp_path / "i", model=model, embedding="hashing") as index:
+        index.add([Document(source="text", text=TEXTS[0])])
+        engine = KVEngine(index)
+        with pytest.raises(ParameterError, match="kvrag calibrate"):
+            engine.fuse(PROMPT, policy=AutoPolicy(ttft=1.0))
+        measured = Measured("seam", 0.5, 0.25, 0.2, 0.3)
+        index.keep_calibration(
+            Calibration(model.fingerprint, "d", "agreement", 1, (measured,), Cost(0.0, 1.0, 0.0))
+        )
+        report = engine.fuse("Of Varn:\n\n" + TEXTS[0], policy=AutoPolicy(ttft=1.0)).report
+        assert (report.policy, report.expected_loss) == ("seam(ratio=0.5)", 0.25)
 
 
 def test_a_prompt_beyond_the_context_window_is_refused(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tests.support.models import make_model, make_tokenizer
 
 PROMPT = PromptRows(1100, 10, (ReusedSpan("a", 50, 0, 1000),))
 NUM_FRESH = 100
+NO_INTERVAL = {"loss_low": 0, "loss_high": 0}
 CALIBRATION = Calibration(
     model_fingerprint="m",
     data="d",
@@ -33,7 +34,7 @@ CALIBRATION = Calibration(
         Measured("deviation", 0.15, 0.1, 0.05, 0.2),
         Measured("query", 0.05, 0.02, 0.0, 0.04),
         Measured("query", 0.15, 0.005, 0.0, 0.01),
-        Measured("two_stage", 0.3, 0.0, 0.0, 0.0),
+        Measured("two_stage", 0.3, 0.0, -0.01, 0.0),
     ),
     # A row in a layer costs a millisecond.
     cost=Cost(0.0, 0.001, 0.0),
@@ -93,6 +94,35 @@ def test_a_time_bounds_what_is_recomputed() -> None:
     assert _chosen(ttft=0.1)[0] == NonePolicy()
 
 
+def test_a_share_bounds_policies_that_take_none() -> None:
+    """1,000 reused tokens in one chunk: 20 of them are 2 %."""
+    policies = (
+        Measured("none", None, 0.3, 0.2, 0.4),
+        Measured("boundary:tokens=20", None, 0.0, 0.0, 0.0),
+    )
+    policy = AutoPolicy(calibration=replace(CALIBRATION, policies=policies))
+    assert replace(policy, ratio=0.02).resolve(PROMPT, NUM_FRESH)[0] == BoundaryPolicy(20)
+    assert replace(policy, ratio=0.019).resolve(PROMPT, NUM_FRESH)[0] == NonePolicy()
+
+
+def test_what_was_measured_at_a_ratio_is_made_at_it() -> None:
+    boundary = Measured("boundary", 0.1, 0.0, 0.0, 0.0)
+    policy = AutoPolicy(calibration=replace(CALIBRATION, policies=(boundary,)))
+    chosen = policy.resolve(PROMPT, NUM_FRESH)[0]
+    assert chosen == BoundaryPolicy(ratio=0.1)
+    assert len(chosen.candidates(PROMPT)) == 100
+    assert planned_rows(chosen, PROMPT, NUM_FRESH) == 10 * (NUM_FRESH + 100)
+
+
+def test_where_nothing_is_off_nothing_is_expected_to_be_lost() -> None:
+    bench = Bench(KVModel(make_model(num_hidden_layers=4), make_tokenizer()))
+    policy = AutoPolicy(calibration=replace(CALIBRATION, policies=CALIBRATION.policies[:1]))
+    nothing = bench.fuse("Nothing stands here at all.", policy).report
+    exact = bench.fuse(bench.prompt(0), policy).report
+    assert exact.num_exact > 0
+    assert nothing.expected_loss == exact.expected_loss == 0.0
+
+
 def test_the_report_says_what_was_chosen_and_what_to_expect() -> None:
     bench = Bench(KVModel(make_model(num_hidden_layers=4), make_tokenizer()))
     report = bench.fuse(bench.prompt(2, 0, 3, 1), AutoPolicy(calibration=CALIBRATION)).report
@@ -120,11 +150,34 @@ def test_json_round_trip() -> None:
         {"policies": 3},
         {"cost": {"fixed_seconds": "much"}},
         {"num_questions": None},
+        {"num_questions": float("inf")},
+        *(
+            {"policies": [{"policy": "none", "ratio": None, "loss": 0, **NO_INTERVAL} | changed]}
+            for changed in (
+                {"policy": "auto"},
+                {"policy": ["none"]},
+                {"policy": "boundary:tokens=1.5"},
+                {"policy": "none", "ratio": 0.1},
+                {"loss": -3},
+                {"loss": 1.5},
+                {"loss": float("nan")},
+                {"loss": True},
+                {"loss_high": float("inf")},
+            )
+        ),
+        *(
+            {"cost": {"fixed_seconds": price, "seconds_per_row": 0, "seconds_per_cached_token": 0}}
+            for price in (float("inf"), float("nan"), -1.0, 10**400)
+        ),
     ],
 )
 def test_a_damaged_calibration_is_refused(change: dict[str, object]) -> None:
     fields = json.loads(CALIBRATION.to_json()) | change
-    with pytest.raises((IndexFormatError, ParameterError)):
-        Calibration.from_json(json.dumps(fields), "here")
     with pytest.raises(IndexFormatError, match="here"):
-        Calibration.from_json("[", "here")
+        Calibration.from_json(json.dumps(fields), "here")
+
+
+@pytest.mark.parametrize("text", ["[", "[1]", "7", "[" * 100_000])
+def test_what_is_no_calibration_is_refused(text: str) -> None:
+    with pytest.raises(IndexFormatError, match="here"):
+        Calibration.from_json(text, "here")

@@ -20,7 +20,7 @@ from kvrag.fusion.policies.gradual import GradualPolicy
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.query import QueryPolicy
 from kvrag.fusion.policies.random import RandomPolicy
-from kvrag.fusion.policies.registry import POLICIES, make_policy
+from kvrag.fusion.policies.registry import POLICIES, make_policy, takes_ratio
 from kvrag.fusion.policies.seam import SeamPolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.fusion.question import QuestionAttention
@@ -33,6 +33,7 @@ SPANS = (ReusedSpan("a", 3, 0, 10), ReusedSpan("b", 15, 2, 1), ReusedSpan("c", 2
 NUM_REUSED = 41
 PROMPT = PromptRows(60, 6, SPANS, torch.rand(6, NUM_REUSED, generator=torch.Generator()))
 OF_RATIO = (DeviationPolicy, GradualPolicy, QueryPolicy, TwoStagePolicy, RandomPolicy)
+OF_TOKENS = (BoundaryPolicy, SeamPolicy)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +51,8 @@ def test_candidates_are_reused_tokens_in_order(name: str) -> None:
     assert len(policy.candidates(nothing)) == 0
 
 
-@pytest.mark.parametrize("policy", OF_RATIO)
-@pytest.mark.parametrize("ratio", [-0.1, 1.01, float("nan")])
+@pytest.mark.parametrize("policy", OF_RATIO + OF_TOKENS)
+@pytest.mark.parametrize("ratio", [-0.1, 1.01, float("nan"), float("inf")])
 def test_a_ratio_outside_0_to_1_is_refused(policy: type[RecomputePolicy], ratio: float) -> None:
     with pytest.raises(ParameterError, match="between 0 and 1"):
         policy(ratio=ratio)  # type: ignore[call-arg]
@@ -67,7 +68,23 @@ def test_a_ratio_outside_0_to_1_is_refused(policy: type[RecomputePolicy], ratio:
         (lambda: TwoStagePolicy(pool=0.5), "two_stage pool"),
         (lambda: SeamPolicy(tokens=0), "at least 1"),
         (lambda: make_policy("query", boundary_tokens=3), "takes no boundary_tokens"),
-        (lambda: make_policy("seam", ratio=0.1), "takes no ratio"),
+        (lambda: make_policy("none", ratio=0.1), "takes no ratio"),
+        (lambda: make_policy("query:ratio=0.5", ratio=0.1), "both say the ratio; leave one out"),
+        (lambda: make_policy("seam:tokens=4", boundary_tokens=3), "both say the tokens"),
+        (lambda: make_policy("boundary", ratio=0.1, boundary_tokens=3), "expected one of the two"),
+        (lambda: make_policy("boundary:tokens=4", ratio=0.1), "expected one of the two"),
+        (lambda: make_policy("query:depth=1:depth=0"), "says its depth twice"),
+        (lambda: make_policy("boundary:tokens=1.5"), "tokens=1.5 .* expected a whole number"),
+        (lambda: make_policy("seam", boundary_tokens=2.5), "expected a whole number"),  # type: ignore[arg-type]
+        (lambda: make_policy("boundary:tokens=inf"), "expected a whole number"),
+        (lambda: make_policy("random:seed=0.5"), "seed=0.5 .* expected a whole number"),
+        (lambda: make_policy("random:seed=99999999999999999999"), "random seed 9+: expected 0 to"),
+        (lambda: make_policy("deviation", ratio=True), "ratio=True .* expected a number"),
+        (lambda: make_policy("deviation", ratio="0.5"), "ratio='0.5' .* expected a number"),  # type: ignore[arg-type]
+        (lambda: make_policy("two_stage:pool=nan"), "two_stage pool nan"),
+        (lambda: make_policy("two_stage:pool=inf"), "two_stage pool inf"),
+        (lambda: make_policy("auto:ttft=inf"), "auto ttft inf"),
+        (lambda: make_policy(5), "policy 5: expected a name"),  # type: ignore[arg-type]
         (lambda: make_policy("query:width=3"), "takes no width; it takes depth, ratio"),
         (lambda: make_policy("query:depth"), "expected PARAMETER=VALUE, found 'depth'"),
         (lambda: make_policy("query:depth=deep"), "is not what it takes"),
@@ -83,7 +100,7 @@ def test_parameters_that_mean_nothing_are_refused(make: object, message: str) ->
         make()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("policy", OF_RATIO)
+@pytest.mark.parametrize("policy", OF_RATIO + OF_TOKENS)
 def test_ratio_0_computes_nothing_again(policy: type[RecomputePolicy], bench: Bench) -> None:
     prompt = bench.prompt(2, 0, 3, 1)
     fused = bench.fuse(prompt, policy(ratio=0.0))  # type: ignore[call-arg]
@@ -92,7 +109,7 @@ def test_ratio_0_computes_nothing_again(policy: type[RecomputePolicy], bench: Be
     assert torch.equal(fused.logits, none.logits)
 
 
-@pytest.mark.parametrize("policy", OF_RATIO)
+@pytest.mark.parametrize("policy", OF_RATIO + OF_TOKENS)
 @pytest.mark.parametrize("order", [(0,), (2, 0, 3, 1), (1, 1, 0)])
 def test_ratio_1_is_a_full_prefill(
     policy: type[RecomputePolicy], order: tuple[int, ...], bench: Bench
@@ -183,6 +200,35 @@ def test_seam_takes_both_ends_of_each_chunk() -> None:
 
 def test_boundary_is_the_head_of_a_seam() -> None:
     assert BoundaryPolicy(tokens=2).candidates(PROMPT).tolist() == [3, 4, 15, 20, 21]
+
+
+@pytest.mark.parametrize("policy", OF_TOKENS)
+@pytest.mark.parametrize("ratio", [0.01, 0.3, 0.5, 1.0])
+def test_a_ratio_is_the_fewest_tokens_a_chunk_that_make_it_up(
+    policy: type[BoundaryPolicy], ratio: float
+) -> None:
+    tokens = policy(ratio=ratio).tokens_of(PROMPT)
+    chosen = policy(ratio=ratio).candidates(PROMPT)
+    assert chosen.tolist() == policy(tokens=tokens).candidates(PROMPT).tolist()
+    assert len(chosen) >= ratio * NUM_REUSED
+    if tokens > 1:
+        assert len(policy(tokens=tokens - 1).candidates(PROMPT)) < ratio * NUM_REUSED
+
+
+def test_a_ratio_is_taken_where_the_spec_leaves_it_open() -> None:
+    assert takes_ratio("query:depth=1")
+    assert takes_ratio("boundary")
+    assert not takes_ratio("none")
+    assert not takes_ratio("query:ratio=0.5")
+    assert not takes_ratio("boundary:tokens=4")
+    with pytest.raises(ParameterError, match="unknown policy 'best'"):
+        takes_ratio("best")
+
+
+def test_one_row_in_one_layer_is_counted(bench: Bench) -> None:
+    fused = bench.fuse(bench.prompt(2, 0, 3, 1), GradualPolicy(ratio=1e-9))
+    assert [len(picks) for picks in fused.picks[1:]] == [1, 0, 0]
+    assert fused.report.num_recomputed == 1
 
 
 def test_random_draws_by_its_seed() -> None:

@@ -118,6 +118,12 @@ def test_identity_holds_all_that_changes_an_answer(rag: Rag, llm: KVRagLLM) -> N
         assert other._identifying_params != identity, name
 
 
+def test_a_call_says_anew_what_is_spent(tmp_path: Path) -> None:
+    llm = KVRagLLM(index=tmp_path / "nowhere", policy="boundary", boundary_tokens=4)
+    values = llm.call_values({"ratio": 0.5})
+    assert (values["ratio"], values["boundary_tokens"]) == (0.5, None)
+
+
 def test_identity_needs_no_weights_and_no_index(tmp_path: Path) -> None:
     llm = KVRagLLM(index=tmp_path / "nowhere")
     assert "nowhere" in str(llm)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvrag.bench.quality.bank import ChunkBank
-from kvrag.bench.quality.contest import Contestant
+from kvrag.bench.quality.contest import QualityOptions, contestants
 from kvrag.bench.quality.oracle import TrueDeviation, fill
 from kvrag.bench.quality.questions import JudgedQuestion, render
 from kvrag.codec.raw import RawCodec
@@ -99,11 +99,11 @@ def inspect_question(
     opener = bank.opener(RawCodec.name)
     deviation = TrueDeviation.of(model, layout, opener)
     picked = {}
-    for policy in policies:
-        chosen = Contestant(policy, ratio, RawCodec.name).policy_for(layout, lambda: deviation)
-        picks = fill(model, layout, opener, chosen).picks
+    options = QualityOptions(policies=policies, ratios=(ratio,))
+    for contestant in contestants(options) if policies else ():
+        picks = fill(model, layout, opener, contestant.policy_for(lambda: deviation)).picks
         # Behind the first layer: in it, a policy may compute everything to choose by.
-        picked[policy] = tuple(picks[min(1, len(picks) - 1)].tolist())
+        picked[contestant.policy] = tuple(picks[min(1, len(picks) - 1)].tolist())
     values = deviation.values.numpy()
     chunks = model.prefill(
         bank.prefix_ids,

@@ -13,6 +13,7 @@ import numpy as np
 from kvrag.bench.quality.bootstrap import mean_interval
 from kvrag.bench.quality.contest import Contestant, QualityOptions, judge_questions
 from kvrag.bench.quality.datasets import load_questions
+from kvrag.bench.quality.oracle import ORACLE
 from kvrag.bench.quality.questions import JudgedQuestion
 from kvrag.bench.quality.rows import Judgement
 from kvrag.engine.engine import LINKS_OFF
@@ -50,7 +51,7 @@ class CalibrationOptions:
     max_tokens
         Tokens of an answer at the most.
     policies, ratios
-        What is measured.
+        What is measured: each policy at each ratio, as in `QualityOptions`.
     use_chat_template
         Ask through the model's chat template where it has one.
     """
@@ -81,6 +82,11 @@ def calibrate(
         When the index is empty, or nothing can be measured.
     """
     options = options or CalibrationOptions()
+    if ORACLE in options.policies:
+        raise ParameterError(
+            f"calibrate: {ORACLE!r} compares a prompt with its full prefill, which no answer can "
+            "wait for; leave it to 'kvrag bench quality'"
+        )
     if options.data is None:
         questions = _own_questions(index, options)
     else:
@@ -109,7 +115,8 @@ def calibrate(
     for contestant, judgements in judged.items():
         losses = [(_answer_loss(j) if has_answers else _token_loss(j)) / full for j in judgements]
         low, high = mean_interval(losses)
-        loss = max(0.0, fmean(losses))
+        # Rounding can put a mean of ones a little above one.
+        loss = min(1.0, max(0.0, fmean(losses)))
         measured.append(Measured(contestant.policy, contestant.ratio, loss, low, high))
     return Calibration(
         model_fingerprint=index.model.fingerprint,
@@ -138,7 +145,9 @@ def _own_questions(index: Index, options: CalibrationOptions) -> list[JudgedQues
     step = max(1, len(texts) // options.num_questions)
     questions = []
     for chunk_id, text in list(texts.items())[::step][: options.num_questions]:
-        quotation = _longest_sentence(text)
+        quotation = _quotation(text, index)
+        if not quotation:
+            continue
         hits = index.search(quotation, options.num_chunks)
         found = sorted((hit.chunk for hit in hits), key=lambda c: (c.source, c.ordinal))
         questions.append(
@@ -150,12 +159,23 @@ def _own_questions(index: Index, options: CalibrationOptions) -> list[JudgedQues
                 texts=tuple(dict.fromkeys(c.text for c in found)),
             )
         )
+    if not questions:
+        raise ParameterError(
+            f"{index.path}: no chunk is longer than a word, so none can be quoted in part; "
+            "calibrate with --data"
+        )
     return questions
 
 
-def _longest_sentence(text: str) -> str:
-    longest = max(_SENTENCE_END.split(text), key=len)
-    return " ".join(longest.split()[:_MAX_QUERY_WORDS])
+def _quotation(text: str, index: Index) -> str:
+    """Return words of a text's longest sentence that are no chunk themselves; none may be left.
+
+    A whole chunk in a question would be taken from the store there too, as no question's is.
+    """
+    words = max(_SENTENCE_END.split(text), key=len).split()[:_MAX_QUERY_WORDS]
+    while words and index.matcher.find(" ".join(words)):
+        words.pop()
+    return " ".join(words)
 
 
 def _fit_cost(judged: Mapping[Contestant, Sequence[Judgement]]) -> Cost:

@@ -26,7 +26,7 @@ from kvrag.fusion.layout import Layout
 from kvrag.fusion.links import Links, find_links, insert_links
 from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.fusion.policies.base import RecomputePolicy, check_ratio
-from kvrag.fusion.policies.registry import make_policy, parameters_of
+from kvrag.fusion.policies.registry import make_policy, takes_ratio
 from kvrag.ingest.contexts import NO_CONTEXT, context_limit
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
@@ -49,7 +49,8 @@ class QualityOptions:
     data
         ``"generated"`` or the path of a data set (`load_questions`).
     policies, ratios
-        Each policy is judged at each ratio; ``none`` once.
+        Each policy is judged at each ratio; ``none`` once, and so are those that say themselves
+        what they spend (``query:ratio=0.1``, ``boundary:tokens=8``).
     codecs
         Chunks are stored through each.
     contexts
@@ -108,34 +109,16 @@ class Contestant:
         """The policy's name, and whether link tokens stand behind the chunks."""
         return self.policy + LINKED if self.linked else self.policy
 
-    def policy_for(self, layout: Layout, deviation: Callable[[], TrueDeviation]) -> RecomputePolicy:
-        """Return the policy with the parameters that spend the ratio on this prompt.
-
-        `deviation` is asked for by ``oracle`` alone.
-        """
-        if self.ratio is None:
-            return make_policy(self.policy)
+    def policy_for(self, deviation: Callable[[], TrueDeviation]) -> RecomputePolicy:
+        """Return the policy, at the ratio; `deviation` is asked for by ``oracle`` alone."""
         if self.policy == ORACLE:
+            assert self.ratio is not None
             return OraclePolicy(self.ratio, deviation())
-        parameters = parameters_of(self.policy)
-        if "ratio" in parameters:
-            return make_policy(self.policy, ratio=self.ratio)
-        if self.ratio == 0.0:
-            return make_policy("none")
-        return make_policy(self.policy, boundary_tokens=tokens_of_ratio(layout, self.ratio))
+        return make_policy(self.policy, ratio=self.ratio)
 
 
-def tokens_of_ratio(layout: Layout, ratio: float) -> int:
-    """Return the fewest tokens a chunk that are at least `ratio` of what is reused.
-
-    So policies that take a ratio and those that take a length spend alike.
-    """
-    lengths = [span.length for span in layout.spans if not layout.is_exact(span)]
-    wanted = ratio * sum(lengths)
-    tokens = 1
-    while sum(min(length, tokens) for length in lengths) < wanted:
-        tokens += 1
-    return tokens
+def _takes_ratio(policy: str) -> bool:
+    return policy == ORACLE or takes_ratio(policy)
 
 
 def contestants(options: QualityOptions, with_links: bool = False) -> list[Contestant]:
@@ -173,15 +156,18 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
         )
     if options.max_tokens < 1:
         raise ParameterError(f"max_tokens {options.max_tokens}: expected at least 1")
-    if not options.ratios and set(options.policies) != {"none"}:
-        raise ParameterError("bench quality: only policy 'none' does without a ratio")
+    if not options.ratios and any(map(_takes_ratio, options.policies)):
+        raise ParameterError(
+            "bench quality: no ratio was given; only policy 'none' does without, and those that "
+            "say themselves what they spend ('query:ratio=0.1', 'boundary:tokens=8')"
+        )
     found = [
         Contestant(policy, ratio, codec, context, linked, compression)
         for context in options.contexts
         for compression in compressions
         for codec in codecs
         for policy in (options.policies if compression == NO_COMPRESSION else ("none",))
-        for ratio in ([None] if policy == "none" else options.ratios)
+        for ratio in (options.ratios if _takes_ratio(policy) else [None])
         # The oracle's deviations are those of the prompt without links.
         for linked in ((False, True) if with_links and policy != ORACLE else (False,))
     ]
@@ -418,7 +404,7 @@ class _Judge:
             given = self._answerer.fused(
                 layout,
                 bank.opener(contestant.codec),
-                contestant.policy_for(layout, partial(deviation, name, contestant.codec)),
+                contestant.policy_for(partial(deviation, name, contestant.codec)),
                 reference,
                 links,
             )

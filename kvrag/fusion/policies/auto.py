@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from kvrag.errors import ParameterError
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, check_ratio, share_of
+from kvrag.fusion.policies.base import (
+    PromptRows,
+    RecomputePolicy,
+    check_ratio,
+    mean_count,
+    share_of,
+)
+from kvrag.fusion.policies.none import NonePolicy
 
 if TYPE_CHECKING:
     from kvrag.fusion.calibration import Calibration, Measured
@@ -43,10 +52,11 @@ class AutoPolicy(RecomputePolicy):
     calibration: Calibration | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.ratio is not None:
             check_ratio(self.ratio)
-        if self.ttft is not None and not self.ttft > 0.0:
-            raise ParameterError(f"auto ttft {self.ttft}: expected seconds above 0")
+        if self.ttft is not None and not 0.0 < self.ttft < math.inf:
+            raise ParameterError(f"auto ttft {self.ttft}: expected seconds above 0, and finite")
         if not 0.0 <= self.loss <= 1.0:
             raise ParameterError(f"auto loss {self.loss}: expected a share between 0 and 1")
 
@@ -60,12 +70,20 @@ class AutoPolicy(RecomputePolicy):
 
     def resolve(self, prompt: PromptRows, num_fresh: int) -> tuple[RecomputePolicy, float | None]:
         calibration = self.require_calibration()
-        cost = calibration.cost
+        if not prompt.spans:
+            # Nothing is off, so nothing is lost.
+            return NonePolicy(), 0.0
+        most_tokens = math.inf if self.ratio is None else share_of(self.ratio, prompt.num_reused)
+        most_seconds = math.inf if self.ttft is None else self.ttft
         seconds: dict[Measured, float] = {}
+        allowed = []
         for measured in calibration.policies:
-            num_rows = planned_rows(measured.make(), prompt, num_fresh)
-            seconds[measured] = cost.of(num_rows, prompt.num_reused)
-        allowed = [measured for measured in seconds if self._allows(measured, seconds[measured])]
+            policy = measured.make()
+            num_rows = planned_rows(policy, prompt, num_fresh)
+            seconds[measured] = calibration.cost.of(num_rows, prompt.num_reused)
+            num_tokens = mean_count(planned_counts(policy, prompt))
+            if num_tokens <= most_tokens and seconds[measured] <= most_seconds:
+                allowed.append(measured)
         good = [measured for measured in allowed if measured.loss <= self.loss]
         if good:
             chosen = min(good, key=lambda measured: (seconds[measured], measured.loss))
@@ -75,12 +93,6 @@ class AutoPolicy(RecomputePolicy):
             chosen = min(seconds, key=lambda measured: seconds[measured])
         return chosen.make(), chosen.loss
 
-    def _allows(self, measured: Measured, seconds: float) -> bool:
-        share = measured.ratio or 0.0
-        return (self.ratio is None or share <= self.ratio) and (
-            self.ttft is None or seconds <= self.ttft
-        )
-
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         raise NotImplementedError("auto names no tokens itself: it is resolved first")
 
@@ -88,12 +100,16 @@ class AutoPolicy(RecomputePolicy):
 def planned_rows(policy: RecomputePolicy, prompt: PromptRows, num_fresh: int) -> int:
     """Return the rows, summed over layers, that a prompt will cost, before it is fused."""
     asked = policy.question_layers(prompt.num_layers).stop * num_fresh
+    return asked + num_fresh * prompt.num_layers + sum(planned_counts(policy, prompt))
+
+
+def planned_counts(policy: RecomputePolicy, prompt: PromptRows) -> Sequence[int]:
+    """Return how many reused tokens each layer will compute again, before the question's look."""
     counts = policy.counts(prompt)
-    if counts is None:
-        ratio: float | None = getattr(policy, "ratio", None)
-        if ratio is None:
-            chosen = len(policy.candidates(prompt))
-        else:
-            chosen = share_of(ratio, prompt.num_reused)
-        counts = [chosen] * prompt.num_layers
-    return asked + num_fresh * prompt.num_layers + sum(counts)
+    if counts is not None:
+        return counts
+    if policy.question_layers(prompt.num_layers):
+        # Which ones is not known yet; how many, the share says.
+        ratio: float = vars(policy)["ratio"]
+        return [share_of(ratio, prompt.num_reused)] * prompt.num_layers
+    return [len(policy.candidates(prompt))] * prompt.num_layers

@@ -6,12 +6,22 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from types import NoneType
 from typing import ClassVar
 
 import torch
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import ReusedSpan
+
+# What a parameter may be, by the first word of its field's type.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (float, int),
+    "str": (str,),
+    "None": (NoneType,),
+}
+_EXPECTED = {"int": "a whole number", "float": "a number", "str": "a word"}
 
 
 @dataclass(frozen=True)
@@ -71,9 +81,28 @@ class RecomputePolicy(ABC):
 
     A policy is a frozen dataclass of its parameters. It names candidates before the first layer;
     what `counts` then takes away from layer to layer is what scores lowest.
+
+    Raises
+    ------
+    ParameterError
+        For a parameter of another type than its field's, or out of range.
     """
 
     name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            kinds = str(field.type).split(" | ")
+            value = getattr(self, field.name)
+            # Of fields that hold more than a plain value each policy knows itself.
+            if not _TYPES.keys() >= set(kinds):
+                continue
+            accepted = tuple(one for kind in kinds for one in _TYPES[kind])
+            if isinstance(value, bool) or not isinstance(value, accepted):
+                raise ParameterError(
+                    f"policy {self.name!r}: {field.name}={value!r} is not what it takes: expected "
+                    f"{_EXPECTED[kinds[0]]}"
+                )
 
     def question_layers(self, num_layers: int) -> range:  # noqa: ARG002
         """Return the layers in which the question's attention is wanted before `candidates`.
@@ -120,6 +149,7 @@ class RecomputePolicy(ABC):
         parameters = ", ".join(
             f"{field.name}={getattr(self, field.name)}"
             for field in fields(self)  # type: ignore[arg-type]  # subclasses are dataclasses
+            if getattr(self, field.name) is not None
         )
         return f"{self.name}({parameters})" if parameters else self.name
 
@@ -134,6 +164,17 @@ def share_of(ratio: float, num_tokens: int) -> int:
     """Return how many of so many tokens a ratio allows, rounded up."""
     # 0.15 * 100 is a little over 15 in binary; that little is not another token.
     return min(num_tokens, math.ceil(ratio * num_tokens - 1e-9))
+
+
+def mean_count(counts: Sequence[int]) -> int:
+    """Return how many tokens a layer computes again in the mean, all layers but the first.
+
+    Rounded up: what is computed in one layer only is not nothing. In the first layer K/V depend on
+    no other token: what is computed there is not repaired, but needed by those that choose behind
+    it.
+    """
+    counted = counts[1:] or counts
+    return math.ceil(sum(counted) / len(counted))
 
 
 def highest(scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -8,12 +8,14 @@ from typing import ClassVar
 import torch
 
 from kvrag.errors import ParameterError
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, check_ratio, share_of
+
+DEFAULT_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class BoundaryPolicy(RecomputePolicy):
-    """Compute the first `tokens` tokens of each chunk again, in every layer.
+    """Compute the first tokens of each chunk again, in every layer.
 
     Source: EPIC (arXiv 2410.15332), "LegoLink": each chunk's own attention sink is the first
     thing to lose its place when the chunk is no longer first.
@@ -21,21 +23,47 @@ class BoundaryPolicy(RecomputePolicy):
     Parameters
     ----------
     tokens
-        Tokens a chunk, 1 or more.
+        Tokens a chunk, 1 or more; 16 where no ratio is given either.
+    ratio
+        In place of `tokens`: of each chunk as many, the fewest that make up this share of the
+        reused, inexact tokens, 0..1.
     """
 
     name: ClassVar[str] = "boundary"
-    tokens: int = 16
+    tokens: int | None = None
+    ratio: float | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
+        super().__post_init__()
+        if self.tokens is None and self.ratio is None:
+            object.__setattr__(self, "tokens", DEFAULT_TOKENS)
+        if self.tokens is not None and self.ratio is not None:
             raise ParameterError(
-                f"boundary tokens {self.tokens}: expected at least 1 (policy 'none' computes none)"
+                f"{self.name} tokens {self.tokens} and ratio {self.ratio}: expected one of the two"
             )
+        if self.tokens is not None and self.tokens < 1:
+            raise ParameterError(
+                f"{self.name} tokens {self.tokens}: expected at least 1 (policy 'none' computes "
+                "none)"
+            )
+        if self.ratio is not None:
+            check_ratio(self.ratio)
+
+    def tokens_of(self, prompt: PromptRows) -> int:
+        """Return how many tokens of each chunk are computed again."""
+        if self.tokens is not None:
+            return self.tokens
+        assert self.ratio is not None
+        wanted = share_of(self.ratio, prompt.num_reused)
+        tokens = 0
+        while sum(min(span.length, tokens) for span in prompt.spans) < wanted:
+            tokens += 1
+        return tokens
 
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
+        tokens = self.tokens_of(prompt)
         starts = [
-            torch.arange(span.prompt_start, min(span.prompt_end, span.prompt_start + self.tokens))
+            torch.arange(span.prompt_start, min(span.prompt_end, span.prompt_start + tokens))
             for span in prompt.spans
         ]
         return torch.cat(starts) if starts else torch.empty(0, dtype=torch.long)

@@ -45,6 +45,7 @@ class DeviationPolicy(RecomputePolicy):
     on: str = "v"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_ratio(self.ratio)
         if self.on not in ON:
             raise ParameterError(f"{self.name} on={self.on!r}: expected 'k', 'v' or 'kv'")

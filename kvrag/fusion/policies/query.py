@@ -42,6 +42,7 @@ class QueryPolicy(RecomputePolicy):
     depth: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_ratio(self.ratio)
         if self.depth is not None and not 0.0 <= self.depth <= 1.0:
             raise ParameterError(f"query depth {self.depth}: expected a share between 0 and 1")

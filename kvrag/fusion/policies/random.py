@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from kvrag.errors import ParameterError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, check_ratio, share_of
 
 
@@ -19,7 +20,7 @@ class RandomPolicy(RecomputePolicy):
     ratio
         Share of the reused, inexact tokens, 0..1.
     seed
-        The same seed draws the same tokens of prompts with as many reused tokens.
+        0 or more; the same seed draws the same tokens of prompts with as many reused tokens.
     """
 
     name: ClassVar[str] = "random"
@@ -27,7 +28,10 @@ class RandomPolicy(RecomputePolicy):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_ratio(self.ratio)
+        if not 0 <= self.seed < 2**63:
+            raise ParameterError(f"random seed {self.seed}: expected 0 to {2**63 - 1}")
 
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.seed)

@@ -56,8 +56,43 @@ def make_policy(
     Raises
     ------
     ParameterError
-        For an unknown name, a value out of range, or a parameter the policy does not have.
+        For an unknown name, a value out of range, a parameter the policy does not have, or one
+        that `spec` has given already.
     """
+    name, given = _parsed(spec)
+    for key, value in (("ratio", ratio), ("tokens", boundary_tokens)):
+        if value is None:
+            continue
+        if key in given:
+            raise ParameterError(
+                f"policy {spec!r} and {_SHOWN.get(key, key)} {value}: both say the {key}; leave "
+                "one out"
+            )
+        given[key] = value
+    accepted = _parameters(name)
+    for key in given:
+        if key not in accepted:
+            known = ", ".join(sorted(accepted)) or "no parameters"
+            raise ParameterError(
+                f"policy {name!r} takes no {_SHOWN.get(key, key)}; it takes {known}"
+            )
+    return _CLASSES[name](**given)
+
+
+def takes_ratio(spec: str) -> bool:
+    """Return whether `make_policy` takes a ratio with `spec`.
+
+    Not where the policy has none (``"none"``), nor where `spec` says itself what is to be spent
+    (``"query:ratio=0.5"``, ``"boundary:tokens=4"``). Raises ParameterError as `make_policy` does.
+    """
+    name, given = _parsed(spec)
+    return "ratio" in _parameters(name) and not given.keys() & {"ratio", "tokens"}
+
+
+def _parsed(spec: str) -> tuple[str, dict[str, Any]]:
+    """Return the name in a spec, and the parameters behind it."""
+    if not isinstance(spec, str):
+        raise ParameterError(f"policy {spec!r}: expected a name; known: {', '.join(POLICIES)}")
     name, *settings = spec.split(":")
     if name not in _CLASSES:
         raise ParameterError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
@@ -66,31 +101,15 @@ def make_policy(
         key, equals, text = setting.partition("=")
         if not equals:
             raise ParameterError(f"policy {spec!r}: expected PARAMETER=VALUE, found {setting!r}")
+        if key in given:
+            raise ParameterError(f"policy {spec!r} says its {key} twice; leave one out")
         given[key] = _value(text)
-    for key, value in (("ratio", ratio), ("tokens", boundary_tokens)):
-        if value is not None:
-            given[key] = value
-    accepted = parameters_of(name)
-    for key, value in given.items():
-        if key not in accepted:
-            known = ", ".join(sorted(accepted)) or "no parameters"
-            raise ParameterError(
-                f"policy {name!r} takes no {_SHOWN.get(key, key)}; it takes {known}"
-            )
-        if isinstance(value, str) != isinstance(_default(name, key), str):
-            raise ParameterError(f"policy {name!r}: {key}={value!r} is not what it takes")
-    return _CLASSES[name](**given)
+    return name, given
 
 
-def parameters_of(spec: str) -> frozenset[str]:
-    """Return the names of the parameters of a policy that `make_policy` makes of `spec`."""
-    policy: Any = _CLASSES[spec.partition(":")[0]]
-    return frozenset(field.name for field in fields(policy)) - frozenset(_NOT_TEXT)
-
-
-def _default(name: str, parameter: str) -> object:
+def _parameters(name: str) -> frozenset[str]:
     policy: Any = _CLASSES[name]
-    return next(field.default for field in fields(policy) if field.name == parameter)
+    return frozenset(field.name for field in fields(policy)) - frozenset(_NOT_TEXT)
 
 
 def _value(text: str) -> int | float | str:

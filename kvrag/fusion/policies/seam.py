@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import torch
 
-from kvrag.errors import ParameterError
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
+from kvrag.fusion.policies.base import PromptRows
+from kvrag.fusion.policies.boundary import BoundaryPolicy
 
 
 @dataclass(frozen=True)
-class SeamPolicy(RecomputePolicy):
+class SeamPolicy(BoundaryPolicy):
     """Compute the first and the last tokens of each chunk again, in every layer.
 
     What stands between chunks (blank lines, headings, the prompt's own delimiters) is never
@@ -21,23 +21,17 @@ class SeamPolicy(RecomputePolicy):
 
     Parameters
     ----------
-    tokens
-        Tokens a chunk, 1 or more: half of them (one more, if odd) at its head, the others at its
-        end.
+    tokens, ratio
+        As in `BoundaryPolicy`: half of the tokens (one more, if odd) at a chunk's head, the others
+        at its end.
     """
 
     name: ClassVar[str] = "seam"
-    tokens: int = 16
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ParameterError(
-                f"seam tokens {self.tokens}: expected at least 1 (policy 'none' computes none)"
-            )
 
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
-        tail = self.tokens // 2
-        head = self.tokens - tail
+        tokens = self.tokens_of(prompt)
+        tail = tokens // 2
+        head = tokens - tail
         pieces = [torch.empty(0, dtype=torch.long)]
         for span in prompt.spans:
             head_end = min(span.prompt_end, span.prompt_start + head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -46,9 +47,10 @@ class TwoStagePolicy(RecomputePolicy):
     pool: float = 2.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_ratio(self.ratio)
-        if self.pool < 1.0:
-            raise ParameterError(f"two_stage pool {self.pool}: expected at least 1")
+        if not 1.0 <= self.pool < math.inf:
+            raise ParameterError(f"two_stage pool {self.pool}: expected 1 or more, and finite")
 
     def question_layers(self, num_layers: int) -> range:
         return range(0) if self.ratio in (0.0, 1.0) else range(num_layers)
