@@ -92,8 +92,13 @@ class KVEngine:
         max_tokens: int = 256,
     ) -> None:
         self.index = index
-        if isinstance(links, str | Path) and links != LINKS_OFF:
-            links = Links.load(links)
+        if isinstance(links, str | Path):
+            links = LINKS_OFF if links == LINKS_OFF else Links.load(links)
+        elif links is not None and not isinstance(links, Links):
+            raise ParameterError(
+                f"links {links!r}: expected a file that 'kvrag train links' wrote, or "
+                f"{LINKS_OFF!r}; None takes those of the model's folder"
+            )
         self._given_links = links
         self._policy = policy
         self._ratio = ratio

@@ -14,6 +14,7 @@ and answer rows are trained, and every chunk stored with the base stays valid.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -45,6 +46,7 @@ _METADATA = "kvrag-links"
 _DOWN, _UP = "adapter.down.", "adapter.up."
 _MAX_LINKS = 256
 _MAX_DOCUMENTS = 4096
+_MAX_SCALE = 1000
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ class Links:
         LinksError
             When the file is absent, damaged, too new, or no file of links.
         """
-        place = Path(path).expanduser()
+        # Not Path.expanduser, which raises where it knows no such user.
+        place = Path(os.path.expanduser(path))  # noqa: PTH111
         if not place.is_file():
             raise LinksError(
                 f"no links at {str(path)!r}: expected a {FILE_NAME} that 'kvrag train links' wrote"
@@ -347,7 +350,7 @@ def _checked_header(text: str | None, place: Path) -> LinksHeader:
                 "that wrote them, or train them anew"
             )
         header = LinksHeader(**fields)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LinksError(f"{place}: damaged header of links: {error}") from error
     for name, holds, expected in (
         ("mode", header.mode in MODES, f"one of {', '.join(MODES)}"),
@@ -359,7 +362,7 @@ def _checked_header(text: str | None, place: Path) -> LinksHeader:
             f"0 to {_MAX_DOCUMENTS}",
         ),
         ("model_fingerprint", isinstance(header.model_fingerprint, str), "text"),
-        ("scale", isinstance(header.scale, int | float), "a number"),
+        ("scale", _is_scale(header.scale), f"a number, at most {_MAX_SCALE:,} either way"),
     ):
         if not holds:
             raise LinksError(f"{place}: {name} {getattr(header, name)!r}: expected {expected}")
@@ -368,6 +371,11 @@ def _checked_header(text: str | None, place: Path) -> LinksHeader:
 
 def _is_count(value: object, most: int) -> bool:
     return type(value) is int and 0 <= value <= most
+
+
+def _is_scale(value: Any) -> bool:
+    # Not-a-number is no less than anything.
+    return type(value) in (int, float) and abs(value) <= _MAX_SCALE
 
 
 def _checked_tensors(

@@ -10,7 +10,7 @@ import torch
 
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
-from kvrag.errors import LinksError
+from kvrag.errors import LinksError, ParameterError
 from kvrag.fusion.links import FILE_NAME
 from kvrag.ingest.index import Index
 from kvrag.models.caches import FusedCache
@@ -78,6 +78,9 @@ def test_a_models_folder_brings_its_links(tmp_path: Path) -> None:
 def test_links_that_cannot_be_used_are_named(index: Index, tmp_path: Path) -> None:
     with pytest.raises(LinksError, match="no links at"):
         KVEngine(index, links=tmp_path / "absent")
+    for neither in (5, True, False):
+        with pytest.raises(ParameterError, match=f"links {neither}: expected a file"):
+            KVEngine(index, links=neither)  # type: ignore[arg-type]
     other = KVModel(make_model(seed=1), make_tokenizer())
     engine = KVEngine(index, links=make_links(other))
     with pytest.raises(LinksError, match="links of another model"):

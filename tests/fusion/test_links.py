@@ -300,6 +300,11 @@ def damaged(path: Path, **changed: Any) -> None:
         ({"fields": {"mode": "best"}}, "mode 'best'"),
         ({"fields": {"num_links": -1}}, "num_links -1"),
         ({"fields": {"max_documents": 10**9}}, "max_documents 1000000000"),
+        ({"fields": "[" * 100_000}, "damaged header"),
+        *(
+            ({"fields": {"scale": scale}}, "scale .* expected a number")
+            for scale in (float("nan"), float("inf"), -1e300, True, "1")
+        ),
         ({"fields": {"way": "kv"}}, "expected the tensors"),
         ({"fields": {"way": "adapter"}}, "adapter's tensors"),
         ({"fields": {}, "embeddings": torch.full((17, 64), float("nan"))}, "finite"),
@@ -324,6 +329,8 @@ def test_damaged_files_are_named(
 def test_what_is_no_file_of_links_is_named(tmp_path: Path) -> None:
     with pytest.raises(LinksError, match="no links at"):
         Links.load(tmp_path / "absent")
+    with pytest.raises(LinksError, match="no links at '~nobody-of-that-name/links'"):
+        Links.load("~nobody-of-that-name/links")
     (tmp_path / "text").write_text("not safetensors")
     with pytest.raises(LinksError, match="not a readable safetensors file"):
         Links.load(tmp_path / "text")
