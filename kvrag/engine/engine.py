@@ -196,7 +196,8 @@ class KVEngine:
         """Return the prompt's KV and first logits, without generating.
 
         ``kvrag.models.caches.FusedCache(fused.kv, fused.kv.num_tokens - 1)`` continues it in
-        ``transformers`` ``generate``.
+        ``transformers`` ``generate``, inside ``with fused.answering(model):`` where the policy has
+        a temperature or scale.
 
         Parameters
         ----------
@@ -480,7 +481,7 @@ class KVEngine:
                 finish = "timeout"
                 break
             token_ids = torch.cat([token_ids, token_ids.new_tensor([token])])
-            with model.lock, torch.no_grad(), self._answering(layout):
+            with fused.answering(model), torch.no_grad(), self._answering(layout):
                 output = model.hf(
                     input_ids=token_ids[None, -1:], past_key_values=cache, use_cache=True
                 )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +25,7 @@ from kvrag.fusion.report import FusionReport
 from kvrag.fusion.selection import Selection
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
+from kvrag.models.scaling import ScaledKeys, scaled_answers
 from kvrag.positions.rotary import RotaryTable
 
 
@@ -45,6 +47,8 @@ class FusedPrompt:
         For each layer ``[n]``: ascending positions of the reused tokens computed again in it.
     layout
         What was fused: the rows of `kv`.
+    scaled
+        For each layer the keys that are attended to otherwise; empty where none is.
     """
 
     kv: FusedKV
@@ -53,6 +57,13 @@ class FusedPrompt:
     fresh: torch.Tensor
     picks: tuple[torch.Tensor, ...]
     layout: Layout
+    scaled: tuple[ScaledKeys, ...] = ()
+
+    @contextmanager
+    def answering(self, model: KVModel) -> Iterator[None]:
+        """Let the model's own forwards go on with the attention that the prompt was fused with."""
+        with model.lock, scaled_answers(model.hf, self.kv, self.scaled):
+            yield
 
 
 class CompressedLostError(Exception):
@@ -137,6 +148,9 @@ def _fuse(
     prompt = PromptRows(num_tokens, model.spec.num_layers, inexact)
     fresh = linked.without_stored(_complement(num_tokens, loader.spans).to(model.device))
     policy, expected_loss = policy.resolve(prompt, len(fresh))
+    scaling = policy.scaling() if inexact or compressed else None
+    scaled: list[ScaledKeys] = []
+    held = _covered(num_tokens, [*inexact, *compressed]).to(model.device)
     num_loaded = 0
     rows_by_layer = []
     with model.computing_rows(linked.adapter, fresh):
@@ -159,6 +173,9 @@ def _fuse(
             hidden = selection.enter(layer_index, model, hidden, fused, table)
             clock.lap("select")
             rows = selection.rows
+            if scaling is not None:
+                # What is computed again is right, and attended to as such.
+                scaled.append(ScaledKeys(scaling, held.index_fill(0, rows, False)))
             rows_by_layer.append(len(rows))
             if layer_index == last_layer:
                 # Only the last token's output is needed; of the others only their K/V.
@@ -167,7 +184,15 @@ def _fuse(
                 noted = None
             else:
                 noted = selection.noting(layer_index)
-            model.forward_rows(layer_index, hidden, rows, fused, table, deviation=noted)
+            model.forward_rows(
+                layer_index,
+                hidden,
+                rows,
+                fused,
+                table,
+                deviation=noted,
+                scaled=scaled[-1] if scaled else None,
+            )
             clock.lap("compute")
         logits = model.logits(hidden)[0]
     clock.lap("compute")
@@ -198,7 +223,7 @@ def _fuse(
         num_compressed=num_compressed,
         num_compressed_rows=sum(span.length for span in compressed),
     )
-    return FusedPrompt(fused, logits, report, fresh, tuple(selection.picks), layout)
+    return FusedPrompt(fused, logits, report, fresh, tuple(selection.picks), layout, tuple(scaled))
 
 
 def _require_compressed(layout: Layout, loader: SpanLoader) -> None:
@@ -228,10 +253,15 @@ class _Clock:
 
 def _complement(num_tokens: int, spans: list[ReusedSpan]) -> torch.Tensor:
     """Return the ascending positions that no span covers."""
-    uncovered = torch.ones(num_tokens, dtype=torch.bool)
+    return (~_covered(num_tokens, spans)).nonzero()[:, 0]
+
+
+def _covered(num_tokens: int, spans: Sequence[ReusedSpan]) -> torch.Tensor:
+    """Return ``[N]`` bool: whether a span covers a position."""
+    covered = torch.zeros(num_tokens, dtype=torch.bool)
     for span in spans:
-        uncovered[span.prompt_start : span.prompt_end] = False
-    return uncovered.nonzero()[:, 0]
+        covered[span.prompt_start : span.prompt_end] = True
+    return covered
 
 
 def _write_projections(

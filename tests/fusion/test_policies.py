@@ -89,7 +89,7 @@ def test_a_ratio_outside_0_to_1_is_refused(policy: type[RecomputePolicy], ratio:
         (lambda: make_policy("query:depth"), "expected PARAMETER=VALUE, found 'depth'"),
         (lambda: make_policy("query:depth=deep"), "is not what it takes"),
         (lambda: make_policy("deviation:on=3"), "is not what it takes"),
-        (lambda: make_policy("none:x=1"), "takes no x; it takes no parameters"),
+        (lambda: make_policy("none:x=1"), "takes no x; it takes temperature, scale"),
         (lambda: make_policy("auto:calibration=x"), "takes no calibration"),
         (lambda: AutoPolicy(ttft=0.0), "above 0"),
         (lambda: AutoPolicy(loss=2.0), "auto loss"),

@@ -127,7 +127,7 @@ class Answerer:
 
         answering = links.answering(model) if links is not None and layout.links else nullcontext()
         logits = fused.logits[None]
-        with answering:
+        with answering, fused.answering(model):
             if len(reference.token_ids) > 1:
                 forced = self._forward(buffer, num_prompt, reference.token_ids[:-1])
                 logits = torch.cat([logits, forced])

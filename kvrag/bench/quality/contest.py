@@ -26,6 +26,7 @@ from kvrag.fusion.layout import Layout
 from kvrag.fusion.links import Links, find_links, insert_links
 from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.fusion.policies.base import RecomputePolicy, check_ratio
+from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.registry import make_policy, takes_ratio
 from kvrag.ingest.contexts import NO_CONTEXT, context_limit
 from kvrag.models.kv_model import KVModel
@@ -149,7 +150,7 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
             "be given"
         )
     compressions = [str(parse_compression(name) or NO_COMPRESSION) for name in options.compressions]
-    if set(compressions) != {NO_COMPRESSION} and "none" not in options.policies:
+    if set(compressions) != {NO_COMPRESSION} and not any(map(_is_none, options.policies)):
         raise ParameterError(
             "bench quality: compressed chunks are judged with policy 'none', which was not asked "
             f"for; found {', '.join(options.policies)}"
@@ -166,12 +167,18 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
         for context in options.contexts
         for compression in compressions
         for codec in codecs
-        for policy in (options.policies if compression == NO_COMPRESSION else ("none",))
+        for policy in options.policies
+        if compression == NO_COMPRESSION or _is_none(policy)
         for ratio in (options.ratios if _takes_ratio(policy) else [None])
         # The oracle's deviations are those of the prompt without links.
         for linked in ((False, True) if with_links and policy != ORACLE else (False,))
     ]
     return list(dict.fromkeys(found))
+
+
+def _is_none(policy: str) -> bool:
+    """Whether a policy computes nothing again, whatever it scales."""
+    return policy.partition(":")[0] == NonePolicy.name
 
 
 def run_quality_bench(

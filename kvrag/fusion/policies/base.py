@@ -13,6 +13,7 @@ import torch
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import ReusedSpan
+from kvrag.models.scaling import KeyScaling
 
 # What a parameter may be, by the first word of its field's type.
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -128,6 +129,10 @@ class RecomputePolicy(ABC):
             Tokens that are computed in any case.
         """
         return self, None
+
+    def scaling(self) -> KeyScaling | None:
+        """Return how tokens that stay reused are attended to; None: as all others are."""
+        return None
 
     @abstractmethod
     def candidates(self, prompt: PromptRows) -> torch.Tensor:

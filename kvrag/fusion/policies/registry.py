@@ -14,6 +14,7 @@ from kvrag.fusion.policies.gradual import GradualPolicy
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.query import QueryPolicy
 from kvrag.fusion.policies.random import RandomPolicy
+from kvrag.fusion.policies.scaled import MODIFIERS, ScaledPolicy
 from kvrag.fusion.policies.seam import SeamPolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 
@@ -46,6 +47,8 @@ def make_policy(
 ) -> RecomputePolicy:
     """Return the policy that `spec` names, as ``"query"`` or ``"gradual:spread=0.8:on=k"``.
 
+    Every policy also takes ``temperature`` and ``scale`` (`ScaledPolicy`).
+
     Parameters
     ----------
     spec
@@ -70,13 +73,15 @@ def make_policy(
             )
         given[key] = value
     accepted = _parameters(name)
+    modifiers = {key: given.pop(key) for key in MODIFIERS if key in given}
     for key in given:
         if key not in accepted:
-            known = ", ".join(sorted(accepted)) or "no parameters"
+            known = ", ".join((*sorted(accepted), *MODIFIERS))
             raise ParameterError(
                 f"policy {name!r} takes no {_SHOWN.get(key, key)}; it takes {known}"
             )
-    return _CLASSES[name](**given)
+    policy = _CLASSES[name](**given)
+    return ScaledPolicy(policy, **modifiers) if modifiers else policy
 
 
 def takes_ratio(spec: str) -> bool:
