@@ -49,6 +49,8 @@ class FileStore:
     ----------
     path
         The folder.
+    segment_bytes
+        After which a segment takes no more records; None means 256 MiB.
 
     Raises
     ------
@@ -57,7 +59,7 @@ class FileStore:
         that this version cannot read.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, segment_bytes: int | None = None) -> None:
         self._path = Path(path).absolute()
         self.url = f"file:{self._path}"
         if self._path.exists() and not self._path.is_dir():
@@ -65,6 +67,7 @@ class FileStore:
         self._loose = LooseRecords(self._path)
         self._segments = SegmentFiles(self._path / FOLDER_NAME)
         self._index = SegmentIndex(self._path)
+        self._segment_bytes = SEGMENT_BYTES if segment_bytes is None else segment_bytes
         self._metrics = StoreMetrics("file")
 
     def put(self, key: ChunkKey, record: bytes) -> None:
@@ -252,7 +255,7 @@ class FileStore:
 
     def _append(self, writer: IndexWriter, records: list[tuple[ChunkKey, bytes]]) -> None:
         segment, end = writer.last_segment()
-        if segment == 0 or end >= SEGMENT_BYTES:
+        if segment == 0 or end >= self._segment_bytes:
             # Not the number of a file that a killed process, or a lost index, left behind.
             numbers = self._segments.numbers()
             segment, end = max(writer.next_segment(), *(number + 1 for number in numbers), 1), 0

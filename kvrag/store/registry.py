@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from kvrag.errors import ParameterError
 from kvrag.store.base import Store
+from kvrag.store.breaker import GuardedStore
+from kvrag.store.encrypted import EncryptedStore, read_key
 from kvrag.store.file import FileStore
+from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
+from kvrag.store.segments import SEGMENT_BYTES
+from kvrag.store.tiered import TieredStore
+from kvrag.store.wrapper import innermost
+
+if TYPE_CHECKING:
+    from kvrag.store.objects import ObjectStore
+    from kvrag.store.redis import RedisStore
 
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 _OBJECT_SCHEMES = ("s3", "gs", "az")
 _EXPECTED = (
     "a store is file:PATH, file:///PATH, memory:, redis://HOST:PORT/DB, s3://BUCKET/PREFIX, "
-    "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX"
+    "gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or tiered:URL|URL"
 )
 
 
@@ -31,6 +42,12 @@ def open_store(url: str) -> Store:
         ``?prefix=NAME&timeout=SECONDS``; ``s3://``, ``gs://`` and ``az://`` for a bucket, with
         ``?endpoint=URL&region=NAME&timeout=SECONDS``.
 
+        Each takes ``limit=BYTES`` (``20GB``, ``512MiB``), beyond which what was used least
+        recently is removed, and ``key_file=PATH`` of a key with which records are encrypted.
+
+        ``tiered:URL|URL|URL`` reads from the first that has a record; writes go to the last one,
+        by way of the ``file:`` before it if there is one.
+
     Raises
     ------
     ParameterError
@@ -41,61 +58,115 @@ def open_store(url: str) -> Store:
         When it cannot be used.
     """
     scheme, colon, rest = url.partition(":")
-    if not colon:
-        raise ParameterError(f"{_EXPECTED}; found {url!r}")
-    if scheme == "memory" and not rest:
-        return MemoryStore()
-    if scheme == "file" and rest:
-        if not rest.startswith("//"):
-            return FileStore(rest)
-        if rest.startswith("///"):
-            return FileStore("/" + rest.lstrip("/"))
+    if colon and scheme == "tiered":
+        return _open_tiers(rest.split("|"))
+    place, query = _without_options(url) if scheme in ("file", "memory") else (url, "")
+    rest = place.partition(":")[2]
+    if scheme == "memory" and colon and not rest:
+        _, options = _parse(url, query, {})
+        return _wrap(MemoryStore(), options)
+    if scheme == "file" and rest and (not rest.startswith("//") or rest.startswith("///")):
+        path = "/" + rest.lstrip("/") if rest.startswith("///") else rest
+        _, options = _parse(url, query, {})
+        return _wrap(FileStore(path, segment_bytes=_segment_bytes(options)), options)
     if scheme in _REDIS_SCHEMES and rest.startswith("//"):
-        return _open_redis(url)
+        from kvrag.store.redis import RedisStore
+
+        place, _, query = url.partition("?")
+        own, options = _parse(url, query, {"prefix": str, "timeout": _seconds})
+        return _remote(RedisStore(place, **own), query, options)
     if scheme in _OBJECT_SCHEMES and rest.startswith("//"):
-        return _open_objects(url)
-    raise ParameterError(f"{_EXPECTED}; found {_without_password(url)!r}")
+        from kvrag.store.objects import ObjectStore
+
+        place, _, query = url.partition("?")
+        own, options = _parse(url, query, {"endpoint": str, "region": str, "timeout": _seconds})
+        return _remote(ObjectStore(place, **own), query, options)
+    raise ParameterError(f"{_EXPECTED}; found {without_password(url)!r}")
 
 
-def _open_redis(url: str) -> Store:
-    from kvrag.store.redis import RedisStore
+def _open_tiers(urls: list[str]) -> Store:
+    if len(urls) < 2 or any(url.startswith("tiered:") for url in urls):
+        raise ParameterError(
+            "tiers are two stores or more, tiered:URL|URL, the fastest first; found "
+            + repr("|".join(map(without_password, urls)))
+        )
+    tiers: list[Store] = []
+    try:
+        for url in urls:
+            tiers.append(open_store(url))
+        disk = innermost(tiers[-2])
+        folder = Path(disk.url.removeprefix("file:")) if isinstance(disk, FileStore) else None
+        return TieredStore(tiers, outbox_folder=folder)
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
 
-    place, query, options = _split(url, {"prefix": str, "timeout": _seconds})
-    store = RedisStore(place, **options)
-    store.url += query
+
+def _remote(store: RedisStore | ObjectStore, query: str, options: dict[str, Any]) -> Store:
+    if query:
+        store.url += f"?{query}"
+    return _wrap(GuardedStore(store), options)
+
+
+def _wrap(store: Store, options: dict[str, Any]) -> Store:
+    """Put around a store what its common options ask for."""
+    if "key_file" in options:
+        store = EncryptedStore(store, read_key(options["key_file"]))
+    if "limit" in options:
+        store = LimitedStore(store, options["limit"])
     return store
 
 
-def _open_objects(url: str) -> Store:
-    from kvrag.store.objects import ObjectStore
-
-    place, query, options = _split(url, {"endpoint": str, "region": str, "timeout": _seconds})
-    store = ObjectStore(place, **options)
-    store.url += query
-    return store
+def _segment_bytes(options: dict[str, Any]) -> int | None:
+    """Return segments so small that giving back room keeps a folder near its limit."""
+    if "limit" not in options:
+        return None
+    return int(min(max(options["limit"] // 16, 1 << 20), SEGMENT_BYTES))
 
 
-def _split(url: str, known: dict[str, Callable[[str], object]]) -> tuple[str, str, dict[str, Any]]:
-    """Return a URL without its options, these as written, and as keyword arguments."""
-    place, _, query = url.partition("?")
+def _without_options(url: str) -> tuple[str, str]:
+    """Split a path from its options; a question mark may also be part of the path."""
+    match = re.fullmatch(r"(.*?)\?((?:limit|key_file)=.*)", url, re.DOTALL)
+    return (match[1], match[2]) if match else (url, "")
+
+
+def _parse(
+    url: str, query: str, own: dict[str, Callable[[str], Any]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a store's own options as keyword arguments, and those that all have."""
+    known = {**own, **_COMMON}
+    place = without_password(url.partition("?")[0])
     options: dict[str, Any] = {}
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
-        raise ParameterError(
-            f"{_without_password(place)}: options are name=value: {error}"
-        ) from error
+        raise ParameterError(f"{place}: options are name=value: {error}") from error
     for name, value in pairs:
         if name not in known:
-            raise ParameterError(
-                f"{_without_password(place)} has no option {name!r}; it has {', '.join(known)}"
-            )
+            raise ParameterError(f"{place} has no option {name!r}; it has {', '.join(known)}")
         try:
-            argument = "timeout_seconds" if name == "timeout" else name
-            options[argument] = known[name](value)
+            options[name] = known[name](value)
         except ValueError as error:
-            raise ParameterError(f"{_without_password(place)}: {name}: {error}") from error
-    return place, f"?{query}" if query else "", options
+            raise ParameterError(f"{place}: {name}: {error}") from error
+    common = {name: options.pop(name) for name in _COMMON if name in options}
+    if "timeout" in options:
+        options["timeout_seconds"] = options.pop("timeout")
+    return options, common
+
+
+def parse_bytes(text: str) -> int:
+    """Return a number of bytes: ``20GB``, ``512 MiB``, ``1e9``. Raises ValueError."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(?:([kKMGT])(i?))?B?\s*", text)
+    try:
+        number = float(match[1]) if match else 0.0
+    except ValueError:
+        number = 0.0
+    if match and match[2]:
+        number *= (1024 if match[3] else 1000) ** ("kMGT".index(match[2].replace("K", "k")) + 1)
+    if not 1 <= number < 1e18:
+        raise ValueError(f"expected bytes as in 20GB or 512MiB, found {text!r}")
+    return int(number)
 
 
 def _seconds(text: str) -> float:
@@ -108,5 +179,9 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
+    """Return a URL with stars in place of its password."""
     return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", url)
+
+
+_COMMON: dict[str, Callable[[str], Any]] = {"limit": parse_bytes, "key_file": str}

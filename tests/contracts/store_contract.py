@@ -112,7 +112,7 @@ class StoreContract:
         misses = Counter()
         for counts in store.counts():
             misses.update(counts.misses)
-        assert hits == 1
+        assert hits >= 1  # tiers read for themselves as well
         assert reads >= 1000
         assert misses["absent"] >= 1
         assert misses["damaged"] == 1

@@ -13,7 +13,6 @@ import pytest
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError
-from kvrag.store import file as file_module
 from kvrag.store.base import Store
 from kvrag.store.file import FileStore
 from tests.contracts.store_contract import StoreContract, key_number, read_all, record_of, stored
@@ -281,10 +280,8 @@ def test_two_puts_of_one_key_at_once(folder: Path, monkeypatch: pytest.MonkeyPat
     assert segment_path(folder).stat().st_size == 64 + 100_032
 
 
-def test_many_records_take_few_files(
-    store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_module, "SEGMENT_BYTES", 10_000)
+def test_many_records_take_few_files(folder: Path) -> None:
+    store = FileStore(folder, segment_bytes=10_000)
     keys = [key_number(number) for number in range(100)]
     for key in keys[:50]:
         store.put(key, record_of(key))
@@ -294,10 +291,8 @@ def test_many_records_take_few_files(
         assert stored(store, key) == record_of(key) == folders.peek(folder, key)
 
 
-def test_room_is_given_back(
-    store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_module, "SEGMENT_BYTES", 10_000)
+def test_room_is_given_back(folder: Path) -> None:
+    store = FileStore(folder, segment_bytes=10_000)
     keys = [key_number(number) for number in range(45)]  # nine and a bit to a segment
     for key in keys:
         store.put(key, record_of(key))
@@ -325,10 +320,8 @@ def test_room_is_given_back(
     assert int(files_under(folder)[-1][-12:-4]) > 5
 
 
-def test_what_cannot_be_read_is_not_moved(
-    store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_module, "SEGMENT_BYTES", 5_000)
+def test_what_cannot_be_read_is_not_moved(folder: Path) -> None:
+    store = FileStore(folder, segment_bytes=5_000)
     keys = [key_number(number) for number in range(9)]
     for key in keys:
         store.put(key, record_of(key))

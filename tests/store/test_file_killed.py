@@ -108,11 +108,10 @@ def test_killed_at_each_step(tmp_path: Path, step: str, num_records: int) -> Non
 # Puts and deletes records and gives room back, again and again.
 CHURN = f"""
 import random, sys
-from kvrag.store import file
+from kvrag.store.file import FileStore
 from tests.support.records import key_number, record_of
 
-file.SEGMENT_BYTES = 4 * {RECORD_BYTES}
-store = file.FileStore(sys.argv[1])
+store = FileStore(sys.argv[1], segment_bytes=4 * {RECORD_BYTES})
 chance = random.Random(int(sys.argv[2]))
 print("ready", flush=True)
 while True:

@@ -14,6 +14,7 @@ from kvrag.store.memory import MemoryStore
 from kvrag.store.objects import ObjectStore
 from kvrag.store.redis import RedisStore
 from kvrag.store.registry import open_store
+from kvrag.store.wrapper import innermost
 from tests.contracts.store_contract import key_number
 from tests.support.servers import RedisServer, S3Server
 
@@ -61,7 +62,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 def test_redis(redis_server: RedisServer, redis_password: str) -> None:
     store = open_store(f"{redis_server.url}?prefix=registry&timeout=1.5")
-    assert isinstance(store, RedisStore)
+    assert isinstance(innermost(store), RedisStore)
     store.put(key_number(0), b"record")
     again = open_store(store.url)
     assert list(again.keys()) == [key_number(0)]
@@ -75,7 +76,7 @@ def test_a_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(boto3.client("s3", "us-east-1", endpoint_url=s3_server.endpoint)) as client:
         client.create_bucket(Bucket="registry")
     store = open_store(f"s3://registry/x?endpoint={s3_server.endpoint}&region=us-east-1")
-    assert isinstance(store, ObjectStore)
+    assert isinstance(innermost(store), ObjectStore)
     store.put(key_number(0), b"record")
     assert list(open_store(store.url).keys()) == [key_number(0)]
 

@@ -1,0 +1,226 @@
+"""Records that only who has the key can read: AES-256-GCM around any store.
+
+What is kept under a key is 64 bytes of header (magic ``89 4B 56 45 4E 43 0D 0A``, version, bytes
+of a frame, bytes of the record, salt of 32 bytes, all little-endian, then zeros) and frames: 64 KiB
+of the record each, the last one what is left, every one followed by its tag of 16 bytes. Each
+record has a key of its own (HKDF-SHA256 of the tenant's key over the salt), so a frame's number can
+be its nonce. The chunk key, the header and the frame's number are authenticated with it: frames can
+neither be swapped, nor be moved to another record, nor cut off. A range is read by its frames.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import ParameterError, RecordError
+from kvrag.store.base import Store, StoredRecord, check_range
+from kvrag.store.extras import require
+from kvrag.store.wrapper import StoreWrapper
+
+KEY_BYTES = 32
+FRAME_BYTES = 64 << 10
+
+_MAGIC = b"\x89KVENC\r\n"
+_VERSION = 1
+_TAG_BYTES = 16
+# magic, version, bytes of a frame, bytes of the record, salt, zero
+_HEADER = struct.Struct("<8sIIQ32s8s")
+
+
+def read_key(path: str | Path) -> bytes:
+    """Return the key in a file of 64 hexadecimal digits.
+
+    Raises
+    ------
+    ParameterError
+        When the file cannot be read, holds something else, or others than its owner may read it.
+    """
+    try:
+        text = Path(path).read_text(encoding="ascii").strip()
+        mode = Path(path).stat().st_mode
+        key = bytes.fromhex(text)
+    except (OSError, ValueError) as error:
+        raise ParameterError(
+            f"{path} is not a file with a key of 64 hexadecimal digits: "
+            f"{getattr(error, 'strerror', None) or 'it holds something else'}; make one with "
+            "'openssl rand -hex 32'"
+        ) from error
+    if len(key) != KEY_BYTES:
+        raise ParameterError(
+            f"{path}: a key is 64 hexadecimal digits, found {len(text)}; make one with "
+            "'openssl rand -hex 32'"
+        )
+    if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise ParameterError(
+            f"{path}: other users may read this key; take that right away (chmod 600)"
+        )
+    return key
+
+
+class EncryptedStore(StoreWrapper):
+    """A store whose records are encrypted; sizes it tells are those that are kept.
+
+    Parameters
+    ----------
+    inner
+        Where the encrypted records are kept.
+    key
+        32 bytes: a tenant's.
+
+    Raises
+    ------
+    ParameterError
+        When the key is of another length, or the library ``cryptography`` is not installed.
+    """
+
+    def __init__(self, inner: Store, key: bytes) -> None:
+        super().__init__(inner)
+        if len(key) != KEY_BYTES:
+            raise ParameterError(f"a key is {KEY_BYTES} bytes, found {len(key)}")
+        self._key = key
+        self._aead = require("cryptography.hazmat.primitives.ciphers.aead", "encryption")
+        self._hkdf = require("cryptography.hazmat.primitives.kdf.hkdf", "encryption")
+        self._hashes = require("cryptography.hazmat.primitives.hashes", "encryption")
+        self._invalid_tag = require("cryptography.exceptions", "encryption").InvalidTag
+
+    def put(self, key: ChunkKey, record: bytes) -> None:
+        """Encrypt and write a record; a key that is present keeps its record."""
+        if not self.inner.contains(key):
+            self.inner.put(key, self._encrypt(key, record))
+
+    def replace(self, key: ChunkKey, record: bytes) -> None:
+        """Encrypt and write a record in place of the one `key` has."""
+        self.inner.replace(key, self._encrypt(key, record))
+
+    def open(self, key: ChunkKey) -> StoredRecord | None:
+        """Open a record for reading, or return None where there is none.
+
+        Raises
+        ------
+        RecordError
+            When it is not an encrypted one.
+        StoreError
+            When the store does not deliver it.
+        """
+        record = self.inner.open(key)
+        if record is None:
+            return None
+        try:
+            return _EncryptedRecord(self, key, record)
+        except BaseException:
+            record.close()
+            raise
+
+    def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
+        """Iterate over keys and the bytes of their records, without what encryption adds."""
+        return ((key, _plain_size(size)) for key, size in self.inner.sizes())
+
+    def size_bytes(self) -> int:
+        """Bytes held by all records, without what encryption adds."""
+        return sum(size for _, size in self.sizes())
+
+    def cipher(self, salt: bytes) -> Any:
+        """Return the cipher of the record with `salt`."""
+        derived = self._hkdf.HKDF(
+            algorithm=self._hashes.SHA256(), length=KEY_BYTES, salt=salt, info=b"kvrag record"
+        ).derive(self._key)
+        return self._aead.AESGCM(derived)
+
+    def decrypt(self, cipher: Any, number: int, frame: memoryview, context: bytes) -> bytes | None:
+        """Return a frame's bytes, or None where it is not what was written."""
+        try:
+            return bytes(cipher.decrypt(_nonce(number), frame, context))
+        except self._invalid_tag:
+            return None
+
+    def _encrypt(self, key: ChunkKey, record: bytes) -> bytes:
+        salt = secrets.token_bytes(32)
+        header = _HEADER.pack(_MAGIC, _VERSION, FRAME_BYTES, len(record), salt, bytes(8))
+        cipher = self.cipher(salt)
+        context = _context(key, header)
+        view = memoryview(record)
+        frames = (
+            cipher.encrypt(_nonce(number), view[start : start + FRAME_BYTES], context)
+            for number, start in enumerate(range(0, max(len(record), 1), FRAME_BYTES))
+        )
+        return b"".join([header, *frames])
+
+
+class _EncryptedRecord:
+    """An opened record of an `EncryptedStore`."""
+
+    def __init__(self, store: EncryptedStore, key: ChunkKey, inner: StoredRecord) -> None:
+        self._store = store
+        self._key = key
+        self._inner = inner
+        header = bytearray(_HEADER.size)
+        if inner.size_bytes < _HEADER.size:
+            raise self._refuse("an encrypted record", f"{inner.size_bytes} bytes")
+        inner.read_into(0, memoryview(header))
+        magic, version, frame_bytes, self._size_bytes, salt, _ = _HEADER.unpack(header)
+        if magic != _MAGIC:
+            raise self._refuse("an encrypted record", "another one; it was stored without a key")
+        if (version, frame_bytes) != (_VERSION, FRAME_BYTES):
+            raise self._refuse(f"version {_VERSION}", f"version {version}")
+        if inner.size_bytes != _kept_size(self._size_bytes):
+            raise self._refuse(f"{_kept_size(self._size_bytes)} bytes", f"{inner.size_bytes} bytes")
+        self._context = _context(key, bytes(header))
+        self._cipher = store.cipher(salt)
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self._size_bytes)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        check_range(self._key, self.size_bytes, offset, buffer.nbytes)
+        end = offset + buffer.nbytes
+        first, last = offset // FRAME_BYTES, max(end - 1, offset) // FRAME_BYTES
+        step = FRAME_BYTES + _TAG_BYTES
+        begin = _HEADER.size + first * step
+        kept = bytearray(min(_HEADER.size + (last + 1) * step, self._inner.size_bytes) - begin)
+        self._inner.read_into(begin, memoryview(kept))
+        view = memoryview(kept)
+        for number in range(first, last + 1):
+            frame = view[(number - first) * step : (number - first + 1) * step]
+            content = self._store.decrypt(self._cipher, number, frame, self._context)
+            if content is None:
+                raise self._refuse("what this key has encrypted", "other bytes, or another key's")
+            start = number * FRAME_BYTES
+            part = content[max(offset - start, 0) : end - start]
+            at = max(start - offset, 0)
+            buffer[at : at + len(part)] = part
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _refuse(self, expected: str, found: str) -> RecordError:
+        return RecordError(
+            f"record {self._key} in {self._store.url}: expected {expected}, found {found}; use the "
+            "key it was stored with, or delete it and ingest its document again"
+        )
+
+
+def _context(key: ChunkKey, header: bytes) -> bytes:
+    return bytes.fromhex(key.digest) + header
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "little")
+
+
+def _kept_size(size_bytes: int) -> int:
+    num_frames = max(-(-size_bytes // FRAME_BYTES), 1)
+    return _HEADER.size + size_bytes + num_frames * _TAG_BYTES
+
+
+def _plain_size(kept_bytes: int) -> int:
+    frames = max(kept_bytes - _HEADER.size, 0)
+    num_frames = max(-(-frames // (FRAME_BYTES + _TAG_BYTES)), 1)
+    return max(frames - num_frames * _TAG_BYTES, 0)

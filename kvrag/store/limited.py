@@ -1,0 +1,245 @@
+"""A store that keeps within a number of bytes: what was used least recently goes first."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import ParameterError, StoreError
+from kvrag.store.base import Store, StoredRecord
+from kvrag.store.metrics import StoreCounts, StoreMetrics
+from kvrag.store.wrapper import RecordWrapper, StoreWrapper
+
+# Uses are halved when so many have been counted for each record kept.
+_USES_BEFORE_HALVING = 10
+# Of the limit, removed since room was last given back to the disk.
+_SHARE_BEFORE_CLEANING = 0.25
+
+
+class LimitedStore(StoreWrapper):
+    """A store of at most so many bytes of records.
+
+    What is pinned, and what this process has open, is never removed. Of a folder, a part of the
+    limit may be taken up again as much by records that were removed, until their room is given
+    back. The limit is kept by each process for the records that it knows of.
+
+    Parameters
+    ----------
+    inner
+        The store.
+    limit_bytes
+        Of all records.
+
+    Raises
+    ------
+    ParameterError
+        When the limit is not above 0.
+    """
+
+    def __init__(self, inner: Store, limit_bytes: int) -> None:
+        super().__init__(inner)
+        if limit_bytes <= 0:
+            raise ParameterError(f"{inner.url}: a limit is above 0 bytes, found {limit_bytes}")
+        self.limit_bytes = limit_bytes
+        self._metrics = StoreMetrics("limit")
+        self._lock = threading.RLock()
+        self._sizes: OrderedDict[ChunkKey, int] | None = None
+        self._total = 0
+        self._pins: Counter[ChunkKey] = Counter()
+        self._open: Counter[ChunkKey] = Counter()
+        self._uses: Counter[ChunkKey] = Counter()
+        self._num_uses = 0
+        self._removed_bytes = 0
+
+    @property
+    def url(self) -> str:
+        """The inner store's, with the limit."""
+        url = self.inner.url
+        return f"{url}{'&' if '?' in url else '?'}limit={self.limit_bytes}"
+
+    def put(self, key: ChunkKey, record: bytes) -> None:
+        """Write a record, and remove others for it; a key that is present keeps its record.
+
+        Raises
+        ------
+        StoreError
+            When it is larger than the limit, or what is pinned or open leaves no room.
+        """
+        if self.inner.contains(key):
+            self._use(key, len(record))
+            return
+        with self._room_for(key, len(record)):
+            self.inner.put(key, record)
+
+    def replace(self, key: ChunkKey, record: bytes) -> None:
+        """Write a record in place of the one `key` has. Raises as `put` does."""
+        with self._room_for(key, len(record)):
+            self.inner.replace(key, record)
+
+    def open(self, key: ChunkKey) -> StoredRecord | None:
+        """Open a record for reading, or return None where there is none."""
+        with self._lock:
+            # Before it is looked up: it must not be removed in between.
+            self._open[key] += 1
+            self._count_use(key)
+        try:
+            record = self.inner.open(key)
+        except BaseException:
+            self.let_go(key)
+            raise
+        if record is None:
+            self.let_go(key)
+            self._forget(key)
+            return None
+        self._use(key, record.size_bytes)
+        return _HeldRecord(record, key, self)
+
+    def delete(self, key: ChunkKey) -> bool:
+        """Remove a record; say whether there was one."""
+        self._forget(key)
+        return self.inner.delete(key)
+
+    def admits(self, key: ChunkKey, size_bytes: int) -> bool:
+        """Say whether a copy of a record is worth the ones that would have to go for it.
+
+        It is where there is room, or where it was asked for at least as often lately as each of
+        them: reading through a large body once does not push out what is in use (TinyLFU,
+        arXiv 1512.00727, with exact counts).
+        """
+        if size_bytes > self.limit_bytes:
+            return False
+        with self._lock:
+            sizes = self._known()
+            needed = self._total + size_bytes - self.limit_bytes
+            for victim in sizes:
+                if needed <= 0:
+                    return True
+                if victim == key or self._is_held(victim):
+                    continue
+                if self._uses[victim] > self._uses[key]:
+                    return False
+                needed -= sizes[victim]
+            return needed <= 0
+
+    def pin(self, keys: Iterable[ChunkKey]) -> None:
+        """Never remove these records, until `unpin` was called as often."""
+        with self._lock:
+            self._pins.update(keys)
+
+    def unpin(self, keys: Iterable[ChunkKey]) -> None:
+        """Take a pin back."""
+        with self._lock:
+            self._pins.subtract(keys)
+            self._pins += Counter()
+
+    def counts(self) -> Sequence[StoreCounts]:
+        """Return what was counted so far, evictions among it."""
+        own = self._metrics.counts()
+        first, *rest = self.inner.counts()
+        return (replace(first, evictions=own.evictions, bytes_evicted=own.bytes_evicted), *rest)
+
+    def let_go(self, key: ChunkKey) -> None:
+        """Be told that a record opened here was closed."""
+        with self._lock:
+            self._open[key] -= 1
+            if self._open[key] <= 0:
+                del self._open[key]
+
+    # -- private -----------------------------------------------------------------------------
+
+    def _known(self) -> OrderedDict[ChunkKey, int]:
+        """Return the records there are, the least recently used first; listed at first use."""
+        if self._sizes is None:
+            self._sizes = OrderedDict(self.inner.sizes())
+            self._total = sum(self._sizes.values())
+        return self._sizes
+
+    def _use(self, key: ChunkKey, size_bytes: int) -> None:
+        with self._lock:
+            if self._sizes is None:
+                return
+            self._total += size_bytes - self._sizes.pop(key, 0)
+            self._sizes[key] = size_bytes
+
+    def _count_use(self, key: ChunkKey) -> None:
+        self._uses[key] += 1
+        self._num_uses += 1
+        if self._num_uses > _USES_BEFORE_HALVING * max(len(self._sizes or ()), 100):
+            # What was used once is forgotten, so that the counts stay as few as the records.
+            self._uses = Counter({one: n // 2 for one, n in self._uses.items() if n > 1})
+            self._num_uses = self._uses.total()
+
+    def _forget(self, key: ChunkKey) -> None:
+        with self._lock:
+            if self._sizes is not None:
+                self._total -= self._sizes.pop(key, 0)
+
+    def _is_held(self, key: ChunkKey) -> bool:
+        return key in self._pins or key in self._open
+
+    @contextmanager
+    def _room_for(self, key: ChunkKey, size_bytes: int) -> Iterator[None]:
+        """Have room for a record while it is written; whoever else writes sees it taken."""
+        self._make_room(key, size_bytes)
+        try:
+            yield
+        except BaseException:
+            self._forget(key)
+            raise
+
+    def _make_room(self, key: ChunkKey, size_bytes: int) -> None:
+        if size_bytes > self.limit_bytes:
+            raise StoreError(
+                f"record {key} has {size_bytes} bytes, and {self.url} is limited to "
+                f"{self.limit_bytes}; raise its limit, or store smaller records (chunk_tokens, "
+                "a codec)"
+            )
+        with self._lock:
+            sizes = self._known()
+            needed = self._total + size_bytes - self.limit_bytes - sizes.get(key, 0)
+            victims = []
+            for victim, size in sizes.items():
+                if needed <= 0:
+                    break
+                if victim != key and not self._is_held(victim):
+                    victims.append(victim)
+                    needed -= size
+            if needed > 0:
+                raise StoreError(
+                    f"{self.url} is limited to {self.limit_bytes} bytes, and no record may go for "
+                    f"record {key} of {size_bytes}: all are pinned, open or not yet uploaded; "
+                    "raise its limit"
+                )
+            for victim in victims:
+                size = sizes[victim]
+                self.delete(victim)
+                self._metrics.evicted(size)
+                self._removed_bytes += size
+            self._use(key, size_bytes)
+            is_wasteful = self._removed_bytes > _SHARE_BEFORE_CLEANING * self.limit_bytes
+            if is_wasteful:
+                self._removed_bytes = 0
+        if is_wasteful:
+            self.inner.collect_garbage()
+
+
+class _HeldRecord(RecordWrapper):
+    """Keeps its record from being removed while it is open."""
+
+    def __init__(self, inner: StoredRecord, key: ChunkKey, store: LimitedStore) -> None:
+        super().__init__(inner)
+        self._key = key
+        self._store: LimitedStore | None = store
+
+    def close(self) -> None:
+        super().close()
+        store, self._store = self._store, None
+        if store is not None:
+            store.let_go(self._key)
+
+    def __del__(self) -> None:
+        self.close()

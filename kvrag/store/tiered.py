@@ -1,0 +1,399 @@
+"""Tiers of stores, the fastest first: memory over disk over a remote store.
+
+Reading asks one tier after the other; what a lower one has is copied to those above it, once
+all of it has been read and its checksums are right. Writing goes to the disk tier, durably, and to
+a list of what is yet to be uploaded; a thread uploads in the background. A process that is killed
+continues with the list when it, or another one, opens the tiers again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import ParameterError, RecordError, StoreError
+from kvrag.recordformat import check_record
+from kvrag.store.base import Store, StoredRecord
+from kvrag.store.fetch import Fetch, FetchReader
+from kvrag.store.limited import LimitedStore
+from kvrag.store.memory import MemoryStore
+from kvrag.store.metrics import StoreCounts
+from kvrag.store.outbox import Entry, Outbox
+from kvrag.store.wrapper import innermost, read_whole
+
+Check = Callable[[ChunkKey, bytes], None]
+"""Raises RecordError unless the bytes are the whole record of a key."""
+
+# Copies of records wait for the disk tier in memory: few, and if it cannot follow, none.
+_MAX_COPIES_WAITING = 8
+_FIRST_RETRY_SECONDS = 0.5
+_LONGEST_RETRY_SECONDS = 30.0
+# After which a record that was listed and is not there will never be.
+_ABANDONED_SECONDS = 3600.0
+
+
+class TieredStore:
+    """Several stores as one.
+
+    Parameters
+    ----------
+    tiers
+        At least one, the fastest first. The last one is where records are at home.
+    outbox_folder
+        Of the disk tier right above the last one: where the list of what is to be uploaded is
+        kept. None writes to the last tier before `put` returns.
+    check
+        What is copied from tier to tier must pass it.
+
+    Raises
+    ------
+    ParameterError
+        When there is no tier.
+    StoreError
+        When the list cannot be used.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Store],
+        *,
+        outbox_folder: Path | None = None,
+        check: Check = check_record,
+    ) -> None:
+        if not tiers or (outbox_folder is not None and len(tiers) < 2):
+            raise ParameterError("tiers are at least one store, and two to upload to the last")
+        self.tiers = tuple(tiers)
+        self._check = check
+        self._lock = threading.Lock()
+        self._fetches: dict[ChunkKey, tuple[Fetch, int]] = {}
+        self._outbox = None if outbox_folder is None else Outbox(outbox_folder)
+        self._disk = self.tiers[-2] if self._outbox is not None else self.tiers[-1]
+        self._wake = threading.Condition()
+        self._is_closing = False
+        self._has_failed = False
+        self._is_idle = False
+        self._version = 1
+        self._copies: queue.Queue[tuple[ChunkKey, bytes, Store] | None] = queue.Queue(
+            _MAX_COPIES_WAITING
+        )
+        self._threads: list[threading.Thread] = []
+        if self._outbox is not None:
+            # What has not been uploaded is nowhere else.
+            _pin(self._disk, self._outbox.keys())
+            self._start(self._upload_all, "kvrag-upload")
+        if len(self.tiers) > 1:
+            self._start(self._copy_all, "kvrag-copy")
+
+    @property
+    def url(self) -> str:
+        """``tiered:`` and the tiers' own, with ``|`` between them."""
+        return "tiered:" + "|".join(tier.url for tier in self.tiers)
+
+    @property
+    def num_pending(self) -> int:
+        """Records that are yet to be uploaded."""
+        return 0 if self._outbox is None else len(self._outbox.keys())
+
+    def put(self, key: ChunkKey, record: bytes) -> None:
+        """Write a record durably; a key that is present keeps its record. Raises StoreError."""
+        if not self.contains(key):
+            self._write(key, record, is_replacing=False)
+
+    def replace(self, key: ChunkKey, record: bytes) -> None:
+        """Write a record in place of the one `key` has; no tier keeps the old one."""
+        self._write(key, record, is_replacing=True)
+
+    def open(self, key: ChunkKey) -> StoredRecord | None:
+        """Open a record for reading, or return None where there is none.
+
+        Raises
+        ------
+        StoreError, RecordError
+            When no tier has it and one could not be asked.
+        """
+        refusal: StoreError | RecordError | None = None
+        for number, tier in enumerate(self.tiers):
+            if number == 1:
+                joined = self._join(key)
+                if joined is not None:
+                    return joined
+            try:
+                record = tier.open(key)
+            except (StoreError, RecordError) as error:
+                refusal = error
+                continue
+            if record is not None:
+                return self._shared(key, record, number)
+        if refusal is not None:
+            raise refusal
+        return None
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Say whether a tier has the record; one that cannot be asked has not."""
+        for tier in self.tiers:
+            with contextlib.suppress(StoreError):
+                if tier.contains(key):
+                    return True
+        return False
+
+    def delete(self, key: ChunkKey) -> bool:
+        """Remove a record from every tier; say whether there was one."""
+        self._outdate(key)
+        if self._outbox is not None and self._outbox.remove(key):
+            _unpin(self._disk, [key])
+        was_there = [tier.delete(key) for tier in self.tiers]
+        return any(was_there)
+
+    def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
+        """Iterate over the keys of all tiers and the bytes of their records."""
+        seen: set[ChunkKey] = set()
+        for tier in reversed(self.tiers):
+            for key, size_bytes in tier.sizes():
+                if key not in seen:
+                    seen.add(key)
+                    yield key, size_bytes
+
+    def keys(self) -> Iterator[ChunkKey]:
+        """Iterate over the keys of all tiers."""
+        return (key for key, _ in self.sizes())
+
+    def size_bytes(self) -> int:
+        """Bytes of all records, each counted once."""
+        return sum(size for _, size in self.sizes())
+
+    def note_damage(self, key: ChunkKey) -> None:
+        """Give up the copies of a record that are damaged; the tiers below have others."""
+        for tier in self.tiers[:-1]:
+            with contextlib.suppress(StoreError):
+                record = tier.open(key)
+                if record is None:
+                    continue
+                with contextlib.closing(record):
+                    try:
+                        self._check(key, read_whole(record))
+                    except RecordError:
+                        tier.note_damage(key)
+                        tier.delete(key)
+                        return
+        self.tiers[-1].note_damage(key)
+
+    def counts(self) -> Sequence[StoreCounts]:
+        """Return what was counted so far, the fastest tier first."""
+        return tuple(counts for tier in self.tiers for counts in tier.counts())
+
+    def pin(self, keys: Iterable[ChunkKey]) -> None:
+        """Never remove these records from any tier that they are in, until `unpin`."""
+        wanted = list(keys)
+        for tier in self.tiers:
+            _pin(tier, wanted)
+
+    def unpin(self, keys: Iterable[ChunkKey]) -> None:
+        """Take a pin back."""
+        wanted = list(keys)
+        for tier in self.tiers:
+            _unpin(tier, wanted)
+
+    def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
+        """Remove what interrupted writes left behind in every tier; say how many."""
+        return sum(tier.collect_garbage(min_age_seconds) for tier in self.tiers)
+
+    def flush(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until all is uploaded; say whether it is. Stops at once when an upload fails."""
+        if self._outbox is None:
+            return True
+        with self._wake:
+            self._has_failed = self._is_idle = False
+            self._version += 1
+            self._wake.notify_all()
+            self._wake.wait_for(lambda: self._is_idle or self._has_failed, timeout_seconds)
+            return self._is_idle
+
+    def close(self) -> None:
+        """Upload what can be, and close all tiers; what could not be uploaded stays listed."""
+        if self._is_closing:
+            return
+        if self._outbox is not None:
+            self.flush()
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify_all()
+        self._copies.put(None)
+        for thread in self._threads:
+            thread.join()
+        if self._outbox is not None:
+            self._outbox.close()
+        for tier in self.tiers:
+            tier.close()
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def _join(self, key: ChunkKey) -> StoredRecord | None:
+        """Return a reader of the fetch that is going on, if there is one."""
+        with self._lock:
+            if key not in self._fetches:
+                return None
+            fetch, num_readers = self._fetches[key]
+            self._fetches[key] = fetch, num_readers + 1
+        return FetchReader(fetch, self._leave)
+
+    def _shared(self, key: ChunkKey, record: StoredRecord, number: int) -> StoredRecord:
+        """Return a record such that who else wants it waits for the same bytes."""
+        above = self.tiers[:number]
+        wanting = [tier for tier in above if _admits(tier, key, record.size_bytes)]
+        is_remote = number > 0 and number == len(self.tiers) - 1
+        if not wanting and not is_remote:
+            return record
+
+        def keep(fetch: Fetch, content: bytearray) -> None:
+            self._keep(fetch, bytes(content), wanting)
+
+        with self._lock:
+            found = self._fetches.get(key)
+            if found is None:
+                found = Fetch(key, record, keep), 0
+            else:
+                record.close()
+            fetch, num_readers = found
+            self._fetches[key] = fetch, num_readers + 1
+        return FetchReader(fetch, self._leave)
+
+    def _leave(self, fetch: Fetch) -> None:
+        with self._lock:
+            found, num_readers = self._fetches.get(fetch.key, (None, 0))
+            if found is fetch and num_readers > 1:
+                self._fetches[fetch.key] = fetch, num_readers - 1
+                return
+            if found is fetch:
+                del self._fetches[fetch.key]
+        fetch.close()
+
+    def _outdate(self, key: ChunkKey) -> None:
+        """Keep nothing of what is being fetched under a key; who reads it reads on."""
+        with self._lock:
+            self._fetches.pop(key, None)
+
+    def _keep(self, fetch: Fetch, content: bytes, tiers: Sequence[Store]) -> None:
+        """Copy a record that has been read whole to faster tiers."""
+        with self._lock:
+            if self._fetches.get(fetch.key, (None, 0))[0] is not fetch:
+                return
+        try:
+            self._check(fetch.key, content)
+        except RecordError:
+            return  # whoever reads it finds out as well, and says so
+        for tier in tiers:
+            if isinstance(innermost(tier), MemoryStore):
+                with contextlib.suppress(StoreError):
+                    tier.put(fetch.key, content)
+            else:
+                # A copy is a convenience: if its tier cannot follow, there will be a next time.
+                with contextlib.suppress(queue.Full):
+                    self._copies.put_nowait((fetch.key, content, tier))
+
+    def _copy_all(self) -> None:
+        while (copy := self._copies.get()) is not None:
+            key, content, tier = copy
+            with contextlib.suppress(StoreError, RecordError):
+                tier.put(key, content)
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def _write(self, key: ChunkKey, record: bytes, *, is_replacing: bool) -> None:
+        self._outdate(key)
+        if is_replacing:
+            for tier in self.tiers[: self.tiers.index(self._disk)]:
+                tier.delete(key)
+        if self._outbox is None:
+            _write_to(self._disk, key, record, is_replacing)
+            return
+        # Listed first: a record that is not listed would never be uploaded.
+        if self._outbox.add(key, replaces=is_replacing):
+            _pin(self._disk, [key])
+        try:
+            _write_to(self._disk, key, record, is_replacing)
+        except StoreError:
+            # The disk is full, of what is yet to be uploaded or altogether: go past it.
+            try:
+                _write_to(self.tiers[-1], key, record, is_replacing)
+            finally:
+                if self._outbox.remove(key):
+                    _unpin(self._disk, [key])
+            return
+        with self._wake:
+            self._version += 1
+            self._is_idle = False
+            self._wake.notify_all()
+
+    def _upload_all(self) -> None:
+        assert self._outbox is not None
+        pause = _FIRST_RETRY_SECONDS
+        number = version = 0
+        while True:
+            with self._wake:
+                if self._is_closing:
+                    return
+                if version != self._version:
+                    # Something was written: also what was not there yet when it was looked at.
+                    number, version = 0, self._version
+            try:
+                entry = self._outbox.after(number)
+                if entry is not None:
+                    self._upload(entry)
+                    number = entry.number
+                pause = _FIRST_RETRY_SECONDS
+            except (StoreError, RecordError):
+                with self._wake:
+                    self._has_failed = True
+                    self._wake.notify_all()
+                    if not self._is_closing and version == self._version:
+                        self._wake.wait(pause)
+                pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
+                continue
+            if entry is None:
+                with self._wake:
+                    if version == self._version and not self._is_closing:
+                        self._is_idle = True
+                        self._wake.notify_all()
+                        self._wake.wait()
+
+    def _upload(self, entry: Entry) -> None:
+        assert self._outbox is not None
+        record = self._disk.open(entry.key)
+        if record is not None:
+            with contextlib.closing(record):
+                content = read_whole(record)
+            _write_to(self.tiers[-1], entry.key, content, entry.replaces)
+        elif entry.age_seconds < _ABANDONED_SECONDS:
+            return  # it is being written, or its writer was killed before it was
+        if self._outbox.remove(entry.key, entry.number):
+            _unpin(self._disk, [entry.key])
+
+    def _start(self, work: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+
+def _admits(tier: Store, key: ChunkKey, size_bytes: int) -> bool:
+    return not isinstance(tier, LimitedStore) or tier.admits(key, size_bytes)
+
+
+def _pin(tier: Store, keys: Iterable[ChunkKey]) -> None:
+    if isinstance(tier, LimitedStore):
+        tier.pin(keys)
+
+
+def _unpin(tier: Store, keys: Iterable[ChunkKey]) -> None:
+    if isinstance(tier, LimitedStore):
+        tier.unpin(keys)
+
+
+def _write_to(tier: Store, key: ChunkKey, record: bytes, is_replacing: bool) -> None:
+    if is_replacing:
+        tier.replace(key, record)
+    else:
+        tier.put(key, record)

@@ -1,0 +1,430 @@
+"""Tiers: what is read moves up, what is written moves down, and nothing gets lost between."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
+from kvrag.store.base import Store, StoredRecord
+from kvrag.store.file import FileStore
+from kvrag.store.limited import LimitedStore
+from kvrag.store.memory import MemoryStore
+from kvrag.store.registry import open_store
+from kvrag.store.tiered import TieredStore
+from kvrag.store.wrapper import RecordWrapper, StoreWrapper
+from tests.contracts.store_contract import StoreContract, key_number, read_all, record_of, stored
+
+KEY = key_number(0)
+ROOT = Path(__file__).parents[2]
+
+
+def check(key: ChunkKey, record: bytes) -> None:
+    if record != record_of(key, len(record)):
+        raise RecordError(f"record {key} is not what was written")
+
+
+def anything(key: ChunkKey, record: bytes) -> None:
+    pass
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class Remote(StoreWrapper):
+    """A store that counts what it is asked for, and that can be made slow, deaf or a liar."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.num_opened = 0
+        self.num_reads = 0
+        self.is_down = False
+        self.seconds = 0.0
+        self.mask = 0
+
+    def _answer(self) -> None:
+        time.sleep(self.seconds)
+        if self.is_down:
+            raise StoreUnreachableError("the remote store does not answer")
+
+    def open(self, key: ChunkKey) -> StoredRecord | None:
+        self.num_opened += 1
+        self._answer()
+        record = self.inner.open(key)
+        return None if record is None else _RemoteRecord(record, self)
+
+    def contains(self, key: ChunkKey) -> bool:
+        self._answer()
+        return self.inner.contains(key)
+
+    def put(self, key: ChunkKey, record: bytes) -> None:
+        self._answer()
+        self.inner.put(key, record)
+
+    def replace(self, key: ChunkKey, record: bytes) -> None:
+        self._answer()
+        self.inner.replace(key, record)
+
+
+class _RemoteRecord(RecordWrapper):
+    def __init__(self, inner: StoredRecord, remote: Remote) -> None:
+        super().__init__(inner)
+        self._remote = remote
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self._remote.num_reads += 1
+        self._remote._answer()
+        self.inner.read_into(offset, buffer)
+        for place in range(0, len(buffer), 100):
+            buffer[place] ^= self._remote.mask
+
+
+class TestMemoryOverFile(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        memory = LimitedStore(MemoryStore(), 1_000_000)
+        store = TieredStore([memory, FileStore(tmp_path)], check=anything)
+        yield store
+        store.close()
+
+    def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
+        assert isinstance(store, TieredStore)
+        store.tiers[1].replace(key, record)
+
+    def peek(self, store: Store, key: ChunkKey) -> bytes:
+        assert isinstance(store, TieredStore)
+        return stored(store.tiers[1], key) or b""
+
+
+class TestThreeTiers(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        tiers = [LimitedStore(MemoryStore(), 1_000_000), FileStore(tmp_path), MemoryStore()]
+        store = TieredStore(tiers, outbox_folder=tmp_path, check=anything)
+        yield store
+        store.close()
+
+    def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
+        """In the remote tier; the disk has none, as on another machine."""
+        assert isinstance(store, TieredStore)
+        store.flush()
+        store.tiers[1].delete(key)
+        store.tiers[2].replace(key, record)
+
+    def peek(self, store: Store, key: ChunkKey) -> bytes:
+        assert isinstance(store, TieredStore)
+        assert store.flush(10)
+        return stored(store.tiers[2], key) or b""
+
+
+@pytest.fixture
+def remote() -> Remote:
+    return Remote()
+
+
+@pytest.fixture
+def tiers(tmp_path: Path, remote: Remote) -> Iterator[TieredStore]:
+    memory = LimitedStore(MemoryStore(), 10_000_000)
+    disk = LimitedStore(FileStore(tmp_path / "disk"), 20_000_000)
+    store = TieredStore([memory, disk, remote], outbox_folder=tmp_path / "disk", check=check)
+    yield store
+    remote.is_down = False
+    store.close()
+
+
+def read_by_layers(store: Store, key: ChunkKey, num_layers: int = 6) -> bytes:
+    record = store.open(key)
+    assert record is not None
+    size = -(-record.size_bytes // num_layers)
+    parts = []
+    for start in range(0, record.size_bytes, size):
+        part = bytearray(min(size, record.size_bytes - start))
+        record.read_into(start, memoryview(part))
+        parts.append(bytes(part))
+    record.close()
+    return b"".join(parts)
+
+
+def test_what_is_read_moves_up(tiers: TieredStore, remote: Remote) -> None:
+    memory, disk, _ = tiers.tiers
+    remote.inner.put(KEY, record_of(KEY, 1_000_000))
+    assert read_by_layers(tiers, KEY) == record_of(KEY, 1_000_000)
+    assert memory.contains(KEY)
+    wait_until(lambda: disk.contains(KEY))
+    num_opened = remote.num_opened
+    assert read_by_layers(tiers, KEY) == record_of(KEY, 1_000_000)
+    memory.delete(KEY)
+    assert read_by_layers(tiers, KEY) == record_of(KEY, 1_000_000)
+    assert remote.num_opened == num_opened
+    assert memory.contains(KEY)
+
+
+def test_what_is_read_in_part_stays_below(tiers: TieredStore, remote: Remote) -> None:
+    remote.inner.put(KEY, record_of(KEY, 1_000_000))
+    record = tiers.open(KEY)
+    assert record is not None
+    record.read_into(0, memoryview(bytearray(1000)))
+    record.close()
+    assert not any(tier.contains(KEY) for tier in tiers.tiers[:2])
+    assert tiers._fetches == {}
+
+
+def test_one_fetch_for_all_who_want_a_record(tiers: TieredStore, remote: Remote) -> None:
+    remote.inner.put(KEY, record_of(KEY, 3_000_000))
+    remote.seconds = 0.02
+    found: list[bytes] = []
+    start = threading.Barrier(16)
+
+    def work() -> None:
+        start.wait(10)
+        found.append(read_by_layers(tiers, KEY))
+
+    threads = [threading.Thread(target=work) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(found) == {record_of(KEY, 3_000_000)}
+    assert len(found) == 16
+    # Each of the 12 granules at most once: layers that overlap share one.
+    assert 6 <= remote.num_reads <= 12
+    assert remote.inner.counts()[0].bytes_read == 3_000_000
+
+
+def test_a_fetch_that_fails_is_tried_by_the_next(tiers: TieredStore, remote: Remote) -> None:
+    remote.inner.put(KEY, record_of(KEY, 600_000))
+    first, second = tiers.open(KEY), tiers.open(KEY)
+    assert first is not None
+    assert second is not None
+    remote.is_down = True
+    with pytest.raises(StoreUnreachableError):
+        read_all(first)
+    remote.is_down = False
+    assert read_all(second) == record_of(KEY, 600_000)
+    assert read_all(first) == record_of(KEY, 600_000)
+
+
+def test_wrong_bytes_are_not_kept(tiers: TieredStore, remote: Remote) -> None:
+    remote.inner.put(KEY, record_of(KEY, 1_000_000))
+    remote.mask = 1
+    assert read_by_layers(tiers, KEY) != record_of(KEY, 1_000_000)
+    assert not any(tier.contains(KEY) for tier in tiers.tiers[:2])
+    remote.mask = 0
+    assert read_by_layers(tiers, KEY) == record_of(KEY, 1_000_000)
+    assert tiers.tiers[0].contains(KEY)
+
+
+def test_a_damaged_copy_is_given_up_for_a_good_one(tiers: TieredStore, remote: Remote) -> None:
+    remote.inner.put(KEY, record_of(KEY))
+    tiers.tiers[0].put(KEY, b"x" * 1000)
+    tiers.tiers[1].put(KEY, record_of(KEY))
+    assert stored(tiers, KEY) == b"x" * 1000
+    tiers.note_damage(KEY)
+    assert stored(tiers, KEY) == record_of(KEY)
+    damaged = [counts.misses.get("damaged", 0) for counts in tiers.counts()]
+    assert damaged == [1, 0, 0]
+    tiers.note_damage(KEY)  # all copies are good: what was read came from home
+    assert [counts.misses.get("damaged", 0) for counts in tiers.counts()] == [1, 0, 1]
+
+
+def test_writing_waits_for_the_disk_alone(tiers: TieredStore, remote: Remote) -> None:
+    remote.seconds = 0.3
+    started = time.monotonic()
+    tiers._write(KEY, record_of(KEY), is_replacing=False)
+    assert time.monotonic() - started < 0.3
+    assert tiers.tiers[1].contains(KEY)
+    assert tiers.flush(10)
+    assert stored(remote.inner, KEY) == record_of(KEY)
+    assert tiers.num_pending == 0
+
+
+def test_what_the_remote_refuses_is_kept_and_sent_later(
+    tiers: TieredStore, remote: Remote, tmp_path: Path
+) -> None:
+    remote.is_down = True
+    keys = [key_number(number) for number in range(5)]
+    for key in keys:
+        tiers.put(key, record_of(key))
+    assert not tiers.flush(10)
+    assert tiers.num_pending == 5
+    for key in keys:
+        assert stored(tiers, key) == record_of(key)
+    remote.is_down = False
+    assert tiers.flush(10)
+    assert sorted(remote.keys()) == sorted(keys)
+
+
+def test_what_is_not_uploaded_is_not_evicted(tmp_path: Path, remote: Remote) -> None:
+    disk = LimitedStore(FileStore(tmp_path), 3000)
+    store = TieredStore([disk, remote], outbox_folder=tmp_path, check=check)
+    remote.is_down = True
+    keys = [key_number(number) for number in range(9)]
+    for key in keys[:3]:
+        store.put(key, record_of(key))
+    with pytest.raises(StoreError, match="does not answer"):
+        store.put(keys[3], record_of(keys[3]))  # no room on disk, and nobody below
+    assert store.num_pending == 3
+    remote.is_down = False
+    assert store.flush(10)
+    for key in keys[3:]:
+        store.put(key, record_of(key))
+        assert store.flush(10)
+    assert sorted(remote.keys()) == sorted(keys)
+    assert disk.size_bytes() <= 3000
+    for key in keys:
+        assert stored(store, key) == record_of(key)
+    store.close()
+
+
+def test_a_record_too_large_for_the_disk_goes_past_it(tmp_path: Path, remote: Remote) -> None:
+    disk = LimitedStore(FileStore(tmp_path), 3000)
+    store = TieredStore([disk, remote], outbox_folder=tmp_path, check=check)
+    store.put(KEY, record_of(KEY, 5000))
+    assert store.num_pending == 0
+    assert stored(store, KEY) == record_of(KEY, 5000)
+    assert not disk.contains(KEY)
+    store.close()
+
+
+def test_a_record_replaced_while_it_is_uploaded(tiers: TieredStore, remote: Remote) -> None:
+    remote.seconds = 0.2
+    tiers._write(KEY, record_of(KEY), is_replacing=False)
+    time.sleep(0.1)  # the upload has begun
+    tiers.replace(KEY, record_of(KEY, 500))
+    assert tiers.flush(10)
+    assert stored(remote.inner, KEY) == record_of(KEY, 500)
+    assert stored(tiers, KEY) == record_of(KEY, 500)
+
+
+def test_what_is_replaced_while_it_is_fetched_is_not_kept(
+    tiers: TieredStore, remote: Remote
+) -> None:
+    remote.inner.put(KEY, record_of(KEY))
+    record = tiers.open(KEY)
+    assert record is not None
+    tiers.replace(KEY, record_of(KEY, 500))
+    assert read_all(record) == record_of(KEY)
+    record.close()
+    assert stored(tiers, KEY) == record_of(KEY, 500)
+    tiers.delete(KEY)
+    assert tiers.open(KEY) is None
+    assert not remote.contains(KEY)
+
+
+def test_a_dead_remote_hides_nothing_above_it(tiers: TieredStore, remote: Remote) -> None:
+    remote.inner.put(KEY, record_of(KEY))
+    assert stored(tiers, KEY) == record_of(KEY)
+    remote.inner.put(key_number(1), record_of(key_number(1)))
+    remote.is_down = True
+    assert stored(tiers, KEY) == record_of(KEY)
+    with pytest.raises(StoreUnreachableError):
+        tiers.open(key_number(1))
+    assert not tiers.contains(key_number(1))
+
+
+def test_a_sick_disk_hides_nothing_below_it(
+    tiers: TieredStore, remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.inner.put(KEY, record_of(KEY))
+
+    def refuse(*_: object) -> None:
+        raise StoreError("the disk reports a defect")
+
+    monkeypatch.setattr(tiers.tiers[1], "open", refuse)
+    assert stored(tiers, KEY) == record_of(KEY)
+    with pytest.raises(StoreError, match="defect"):
+        tiers.open(key_number(1))
+
+
+def test_pins(tiers: TieredStore, remote: Remote) -> None:
+    memory = tiers.tiers[0]
+    keys = [key_number(number) for number in range(30)]
+    tiers.pin(keys[:1])
+    for key in keys:
+        remote.inner.put(key, record_of(key, 1_000_000))
+        assert len(read_by_layers(tiers, key)) == 1_000_000
+    assert memory.contains(keys[0])
+    assert memory.size_bytes() <= 10_000_000
+    tiers.unpin(keys[:1])
+    for key in keys[1:] * 2:
+        assert len(read_by_layers(tiers, key)) == 1_000_000
+    assert not memory.contains(keys[0])
+
+
+WRITE_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from kvrag.store.file import FileStore
+from kvrag.store.tiered import TieredStore
+from tests.support.records import key_number, record_of
+
+folder, first = Path(sys.argv[1]), int(sys.argv[2])
+tiers = [FileStore(folder / "disk"), FileStore(folder / "remote")]
+store = TieredStore(tiers, outbox_folder=folder / "disk", check=lambda key, record: None)
+number = first
+while True:
+    store.put(key_number(number), record_of(key_number(number), 20_000))
+    print(number, flush=True)
+    number += 1
+"""
+
+
+def test_what_was_put_before_a_kill_is_uploaded_after_it(tmp_path: Path) -> None:
+    told: list[int] = []
+    for round_number in range(5):
+        child = subprocess.Popen(
+            [sys.executable, "-c", WRITE_AND_DIE, str(tmp_path), str(1000 * round_number)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        with child.stdout:
+            told.append(int(child.stdout.readline()))
+            time.sleep(0.03 * round_number)
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+            told += [int(line) for line in child.stdout.read().splitlines()]
+    home = FileStore(tmp_path / "remote")
+    store = TieredStore([FileStore(tmp_path / "disk"), home], outbox_folder=tmp_path / "disk")
+    assert store.flush(60)
+    for number in told:
+        assert stored(home, key_number(number)) == record_of(key_number(number), 20_000)
+    store.close()
+
+
+def test_tiers_by_url(tmp_path: Path) -> None:
+    url = f"tiered:memory:?limit=1MB|file:{tmp_path / 'disk'}?limit=2MB|file:{tmp_path / 'home'}"
+    store = open_store(url)
+    assert isinstance(store, TieredStore)
+    store.put(KEY, record_of(KEY))
+    store.close()
+    assert stored(FileStore(tmp_path / "home"), KEY) == record_of(KEY)
+    assert stored(FileStore(tmp_path / "disk"), KEY) == record_of(KEY)
+    again = open_store(store.url)
+    assert stored(again, KEY) == record_of(KEY)
+    again.close()
+
+
+@pytest.mark.parametrize("url", ["tiered:", "tiered:memory:", "tiered:tiered:memory:|memory:"])
+def test_bad_tiers(url: str) -> None:
+    with pytest.raises(ParameterError, match="two stores or more"):
+        open_store(url)
+
+
+def test_a_foreign_list_of_uploads(tmp_path: Path) -> None:
+    (tmp_path / "outbox.sqlite").write_bytes(b"not a database" * 100)
+    with pytest.raises(StoreError, match=r"cannot use .*outbox.sqlite.*delete the file"):
+        open_store(f"tiered:file:{tmp_path}|memory:")
