@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.registry import make_policy
 from kvrag.fusion.segments import Match
+from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag.ingest.index import Index
 from kvrag.models.adapter import resting
 from kvrag.models.caches import FusedCache
@@ -159,12 +161,16 @@ class KVEngine:
         text, add_special_tokens = self._text(prompt)
         matches: list[Match] = []
         chunks: dict[str, Chunk] = {}
+        # Where chunks are encoded behind nothing, those of one text are one.
+        tells_apart = self.index.config.context != NO_CONTEXT
         damage: dict[str, int] = {}
         if reuse:
             try:
                 matches = self.index.matcher.find(text, hints)
-                found = self.index.get_chunks([match.chunk_id for match in matches])
-                chunks = {chunk.chunk_id: chunk for chunk in found}
+                wanted = [match.chunk_id for match in matches]
+                if tells_apart:
+                    wanted += chain.from_iterable(match.other_ids for match in matches)
+                chunks = {chunk.chunk_id: chunk for chunk in self.index.get_chunks(wanted)}
             except (IndexFormatError, StoreError):
                 matches, damage = [], {MISS_CATALOG: 1}
         layout = lay_out(
@@ -173,12 +179,13 @@ class KVEngine:
             matches,
             chunks,
             self.index.prefix_ids,
+            hints=hints,
             add_special_tokens=add_special_tokens,
         )
         if not layout.token_ids:
             raise ParameterError("the prompt is empty: there is nothing to answer")
         layout = replace(layout, misses={**layout.misses, **damage})
-        in_order = dict.fromkeys(match.chunk_id for match in matches if match.chunk_id in chunks)
+        in_order = dict.fromkeys(layout.chunk_ids)
         return _LaidOut(layout, [chunks[chunk_id] for chunk_id in in_order])
 
     # -- fusing -------------------------------------------------------------------------------
@@ -347,8 +354,8 @@ class KVEngine:
             Ends the answer after that time, with ``finish_reason="timeout"``; of a stream, the
             time its reader takes counts too.
         hints
-            Ids of chunks likely in the prompt: they are compared first, and named among chunks
-            of equal text.
+            Ids of chunks likely in the prompt: they are compared first, and tell chunks of one
+            text apart where what stands in the prompt does not.
         reuse
             False computes every token, as a plain pipeline would: for comparison.
 

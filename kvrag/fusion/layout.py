@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from transformers import PreTrainedTokenizerBase
 
 from kvrag.chunk import Chunk
+from kvrag.fusion.records import FoundText, choose_records
 from kvrag.fusion.segments import Match
 
 MIN_RUN_LENGTH = 4
@@ -24,6 +25,10 @@ MIN_RUN_LENGTH = 4
 MISS_UNKNOWN_CHUNK = "chunk no longer in the index"
 MISS_TOKENS_DIFFER = "tokens differ from the chunk's own"
 MISS_NO_OFFSETS = "tokenizer gives no character offsets"
+MISS_OWNER_UNCLEAR = "text of several chunks, encoded behind different text"
+
+MAX_EDGE_TOKENS = 2
+"""Tokens of a chunk that the text around it may change, and it still counts as being there."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,8 @@ class Layout:
         Spans behind which links were wanted, but there are none for so many, or no room.
     given_ids
         The plain pipeline's tokens, where `token_ids` no longer tell them; else None.
+    chunk_ids
+        The chunks found, in order, those included that gave no span.
     """
 
     token_ids: tuple[int, ...]
@@ -106,6 +113,7 @@ class Layout:
     links: tuple[LinkRow, ...] = ()
     num_unlinked: int = 0
     given_ids: tuple[int, ...] | None = None
+    chunk_ids: tuple[str, ...] = ()
 
     @property
     def num_reused(self) -> int:
@@ -141,6 +149,7 @@ def lay_out(
     chunks: Mapping[str, Chunk],
     prefix_ids: Sequence[int],
     *,
+    hints: Collection[str] = (),
     add_special_tokens: bool = True,
     min_run_length: int = MIN_RUN_LENGTH,
 ) -> Layout:
@@ -155,9 +164,12 @@ def lay_out(
     matches
         Chunks found in the prompt, in order, without overlap (`ChunkMatcher.find`).
     chunks
-        The chunks matched, by id; one that is absent is a miss.
+        The chunks matched, by id, with others of their texts where chunks are encoded behind
+        context; a match of which none is there is a miss.
     prefix_ids
         The shared prefix that the chunks were encoded behind.
+    hints
+        Ids of chunks likely in the prompt: they tell chunks of one text apart.
     add_special_tokens
         True for a plain string, as ``tokenizer(prompt)`` does; False for a prompt rendered
         with a chat template, which holds its special tokens already.
@@ -176,67 +188,54 @@ def lay_out(
     has_prefix = token_ids[: len(prefix)] == prefix
     prefix_length = len(prefix) if has_prefix else 0
     misses: Counter[str] = Counter()
+    chunk_ids: list[str] = []
     spans: list[ReusedSpan] = []
+    texts: list[FoundText] = []
+    places: list[int] = []  # of each span's chunk among the ids
+    tokens = None
     if tokenizer.is_fast:
         tokens = _PromptTokens(token_ids, encoding["offset_mapping"])
-        for match in matches:
-            chunk = chunks.get(match.chunk_id)
-            if chunk is None:
-                misses[MISS_UNKNOWN_CHUNK] += 1
-                continue
-            span = tokens.longest_run(match, chunk, prefix_length)
-            if span.length < min_run_length:
-                misses[MISS_TOKENS_DIFFER] += 1
-                continue
-            spans.append(span)
-    elif matches:
-        misses[MISS_NO_OFFSETS] += len(matches)
-    layout = Layout(token_ids, tuple(spans), prefix_length, has_prefix, dict(misses))
-    return choose_records(layout, chunks)
+    for match in matches:
+        known = [chunks[i] for i in (match.chunk_id, *match.other_ids) if i in chunks]
+        if not known:
+            misses[MISS_UNKNOWN_CHUNK] += 1
+            continue
+        chunk_ids.append(known[0].chunk_id)
+        if tokens is None:
+            misses[MISS_NO_OFFSETS] += 1
+            continue
+        span = tokens.longest_run(match, known[0], prefix_length)
+        if span.length < min_run_length:
+            misses[MISS_TOKENS_DIFFER] += 1
+            continue
+        spans.append(span)
+        texts.append(_found_text(match, span, known))
+        places.append(len(chunk_ids) - 1)
+    layout = Layout(token_ids, tuple(spans), prefix_length, has_prefix)
 
+    def is_exact(number: int, context_ids: tuple[int, ...]) -> bool:
+        return layout.is_exact(replace(spans[number], context_ids=context_ids))
 
-MAX_EDGE_TOKENS = 2
-"""Tokens of a chunk that the text around it may change, and it still counts as being there."""
-
-
-def choose_records(layout: Layout, chunks: Mapping[str, Chunk]) -> Layout:
-    """Choose for every span the record of its chunk that fits the prompt best.
-
-    That is the one that is exact where the span stands; else, of several, the one behind the
-    longest context that begins a chunk which stands before it in the prompt, whole; else the
-    chunk's first.
-
-    Parameters
-    ----------
-    layout
-        Its spans may name any record.
-    chunks
-        At least the chunks of the spans, by id.
-    """
     chosen: list[ReusedSpan] = []
-    whole_before: list[tuple[int, ...]] = []
-    for span in layout.spans:
-        chunk = chunks[span.chunk_id]
-        options = [replace(span, context_ids=context_ids) for context_ids in chunk.contexts]
-        fitting = [option for option in options if layout.is_exact(option)] or [
-            option
-            for option in options
-            if any(_is_context(ids, option.context_ids) for ids in whole_before)
-        ]
-        # Of a single record nothing is to be chosen.
-        best = max(fitting, key=lambda option: len(option.context_ids), default=options[0])
-        chosen.append(best)
-        if span.length >= len(chunk.token_ids) - MAX_EDGE_TOKENS:
-            whole_before.append(chunk.token_ids)
-    return replace(layout, spans=tuple(chosen))
+    records = choose_records(texts, is_exact, hints)
+    for place, span, record in zip(places, spans, records, strict=True):
+        if record is None:
+            misses[MISS_OWNER_UNCLEAR] += 1
+            continue
+        chunk, context_ids = record
+        chunk_ids[place] = chunk.chunk_id
+        chosen.append(replace(span, chunk_id=chunk.chunk_id, context_ids=context_ids))
+    return replace(layout, spans=tuple(chosen), misses=dict(misses), chunk_ids=tuple(chunk_ids))
 
 
-def _is_context(chunk_ids: tuple[int, ...], context_ids: tuple[int, ...]) -> bool:
-    """Whether a context is one chunk with a separator; its last token may be part of both."""
-    kept = max(1, len(chunk_ids) - 1)
-    return (
-        kept <= len(context_ids) <= len(chunk_ids) + MAX_EDGE_TOKENS
-        and context_ids[:kept] == chunk_ids[:kept]
+def _found_text(match: Match, span: ReusedSpan, known: Sequence[Chunk]) -> FoundText:
+    """Return what the prompt holds of a text, with those of the chunks that truly have it."""
+    run = slice(span.chunk_start, span.chunk_end)
+    first = known[0]
+    return FoundText(
+        chunks=[chunk for chunk in known if chunk.token_ids[run] == first.token_ids[run]],
+        is_whole=span.length >= len(first.token_ids) - MAX_EDGE_TOKENS,
+        has_more=match.has_more or len(known) < 1 + len(match.other_ids),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import neg
 
@@ -34,6 +34,7 @@ _MAX_CUT_CANDIDATES = 32
 # Past these bounds (some 0.5 s of work in all) what is left of a prompt is prefilled plainly.
 _MAX_COMPARISONS = 4096
 _MAX_HASHES = 200_000
+_MAX_OTHERS = 256
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,18 @@ class Match:
         first ``end - start`` characters.
     is_prefix
         Whether the prompt holds only the beginning of the chunk.
+    other_ids
+        Further chunks whose text this is, by a hash of it; not compared.
+    has_more
+        Whether there may be still more of them.
     """
 
     chunk_id: str
     start: int
     end: int
     is_prefix: bool
+    other_ids: tuple[str, ...] = field(default=(), compare=False)
+    has_more: bool = field(default=False, compare=False)
 
 
 class ChunkMatcher:
@@ -177,10 +184,11 @@ _Heads = dict[str, dict[str, int]]
 class _Found:
     """The best candidates at one position; an end equal to the position means none."""
 
-    whole_id: str
+    whole_ids: tuple[str, ...]
     whole_end: int
-    cut_id: str
+    cut_ids: tuple[str, ...]
     cut_end: int
+    has_more_cut: bool
 
     @property
     def end(self) -> int:
@@ -227,9 +235,11 @@ class _Search:
                 behind = bisect_left(hits, max(start + 1, found.whole_end), number)
                 cut_end = self._give_way(start, cut_end, hits, behind)
             if cut_end - max(found.whole_end, start) >= self._matcher.min_prefix_length:
-                matches.append(Match(found.cut_id, start, cut_end, True))
+                matches.append(
+                    _match(found.cut_ids, start, cut_end, True, has_more=found.has_more_cut)
+                )
             elif found.whole_end > start:
-                matches.append(Match(found.whole_id, start, found.whole_end, False))
+                matches.append(_match(found.whole_ids, start, found.whole_end, False))
             else:
                 continue
             free = matches[-1].end
@@ -256,9 +266,9 @@ class _Search:
         for position in self._hits(heads, MIN_LENGTH, start, end):
             if position >= free:
                 family = heads[self._prompt[position : position + MIN_LENGTH]]
-                whole_id, whole_end = self._whole(position, family, end)
+                whole_ids, whole_end = self._whole(position, family, end)
                 if whole_end > position:
-                    yield Match(whole_id, position, whole_end, False)
+                    yield _match(whole_ids, position, whole_end, False)
                     free = whole_end
 
     def _at(self, position: int) -> _Found:
@@ -266,13 +276,16 @@ class _Search:
         if found is None:
             head = self._prompt[position : position + HEAD_LENGTH]
             family = self._matcher._long_heads[head]
-            whole_id, whole_end = self._whole(position, family, len(self._prompt))
-            cut_id, cut_end = self._cut(position, family, whole_end)
-            found = self._found[position] = _Found(whole_id, whole_end, cut_id, cut_end)
+            whole_ids, whole_end = self._whole(position, family, len(self._prompt))
+            cut_ids, cut_end, has_more = self._cut(position, family, whole_end)
+            found = _Found(whole_ids, whole_end, cut_ids, cut_end, has_more)
+            self._found[position] = found
         return found
 
-    def _whole(self, position: int, family: dict[str, int], limit: int) -> tuple[str, int]:
-        """Return the longest chunk that stands whole at `position`, and its end."""
+    def _whole(
+        self, position: int, family: dict[str, int], limit: int
+    ) -> tuple[tuple[str, ...], int]:
+        """Return the longest chunks that stand whole at `position`, and their end."""
         prompt, ids_by_hash = self._prompt, self._matcher._ids_by_hash
         head = prompt[position : position + HEAD_LENGTH]
         lengths = self._lengths.get(head)
@@ -287,30 +300,50 @@ class _Search:
             for chunk_id in chain((i for i in self._hints if i in chunk_ids), chunk_ids):
                 text = self._text(chunk_id)
                 if text is not None and len(text) == length and prompt.startswith(text, position):
-                    return chunk_id, end
-        return "", position
+                    if len(chunk_ids) == 1:
+                        return chunk_ids, end
+                    # Those hinted at first, lest they be left out of very many.
+                    hinted = (i for i in self._hints if i in chunk_ids)
+                    some = islice(chunk_ids, _MAX_OTHERS + 2)
+                    return tuple(dict.fromkeys(chain((chunk_id,), hinted, some))), end
+        return (), position
 
-    def _cut(self, position: int, family: dict[str, int], whole_end: int) -> tuple[str, int]:
-        """Return the chunk of which the longest beginning stands at `position`, and its end."""
-        best_id, best_end = "", position
+    def _cut(
+        self, position: int, family: dict[str, int], whole_end: int
+    ) -> tuple[tuple[str, ...], int, bool]:
+        """Return the chunks of which the longest beginning stands at `position`, its end, and
+        whether there may be more of them.
+        """
+        best_ids: list[str] = []
+        best_end = position
         wanted = whole_end - position + self._matcher.min_prefix_length
         hinted = (i for i in self._hints if family.get(i, 0) > wanted)
         others = (i for i, length in family.items() if length > wanted and i not in self._hints)
-        for chunk_id in islice(chain(hinted, others), _MAX_CUT_CANDIDATES):
-            if self._num_comparisons == _MAX_COMPARISONS:
-                break
+        for number, chunk_id in enumerate(chain(hinted, others)):
+            if number == _MAX_CUT_CANDIDATES or self._num_comparisons == _MAX_COMPARISONS:
+                return tuple(best_ids), best_end, True
             self._num_comparisons += 1
             text = self._text(chunk_id)
             if text is not None:
                 end = position + _common_length(text, self._prompt, position)
                 if end > best_end:
-                    best_id, best_end = chunk_id, end
-        return best_id, best_end
+                    best_ids, best_end = [chunk_id], end
+                elif best_ids and end == best_end:
+                    best_ids.append(chunk_id)
+        return tuple(best_ids), best_end, False
 
     def _text(self, chunk_id: str) -> str | None:
         if chunk_id not in self._texts:
             self._texts[chunk_id] = self._matcher._text(chunk_id)
         return self._texts[chunk_id]
+
+
+def _match(
+    chunk_ids: tuple[str, ...], start: int, end: int, is_prefix: bool, *, has_more: bool = False
+) -> Match:
+    others = chunk_ids[1 : 1 + _MAX_OTHERS]
+    has_more = has_more or len(chunk_ids) > 1 + _MAX_OTHERS
+    return Match(chunk_ids[0], start, end, is_prefix, others, has_more)
 
 
 def _common_length(text: str, prompt: str, start: int) -> int:

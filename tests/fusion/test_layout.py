@@ -214,7 +214,7 @@ def test_tokenizer_without_offsets_is_a_plain_prefill():
     chunk = make_chunk(get_tokenizer("byte-level"), "a", A)
     matches = [Match("a", 0, len(A), False)]
     layout = lay_out(A, SlowTokenizer(), matches, {"a": chunk}, (1,))
-    assert layout == Layout((1, 2, 3), (), 1, True, {MISS_NO_OFFSETS: 1})
+    assert layout == Layout((1, 2, 3), (), 1, True, {MISS_NO_OFFSETS: 1}, chunk_ids=("a",))
 
 
 @pytest.mark.parametrize("add_special_tokens", [True, False])

@@ -98,12 +98,14 @@ class ChunkBank:
 
         `passages` are the prompt's own: they tell chunks of one text in several documents apart.
         """
+        hints = [self._id(passage) for passage in passages]
         return lay_out(
             prompt.text,
             self.model.tokenizer,
-            self._matcher.find(prompt.text, [self._id(passage) for passage in passages]),
+            self._matcher.find(prompt.text, hints),
             self._chunks,
             self.prefix_ids,
+            hints=hints,
             add_special_tokens=prompt.add_special_tokens,
         )
 
@@ -152,7 +154,8 @@ class ChunkBank:
         room = self.model.max_positions - len(self.prefix_ids)
         limit = context_limit(self._context, None)
         *_, last = add_contexts(document, tokenizer, self._context, limit, room)
-        return replace(last, chunk_id=chunk_id)
+        # A document is known by its first text; so what stands in a prompt tells chunks apart.
+        return replace(last, chunk_id=chunk_id, source=document[0].text, ordinal=len(earlier))
 
     def _key(self, chunk: Chunk) -> ChunkKey:
         return chunk_key(
