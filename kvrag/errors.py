@@ -56,6 +56,22 @@ class AnchorsError(KVRagError):
     """Anchors are missing, damaged, or of another model or compression than asked for."""
 
 
+class PMLError(KVRagError):
+    """Prompt markup is wrong; the message begins with the place.
+
+    Attributes
+    ----------
+    file, line, column
+        Where, both counted from 1.
+    """
+
+    def __init__(self, message: str, file: str, line: int, column: int) -> None:
+        super().__init__(message)
+        self.file = file
+        self.line = line
+        self.column = column
+
+
 class IndexNotFoundError(KVRagError):
     """There is no index in the folder given."""
 

@@ -1,0 +1,1 @@
+"""Prompt Markup Language: prompts written as reusable modules (Prompt Cache)."""

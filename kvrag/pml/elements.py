@@ -1,0 +1,193 @@
+"""XML into elements that know where they stand: strict, without entities, bounded.
+
+The grammar is XML's and the reading is expat's, through defusedxml: a document type, hence any
+entity of one's own, is refused before it is looked at.
+"""
+
+from __future__ import annotations
+
+import io
+import unicodedata
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.sax import SAXParseException
+from xml.sax.handler import ContentHandler
+from xml.sax.xmlreader import InputSource, Locator
+
+from defusedxml.common import DefusedXmlException
+from defusedxml.sax import make_parser
+
+from kvrag.pml.places import Place
+
+MAX_BYTES = 8 << 20
+"""Of one file, schema or text."""
+
+MAX_DEPTH = 64
+"""Elements inside one another."""
+
+_REMEDIES = {
+    "invalid token": "if this is text or code with '<' or '&', wrap it in <![CDATA[ ... ]]>",
+    "mismatched tag": "close elements in the order they were opened; text or code with '<' "
+    "belongs in <![CDATA[ ... ]]>",
+    "undefined entity": "write the character itself, or a number such as &#160;",
+    "unclosed CDATA section": "end it with ]]>",
+    "duplicate attribute": "give each attribute once",
+    "no element found": "a file of markup holds one <schema> or one <prompt>",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Text between two elements, as it was written."""
+
+    text: str
+    place: Place
+
+
+@dataclass
+class Element:
+    """One element, with what it contains in order."""
+
+    tag: str
+    attributes: dict[str, str]
+    place: Place
+    content: list[Element | Run] = field(default_factory=list)
+
+    @property
+    def elements(self) -> list[Element]:
+        """The elements directly inside."""
+        return [part for part in self.content if isinstance(part, Element)]
+
+
+def read_elements(source: str | Path) -> Element:
+    """Read a file of markup.
+
+    Parameters
+    ----------
+    source
+        A path, or the markup itself as a string.
+
+    Raises
+    ------
+    PMLError
+        When it is no well-formed XML, too large, too deep, or declares a document type.
+    """
+    if isinstance(source, Path):
+        name = str(source)
+        text = read_bytes(source, Place(name, 1, 1))
+        encoding = None
+    else:
+        name, encoding = "<string>", "utf-8"
+        try:
+            text = source.encode()
+        except UnicodeEncodeError as error:
+            raise Place(name, 1, error.start + 1).error(
+                "half of a surrogate pair is no character", "decode the bytes as UTF-8"
+            ) from error
+        _check_size(len(text), Place(name, 1, 1))
+    handler = _Handler(name)
+    parser = make_parser()
+    parser.forbid_dtd = True
+    parser.setContentHandler(handler)
+    given = InputSource(name)
+    given.setByteStream(io.BytesIO(text))
+    if encoding is not None:
+        # What the text once was encoded in no longer matters.
+        given.setEncoding(encoding)
+    try:
+        parser.parse(given)
+    except SAXParseException as error:
+        message = error.getMessage()
+        remedy = next(
+            (words for found, words in _REMEDIES.items() if found in message),
+            "expected well-formed XML",
+        )
+        column = (error.getColumnNumber() or 0) + 1
+        raise Place(name, error.getLineNumber() or 1, column).error(message, remedy) from error
+    except DefusedXmlException as error:
+        raise handler.place.error(
+            "a document type or an entity is declared",
+            "remove <!DOCTYPE ...>: text is written out, characters as numbers such as &#160;",
+        ) from error
+    assert handler.root is not None
+    return handler.root
+
+
+def read_bytes(path: Path, place: Place) -> bytes:
+    """Return a file of bounded size. Raises PMLError, at `place`, when it cannot be had."""
+    try:
+        with path.open("rb") as file:
+            found = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        reason = error.strerror or error
+        raise place.error(f"{path} cannot be read ({reason})", "give a readable file") from error
+    _check_size(len(found), place)
+    return found
+
+
+def normalise(text: str) -> str:
+    """Return text as it is tokenised: NFC, line ends as a line feed."""
+    return unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def _check_size(num_bytes: int, place: Place) -> None:
+    if num_bytes > MAX_BYTES:
+        raise place.error(
+            f"more than {MAX_BYTES >> 20} MiB",
+            "expected a smaller file; put long texts into files of their own with src=...",
+        )
+
+
+class _Handler(ContentHandler):
+    """Builds the elements; expat tells it where it is."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.root: Element | None = None
+        self._file = file
+        self._open: list[Element] = []
+        self._locator: Locator | None = None
+        self._text: list[str] = []
+        self._text_place = Place(file, 1, 1)
+
+    @property
+    def place(self) -> Place:
+        """Where the parser is."""
+        if self._locator is None:
+            return Place(self._file, 1, 1)
+        line, column = self._locator.getLineNumber(), self._locator.getColumnNumber()
+        return Place(self._file, line or 1, (column or 0) + 1)
+
+    def setDocumentLocator(self, locator: Locator) -> None:  # noqa: N802  # SAX's name
+        self._locator = locator
+
+    def startElement(self, name: str, attrs: object) -> None:  # noqa: N802
+        self._end_text()
+        element = Element(name, dict(attrs.items()), self.place)  # type: ignore[attr-defined]
+        if len(self._open) == MAX_DEPTH:
+            raise element.place.error(
+                f"<{name}> is inside {MAX_DEPTH} elements", f"expected at most {MAX_DEPTH} levels"
+            )
+        if self._open:
+            self._open[-1].content.append(element)
+        else:
+            self.root = element
+        self._open.append(element)
+
+    def endElement(self, name: str) -> None:  # noqa: N802, ARG002
+        self._end_text()
+        self._open.pop()
+
+    def characters(self, content: str) -> None:
+        if not self._text:
+            self._text_place = self.place
+        self._text.append(content)
+
+    def processingInstruction(self, target: str, data: str) -> None:  # noqa: N802, ARG002
+        raise self.place.error(f"<?{target} ...?> means nothing here", "remove it")
+
+    def _end_text(self) -> None:
+        if self._text and self._open:
+            text = normalise("".join(self._text))
+            self._open[-1].content.append(Run(text, self._text_place))
+        self._text.clear()

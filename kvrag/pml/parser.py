@@ -1,0 +1,317 @@
+"""Markup to a checked `Schema`.
+
+Deviations from the public reference implementation, which recovers from malformed XML, ignores
+what it does not know and cuts what is too long: here all of that is an error with its place.
+
+White space: around the contents of an element it is formatting and goes; between an element and
+text, or between two elements, it is kept as one line feed, or as one space where it has none. A
+text's common indentation goes as well. Inside texts nothing else changes.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path as FilePath
+
+from kvrag.chunk import normalise_text
+from kvrag.pml.elements import Element, Run, normalise, read_bytes, read_elements
+from kvrag.pml.places import Place
+from kvrag.pml.schema import (
+    Module,
+    Node,
+    Parameter,
+    Path,
+    Scaffold,
+    Schema,
+    Text,
+    Turn,
+    Union,
+    flat,
+)
+
+ROLES = ("system", "user", "assistant")
+MAX_LENGTH = 65_536
+"""Tokens of a parameter."""
+
+_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_.-]*")
+_RESERVED = {"schema", "prompt", "module", "union", "param", "parameter", "scaffold", *ROLES}
+
+
+def parse_schema(source: str | FilePath) -> Schema:
+    """Read a schema.
+
+    Parameters
+    ----------
+    source
+        A path, or the markup itself as a string; ``src`` of modules needs a path.
+
+    Raises
+    ------
+    PMLError
+        Naming file, line, column and remedy.
+    """
+    root = read_elements(source)
+    folder = source.parent if isinstance(source, FilePath) else None
+    return _SchemaParser(folder).schema(root)
+
+
+class _SchemaParser:
+    def __init__(self, folder: FilePath | None) -> None:
+        self._folder = folder
+
+    def schema(self, root: Element) -> Schema:
+        if root.tag != "schema":
+            raise root.place.error(f"<{root.tag}> is no schema", "expected <schema name=...>")
+        name = checked_name(root)
+        check_attributes(root, {"name"})
+        scaffolds = [one for one in root.elements if one.tag == "scaffold"]
+        body = Element(root.tag, root.attributes, root.place)
+        body.content = [
+            part for part in root.content if isinstance(part, Run) or part.tag != "scaffold"
+        ]
+        children = self._children(body, allow_turns=True)
+        schema = Schema(name, children, (), root.place)
+        listed = [_scaffold(one, schema) for one in scaffolds]
+        named = tuple(_named_members(children, ()))
+        if len(named) > 1:
+            listed.append(Scaffold(named, root.place))
+        return Schema(name, children, tuple(listed), root.place)
+
+    def _children(self, element: Element, *, allow_turns: bool = False) -> tuple[Node, ...]:
+        nodes: list[Node] = []
+        for part in settled(element.content):
+            nodes.append(part if isinstance(part, Text) else self._node(part, allow_turns))
+        _check_unique(flat(tuple(nodes)))
+        return tuple(nodes)
+
+    def _node(self, element: Element, allow_turns: bool) -> Node:
+        if element.tag == "module":
+            return self._module(element)
+        if element.tag == "union":
+            return self._union(element)
+        if element.tag in ("param", "parameter"):
+            return _parameter(element)
+        if element.tag in ROLES:
+            if not allow_turns:
+                raise element.place.error(
+                    f"<{element.tag}> inside another element",
+                    "a turn of the conversation stands directly in <schema>; modules go inside it",
+                )
+            check_attributes(element, set())
+            return Turn(element.tag, self._children(element), element.place)
+        raise element.place.error(
+            f"<{element.tag}> is not known here",
+            "expected module, union, parameter, system, user or assistant; text or code with '<' "
+            "belongs in <![CDATA[ ... ]]>",
+        )
+
+    def _module(self, element: Element) -> Module:
+        name = checked_name(element)
+        check_attributes(element, {"name", "src"})
+        if "src" not in element.attributes:
+            return Module(name, self._children(element), element.place)
+        if settled(element.content):
+            raise element.place.error(
+                f"module {name!r} has src and contents", "give the one or the other"
+            )
+        text = self._source_text(element.attributes["src"], element.place)
+        children = (Text(text, element.place),) if text else ()
+        return Module(name, children, element.place)
+
+    def _source_text(self, src: str, place: Place) -> str:
+        remedy = "src names a text file beside the schema or in a folder below it"
+        if self._folder is None:
+            raise place.error("src in a schema that is no file", "write the text out")
+        if not src or "\0" in src or "\\" in src or FilePath(src).is_absolute():
+            raise place.error(f"src={src!r} is no relative path", remedy)
+        folder = self._folder.resolve()
+        path = (folder / src).resolve()
+        # After resolving: neither '..' nor a link leads out.
+        if not path.is_relative_to(folder):
+            raise place.error(f"src={src!r} leads out of the schema's folder", remedy)
+        if not path.is_file():
+            raise place.error(f"src={src!r} is no file", remedy)
+        try:
+            return normalise_text(read_bytes(path, place).decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise place.error(
+                f"src={src!r} is no UTF-8 text (byte {error.start})", "save it as UTF-8"
+            ) from error
+
+    def _union(self, element: Element) -> Union:
+        check_attributes(element, {"scaffold"})
+        members: list[Module] = []
+        for part in element.content:
+            if isinstance(part, Run):
+                if part.text.strip():
+                    raise part.place.error(
+                        "text directly in <union>", "put it into one of its modules, or outside"
+                    )
+            elif part.tag != "module":
+                raise part.place.error(f"<{part.tag}> in <union>", "a union holds modules alone")
+            else:
+                members.append(self._module(part))
+        if not members:
+            raise element.place.error("an empty <union>", "give it a module, or remove it")
+        scaffold = element.attributes.get("scaffold", "")
+        if scaffold and scaffold not in {member.name for member in members}:
+            raise element.place.error(
+                f"scaffold={scaffold!r} is no member of this union",
+                f"expected one of {listing(member.name for member in members)}",
+            )
+        _check_unique(members)
+        return Union(tuple(members), scaffold, element.place)
+
+
+def checked_name(element: Element) -> str:
+    """Return the name an element has. Raises PMLError when it has none or none that may be."""
+    name = element.attributes.get("name")
+    if name is None:
+        raise element.place.error(f"<{element.tag}> has no name", "give it name=...")
+    if not _NAME.fullmatch(name) or name in _RESERVED:
+        raise element.place.error(
+            f"name={name!r} is no name",
+            "expected a letter or underscore, then letters, digits, '_', '.' and '-', and none of "
+            f"{', '.join(sorted(_RESERVED))}",
+        )
+    return name
+
+
+def check_attributes(element: Element, known: set[str]) -> None:
+    """Raise PMLError when an element has an attribute that is not among `known`."""
+    for name in element.attributes:
+        if name not in known:
+            expected = f"expected {listing(sorted(known))}" if known else "it takes none"
+            raise element.place.error(f"<{element.tag}> has the attribute {name!r}", expected)
+
+
+def listing(names: Iterable[str], most: int = 8) -> str:
+    """Return some names for a message, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "none") + more
+
+
+def settled(content: list[Element | Run]) -> list[Element | Text]:
+    """Return contents with the white space around texts settled, as the module's head says."""
+    parts: list[Element | Text] = []
+    for number, part in enumerate(content):
+        if isinstance(part, Element):
+            parts.append(part)
+            continue
+        body = part.text.strip()
+        before = part.text[: len(part.text) - len(part.text.lstrip())]
+        after = part.text[len(part.text.rstrip()) :]
+        opening = "" if number == 0 else _joint(before)
+        ending = "" if number == len(content) - 1 else _joint(after)
+        if body:
+            parts.append(Text(normalise(opening + _dedented(part.text) + ending), part.place))
+        elif opening and ending:
+            parts.append(Text(opening, part.place))
+    return parts
+
+
+def _joint(space: str) -> str:
+    return "\n" if "\n" in space else space[:1] and " "
+
+
+def _dedented(text: str) -> str:
+    first, feed, rest = text.partition("\n")
+    # What follows a start tag on its line has no indentation of its own.
+    return (first + feed + textwrap.dedent(rest)).strip()
+
+
+def _parameter(element: Element) -> Parameter:
+    name = checked_name(element)
+    check_attributes(element, {"name", "len", "length", "scaffold"})
+    if element.elements or any(
+        isinstance(part, Run) and part.text.strip() for part in element.content
+    ):
+        raise element.place.error(
+            f"parameter {name!r} has contents", "a parameter is empty: <parameter .../>"
+        )
+    given = [element.attributes[key] for key in ("len", "length") if key in element.attributes]
+    if len(given) != 1:
+        raise element.place.error(
+            f"parameter {name!r} has {len(given)} lengths", "give it length=TOKENS"
+        )
+    number = given[0]
+    if not (number.isascii() and number.isdigit() and 1 <= int(number[:9]) <= MAX_LENGTH):
+        raise element.place.error(
+            f"length={number!r} of parameter {name!r}",
+            f"expected a whole number of tokens, 1 to {MAX_LENGTH}",
+        )
+    scaffold = normalise(element.attributes.get("scaffold", ""))
+    return Parameter(name, int(number), scaffold, element.place)
+
+
+def _check_unique(nodes: Iterable[Node]) -> None:
+    """Raise PMLError when two modules, or two parameters, side by side share a name."""
+    seen: dict[tuple[bool, str], Place] = {}
+    for node in nodes:
+        for named in node.members if isinstance(node, Union) else (node,):
+            if not isinstance(named, Module | Parameter):
+                continue
+            key = (isinstance(named, Module), named.name)
+            if key in seen:
+                kind = "module" if key[0] else "parameter"
+                first = seen[key]
+                raise named.place.error(
+                    f"a second {kind} {named.name!r} (the first is in line {first.line})",
+                    "names are unique among those side by side: rename one",
+                )
+            seen[key] = named.place
+
+
+def _named_members(children: tuple[Node, ...], path: Path) -> Iterable[Path]:
+    for node in flat(children):
+        if isinstance(node, Union) and node.scaffold:
+            member = next(one for one in node.members if one.name == node.scaffold)
+            yield (*path, member.name)
+            yield from _named_members(member.children, (*path, member.name))
+        elif isinstance(node, Module):
+            yield from _named_members(node.children, (*path, node.name))
+
+
+def _scaffold(element: Element, schema: Schema) -> Scaffold:
+    check_attributes(element, {"modules"})
+    if settled(element.content):
+        raise element.place.error("<scaffold> has contents", 'expected <scaffold modules="a b/c"/>')
+    names = element.attributes.get("modules", "").split()
+    paths = {tuple(name.split("/")) for name in names}
+    for path in paths:
+        check_module(schema, path, element.place)
+    if len(paths) < 2:
+        raise element.place.error(
+            f"a scaffold of {len(paths)} modules", "it holds two modules or more"
+        )
+    check_exclusive(schema, paths, element.place)
+    ordered = tuple(path for path in schema.modules if path in paths)
+    return Scaffold(ordered, element.place)
+
+
+def check_module(schema: Schema, path: Path, place: Place) -> None:
+    """Raise PMLError when a schema has no module of that path."""
+    if path in schema.modules:
+        return
+    beside = [known[-1] for known in schema.modules if known[:-1] == path[:-1]]
+    inside = f"module {'/'.join(path[:-1])!r}" if path[:-1] else f"schema {schema.name!r}"
+    raise place.error(f"{inside} has no module {path[-1]!r}", f"expected one of {listing(beside)}")
+
+
+def check_exclusive(schema: Schema, paths: Iterable[Path], place: Place) -> None:
+    """Raise PMLError when two modules, or those around them, exclude each other."""
+    chosen: dict[int, Path] = {}
+    for path in paths:
+        for depth in range(1, len(path) + 1):
+            number = schema.exclusions.get(path[:depth])
+            if number is None:
+                continue
+            other = chosen.setdefault(number, path[:depth])
+            if other != path[:depth]:
+                raise place.error(
+                    f"{'/'.join(other)!r} and {'/'.join(path[:depth])!r} are members of one union",
+                    "choose one of them",
+                )

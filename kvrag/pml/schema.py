@@ -1,0 +1,158 @@
+"""What a schema is made of.
+
+Source: Gim et al., Prompt Cache (arXiv 2311.04934) §3.2: text and modules, unions of modules that
+exclude each other, parameters of a reserved length, the roles of a conversation; scaffolds, §3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvrag.pml.places import Place
+
+Path = tuple[str, ...]
+"""A module by the names of those around it and its own; () is the schema itself."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text that stands here, its outer white space settled."""
+
+    text: str
+    place: Place
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Room for text that a prompt gives.
+
+    Attributes
+    ----------
+    name
+        Unique in its module.
+    length
+        Tokens of the room.
+    scaffold
+        What stands there where a prompt gives nothing; "" stands for placeholders.
+    """
+
+    name: str
+    length: int
+    scaffold: str
+    place: Place
+
+
+@dataclass(frozen=True)
+class Module:
+    """Text that a prompt may import by name, with what is in it."""
+
+    name: str
+    children: tuple[Node, ...]
+    place: Place
+
+
+@dataclass(frozen=True)
+class Union:
+    """Modules of which a prompt imports one at most.
+
+    Attributes
+    ----------
+    members
+        At least one.
+    scaffold
+        The member that stands for the union in the schema's own scaffold, or "".
+    """
+
+    members: tuple[Module, ...]
+    scaffold: str
+    place: Place
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the conversation.
+
+    Attributes
+    ----------
+    role
+        ``"system"``, ``"user"`` or ``"assistant"``.
+    """
+
+    role: str
+    children: tuple[Node, ...]
+    place: Place
+
+
+Node = Text | Parameter | Module | Union | Turn
+
+
+@dataclass(frozen=True)
+class Scaffold:
+    """Modules that are also encoded together, for prompts that import all of them.
+
+    Attributes
+    ----------
+    paths
+        Two or more, in the schema's order.
+    """
+
+    paths: tuple[Path, ...]
+    place: Place
+
+
+@dataclass(frozen=True)
+class Schema:
+    """A parsed schema; of what it says nothing is left unchecked."""
+
+    name: str
+    children: tuple[Node, ...]
+    scaffolds: tuple[Scaffold, ...]
+    place: Place
+
+    @cached_property
+    def modules(self) -> dict[Path, Module]:
+        """All modules by path, in the order of the file."""
+        return dict(_modules(self.children, ()))
+
+    @cached_property
+    def exclusions(self) -> dict[Path, int]:
+        """For members of unions the number of their union."""
+        numbers: dict[Path, int] = {}
+        for number, (path, union) in enumerate(_unions(self.children, ())):
+            for member in union.members:
+                numbers[(*path, member.name)] = number
+        return numbers
+
+    def parameters(self, path: Path) -> dict[str, Parameter]:
+        """Return the parameters of one module, those of modules in it not among them."""
+        children = self.modules[path].children if path else self.children
+        return {part.name: part for part in flat(children) if isinstance(part, Parameter)}
+
+
+def flat(children: tuple[Node, ...]) -> Iterator[Node]:
+    """Yield nodes in order, with the contents of turns in place of the turns."""
+    for node in children:
+        if isinstance(node, Turn):
+            yield from node.children
+        else:
+            yield node
+
+
+def _modules(children: tuple[Node, ...], path: Path) -> Iterator[tuple[Path, Module]]:
+    for node in flat(children):
+        for module in node.members if isinstance(node, Union) else (node,):
+            if isinstance(module, Module):
+                inner = (*path, module.name)
+                yield inner, module
+                yield from _modules(module.children, inner)
+
+
+def _unions(children: tuple[Node, ...], path: Path) -> Iterator[tuple[Path, Union]]:
+    for node in flat(children):
+        if isinstance(node, Union):
+            yield path, node
+        for module in node.members if isinstance(node, Union) else (node,):
+            if isinstance(module, Module):
+                yield from _unions(module.children, (*path, module.name))

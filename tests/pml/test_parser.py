@@ -1,0 +1,243 @@
+"""Schemas as they are parsed, and every way in which one can be wrong."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from kvrag.errors import PMLError
+from kvrag.pml.elements import MAX_BYTES, MAX_DEPTH
+from kvrag.pml.parser import parse_schema
+from kvrag.pml.schema import Module, Parameter, Text, Turn, Union
+
+SCHEMAS = Path(__file__).parent / "schemas"
+
+
+def texts(nodes: tuple[object, ...]) -> list[str]:
+    return [node.text for node in nodes if isinstance(node, Text)]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_modules"),
+    [
+        ("code_generation_bookstore.xml", 5),
+        ("parameterized_prompts.xml", 11),
+        ("personalization-education.xml", 30),
+        ("test_empty.xml", 0),
+        ("test_schema_mbti_short.xml", 12),
+    ],
+)
+def test_shipped_schemas_load(name: str, num_modules: int) -> None:
+    assert len(parse_schema(SCHEMAS / name).modules) == num_modules
+
+
+def test_code_outside_cdata_is_refused_with_the_hint() -> None:
+    with pytest.raises(PMLError, match=r"game\.xml:\d+:\d+: .*CDATA") as raised:
+        parse_schema(SCHEMAS / "code_generation_game.xml")
+    lines = (SCHEMAS / "code_generation_game.xml").read_text().splitlines()
+    assert "<" in lines[raised.value.line - 1]
+    assert raised.value.column > 1
+
+
+def test_everything_a_schema_may_hold(tmp_path: Path) -> None:
+    (tmp_path / "book.py").write_text("\nclass Book:\r\n    title = '<&>'\n\n")
+    (tmp_path / "s.xml").write_text(
+        """<schema name="all">
+          <system>Be kind.</system>
+          Between.
+          <module name="a">
+              Two lines,
+                one indented.
+              <module name="b"> x <param name="p" len="3" scaffold="abc"/>, y</module>
+          </module>
+          <module name="book.py" src="book.py"/>
+          <union scaffold="d"><module name="c"><![CDATA[ if a < b && c ]]></module>
+            <module name="d"/></union>
+          <scaffold modules="book.py a/b"/>
+        </schema>"""
+    )
+    schema = parse_schema(tmp_path / "s.xml")
+    turn, between, a, feed, book, _, union = schema.children[:7]
+    assert isinstance(turn, Turn)
+    assert texts(turn.children) == ["Be kind."]
+    assert isinstance(between, Text)
+    assert between.text == "\nBetween.\n"
+    assert isinstance(a, Module)
+    assert texts(a.children) == ["Two lines,\n  one indented.\n"]
+    b = a.children[1]
+    assert isinstance(b, Module)
+    assert [type(part) for part in b.children] == [Text, Parameter, Text]
+    assert texts(b.children) == ["x ", ", y"]
+    assert b.children[1] == schema.parameters(("a", "b"))["p"]
+    assert (b.children[1].length, b.children[1].scaffold) == (3, "abc")
+    assert isinstance(feed, Text)
+    assert feed.text == "\n"
+    assert isinstance(book, Module)
+    assert texts(book.children) == ["class Book:\n    title = '<&>'"]
+    assert isinstance(union, Union)
+    assert texts(union.members[0].children) == ["if a < b && c"]
+    assert schema.exclusions == {("c",): 0, ("d",): 0}
+    assert [scaffold.paths for scaffold in schema.scaffolds] == [(("a", "b"), ("book.py",))]
+
+
+def test_members_that_unions_name_make_a_scaffold() -> None:
+    schema = parse_schema(SCHEMAS / "test_schema_mbti_short.xml")
+    assert [one.paths for one in schema.scaffolds] == [(("EI",), ("ST",), ("TF",), ("JP",))]
+
+
+WRONG = [
+    ("<prompt schema='x'/>", 1, "is no schema"),
+    ("<schema/>", 1, "has no name"),
+    ("<schema name='1a'/>", 1, "is no name"),
+    ("<schema name='a b'/>", 1, "is no name"),
+    ("<schema name='x\n'/>", 1, "is no name"),
+    ("<schema name='x'>\n<module name='user'/></schema>", 2, "is no name"),
+    ("<schema name='x'>\n<module/></schema>", 2, "has no name"),
+    ("<schema name='x' cache='false'/>", 1, "attribute 'cache'"),
+    ("<schema name='x'>\n<module name='a' cache='false'/></schema>", 2, "attribute 'cache'"),
+    ("<schema name='x'>\n<modul name='a'/></schema>", 2, "<modul> is not known here"),
+    ("<schema name='x'>\n<module name='a'/>\n<module name='a'/></schema>", 3, "second module 'a'"),
+    (
+        "<schema name='x'><module name='a'/>\n<union><module name='a'/></union></schema>",
+        2,
+        "second module 'a'",
+    ),
+    (
+        "<schema name='x'><user><module name='a'/></user>\n<module name='a'/></schema>",
+        2,
+        "second module 'a'",
+    ),
+    ("<schema name='x'>\n<union/></schema>", 2, "empty <union>"),
+    ("<schema name='x'>\n<union>text</union></schema>", 2, "text directly in <union>"),
+    ("<schema name='x'><union>\n<union/></union></schema>", 2, "<union> in <union>"),
+    (
+        "<schema name='x'>\n<union scaffold='b'><module name='a'/></union></schema>",
+        2,
+        "no member of this union",
+    ),
+    ("<schema name='x'>\n<param name='p'/></schema>", 2, "0 lengths"),
+    ("<schema name='x'>\n<param name='p' len='1' length='1'/></schema>", 2, "2 lengths"),
+    ("<schema name='x'>\n<param name='p' len='0'/></schema>", 2, "length='0'"),
+    ("<schema name='x'>\n<param name='p' len='-3'/></schema>", 2, "length='-3'"),
+    ("<schema name='x'>\n<param name='p' len='99999999999'/></schema>", 2, "length='99999999999'"),
+    ("<schema name='x'>\n<param name='p' len='1'>t</param></schema>", 2, "has contents"),
+    (
+        "<schema name='x'><param name='p' len='1'/>\n<param name='p' len='1'/></schema>",
+        2,
+        "second parameter 'p'",
+    ),
+    ("<schema name='x'><user>\n<system/></user></schema>", 2, "inside another element"),
+    ("<schema name='x'>\n<scaffold modules='a'/></schema>", 2, "no module 'a'"),
+    (
+        "<schema name='x'><module name='a'/>\n<scaffold modules='a a'/></schema>",
+        2,
+        "a scaffold of 1 modules",
+    ),
+    (
+        "<schema name='x'><union><module name='a'/><module name='b'/></union>\n"
+        "<scaffold modules='a b'/></schema>",
+        2,
+        "members of one union",
+    ),
+    ("<schema name='x'>\n<module name='a' src='b'/></schema>", 2, "no file"),
+    ("<schema name='x'>\n<?php echo ?></schema>", 2, "means nothing here"),
+    ("<schema name='x'>\n<module name='a'></schema>", 2, "mismatched tag"),
+    ("<schema name='x'>\n&nbsp;</schema>", 2, "undefined entity"),
+    ("<schema name='x'>\nif a < b</schema>", 2, "CDATA"),
+    ("", 1, "holds one <schema>"),
+    ("<schema name='x'>\ud800</schema>", 1, "surrogate"),
+]
+
+
+@pytest.mark.parametrize(("markup", "line", "words"), WRONG)
+def test_what_is_wrong_is_refused_with_its_place(markup: str, line: int, words: str) -> None:
+    with pytest.raises(PMLError) as raised:
+        parse_schema(markup)
+    assert words in str(raised.value)
+    assert str(raised.value).startswith(f"<string>:{line}:{raised.value.column}: ")
+    assert raised.value.line == line
+
+
+@pytest.mark.parametrize(
+    "src", ["../secret", "/etc/passwd", "link", "sub/../../secret", "", "a\\b"]
+)
+def test_src_never_leads_out_of_the_folder(tmp_path: Path, src: str) -> None:
+    (tmp_path / "secret").write_text("secret")
+    folder = tmp_path / "schema"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / "s.xml").write_text(f"<schema name='x'><module name='a' src='{src}'/></schema>")
+    with pytest.raises(PMLError, match=r"leads out|no relative path"):
+        parse_schema(folder / "s.xml")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"\xff\xfe\x00", "no UTF-8"), (b"x" * (MAX_BYTES + 1), "more than 8 MiB"), (None, "no file")],
+)
+def test_src_is_a_text_of_bounded_size(tmp_path: Path, content: bytes | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / "t").write_bytes(content)
+    (tmp_path / "s.xml").write_text("<schema name='x'><module name='a' src='t'/></schema>")
+    with pytest.raises(PMLError, match=words):
+        parse_schema(tmp_path / "s.xml")
+
+
+def test_src_and_contents_exclude_each_other(tmp_path: Path) -> None:
+    (tmp_path / "s.xml").write_text("<schema name='x'><module name='a' src='t'>x</module></schema>")
+    with pytest.raises(PMLError, match="has src and contents"):
+        parse_schema(tmp_path / "s.xml")
+
+
+def test_entities_are_refused_before_they_grow() -> None:
+    laughs = "".join(f'<!ENTITY l{level} "{f"&l{level - 1};" * 10}">' for level in range(1, 10))
+    markup = f'<!DOCTYPE s [<!ENTITY l0 "ha">{laughs}]>\n<schema name="x">&l9;</schema>'
+    started = time.perf_counter()
+    with pytest.raises(PMLError, match="document type"):
+        parse_schema(markup)
+    assert time.perf_counter() - started < 1
+
+
+def test_external_entities_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "s.xml").write_text(
+        '<!DOCTYPE s [<!ENTITY e SYSTEM "file:///etc/passwd">]><schema name="x">&e;</schema>'
+    )
+    with pytest.raises(PMLError, match="document type"):
+        parse_schema(tmp_path / "s.xml")
+
+
+@pytest.mark.parametrize("byte", [b"\0", b"<", b"a", b"\xff", b"&"])
+@pytest.mark.parametrize("size", [10_000_000, MAX_BYTES])
+def test_garbage_is_refused_at_once(tmp_path: Path, byte: bytes, size: int) -> None:
+    path = tmp_path / "garbage.xml"
+    path.write_bytes(byte * size)
+    started = time.perf_counter()
+    with pytest.raises(PMLError):
+        parse_schema(path)
+    assert time.perf_counter() - started < 2
+
+
+def test_depth_is_bounded() -> None:
+    def nested(depth: int) -> str:
+        inside = "".join(f"<module name='m{level}'>" for level in range(depth - 1))
+        return f"<schema name='x'>{inside}{'</module>' * (depth - 1)}</schema>"
+
+    assert len(parse_schema(nested(MAX_DEPTH)).modules) == MAX_DEPTH - 1
+    for depth in (MAX_DEPTH + 1, 100_000):
+        with pytest.raises(PMLError, match="at most 64 levels"):
+            parse_schema(nested(depth))
+
+
+def test_ten_thousand_modules_parse_in_under_two_seconds() -> None:
+    modules = "".join(f"<module name='m{n}'>Text of {n}.</module>\n" for n in range(10_000))
+    started = time.perf_counter()
+    schema = parse_schema(f"<schema name='x'>{modules}</schema>")
+    assert len(schema.modules) == 10_000
+    assert time.perf_counter() - started < 2
+
+
+def test_a_missing_file_is_said() -> None:
+    with pytest.raises(PMLError, match="cannot be read"):
+        parse_schema(Path("nowhere.xml"))
