@@ -9,7 +9,7 @@ import typer
 
 from kvrag.cli import console, lists
 from kvrag.cli import options as o
-from kvrag.cli.train_links import print_scores
+from kvrag.cli.train_links import CheckpointingOption, PrecisionOption, print_scores
 
 
 def train_anchors(
@@ -66,6 +66,8 @@ def train_anchors(
     evaluate_questions: Annotated[int, typer.Option(min=1, help="How many of them.")] = 300,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     device: o.DeviceOption = None,
+    precision: PrecisionOption = "auto",
+    gradient_checkpointing: CheckpointingOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Train a model to write a chunk into few anchors, whose KV alone is stored.
@@ -97,6 +99,8 @@ def train_anchors(
         evaluate_questions=evaluate_questions,
         keep_order=keep_order,
         device=device,
+        precision=precision,
+        gradient_checkpointing=gradient_checkpointing,
     )
     quiet_libraries()
     with console.err().status("preparing") as status:

@@ -14,6 +14,19 @@ if TYPE_CHECKING:
     from kvrag.training.links.trainer import LinkTrainer
 
 
+PrecisionOption = Annotated[
+    str,
+    typer.Option(help="Of arithmetic: float32, bfloat16, or auto: bfloat16 on GPUs that have it."),
+]
+CheckpointingOption = Annotated[
+    bool,
+    typer.Option(
+        "--gradient-checkpointing",
+        help="Keep less for the backward pass and compute layers twice; not with an adapter.",
+    ),
+]
+
+
 def train_links(
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Folder of the run; one is continued.")
@@ -103,6 +116,8 @@ def train_links(
     evaluate_questions: Annotated[int, typer.Option(min=1, help="How many of them.")] = 300,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     device: o.DeviceOption = None,
+    precision: PrecisionOption = "auto",
+    gradient_checkpointing: CheckpointingOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Train link tokens, which give reused chunks the view of one another that they lack.
@@ -139,6 +154,8 @@ def train_links(
         evaluate_questions=evaluate_questions,
         keep_order=keep_order,
         device=device,
+        precision=precision,
+        gradient_checkpointing=gradient_checkpointing,
     )
     quiet_libraries()
     with console.err().status("preparing") as status:

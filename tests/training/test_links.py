@@ -27,6 +27,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.training.batches import IGNORED
 from kvrag.training.links.batch import Packer
 from kvrag.training.links.data import FileSource, GeneratedSource, LinkItem
+from kvrag.training.links.memory import chosen_precision
 from kvrag.training.links.options import LinkTrainingOptions
 from kvrag.training.links.student import LinkParameters, Student, training_mode
 from kvrag.training.links.trainer import LinkTrainer
@@ -317,6 +318,67 @@ def test_another_run_is_not_continued(tmp_path: Path) -> None:
         make_trainer(tmp_path, num_links=1)
 
 
+@pytest.mark.parametrize("rates", [(), (0.5, 0.75)])
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3"])
+def test_layers_computed_twice_give_the_same_gradients(
+    tmp_path: Path, family: str, rates: tuple[float, ...]
+) -> None:
+    found = []
+    for checkpointing in (False, True):
+        model = KVModel(make_model(family), make_tokenizer())
+        source = FileSource(questions(), model.tokenizer)
+        chosen = options(tmp_path / f"{checkpointing}", anchor_rates=rates)
+        trainer = LinkTrainer(chosen, model, source)
+        kept = 0
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            kept += tensor.numel()
+            return tensor
+
+        with (
+            training_mode(model, True, checkpointing=checkpointing),
+            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        ):
+            batch = trainer.packer.pack(
+                source.draw(Random(1), 3, 2),
+                linked=True,
+                compression=Compression("anchors", 0.5) if rates else None,
+            )
+            logits = trainer.student.logits(batch)
+            logits.square().sum().backward()
+        assert "forward" not in vars(model.hf.base_model.layers[0])
+        gradients = {name: weight.grad for name, weight in model.hf.named_parameters()}
+        found.append((kept, logits.detach(), gradients))
+    (kept, logits, gradients), (kept_less, again, others) = found
+    assert torch.equal(logits, again)
+    assert kept_less < kept / 2
+    for name, gradient in gradients.items():
+        assert gradient is not None
+        other = others[name]
+        assert other is not None
+        assert torch.allclose(gradient, other, rtol=1e-4, atol=1e-6)
+
+
+def test_bfloat16_arithmetic_leaves_weights_in_float32(tmp_path: Path) -> None:
+    losses = []
+    for precision in ("float32", "bfloat16"):
+        trainer = make_trainer(
+            tmp_path / precision, precision=precision, anchor_rates=(0.5,), num_links=1
+        )
+        seen = []
+        with training_mode(trainer.model, True, checkpointing=precision == "bfloat16"):
+            layer = trainer.model.hf.get_submodule("model.layers.1.mlp.up_proj")
+            hook = layer.register_forward_hook(lambda *given, seen=seen: seen.append(given[2]))
+            losses.append(trainer.advance()["loss/linked"])
+            hook.remove()
+        assert {str(output.dtype) for output in seen} == {f"torch.{precision}"}
+        assert {weight.dtype for weight in trainer.model.hf.parameters()} == {torch.float32}
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert chosen_precision("auto", torch.device("cpu")) == "float32"
+
+
 def test_training_learns(tmp_path: Path) -> None:
     """A handful of steps make the answers of four questions likelier."""
     trainer = make_trainer(tmp_path, steps=12, learning_rate=5e-3)
@@ -371,6 +433,11 @@ def test_generated_items_are_found_again(tmp_path: Path) -> None:
         ({"plain_share": 1.0}, "plain_share 1.0"),
         ({"steps": 0}, "steps 0: expected at least 1"),
         ({"learning_rate": 0.0}, "learning_rate"),
+        ({"precision": "int8"}, "precision 'int8'"),
+        (
+            {"mode": "frozen", "way": "adapter", "gradient_checkpointing": True},
+            "without an adapter",
+        ),
         ({"num_links": 0}, "num_links 0: expected at least 1 without anchors"),
         ({"anchor_rates": (0.75, 0.5)}, "ascending shares"),
         ({"anchor_rates": (0.5, 1.0)}, "ascending shares"),

@@ -205,10 +205,9 @@ class Packer:
         )
         # The last token of a prompt is its own: what is said behind it is learned there.
         shared = min(_common_length(prompts), *(len(prompt) - 1 for prompt in prompts))
-        assert all(span.prompt_end <= shared for span in layout.spans), "prompts begin alike"
-        layout = Layout(
-            layout.token_ids[:shared], layout.spans, layout.prefix_length, layout.has_prefix
-        )
+        # A question that quotes a document is computed: what it asks stands in one prompt only.
+        spans = tuple(span for span in layout.spans if span.prompt_end <= shared)
+        layout = Layout(layout.token_ids[:shared], spans, layout.prefix_length, layout.has_prefix)
         if compression is not None:
             layout = compact(layout, chunks, compression)
         end = int(tokenizer.eos_token_id)

@@ -14,8 +14,9 @@ from kvrag.bench.corpus import generate_corpus
 from kvrag.bench.corpus.names import NameSource
 from kvrag.bench.quality.datasets import GENERATED, load_questions
 from kvrag.bench.quality.questions import JudgedQuestion, RenderedPrompt, render
-from kvrag.chunk import normalise_text
+from kvrag.chunk import content_hash, normalise_text
 from kvrag.errors import ParameterError
+from kvrag.fusion.segments import MIN_LENGTH
 from kvrag.training.batches import Item
 from kvrag.training.curriculum import STAGES, choose_prompt, sample_items
 from kvrag.training.evaluate import corpus_items
@@ -50,6 +51,11 @@ class LinkItem:
 class Source(Protocol):
     """Where items come from."""
 
+    @property
+    def digest(self) -> str:
+        """Of all that items are made of."""
+        ...
+
     def draw(self, rng: Random, num_rows: int, num_questions: int) -> list[LinkItem]:
         """Return items to train on, by `rng` alone, of up to `num_questions` prompts each."""
         ...
@@ -65,6 +71,11 @@ class GeneratedSource:
     Documents stand in a random order in which a continuation follows its predecessor; a file's
     continuation says "she" of whom the chunk before has named.
     """
+
+    @property
+    def digest(self) -> str:
+        """The generator's name: it makes the same of every seed."""
+        return GENERATED
 
     def draw(self, rng: Random, num_rows: int, num_questions: int) -> list[LinkItem]:
         """Return fresh items of the last stage, all of one number of documents and one format."""
@@ -101,13 +112,19 @@ class FileSource:
     Parameters
     ----------
     questions
-        All of them; one in ten is held out.
+        All of them; those whose documents are all too short to be found are left out, and one in
+        ten of the others is held out.
     tokenizer
         Whose chat template the prompts go through, where it has one.
     keep_order
         Leave documents where the data set has them.
     answer_prefix
         What stands between prompt and answer; None: nothing in a chat, else a blank.
+
+    Attributes
+    ----------
+    digest
+        Of all questions.
     """
 
     def __init__(
@@ -118,17 +135,24 @@ class FileSource:
         keep_order: bool = False,
         answer_prefix: str | None = None,
     ) -> None:
-        if len(questions) < 2:
+        long_enough = [
+            question
+            for question in questions
+            if any(len(text) >= MIN_LENGTH for text in question.texts)
+        ]
+        if len(long_enough) < 2:
             raise ParameterError(
-                f"{len(questions)} question to train links on: expected at least 2, one of them to "
-                "be held out"
+                f"questions to train links on: found {len(long_enough)} of {len(questions)} with a "
+                f"document of at least {MIN_LENGTH} characters, expected at least 2, one of them "
+                "to be held out"
             )
+        self.digest = content_hash(repr(long_enough))
         self._tokenizer = tokenizer
         self._keep_order = keep_order
         if answer_prefix is None:
             answer_prefix = "" if getattr(tokenizer, "chat_template", None) else " "
         self._answer_prefix = answer_prefix
-        mixed = list(questions)
+        mixed = long_enough
         Random("held out").shuffle(mixed)
         num_held_out = min(_MOST_HELD_OUT, max(1, len(mixed) // _HELD_OUT_SHARE))
         self._held_out, rest = mixed[:num_held_out], mixed[num_held_out:]

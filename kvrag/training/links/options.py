@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.links import MAX_DOCUMENTS, MODES, WAYS
+from kvrag.training.links.memory import AUTO, PRECISIONS
 
 LOSSES = ("labels", "distill")
 
@@ -72,6 +73,11 @@ class LinkTrainingOptions:
         See `FileSource`.
     device
         Where to train; None means the CPU.
+    precision
+        Of arithmetic: ``"float32"``, ``"bfloat16"``, or ``"auto"``: bfloat16 on GPUs that have it.
+        A tuned model's weights and the optimizer stay in float32.
+    gradient_checkpointing
+        Keep less for the backward pass and compute layers twice; not with way ``"adapter"``.
     """
 
     out: Path
@@ -100,6 +106,8 @@ class LinkTrainingOptions:
     keep_order: bool = False
     answer_prefix: str | None = None
     device: str | None = None
+    precision: str = AUTO
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         counts = [
@@ -117,6 +125,7 @@ class LinkTrainingOptions:
             ),
             ("mode", self.mode in MODES, f"one of {', '.join(MODES)}"),
             ("way", self.way in WAYS, f"one of {', '.join(WAYS)}"),
+            ("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
             ("loss", self.loss in LOSSES, f"one of {', '.join(LOSSES)}"),
             ("plain_share", 0.0 <= self.plain_share < 1.0, "0 or more, less than 1"),
             ("learning_rate", self.rate > 0.0, "more than 0"),
@@ -127,6 +136,11 @@ class LinkTrainingOptions:
             if not holds:
                 found = getattr(self, name)
                 raise ParameterError(f"train links: {name} {found!r}: expected {expected}")
+        if self.num_plain_rows >= self.rows:
+            raise ParameterError(
+                f"train links: plain_share {self.plain_share} of {self.rows} rows a step leaves "
+                "none with links: expected less, or more rows"
+            )
         if self.mode == "tuned" and self.way != "embeddings":
             raise ParameterError(
                 f"train links: way {self.way!r} is one of mode 'frozen'; 'tuned' trains the whole "
@@ -136,6 +150,12 @@ class LinkTrainingOptions:
         if self.mode == "frozen" and not self.num_links:
             raise ParameterError(
                 "train links: anchors alone are trained with their model, in mode 'tuned'"
+            )
+        if self.gradient_checkpointing and self.way == "adapter":
+            # An adapter acts while the forward runs; layers computed again behind it would lack it.
+            raise ParameterError(
+                "train links: gradient_checkpointing goes with modes and ways without an adapter; "
+                "leave it out, or choose another way"
             )
         if self.teacher_answers and self.loss != "distill":
             raise ParameterError("train links: teacher_answers is of loss 'distill'")
@@ -151,11 +171,11 @@ class LinkTrainingOptions:
         return round(self.plain_share * self.rows) if self.mode == "tuned" else 0
 
     def identity(self) -> dict[str, object]:
-        """Return what a run must have in common with the one that it continues."""
+        """Return which options a run must have in common with the one that it continues."""
         names = [
             *("model", "data", "num_links", "max_documents", "mode", "way", "loss", "rank"),
             *("rows", "questions", "plain_share", "rate", "link_learning_rate", "seed"),
-            *("teacher_answers", "answer_tokens"),
+            *("teacher_answers", "answer_tokens", "keep_order", "answer_prefix"),
         ]
         found: dict[str, object] = {name: getattr(self, name) for name in names}
         if self.anchor_rates:

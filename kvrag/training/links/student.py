@@ -25,6 +25,7 @@ from kvrag.models.masks import model_masks
 from kvrag.positions.rotary import RotaryTable
 from kvrag.training.batches import IGNORED
 from kvrag.training.links.batch import NOBODY, LinkBatch
+from kvrag.training.links.memory import checkpointed_layers
 
 
 class LinkParameters(nn.Module):
@@ -250,12 +251,18 @@ class Student:
 
 
 @contextmanager
-def training_mode(model: KVModel, trains_model: bool) -> Iterator[None]:
-    """Let gradients into the model's weights, or keep them out, and restore what was."""
+def training_mode(
+    model: KVModel, trains_model: bool, *, checkpointing: bool = False
+) -> Iterator[None]:
+    """Let gradients into the model's weights, or keep them out, and restore what was.
+
+    With `checkpointing`, layers are computed again for the backward pass.
+    """
     before = [parameter.requires_grad for parameter in model.hf.parameters()]
     model.hf.requires_grad_(trains_model)
     try:
-        yield
+        with checkpointed_layers(model.hf) if checkpointing else nullcontext():
+            yield
     finally:
         for parameter, required in zip(model.hf.parameters(), before, strict=True):
             parameter.requires_grad_(required)
@@ -323,12 +330,12 @@ def _moved(
 
 
 def _rotated(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    cos, sin = cos.to(keys.dtype), sin.to(keys.dtype)
     num_rotated = cos.shape[-1]
-    turned, rest = keys[..., :num_rotated], keys[..., num_rotated:]
+    # In float32, as `RotaryTable` does.
+    turned, rest = keys[..., :num_rotated].float(), keys[..., num_rotated:]
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([turned, rest], dim=-1)
+    return torch.cat([turned.to(keys.dtype), rest], dim=-1)
 
 
 def _to(batch: LinkBatch, device: torch.device) -> LinkBatch:

@@ -11,8 +11,6 @@ from pathlib import Path
 from random import Random
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
@@ -22,18 +20,18 @@ from kvrag.fusion.compression.anchors import Anchors, num_slots
 from kvrag.fusion.compression.spec import ANCHORS, Compression
 from kvrag.fusion.links import FILE_NAME, LinksHeader
 from kvrag.models.kv_model import KVModel
-from kvrag.models.loading import load_tokenizer, load_weights
+from kvrag.models.loading import load_tokenizer, load_weights, model_fingerprint
 from kvrag.training.batches import IGNORED
 from kvrag.training.links.batch import LinkBatch, Packer
+from kvrag.training.links.checkpoint import load_checkpoint, save_checkpoint
 from kvrag.training.links.data import LinkItem, Source, open_source
+from kvrag.training.links.memory import chosen_precision, computing_in
 from kvrag.training.links.options import LinkTrainingOptions
 from kvrag.training.links.student import LinkParameters, Student, training_mode
 from kvrag.training.model import questions_right
 
 CHECKPOINT = "checkpoint.safetensors"
 LOG = "log.jsonl"
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LinkTrainer:
@@ -80,8 +78,11 @@ class LinkTrainer:
             model_fingerprint="" if is_tuned else self.model.fingerprint,
             scale=scale,
         )
+        # Not the model's own property, which would outlive what training changes.
+        base_fingerprint = model_fingerprint(self.model.hf)
+        first_anchors = self._first_anchors()
         self.parameters = LinkParameters(
-            self.model, self.header, options.rank, options.seed, self._first_anchors()
+            self.model, self.header, options.rank, options.seed, first_anchors
         )
         self.parameters.to(self.model.device)
         self.packer = Packer(self.model, self.header, options.anchor_rates)
@@ -120,10 +121,21 @@ class LinkTrainer:
             betas=(0.9, 0.999),
             weight_decay=0.0,
         )
+        self.precision = chosen_precision(options.precision, self.model.device)
         self.checkpoint = options.out / CHECKPOINT
-        options.out.mkdir(parents=True, exist_ok=True)
+        # By what they are, not only by what they are called: files change under their names.
+        self._run: dict[str, object] = {
+            **options.identity(),
+            "model_fingerprint": base_fingerprint,
+            "data_digest": self.source.digest,
+            "anchors_digest": None if first_anchors is None else first_anchors.digest,
+        }
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ParameterError(f"--out {options.out}: no folder can be made ({error})") from error
         if self.checkpoint.exists():
-            self._load_checkpoint()
+            self.step = load_checkpoint(self.checkpoint, self._run, self._trained, self.optimizer)
 
     def run(self, on_progress: Callable[[str], None] = lambda _: None) -> None:
         """Train until the last step, and write what was trained into the folder.
@@ -134,7 +146,9 @@ class LinkTrainer:
             Receives a line after each step.
         """
         options = self.options
-        with training_mode(self.model, options.mode == "tuned"):
+        with training_mode(
+            self.model, options.mode == "tuned", checkpointing=options.gradient_checkpointing
+        ):
             while self.step < options.steps:
                 started = time.perf_counter()
                 record = self.advance()
@@ -174,13 +188,26 @@ class LinkTrainer:
                 answers=answers,
                 compression=compression if linked else None,
             )
-            logits = self.student.logits(batch)
+            with computing_in(self.precision, self.model.device):
+                logits = self.student.logits(batch)
             loss = self._loss(logits, batch, part, answers)
             losses.append(loss)
             num_tokens += len(logits)
             record[f"loss/{name}"] = round(float(loss.detach()) / len(logits), 5)
             record[f"accuracy/{name}"] = round(float(_right(logits, batch).float().mean()), 4)
-        (torch.stack(losses).sum() / num_tokens).backward()  # type: ignore[no-untyped-call]
+        total = torch.stack(losses).sum() / num_tokens
+        if not total.requires_grad:
+            raise ParameterError(
+                f"train links: step {self.step} has nothing to learn from: none of its "
+                f"{options.rows} sets of documents holds one that is found in its prompts, so no "
+                "link stands in them; give longer documents, or more rows a step"
+            )
+        if not total.isfinite():
+            raise ParameterError(
+                f"train links: the loss of step {self.step} is {float(total)}: the training has "
+                "diverged; begin anew with a lower learning rate"
+            )
+        total.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(list(self._trained.values()), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -306,43 +333,7 @@ class LinkTrainer:
             file.write(json.dumps(record) + "\n")
 
     def _save_checkpoint(self) -> None:
-        tensors = {}
-        for name, weight in self._trained.items():
-            tensors[f"weight/{name}"] = weight.detach().contiguous()
-            for moment in _MOMENTS:
-                if moment in self.optimizer.state.get(weight, {}):
-                    tensors[f"{moment}/{name}"] = self.optimizer.state[weight][moment].contiguous()
-        metadata = {"step": str(self.step), "run": json.dumps(self.options.identity())}
-        partial = self.checkpoint.with_suffix(".partial")
-        save_file(_without_shared(tensors), str(partial), metadata=metadata)
-        partial.replace(self.checkpoint)
-
-    def _load_checkpoint(self) -> None:
-        with safe_open(str(self.checkpoint), framework="pt") as file:
-            metadata = file.metadata() or {}
-            run = json.loads(metadata.get("run", "{}"))
-            for name, value in self.options.identity().items():
-                if run.get(name) != value:
-                    raise ParameterError(
-                        f"{self.checkpoint} is of another run: {name} {run.get(name)!r}, asked for "
-                        f"{value!r}; name another --out, or delete the folder"
-                    )
-            self.step = int(metadata["step"])
-            names = set(file.keys())
-            for name, weight in self._trained.items():
-                if f"weight/{name}" not in names:
-                    raise ParameterError(f"{self.checkpoint} lacks {name}; delete it to begin anew")
-                with torch.no_grad():
-                    weight.copy_(file.get_tensor(f"weight/{name}"))
-                if f"exp_avg/{name}" in names:
-                    moments = {
-                        moment: file.get_tensor(f"{moment}/{name}").to(weight.device)
-                        for moment in _MOMENTS
-                    }
-                    self.optimizer.state[weight] = {
-                        "step": torch.tensor(float(self.step)),
-                        **moments,
-                    }
+        save_checkpoint(self.checkpoint, self._run, self.step, self._trained, self.optimizer)
 
 
 def _load(options: LinkTrainingOptions) -> KVModel:
@@ -375,17 +366,6 @@ def _line(record: dict[str, float], steps: int) -> str:
         ]
         line += f", exact match {', '.join(shares)}, {record['plain/overall']:.1%} of plain prompts"
     return line
-
-
-def _without_shared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of what lies in memory of another: safetensors writes no shared memory."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in tensors.items():
-        address = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if address in seen else tensor
-        seen.add(address)
-    return found
 
 
 def train_links(
