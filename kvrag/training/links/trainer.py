@@ -204,8 +204,8 @@ class LinkTrainer:
             )
         if not total.isfinite():
             raise ParameterError(
-                f"train links: the loss of step {self.step} is {float(total)}: the training has "
-                "diverged; begin anew with a lower learning rate"
+                f"train links: the loss of step {self.step} is {float(total.detach())}: the "
+                "training has diverged; begin anew with a lower learning rate"
             )
         total.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(list(self._trained.values()), 1.0)
