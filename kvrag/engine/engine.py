@@ -24,7 +24,6 @@ from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.links import Links, find_links, insert_links
 from kvrag.fusion.policies import DEFAULT_POLICY
-from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.registry import make_policy
@@ -298,10 +297,7 @@ class KVEngine:
     def _ready_policy(self, policy: RecomputePolicy, name: str) -> RecomputePolicy:
         """Return the policy, with the index's calibration where it needs one."""
         self._checked_policy(policy, name)
-        if isinstance(policy, AutoPolicy) and policy.calibration is None:
-            policy = replace(policy, calibration=self.index.calibration)
-            policy.require_calibration()
-        return policy
+        return policy.calibrated(lambda: self.index.calibration)
 
     def _checked_policy(self, policy: RecomputePolicy, name: str) -> RecomputePolicy:
         """Return the policy; ParameterError where the index holds nothing it could work on."""

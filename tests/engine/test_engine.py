@@ -252,6 +252,9 @@ def test_a_policy_object_finds_the_calibration(tmp_path: Path, model: KVModel) -
         )
         report = engine.fuse("Of Varn:\n\n" + TEXTS[0], policy=AutoPolicy(ttft=1.0)).report
         assert (report.policy, report.expected_loss) == ("seam(ratio=0.5)", 0.25)
+        # And so does one that is wrapped.
+        report = engine.fuse("Of Varn:\n\n" + TEXTS[0], policy="auto:temperature=0.9").report
+        assert report.policy.startswith("seam(ratio=0.5, temperature=0.9")
 
 
 def test_a_prompt_beyond_the_context_window_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.query import QueryPolicy
+from kvrag.fusion.policies.scaled import ScaledPolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.models.kv_model import KVModel
 from tests.support.bench_top import Bench
@@ -50,6 +51,7 @@ def test_planned_rows_are_those_that_are_computed() -> None:
     prompt = bench.prompt(2, 0, 3, 1)
     policies = (
         NonePolicy(),
+        ScaledPolicy(QueryPolicy(0.3), temperature=0.9),
         BoundaryPolicy(3),
         DeviationPolicy(0.3),
         QueryPolicy(0.3),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -68,6 +68,11 @@ class AutoPolicy(RecomputePolicy):
             )
         return self.calibration
 
+    def calibrated(self, load: Callable[[], Calibration | None]) -> RecomputePolicy:
+        found = self if self.calibration is not None else replace(self, calibration=load())
+        found.require_calibration()
+        return found
+
     def resolve(self, prompt: PromptRows, num_fresh: int) -> tuple[RecomputePolicy, float | None]:
         calibration = self.require_calibration()
         if not prompt.spans:
@@ -106,10 +111,4 @@ def planned_rows(policy: RecomputePolicy, prompt: PromptRows, num_fresh: int) ->
 def planned_counts(policy: RecomputePolicy, prompt: PromptRows) -> Sequence[int]:
     """Return how many reused tokens each layer will compute again, before the question's look."""
     counts = policy.counts(prompt)
-    if counts is not None:
-        return counts
-    if policy.question_layers(prompt.num_layers):
-        # Which ones is not known yet; how many, the share says.
-        ratio: float = vars(policy)["ratio"]
-        return [share_of(ratio, prompt.num_reused)] * prompt.num_layers
-    return [len(policy.candidates(prompt))] * prompt.num_layers
+    return [len(policy.candidates(prompt))] * prompt.num_layers if counts is None else counts

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from types import NoneType
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.models.scaling import KeyScaling
+
+if TYPE_CHECKING:
+    from kvrag.fusion.calibration import Calibration
 
 # What a parameter may be, by the first word of its field's type.
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -111,6 +114,16 @@ class RecomputePolicy(ABC):
         The question is then computed over the stored KV of all layers up to the last of them.
         """
         return range(0)
+
+    def calibrated(
+        self,
+        load: Callable[[], Calibration | None],  # noqa: ARG002
+    ) -> RecomputePolicy:
+        """Return the policy with what `load` returns, if it chooses by that and has none yet.
+
+        Raises ParameterError where nothing was measured.
+        """
+        return self
 
     def resolve(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -54,6 +55,10 @@ class QueryPolicy(RecomputePolicy):
             return range(num_layers)
         layer_index = round(self.depth * (num_layers - 1))
         return range(layer_index, layer_index + 1)
+
+    def counts(self, prompt: PromptRows) -> Sequence[int] | None:
+        # The same in all layers, and known before the question has been looked at.
+        return [share_of(self.ratio, prompt.num_reused)] * prompt.num_layers
 
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         if self.ratio == 0.0:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, Seen
 from kvrag.models.scaling import KeyScaling
+
+if TYPE_CHECKING:
+    from kvrag.fusion.calibration import Calibration
 
 TEMPERATURE, SCALE = "temperature", "scale"
 MODIFIERS = (TEMPERATURE, SCALE)
@@ -52,6 +56,9 @@ class ScaledPolicy(RecomputePolicy):
         if self.temperature == self.scale == 1.0:
             return None
         return KeyScaling(self.temperature, self.scale)
+
+    def calibrated(self, load: Callable[[], Calibration | None]) -> RecomputePolicy:
+        return replace(self, policy=self.policy.calibrated(load))
 
     def question_layers(self, num_layers: int) -> range:
         return self.policy.question_layers(num_layers)
