@@ -39,6 +39,7 @@ def chat(
     index: o.IndexOption,
     model: o.ModelOption = None,
     device: o.DeviceOption = None,
+    store: o.StoreOption = None,
     top_k: o.TopKOption = o.DEFAULT_TOP_K,
     policy: o.PolicyOption = DEFAULT_POLICY,
     ratio: o.RatioOption = None,
@@ -75,7 +76,7 @@ def chat(
         seed=seed,
         use_chat_template=not no_chat,
     )
-    with open_index(index, model, device) as opened:
+    with open_index(index, model, device, store) as opened:
         engine = make_engine(opened, settings)
         if history and not converses(opened, settings):
             raise ParameterError(

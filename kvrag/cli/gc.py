@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from kvrag.cli import console
 from kvrag.cli import options as o
 
 
-def gc(index: o.IndexOption, as_json: o.JsonOption = False) -> None:
+def gc(
+    index: o.IndexOption,
+    shared: Annotated[
+        bool,
+        typer.Option(
+            "--shared",
+            help="Of a store elsewhere, too, delete what this index does not need, whoever put it.",
+        ),
+    ] = False,
+    as_json: o.JsonOption = False,
+) -> None:
     """Delete records that no chunk refers to, such as those of an interrupted run."""
     from kvrag.cli.opening import open_index
 
     with open_index(index) as opened:
-        report = opened.gc()
+        report = opened.gc(delete_shared=shared)
     if as_json:
         console.print_json(report)
     else:

@@ -47,6 +47,7 @@ def ingest(
     index: o.IndexOption,
     model: o.ModelOption = None,
     device: o.DeviceOption = None,
+    store: o.StoreOption = None,
     embedding: Annotated[
         str | None,
         typer.Option(
@@ -121,7 +122,7 @@ def ingest(
     given = None if profile is None else read_profile(profile)
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
         scratch_folder = Path(scratch) if dry_run else None
-        opened = _open_or_create(index, model, device, settings, given, scratch_folder)
+        opened = _open_or_create(index, model, device, store, settings, given, scratch_folder)
         with opened, IngestBar(opened.path) as bar:
             report = opened.add(paths, dry_run=dry_run, on_progress=bar.update)
     if as_json:
@@ -167,6 +168,7 @@ def _open_or_create(
     path: Path,
     model: str | None,
     device: str | None,
+    store: str | None,
     settings: _Settings,
     profile: Profile | None,
     scratch: Path | None,
@@ -175,7 +177,7 @@ def _open_or_create(
     from kvrag.ingest.index import Index
 
     try:
-        opened = Index.open(path, model=model, device=device)
+        opened = Index.open(path, model=model, device=device, store=store)
     except IndexNotFoundError:
         if model is None:
             console.note(f"no --model given: the index is made with the embedded {_DEFAULT_MODEL}")
@@ -192,8 +194,14 @@ def _open_or_create(
             context_tokens=settings.context_tokens,
             compression=settings.compression or _DEFAULT_COMPRESSION,
             device=device,
+            store=store,
         )
     try:
+        if store is not None and opened.store.url != opened.config.store:
+            raise ParameterError(
+                f"the index at {path} keeps its KV in {opened.config.store or 'its own folder'}, "
+                f"asked for {opened.store.url}: leave --store out, or make a new index"
+            )
         if profile is not None and profile.hash != opened.config.profile:
             raise ParameterError(
                 f"the index at {path} is there already, --profile is for a new one: leave it out, "

@@ -20,12 +20,14 @@ def quiet_libraries() -> None:
     quiet.disable_progress_bar()
 
 
-def open_index(path: Path, model: str | None = None, device: str | None = None) -> Index:
+def open_index(
+    path: Path, model: str | None = None, device: str | None = None, store: str | None = None
+) -> Index:
     """Open an index without loading its model."""
     from kvrag.ingest.index import Index
 
     quiet_libraries()
-    return Index.open(path, model=model, device=device)
+    return Index.open(path, model=model, device=device, store=store)
 
 
 def warm_up(index: Index) -> None:

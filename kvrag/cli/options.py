@@ -38,6 +38,16 @@ ProfileOption = Annotated[
         show_default=False,
     ),
 ]
+StoreOption = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        metavar="URL",
+        help="Where KV is kept: file:PATH, redis://HOST/DB, s3://BUCKET/PREFIX, gs://, az://, or "
+        "tiered:URL|URL; '?limit=20GB' behind each. Default: the index's own.",
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document and nothing else.")
 ]

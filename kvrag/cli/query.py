@@ -20,6 +20,7 @@ def query(
     index: o.IndexOption,
     model: o.ModelOption = None,
     device: o.DeviceOption = None,
+    store: o.StoreOption = None,
     top_k: o.TopKOption = o.DEFAULT_TOP_K,
     policy: o.PolicyOption = DEFAULT_POLICY,
     ratio: o.RatioOption = None,
@@ -53,7 +54,7 @@ def query(
         seed=seed,
         use_chat_template=not no_chat,
     )
-    with open_index(index, model, device) as opened:
+    with open_index(index, model, device, store) as opened:
         engine = make_engine(opened, settings)
         warm_up(opened)
         retrieved = retrieve(opened, question, settings)

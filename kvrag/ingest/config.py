@@ -52,6 +52,8 @@ class IndexConfig:
         they are compressed with, or "".
     tenant_salt
         Hexadecimal digits of the salt that keys the chunk keys.
+    store
+        URL of the store of KV, without a password; "" for the index's own folder.
     """
 
     model: str
@@ -73,6 +75,7 @@ class IndexConfig:
     compression: str
     anchors: str
     tenant_salt: str
+    store: str = ""
 
     @property
     def spec(self) -> KVSpec:
@@ -167,6 +170,8 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
         raise _foreign(
             path, f"format version {FORMAT_VERSION} expected, found {values.get('format_version')}"
         )
+    # Before KV could be kept elsewhere.
+    values = {"store": "", **values}
     checked: dict[str, Any] = {}
     for field in fields(IndexConfig):
         value = values.get(field.name)

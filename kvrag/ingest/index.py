@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +46,7 @@ from kvrag.ingest.making import (
     KV_FOLDER,
     check_device,
     check_embedding,
+    check_limit,
     check_settings,
     make_config,
     require_free,
@@ -60,9 +61,12 @@ from kvrag.ingest.report import (
 from kvrag.ingest.rows import Change, DocumentRow
 from kvrag.ingest.upkeep import IndexUpkeep
 from kvrag.ingest.vectors import VectorIndex
+from kvrag.ingest.watched import WatchedChunk
 from kvrag.kvcache import ChunkKV
 from kvrag.store.base import Store
+from kvrag.store.limited import LimitedStore
 from kvrag.store.registry import open_store
+from kvrag.store.tiered import TieredStore
 
 if TYPE_CHECKING:
     import torch
@@ -108,11 +112,12 @@ class Index(IndexUpkeep):
         model: KVModel | PreTrainedModel | str | Path | None,
         embedding: Embedding | None,
         device: str | None,
+        store: Store,
     ) -> None:
         self.path = path
         self.config = config
         self.catalog = catalog
-        self.store: Store = open_store(f"file:{path / KV_FOLDER}")
+        self.store = store
         folder = ProfileFolder(path / profiles.FOLDER_NAME)
         self.coding = RecordCoding(folder, config.codec, config.profile, config.model_fingerprint)
         self._given_model = model
@@ -141,6 +146,7 @@ class Index(IndexUpkeep):
         dtype: torch.dtype | str | None = None,
         tenant_salt: bytes | None = None,
         device: str | None = None,
+        store: str | None = None,
     ) -> Index:
         """Make an empty index in a new or empty folder.
 
@@ -177,6 +183,9 @@ class Index(IndexUpkeep):
         device
             Where a model that is loaded here runs, such as ``"cuda"``; None means the CPU. It is
             not recorded: stored KV is the same kind wherever it is computed.
+        store
+            URL of where KV is kept (`kvrag.store.registry.open_store`), recorded without its
+            password; None means a folder in the index's own.
 
         Raises
         ------
@@ -184,7 +193,7 @@ class Index(IndexUpkeep):
             When a value is out of range or the device cannot be used, or the folder holds
             something already.
         StoreError
-            When the folder cannot be written.
+            When the folder cannot be written, or the store cannot be used.
         ModelLoadError, UnsupportedModelError
             When the model cannot be loaded or served.
         AnchorsError
@@ -217,6 +226,10 @@ class Index(IndexUpkeep):
             compression=compression,
             tenant_salt=salt,
         )
+        opened = None if store is None else open_store(store)
+        if opened is not None:
+            config = replace(config, store=opened.url)
+            check_limit(opened, config)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -230,7 +243,15 @@ class Index(IndexUpkeep):
                 ProfileFolder(folder / profiles.FOLDER_NAME).add(profile)
             # Last, since it is what makes the folder an index.
             config.save(folder)
-        return cls(folder, config, catalog, model=loaded, embedding=the_embedding, device=device)
+        return cls(
+            folder,
+            config,
+            catalog,
+            model=loaded,
+            embedding=the_embedding,
+            device=device,
+            store=opened if opened is not None else open_store(f"file:{folder / KV_FOLDER}"),
+        )
 
     @classmethod
     def open(
@@ -240,6 +261,7 @@ class Index(IndexUpkeep):
         model: KVModel | PreTrainedModel | str | Path | None = None,
         embedding: Embedding | Any | None = None,
         device: str | None = None,
+        store: str | None = None,
     ) -> Index:
         """Open an index. Neither weights nor the embedding are loaded before they are needed.
 
@@ -254,6 +276,9 @@ class Index(IndexUpkeep):
             Needed only when the index was made with an embedding object.
         device
             Where a model that is loaded here runs, such as ``"cuda"``; None means the CPU.
+        store
+            URL of where KV is kept, in place of the one recorded: the same store with other tiers
+            before it, say. One that does not answer is no error: chunks are then prefilled.
 
         Raises
         ------
@@ -264,7 +289,9 @@ class Index(IndexUpkeep):
         IndexMismatchError
             When `model` or `embedding` are not those the index was made with.
         ParameterError
-            When the device cannot be used.
+            When the device cannot be used, or the store's URL is wrong.
+        StoreError
+            When the store refuses: a wrong password, a missing bucket.
         """
         check_device(device)
         folder = Path(path).expanduser().resolve()
@@ -276,8 +303,23 @@ class Index(IndexUpkeep):
         the_embedding = None if embedding is None else get_embedding(embedding)
         if the_embedding is not None:
             check_embedding(config, folder, the_embedding)
-        catalog = Catalog(folder / catalogs.FILE_NAME)
-        index = cls(folder, config, catalog, model=model, embedding=the_embedding, device=device)
+        url = store or config.store or f"file:{folder / KV_FOLDER}"
+        opened = open_store(url, must_answer=False)
+        check_limit(opened, config)
+        try:
+            catalog = Catalog(folder / catalogs.FILE_NAME)
+        except BaseException:
+            opened.close()
+            raise
+        index = cls(
+            folder,
+            config,
+            catalog,
+            model=model,
+            embedding=the_embedding,
+            device=device,
+            store=opened,
+        )
         if model is not None and not isinstance(model, str | Path):
             try:
                 _ = index.model  # loaded already: a mismatch is best told at once
@@ -331,6 +373,20 @@ class Index(IndexUpkeep):
             if model.tokenizer_fingerprint != config.tokenizer_fingerprint:
                 raise self._mismatch("tokenizer", model.name, model.tokenizer_fingerprint)
             return model
+
+    @property
+    def model_folder(self) -> Path | None:
+        """The folder of the model's files; None of a hub's model, or one made in memory.
+
+        Loads no weights. Raises ModelLoadError when the folder is gone.
+        """
+        from kvrag.models.loading import resolve_model
+
+        source = self._model_source()
+        if "model" in self.__dict__ or not isinstance(source, str | Path):
+            return self.model.folder
+        path = Path(resolve_model(source))
+        return path if path.is_absolute() else None
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -431,6 +487,8 @@ class Index(IndexUpkeep):
                 )
             else:
                 room = self.expected_bytes_per_token
+                if self.is_store_shared:
+                    room = 0  # on this disk
                 check_space(plan, self.path, room, self.config.embedding_dim)
                 outcome = run_plan(plan, self._work(), on_progress)
         seconds = outcome.seconds
@@ -566,7 +624,11 @@ class Index(IndexUpkeep):
         key = keys.get(context_ids)
         if key is None:
             return None
-        record = self.store.open(key)
+        try:
+            record = self.store.open(key)
+        except RecordError:
+            self.store.note_damage(key)
+            raise
         if record is None:
             return None
         try:
@@ -577,10 +639,31 @@ class Index(IndexUpkeep):
                     f"the record of chunk {chunk_id} holds {encoded.num_tokens} tokens, expected "
                     f"{expected}"
                 )
+        except RecordError:
+            record.close()
+            self.store.note_damage(key)
+            raise
         except BaseException:
             record.close()
             raise
-        return encoded
+        return WatchedChunk(encoded, key, self.store)
+
+    def pin(self, sources: Sequence[str]) -> int:
+        """Keep the KV of documents in every tier it is in, until the index is closed.
+
+        Returns
+        -------
+        int
+            Records pinned; none where the store has no limit to keep within.
+        """
+        chunk_ids = [chunk_id for one in sources for chunk_id in self.catalog.chunk_ids_of(one)]
+        keys = {
+            self.key_of(one) for chunk in self.get_chunks(chunk_ids) for one in chunk.encodings()
+        }
+        if not isinstance(self.store, TieredStore | LimitedStore):
+            return 0
+        self.store.pin(keys)
+        return len(keys)
 
     # -- private -----------------------------------------------------------------------------
 

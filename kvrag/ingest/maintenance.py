@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvrag.chunk import Chunk, ChunkKey
@@ -16,7 +16,6 @@ from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport, RecordProblem, VerifyReport
 from kvrag.kvcache import KVSpec
 from kvrag.store.base import Store
-from kvrag.store.file import FileStore
 
 # Readers write the vectors' cache without the writer's lock.
 _TEMPORARY_AGE_SECONDS = 3600.0
@@ -112,35 +111,48 @@ def _read_record(
 
 
 def collect_garbage(
-    folder: Path, catalog: Catalog, store: Store, profiles: ProfileFolder, profile_hash: str
+    folder: Path,
+    catalog: Catalog,
+    store: Store,
+    profiles: ProfileFolder,
+    profile_hash: str,
+    *,
+    keeps_unknown: bool,
 ) -> GcReport:
     """Remove records that no chunk refers to, profiles no record needs, files of killed processes.
 
     Call with the writer's lock held: a record is stored before its chunk is in the catalog.
+
+    Parameters
+    ----------
+    keeps_unknown
+        Leave records alone that this index does not need: others share the store.
     """
     needed = catalog.keys()
-    before = store.size_bytes()
-    num_records = sum(store.delete(key) for key in list(store.keys()) if key.digest not in needed)
-    size_bytes = before - store.size_bytes()
-    num_temporary = 0
-    if isinstance(store, FileStore):
-        num_temporary += store.collect_garbage(min_age_seconds=0.0)
+    num_records = size_bytes = 0
+    for key, size in [] if keeps_unknown else list(store.sizes()):
+        if key.digest not in needed and store.delete(key):
+            num_records += 1
+            size_bytes += size
+    num_temporary = store.collect_garbage(_TEMPORARY_AGE_SECONDS if keeps_unknown else 0.0)
     newest = time.time() - _TEMPORARY_AGE_SECONDS
     for path in (*folder.glob(".*.tmp"), *profiles.folder.glob(".*.tmp")):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < newest:
                 path.unlink()
                 num_temporary += 1
-    unused = set(profiles.hashes()) - {profile_hash} - _profiles_in_use(store)
+    unused = set(profiles.hashes()) - {profile_hash}
+    if unused:
+        unused -= _profiles_in_use(store, needed)
     for one in unused:
         profiles.delete(one)
     return GcReport(num_records, size_bytes, num_temporary, len(unused))
 
 
-def _profiles_in_use(store: Store) -> set[str]:
+def _profiles_in_use(store: Store, needed: Iterable[str]) -> set[str]:
     """Return the profiles that records name, those of damaged records left out."""
     used = set()
-    for key in list(store.keys()):
+    for key in map(ChunkKey, needed):
         with contextlib.suppress(RecordError, StoreError):
             record = store.open(key)
             if record is not None:

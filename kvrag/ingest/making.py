@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.codec.presets import choose_codec
+from kvrag.codec.presets import choose_codec, expected_bytes_per_token
 from kvrag.codec.profile import Profile
 from kvrag.errors import IndexMismatchError, ParameterError
 from kvrag.fusion.compression.spec import parse_compression
@@ -17,6 +17,9 @@ from kvrag.ingest.coding import check_profile
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import context_limit
 from kvrag.ingest.embedding import Embedding
+from kvrag.store.base import Store
+from kvrag.store.limited import LimitedStore
+from kvrag.store.tiered import TieredStore
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +43,19 @@ def check_settings(codec: str, chunk_tokens: int, tenant_salt: bytes) -> None:
         raise ParameterError(f"chunk_tokens is at least {MIN_CHUNK_TOKENS}, found {chunk_tokens}")
     if not 1 <= len(tenant_salt) <= 64:
         raise ParameterError(f"tenant_salt is 1 to 64 bytes, found {len(tenant_salt)}")
+
+
+def check_limit(store: Store, config: IndexConfig) -> None:
+    """Close a store and raise ParameterError when it is limited to less than one chunk."""
+    needed = config.chunk_tokens * expected_bytes_per_token(choose_codec(config.codec), config.spec)
+    tiers = store.tiers[-1:] if isinstance(store, TieredStore) else (store,)
+    for tier in tiers:
+        if isinstance(tier, LimitedStore) and tier.limit_bytes < needed:
+            store.close()
+            raise ParameterError(
+                f"{tier.url} holds no chunk of {config.chunk_tokens} tokens, which take about "
+                f"{needed:,} bytes; raise its limit, or choose fewer chunk_tokens or another codec"
+            )
 
 
 def check_device(device: str | None, model: KVModel | None = None) -> None:

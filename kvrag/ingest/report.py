@@ -126,6 +126,8 @@ class IndexStats:
 
     Attributes
     ----------
+    store
+        URL of where KV is kept, without a password.
     context, context_tokens
         What chunks are encoded behind, and how much of it at the most (0: no such limit).
     compression
@@ -145,6 +147,7 @@ class IndexStats:
     """
 
     path: str
+    store: str
     model: str
     dtype: str
     codec: str

@@ -64,6 +64,11 @@ class IndexUpkeep(ABC):
         """Return the KV of a chunk by the model, behind the first of its contexts."""
 
     @property
+    def is_store_shared(self) -> bool:
+        """Whether KV is kept elsewhere than in the index's folder, where others may keep theirs."""
+        return bool(self.config.store)
+
+    @property
     def codec(self) -> Codec:
         """What records are written with. Raises ParameterError before its profile is fitted."""
         return self.coding.codec
@@ -129,12 +134,19 @@ class IndexUpkeep(ABC):
         config = self.config
         num_documents, num_chunks, num_tokens = self.catalog.counts()
         needed = self.catalog.keys()
-        stored = sorted(map(str, self.store.keys()))
-        size_bytes = self.store.size_bytes()
+        sizes = {
+            key.digest: size
+            for key, size in self.store.sizes()
+            # What others keep in a shared store is not this index's.
+            if not self.is_store_shared or key.digest in needed
+        }
+        stored = sorted(sizes)
+        size_bytes = sum(sizes.values())
         # Of chunks alike one record is stored.
         stored_tokens = sum(needed[digest] for digest in stored if digest in needed)
         return IndexStats(
             path=str(self.path),
+            store=self.store.url,
             model=config.model,
             dtype=config.dtype,
             codec=config.codec,
@@ -209,7 +221,7 @@ class IndexUpkeep(ABC):
         Raises
         ------
         ParameterError
-            When the codec needs no profile, or the index holds fewer than 64 tokens.
+            When the codec needs no profile, or the index holds fewer than 256 tokens.
         """
         with lock.writer_lock(self.path):
             self._reload_codec()
@@ -261,7 +273,8 @@ class IndexUpkeep(ABC):
                 )
             if profile is not None:
                 check_profile(profile, codec, self.config.spec, self.config.model_fingerprint)
-            check_room(needed, self.store, choice, self.config.spec, self.path)
+            if not self.is_store_shared:
+                check_room(needed, self.store, choice, self.config.spec, self.path)
             self._use_codec(codec, profile)
             return recode_records(
                 needed,
@@ -305,14 +318,25 @@ class IndexUpkeep(ABC):
             return None
         return best
 
-    def gc(self) -> GcReport:
+    def gc(self, *, delete_shared: bool = False) -> GcReport:
         """Remove records that no chunk needs, codec profiles that no record needs, and what killed
         processes left behind.
+
+        Parameters
+        ----------
+        delete_shared
+            Also of a store outside the index's folder remove every record that this index does
+            not need. Without, its records stay: other indexes may need them.
         """
         with lock.writer_lock(self.path):
             self._reload_codec()
             return collect_garbage(
-                self.path, self.catalog, self.store, self.coding.profiles, self.config.profile
+                self.path,
+                self.catalog,
+                self.store,
+                self.coding.profiles,
+                self.config.profile,
+                keeps_unknown=self.is_store_shared and not delete_shared,
             )
 
     # -- private -----------------------------------------------------------------------------

@@ -73,6 +73,8 @@ class EncryptedStore(StoreWrapper):
         Where the encrypted records are kept.
     key
         32 bytes: a tenant's.
+    key_file
+        Where the key is from, which becomes part of the URL; "" for nowhere.
 
     Raises
     ------
@@ -80,8 +82,9 @@ class EncryptedStore(StoreWrapper):
         When the key is of another length, or the library ``cryptography`` is not installed.
     """
 
-    def __init__(self, inner: Store, key: bytes) -> None:
+    def __init__(self, inner: Store, key: bytes, key_file: str = "") -> None:
         super().__init__(inner)
+        self._key_file = key_file
         if len(key) != KEY_BYTES:
             raise ParameterError(f"a key is {KEY_BYTES} bytes, found {len(key)}")
         self._key = key
@@ -89,6 +92,14 @@ class EncryptedStore(StoreWrapper):
         self._hkdf = require("cryptography.hazmat.primitives.kdf.hkdf", "encryption")
         self._hashes = require("cryptography.hazmat.primitives.hashes", "encryption")
         self._invalid_tag = require("cryptography.exceptions", "encryption").InvalidTag
+
+    @property
+    def url(self) -> str:
+        """The inner store's, with the place of the key."""
+        url = self.inner.url
+        if not self._key_file:
+            return url
+        return f"{url}{'&' if '?' in url else '?'}key_file={self._key_file}"
 
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Encrypt and write a record; a key that is present keeps its record."""

@@ -105,6 +105,8 @@ class ObjectStore:
         Of an S3 bucket; None takes the environment's.
     timeout_seconds
         After which a server that sends nothing counts as unreachable.
+    must_answer
+        Raise when it is unreachable now; otherwise it may become reachable later.
 
     Raises
     ------
@@ -123,6 +125,7 @@ class ObjectStore:
         endpoint: str | None = None,
         region: str | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        must_answer: bool = True,
     ) -> None:
         self._obstore = require("obstore", "objects")
         stores = require("obstore.store", "objects")
@@ -164,9 +167,13 @@ class ObjectStore:
         except (self._errors_of.BaseError, ValueError) as error:
             raise ParameterError(f"not a bucket of {scheme}: {error}") from error
         self.metrics = StoreMetrics(scheme)
-        with self._errors("open"):
-            for _ in self._obstore.list(self._bucket, chunk_size=1):
-                break
+        try:
+            with self._errors("open"):
+                for _ in self._obstore.list(self._bucket, chunk_size=1):
+                    break
+        except StoreUnreachableError:
+            if must_answer:
+                raise
 
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Write a record; a key that is present keeps its record. Raises StoreError.

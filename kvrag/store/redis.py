@@ -176,6 +176,8 @@ class RedisStore:
         What all names in Redis begin with; stores of other prefixes are not seen.
     timeout_seconds
         After which Redis counts as unreachable, for connecting and for each answer.
+    must_answer
+        Raise when it is unreachable now; otherwise it may become reachable later.
 
     Raises
     ------
@@ -193,6 +195,7 @@ class RedisStore:
         *,
         prefix: str = DEFAULT_PREFIX,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        must_answer: bool = True,
     ) -> None:
         self._redis = require("redis", "redis")
         backoff = require("redis.backoff", "redis")
@@ -220,8 +223,12 @@ class RedisStore:
         self._commit = self._client.register_script(_COMMIT)
         self._delete = self._client.register_script(_DELETE)
         self.metrics = StoreMetrics("redis")
-        with self._errors("open"):
-            self._client.ping()
+        try:
+            with self._errors("open"):
+                self._client.ping()
+        except StoreUnreachableError:
+            if must_answer:
+                raise
 
     def name_of(self, key: ChunkKey) -> str:
         """Return under which name the list of a record's pieces is."""

@@ -31,7 +31,7 @@ _EXPECTED = (
 )
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, *, must_answer: bool = True) -> Store:
     """Return the store at `url`.
 
     Parameters
@@ -47,6 +47,8 @@ def open_store(url: str) -> Store:
 
         ``tiered:URL|URL|URL`` reads from the first that has a record; writes go to the last one,
         by way of the ``file:`` before it if there is one.
+    must_answer
+        Raise when a remote store is unreachable now; otherwise it may become reachable later.
 
     Raises
     ------
@@ -59,7 +61,7 @@ def open_store(url: str) -> Store:
     """
     scheme, colon, rest = url.partition(":")
     if colon and scheme == "tiered":
-        return _open_tiers(rest.split("|"))
+        return _open_tiers(rest.split("|"), must_answer)
     place, query = _without_options(url) if scheme in ("file", "memory") else (url, "")
     rest = place.partition(":")[2]
     if scheme == "memory" and colon and not rest:
@@ -74,17 +76,17 @@ def open_store(url: str) -> Store:
 
         place, _, query = url.partition("?")
         own, options = _parse(url, query, {"prefix": str, "timeout": _seconds})
-        return _remote(RedisStore(place, **own), query, options)
+        return _remote(RedisStore(place, must_answer=must_answer, **own), query, options)
     if scheme in _OBJECT_SCHEMES and rest.startswith("//"):
         from kvrag.store.objects import ObjectStore
 
         place, _, query = url.partition("?")
         own, options = _parse(url, query, {"endpoint": str, "region": str, "timeout": _seconds})
-        return _remote(ObjectStore(place, **own), query, options)
+        return _remote(ObjectStore(place, must_answer=must_answer, **own), query, options)
     raise ParameterError(f"{_EXPECTED}; found {without_password(url)!r}")
 
 
-def _open_tiers(urls: list[str]) -> Store:
+def _open_tiers(urls: list[str], must_answer: bool) -> Store:
     if len(urls) < 2 or any(url.startswith("tiered:") for url in urls):
         raise ParameterError(
             "tiers are two stores or more, tiered:URL|URL, the fastest first; found "
@@ -93,7 +95,7 @@ def _open_tiers(urls: list[str]) -> Store:
     tiers: list[Store] = []
     try:
         for url in urls:
-            tiers.append(open_store(url))
+            tiers.append(open_store(url, must_answer=must_answer))
         disk = innermost(tiers[-2])
         folder = Path(disk.url.removeprefix("file:")) if isinstance(disk, FileStore) else None
         return TieredStore(tiers, outbox_folder=folder)
@@ -112,7 +114,7 @@ def _remote(store: RedisStore | ObjectStore, query: str, options: dict[str, Any]
 def _wrap(store: Store, options: dict[str, Any]) -> Store:
     """Put around a store what its common options ask for."""
     if "key_file" in options:
-        store = EncryptedStore(store, read_key(options["key_file"]))
+        store = EncryptedStore(store, read_key(options["key_file"]), options["key_file"])
     if "limit" in options:
         store = LimitedStore(store, options["limit"])
     return store
@@ -184,4 +186,8 @@ def without_password(url: str) -> str:
     return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", url)
 
 
-_COMMON: dict[str, Callable[[str], Any]] = {"limit": parse_bytes, "key_file": str}
+def _path(text: str) -> str:
+    return str(Path(text).expanduser().absolute())
+
+
+_COMMON: dict[str, Callable[[str], Any]] = {"limit": parse_bytes, "key_file": _path}

@@ -68,3 +68,30 @@ def test_missing_index(run: Run, tmp_path: Path, command: str) -> None:
     assert done.err.startswith("error: ")
     assert "nowhere" in done.err
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_an_index_with_its_kv_elsewhere(run: Run, tmp_path: Path) -> None:
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    (documents / "ledger.txt").write_text("\n".join(TEXTS.values()))
+    place, near = tmp_path / "kv", tmp_path / "near"
+    folder = tmp_path / "index"
+    common = ("--index", folder, "--embedding", "hashing", "--store")
+    done = run("ingest", documents, *common, f"file:{place}")
+    assert done.code == 0, done.err
+    assert list(place.rglob("*.seg"))
+    assert not (folder / "kv").exists()
+    again = run("ingest", documents, "--index", folder, "--store", f"file:{near}")
+    assert again.code == 1
+    assert f"keeps its KV in file:{place}, asked for file:{near}" in again.err
+    assert run("stats", "--index", folder, "--json").json["store"] == f"file:{place}"
+    tiers = f"tiered:file:{near}?limit=100MB|file:{place}"
+    asked = run("query", "Who keeps it?", "--index", folder, "--store", tiers, "--json")
+    assert asked.code == 0, asked.err
+    assert asked.json["report"]["misses"] == {}
+    assert list(near.rglob("*.seg"))
+    refused = run("query", "Who?", "--index", folder, "--store", "ftp://somewhere")
+    assert refused.code == 1
+    assert refused.err.startswith("error: a store is file:PATH")
+    run("gc", "--index", folder)
+    assert run("verify", "--index", folder).code == 0

@@ -1,0 +1,60 @@
+"""Opened chunks that tell their store when what was read was not what had been written."""
+
+from __future__ import annotations
+
+import torch
+
+from kvrag.chunk import ChunkKey
+from kvrag.codec.base import Destination, EncodedChunk
+from kvrag.errors import RecordError
+from kvrag.store.base import Store
+
+
+class WatchedChunk:
+    """An `EncodedChunk` of a store, which is told of damage.
+
+    So it is counted where it happened, and a store of several tiers gives up the damaged copy.
+
+    Parameters
+    ----------
+    inner
+        The opened record.
+    key, store
+        Where it is from.
+    """
+
+    def __init__(self, inner: EncodedChunk, key: ChunkKey, store: Store) -> None:
+        self._inner = inner
+        self._key = key
+        self._store = store
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self._inner.num_tokens
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the whole record."""
+        return self._inner.size_bytes
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes fetched from the store so far."""
+        return self._inner.bytes_read
+
+    def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of one layer; see `EncodedChunk.read_layer`."""
+        try:
+            return self._inner.read_layer(layer_index)
+        except RecordError:
+            self._store.note_damage(self._key)
+            raise
+
+    def place_layer(self, layer_index: int, into: Destination) -> None:
+        """Write one layer where it belongs; see `EncodedChunk.place_layer`."""
+        try:
+            self._inner.place_layer(layer_index, into)
+        except RecordError:
+            self._store.note_damage(self._key)
+            raise

@@ -1,0 +1,303 @@
+"""Indexes whose KV is kept elsewhere: other folders, tiers, Redis, several tenants."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import ParameterError, RecordError, StoreError
+from kvrag.fusion.loader import MISS_ABSENT, MISS_DAMAGED, MISS_UNREADABLE
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from kvrag.store.file import FileStore
+from kvrag.store.limited import LimitedStore
+from kvrag.store.tiered import TieredStore
+from tests.ingest.conftest import MakeIndex
+from tests.support import folders
+from tests.support.servers import PASSWORD, RedisServer
+
+TEXTS = [
+    f"{name} of Varn keeps the {thing}. {name} has done so for {years} years, in the old tower "
+    "by the harbour, and tells whoever asks about it."
+    for name, thing, years in (("Ines", "ledger", 12), ("Tomas", "clock", 7), ("Mara", "boats", 3))
+]
+PROMPT = "\n\n".join([*TEXTS, "Question: who keeps the clock?\nAnswer:"])
+
+
+def documents() -> list[Document]:
+    return [Document(f"doc-{number}", text) for number, text in enumerate(TEXTS)]
+
+
+@pytest.fixture
+def filled(make_index: MakeIndex, tmp_path: Path) -> Callable[..., Index]:
+    def fill(url: str, name: str = "index", **settings: object) -> Index:
+        index = make_index(name, store=url, chunk_tokens=128, **settings)
+        index.add(documents())
+        return index
+
+    return fill
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServer]:
+    monkeypatch.setenv("KVRAG_REDIS_PASSWORD", PASSWORD)
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    try:
+        server = RedisServer(folder)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    yield server
+    server.kill()
+
+
+def answers(index: Index) -> tuple[str, dict[str, int]]:
+    """The answer at ratio 1, which equals plain prefill's whatever the store does; and misses."""
+    answer = KVEngine(index, max_tokens=6).generate(PROMPT, ratio=1.0)
+    return answer.text, dict(answer.report.misses)
+
+
+def test_another_folder(filled: Callable[..., Index], tmp_path: Path, model: KVModel) -> None:
+    index = filled(f"file:{tmp_path / 'elsewhere'}")
+    assert not (index.path / "kv").exists()
+    assert answers(index)[1] == {}
+    assert index.stats().store == f"file:{tmp_path / 'elsewhere'}"
+    assert index.stats().num_records == 3
+    path = index.path
+    index.close()
+    with Index.open(path, model=model) as again:
+        assert answers(again)[1] == {}
+        assert again.verify().ok
+
+
+def test_an_index_from_before_there_were_other_stores(
+    index: Index, docs: Path, model: KVModel
+) -> None:
+    index.add(docs)
+    index.close()
+    path = index.path / "index.json"
+    values = json.loads(path.read_text())
+    assert values.pop("store") == ""
+    path.write_text(json.dumps(values))
+    with Index.open(index.path, model=model) as again:
+        assert again.store.url == f"file:{index.path / 'kv'}"
+        assert again.verify().ok
+
+
+def test_tiers_before_an_index_at_query_time(
+    filled: Callable[..., Index], tmp_path: Path, model: KVModel
+) -> None:
+    home = f"file:{tmp_path / 'home'}"
+    index = filled(home)
+    expected = answers(index)
+    index.close()
+    url = f"tiered:memory:?limit=50MB|file:{tmp_path / 'near'}?limit=50MB|{home}"
+    with Index.open(index.path, model=model, store=url) as near:
+        assert answers(near) == expected
+        assert answers(near) == expected
+        memory, _, _ = near.store.counts()
+        assert memory.hits == 3
+        assert near.pin(["doc-0", "unknown"]) == 1
+    assert len(list(FileStore(tmp_path / "near").keys())) == 3
+
+
+def test_a_damaged_copy_is_replaced_from_home(
+    filled: Callable[..., Index], tmp_path: Path, model: KVModel
+) -> None:
+    home = f"file:{tmp_path / 'home'}"
+    index = filled(home)
+    expected = answers(index)
+    index.close()
+    near = tmp_path / "near"
+    url = f"tiered:file:{near}|{home}"
+    for text in ("whole", "damaged"):
+        with Index.open(index.path, model=model, store=url) as opened:
+            if text == "damaged":
+                key = min(opened.store.keys())
+                folders.damage(near, key, -100)
+                assert answers(opened) == (expected[0], {MISS_DAMAGED: 1})
+                assert opened.store.counts()[0].misses["damaged"] == 1
+            assert answers(opened) == expected
+
+
+def test_gc_leaves_alone_what_others_keep(filled: Callable[..., Index], tmp_path: Path) -> None:
+    url = f"file:{tmp_path / 'shared'}"
+    one = filled(url, "one", tenant_salt=b"one")
+    other = filled(url, "other", tenant_salt=b"other")
+    assert len(list(one.store.keys())) == 6
+    assert one.stats().num_records == 3
+    one.delete(sources=["doc-0"])
+    assert one.gc().num_records == 0
+    assert other.verify().ok
+    assert one.gc(delete_shared=True).num_records == 4
+    assert one.verify().ok
+    assert not other.verify().ok
+
+
+def test_indexes_of_one_tenant_share_records(filled: Callable[..., Index], tmp_path: Path) -> None:
+    url = f"file:{tmp_path / 'shared'}"
+    filled(url, "one")
+    other = filled(url, "other")
+    assert len(list(other.store.keys())) == 3
+
+
+def test_a_tenant_can_neither_read_nor_probe_anothers_chunks(
+    filled: Callable[..., Index], make_index: MakeIndex, tmp_path: Path
+) -> None:
+    """Looking for what the other has, and for what nobody has, takes one and the same time."""
+    url = f"file:{tmp_path / 'shared'}"
+    mine = filled(url, "mine", tenant_salt=b"mine" * 8)
+    theirs = make_index("theirs", store=url, tenant_salt=b"theirs" * 8)
+    had = [hit.chunk for hit in mine.search("Varn", 3)]
+    theirs.add([Document("d", "Something that only they have, and nobody else.")])
+    unknown = [hit.chunk for hit in theirs.search("x", 1)]
+    for chunk in had:
+        assert mine.store.contains(mine.key_of(chunk))
+        assert not theirs.store.contains(theirs.key_of(chunk))
+        assert theirs.store.open(theirs.key_of(chunk)) is None
+        assert mine.key_of(chunk) != theirs.key_of(chunk)
+    theirs.store.delete(theirs.key_of(unknown[0]))
+
+    def seconds(chunk: object) -> float:
+        key = theirs.key_of(chunk)  # type: ignore[arg-type]
+        started = time.perf_counter()
+        theirs.store.open(key)
+        return time.perf_counter() - started
+
+    known_seconds, unknown_seconds = [], []
+    for _ in range(2000):
+        known_seconds.append(seconds(had[0]))
+        unknown_seconds.append(seconds(unknown[0]))
+    medians = statistics.median(known_seconds), statistics.median(unknown_seconds)
+    spread = statistics.quantiles(unknown_seconds, n=10)
+    assert abs(medians[0] - medians[1]) < max(spread[7] - spread[1], 2e-6)
+
+
+def test_a_tenants_key(filled: Callable[..., Index], tmp_path: Path, model: KVModel) -> None:
+    key = tmp_path / "tenant.key"
+    key.write_text("ab" * 32)
+    key.chmod(0o600)
+    index = filled(f"file:{tmp_path / 'kv'}?key_file={key}")
+    expected = answers(index)
+    assert expected[1] == {}
+    index.close()
+    for path in (tmp_path / "kv").rglob("*.seg"):
+        assert b"KVRAG" not in path.read_bytes()
+    with Index.open(index.path, model=model) as again:  # where the key is has been recorded
+        assert answers(again) == expected
+    key.write_text("cd" * 32)
+    with Index.open(index.path, model=model) as again:
+        assert answers(again) == (expected[0], {MISS_DAMAGED: 3})
+    with Index.open(index.path, model=model, store=f"file:{tmp_path / 'kv'}") as again:
+        assert answers(again) == (expected[0], {MISS_DAMAGED: 3})
+
+
+def test_a_limit_below_one_chunk(make_index: MakeIndex, tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match=r"holds no chunk of 64 tokens.*raise its limit"):
+        make_index(store=f"file:{tmp_path / 'kv'}?limit=10kB")
+
+
+def test_a_limit_below_the_index_makes_misses(filled: Callable[..., Index], tmp_path: Path) -> None:
+    probe = filled(f"file:{tmp_path / 'probe'}", "probe")
+    sizes = sorted(size for _, size in probe.store.sizes())
+    least = 128 * probe.expected_bytes_per_token
+    limit = max(sizes[-1] + sizes[0], least)
+    index = filled(f"file:{tmp_path / 'kv'}?limit={limit}")
+    assert isinstance(index.store, LimitedStore)
+    kept = len(list(index.store.keys()))
+    text, misses = answers(index)
+    assert text == answers(probe)[0]
+    assert misses == ({MISS_ABSENT: 3 - kept} if kept < 3 else {})
+    assert index.store.size_bytes() <= limit
+
+
+def test_a_store_that_refuses_says_so_when_it_is_opened(
+    make_index: MakeIndex,
+    tmp_path: Path,
+    redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ParameterError, match="a store is file:PATH"):
+        make_index("bad", store="nowhere")
+    monkeypatch.setenv("KVRAG_REDIS_PASSWORD", "wrong")
+    with pytest.raises(StoreError, match="refuses the password"):
+        make_index("worse", store=redis_server.url)
+    assert not (tmp_path / "worse").exists()
+
+
+def test_redis_killed_and_started_again_under_32_queries(
+    filled: Callable[..., Index], redis_server: RedisServer, model: KVModel
+) -> None:
+    index = filled(f"{redis_server.url}?timeout=1")
+    assert PASSWORD not in (index.path / "index.json").read_text()
+    expected, misses = answers(index)
+    assert misses == {}
+    wrong: list[object] = []
+    seen: set[str] = set()
+    num_done = [0]
+    stop = threading.Event()
+    engine = KVEngine(index, max_tokens=6)
+
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                answer = engine.generate(PROMPT, ratio=1.0)
+            except Exception as error:
+                wrong.append(error)
+                return
+            num_done[0] += 1
+            seen.update(answer.report.misses)
+            if answer.text != expected:
+                wrong.append(answer.text)
+
+    threads = [threading.Thread(target=work) for _ in range(32)]
+    for thread in threads:
+        thread.start()
+    time.sleep(1.0)
+    redis_server.kill()
+    time.sleep(2.0)
+    redis_server.start()
+    time.sleep(2.0)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert num_done[0] > 32
+    assert seen == {MISS_UNREADABLE}
+    deadline = time.monotonic() + 20
+    while answers(index) != (expected, {}):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    redis_server.kill()
+    index.close()
+    with Index.open(index.path, model=model) as opened:  # not there at all: no error either
+        assert answers(opened) == (expected, {MISS_UNREADABLE: 3})
+        with pytest.raises(StoreError, match="not answer"):
+            opened.add([Document("more", "One more text about Varn.")])
+
+
+def test_a_record_of_another_format_version(filled: Callable[..., Index], tmp_path: Path) -> None:
+    index = filled(f"file:{tmp_path / 'kv'}")
+    expected, _ = answers(index)
+    key = min(index.store.keys())
+    record = bytearray(folders.peek(tmp_path / "kv", key))
+    record[8] = 9
+    index.store.replace(key, bytes(record))
+    with pytest.raises(RecordError, match="format version: expected 2, found 9"):
+        index.coding.open(key, index.store.open(key), index.config.spec)  # type: ignore[arg-type]
+    assert answers(index) == (expected, {MISS_DAMAGED: 1})
+
+
+def test_writing_behind_by_an_index(filled: Callable[..., Index], tmp_path: Path) -> None:
+    index = filled(f"tiered:file:{tmp_path / 'near'}|file:{tmp_path / 'home'}")
+    assert isinstance(index.store, TieredStore)
+    index.close()
+    assert len(list(FileStore(tmp_path / "home").keys())) == 3
