@@ -23,7 +23,7 @@ from kvrag.llms.langchain import KVRagLLM
 from kvrag.retrievers.langchain import KVRagRetriever
 
 DOCUMENTS = Path(__file__).parent / "documents"
-QUESTION = "Where was Romutho born?"
+QUESTION = "Where did Stikidy go to school?"
 
 logging.disable_progress_bar()  # Transformers' own, for each model it loads
 

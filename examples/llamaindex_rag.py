@@ -22,7 +22,7 @@ from kvrag.llms.llamaindex import KVRagLLM
 from kvrag.retrievers.llamaindex import KVRagRetriever
 
 DOCUMENTS = Path(__file__).parent / "documents"
-QUESTION = "Where was Romutho born?"
+QUESTION = "Where did Stikidy go to school?"
 
 logging.disable_progress_bar()  # Transformers' own, for each model it loads
 

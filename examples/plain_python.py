@@ -17,7 +17,7 @@ from transformers.utils import logging
 import kvrag
 
 DOCUMENTS = Path(__file__).parent / "documents"
-QUESTION = "Where was Romutho born?"
+QUESTION = "Where did Stikidy go to school?"
 
 logging.disable_progress_bar()  # Transformers' own, for each model it loads
 

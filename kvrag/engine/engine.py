@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
@@ -19,10 +17,11 @@ from kvrag.engine.buffers import BufferPool
 from kvrag.engine.sampling import Sampler, Sampling
 from kvrag.engine.text_stream import TextStream
 from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError, StoreError
+from kvrag.fusion.chosen_links import ChosenLinks
 from kvrag.fusion.compression.compacting import compact, without_chunks
 from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, lay_out
-from kvrag.fusion.links import Links, find_links, insert_links
+from kvrag.fusion.links import Links
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.none import NonePolicy
@@ -39,7 +38,6 @@ Message = Mapping[str, str]
 Prompt = str | Sequence[Message]
 
 MISS_CATALOG = "catalog damaged"
-LINKS_OFF = "off"
 
 
 class KVEngine:
@@ -66,7 +64,8 @@ class KVEngine:
         In place of it, tokens a chunk that ``"boundary"`` and ``"seam"`` compute again.
     links
         Link tokens put behind reused chunks (KVLink): a file that ``kvrag train links`` wrote, or
-        ``"off"``; None takes ``links.safetensors`` from the model's folder, where it lies there.
+        ``"off"``; None takes ``links.safetensors`` from the model's folder, where it lies there
+        and fits (where it does not, prompts go without and count it).
     max_tokens
         Tokens of an answer at the most, unless a call says otherwise.
 
@@ -93,14 +92,7 @@ class KVEngine:
         max_tokens: int = 256,
     ) -> None:
         self.index = index
-        if isinstance(links, str | Path):
-            links = LINKS_OFF if links == LINKS_OFF else Links.load(links)
-        elif links is not None and not isinstance(links, Links):
-            raise ParameterError(
-                f"links {links!r}: expected a file that 'kvrag train links' wrote, or "
-                f"{LINKS_OFF!r}; None takes those of the model's folder"
-            )
-        self._given_links = links
+        self._links = ChosenLinks(links, lambda: index.model_folder, lambda: index.model)
         self._policy = policy
         self._ratio = ratio
         self._boundary_tokens = boundary_tokens
@@ -201,9 +193,9 @@ class KVEngine:
     ) -> FusedPrompt:
         """Return the prompt's KV and first logits, without generating.
 
-        ``kvrag.models.caches.FusedCache(fused.kv, fused.kv.num_tokens - 1)`` continues it in
-        ``transformers`` ``generate``, inside ``with fused.answering(model):`` where the policy has
-        a temperature or scale.
+        Transformers goes on from it: ``model.hf.generate(**fused.to_generate())``, inside ``with
+        fused.answering(model):`` where there are link tokens, or the policy has a temperature or
+        scale. In what it returns the answer begins at ``fused.kv.num_tokens``.
 
         Parameters
         ----------
@@ -223,7 +215,7 @@ class KVEngine:
     ) -> FusedPrompt:
         layout = laid_out.layout
         while True:
-            arranged = self._linked(self._compacted(layout, laid_out.chunks))
+            arranged = self._links.insert(self._compacted(layout, laid_out.chunks), max_tokens)
             try:
                 return self._fuse_once(arranged, policy, max_tokens, layout_seconds)
             except CompressedLostError as error:
@@ -250,31 +242,12 @@ class KVEngine:
         capacity = min(num_tokens + max_tokens, model.max_positions)
         buffer = self._buffers.take(model.spec, num_tokens, capacity, model.device)
         try:
-            fused = fuse(model, layout, self.index.open_kv, policy, buffer, self._links)
+            fused = fuse(model, layout, self.index.open_kv, policy, buffer, self._links.on_model)
         except CompressedLostError:
             self._buffers.give_back(buffer)
             raise
         seconds = {"layout": layout_seconds, **fused.report.seconds}
         return replace(fused, report=replace(fused.report, seconds=seconds))
-
-    @cached_property
-    def _links(self) -> Links | None:
-        """The links for the index's model, there where it is."""
-        given = self._given_links
-        if given is None:
-            # A hub's name is no folder, whatever lies where the program was started.
-            folder = Path(getattr(self.index.model.hf, "name_or_path", ""))
-            given = find_links(folder) if folder.is_absolute() else None
-        return given.on(self.index.model) if isinstance(given, Links) else None
-
-    def _linked(self, layout: Layout) -> Layout:
-        """Return the layout with links, or as it is where there are none or no room for them."""
-        if self._links is None:
-            return layout
-        linked = insert_links(layout, self._links.header)
-        if len(linked.token_ids) < self.index.model.max_positions:
-            return linked
-        return replace(layout, num_unlinked=len(layout.spans))
 
     def _resolve_policy(
         self,
@@ -308,6 +281,11 @@ class KVEngine:
                 "index without compression"
             )
         return policy
+
+    @property
+    def links_digest(self) -> str:
+        """Digest of the link tokens put behind chunks, "" without any; loads no weights."""
+        return self._links.digest
 
     def _room(self, max_tokens: int | None) -> int:
         return self._max_tokens if max_tokens is None else _checked_max_tokens(max_tokens)
@@ -484,7 +462,7 @@ class KVEngine:
                 finish = "timeout"
                 break
             token_ids = torch.cat([token_ids, token_ids.new_tensor([token])])
-            with fused.answering(model), torch.no_grad(), self._answering(layout):
+            with fused.answering(model), torch.no_grad():
                 output = model.hf(
                     input_ids=token_ids[None, -1:], past_key_values=cache, use_cache=True
                 )
@@ -502,12 +480,6 @@ class KVEngine:
             total_seconds=time.perf_counter() - started,
         )
         yield AnswerDelta(tail, answer)
-
-    def _answering(self, layout: Layout) -> AbstractContextManager[None]:
-        """Let what links do to answers' rows be done, where the prompt has links."""
-        if self._links is None or not layout.links:
-            return resting(self.index.model.hf)
-        return self._links.answering(self.index.model)
 
     def plain_ttft_seconds(self, prompt: Prompt) -> float:
         """Measure plain Transformers: seconds from the prompt's ids to its first token."""

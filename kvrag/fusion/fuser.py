@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -24,6 +25,8 @@ from kvrag.fusion.question import QuestionAttention, ask
 from kvrag.fusion.report import FusionReport
 from kvrag.fusion.selection import Selection
 from kvrag.kvcache import FusedKV
+from kvrag.models.adapter import resting
+from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.scaling import ScaledKeys, scaled_answers
 from kvrag.positions.rotary import RotaryTable
@@ -49,6 +52,8 @@ class FusedPrompt:
         What was fused: the rows of `kv`.
     scaled
         For each layer the keys that are attended to otherwise; empty where none is.
+    links
+        Those of the layout, on the model; None where it has none.
     """
 
     kv: FusedKV
@@ -59,11 +64,33 @@ class FusedPrompt:
     layout: Layout
     scaled: tuple[ScaledKeys, ...] = ()
 
+    links: Links | None = None
+
     @contextmanager
     def answering(self, model: KVModel) -> Iterator[None]:
-        """Let the model's own forwards go on with the attention that the prompt was fused with."""
-        with model.lock, scaled_answers(model.hf, self.kv, self.scaled):
+        """Let the model's own forwards go on with the attention and adapter of the prompt."""
+        adapting = resting(model.hf) if self.links is None else self.links.answering(model)
+        with model.lock, scaled_answers(model.hf, self.kv, self.scaled), adapting:
             yield
+
+    def to_generate(self) -> dict[str, Any]:
+        """Return the arguments with which Transformers' ``generate`` goes on from this prompt.
+
+        The prompt's last token is left to it, so that it computes the first logits itself. It
+        reckons positions by the number of ids, and the buffer has more rows than the prompt has
+        tokens where there are link tokens, fewer where chunks are compressed: ids are added at the
+        beginning, those of the first token, or left out there.
+        """
+        num_rows = self.kv.num_tokens
+        token_ids = self.layout.plain_token_ids[-num_rows:]
+        added = token_ids[:1] * (num_rows - len(token_ids))
+        input_ids = torch.tensor([[*added, *token_ids]], device=self.logits.device)
+        return {
+            "input_ids": input_ids,
+            # Otherwise taken from the ids, of which a prompt may begin with one that pads.
+            "attention_mask": torch.ones_like(input_ids),
+            "past_key_values": FusedCache(self.kv, num_rows - 1),
+        }
 
 
 class CompressedLostError(Exception):
@@ -223,7 +250,16 @@ def _fuse(
         num_compressed=num_compressed,
         num_compressed_rows=sum(span.length for span in compressed),
     )
-    return FusedPrompt(fused, logits, report, fresh, tuple(selection.picks), layout, tuple(scaled))
+    return FusedPrompt(
+        fused,
+        logits,
+        report,
+        fresh,
+        tuple(selection.picks),
+        layout,
+        tuple(scaled),
+        linked.links,
+    )
 
 
 def _require_compressed(layout: Layout, loader: SpanLoader) -> None:

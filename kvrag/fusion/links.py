@@ -18,6 +18,8 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +125,7 @@ class Links:
         """Whether link rows run through the layers, as all fresh rows do."""
         return self.embeddings is not None
 
-    def save(self, path: Path | str) -> None:
-        """Write one safetensors file, atomically."""
+    def _tensors(self) -> dict[str, torch.Tensor]:
         tensors = {
             name: tensor.detach().cpu().contiguous()
             for name in ("embeddings", "keys", "values")
@@ -134,6 +135,20 @@ class Links:
             for prefix, weights in ((_DOWN, self.adapter.down), (_UP, self.adapter.up)):
                 for name, tensor in weights.items():
                     tensors[prefix + name] = tensor.detach().cpu().contiguous()
+        return tensors
+
+    @cached_property
+    def digest(self) -> str:
+        """40 hexadecimal digits that tell these links from all others."""
+        digest = blake2b(json.dumps(asdict(self.header)).encode(), digest_size=20)
+        for name, tensor in sorted(self._tensors().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def save(self, path: Path | str) -> None:
+        """Write one safetensors file, atomically."""
+        tensors = self._tensors()
         target = Path(path)
         partial = target.with_suffix(".partial")
         save_file(tensors, str(partial), metadata={_METADATA: json.dumps(asdict(self.header))})
@@ -287,12 +302,17 @@ class LinkedRows:
         The prompt, with links inserted or without.
     links
         `Links.on` the model; needed where the layout holds any.
+
+    Attributes
+    ----------
+    links
+        Those, or None where the layout holds none.
     """
 
     def __init__(self, model: KVModel, layout: Layout, links: Links | None) -> None:
         assert links is not None or not layout.links, "links were laid out, and none are given"
         self._model = model
-        self._links = links if layout.links else None
+        self.links = links if layout.links else None
         device = model.device
         self._token_ids = torch.tensor(layout.token_ids, device=device)
         self._positions, self._table_rows = (
@@ -305,33 +325,33 @@ class LinkedRows:
     @property
     def adapter(self) -> RowAdapter | None:
         """What acts on this prompt's fresh rows."""
-        return None if self._links is None else self._links.adapter
+        return None if self.links is None else self.links.adapter
 
     def without_stored(self, fresh: torch.Tensor) -> torch.Tensor:
         """Return the positions of `fresh` that have to be computed: links with KV do not."""
-        if self._links is None or self._links.is_computed:
+        if self.links is None or self.links.is_computed:
             return fresh
         return fresh[~torch.isin(fresh, self._positions)]
 
     def embed(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the first layer's inputs ``[n, hidden]`` of positions ``[n]``."""
         token_ids = self._token_ids[rows]
-        if self._links is None:
+        if self.links is None:
             return self._model.embed(token_ids)
         hidden = self._model.embed(token_ids.clamp(min=0))
-        if self._links.embeddings is not None:
+        if self.links.embeddings is not None:
             which = (token_ids == LINK).nonzero()[:, 0]
             place = torch.searchsorted(self._positions, rows[which])
-            hidden[which] = self._links.embeddings[self._table_rows[place]]
+            hidden[which] = self.links.embeddings[self._table_rows[place]]
         return hidden
 
     def write_kv(self, layer_index: int, fused: FusedKV, table: RotaryTable) -> None:
         """Place the links' own keys and values of one layer, where they have any."""
-        if self._links is None or self._links.keys is None:
+        if self.links is None or self.links.keys is None:
             return
-        assert self._links.values is not None
-        keys = self._links.keys[layer_index, self._table_rows].transpose(0, 1)
-        values = self._links.values[layer_index, self._table_rows].transpose(0, 1)
+        assert self.links.values is not None
+        keys = self.links.keys[layer_index, self._table_rows].transpose(0, 1)
+        values = self.links.values[layer_index, self._table_rows].transpose(0, 1)
         placed = torch.empty_like(keys, memory_format=torch.contiguous_format)
         table.place(keys, self._positions, placed)
         fused.keys[layer_index][0].index_copy_(1, self._positions, placed)

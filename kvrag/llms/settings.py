@@ -82,6 +82,9 @@ class EngineSettings(BaseModel):
         Where the model runs, such as ``"cuda"``; None means the CPU.
     policy, ratio, boundary_tokens
         How much of the reused KV is recomputed; see `kvrag.KVEngine`.
+    links
+        Link tokens put behind reused chunks: a file, or ``"off"``; None takes those of the model's
+        folder; see `kvrag.KVEngine`.
     temperature, top_p, top_k, repetition_penalty, seed
         Sampling; temperature 0 is greedy.
     max_tokens
@@ -109,6 +112,7 @@ class EngineSettings(BaseModel):
     policy: str = DEFAULT_POLICY
     ratio: float | None = Field(default=None, ge=0.0, le=1.0)
     boundary_tokens: int | None = Field(default=None, ge=1)
+    links: str | Path | None = None
     temperature: float = Field(default=0.0, ge=0.0)
     max_tokens: int = Field(default=256, ge=1)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -126,9 +130,9 @@ class EngineSettings(BaseModel):
     def _one_stop_is_a_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
-    @field_validator("index", mode="after")
+    @field_validator("index", "links", mode="after")
     @classmethod
-    def _path_as_text(cls, value: Index | str | Path) -> Index | str:
+    def _path_as_text(cls, value: Index | str | Path | None) -> Index | str | None:
         return str(value) if isinstance(value, Path) else value
 
     @model_validator(mode="after")
@@ -241,7 +245,7 @@ class EngineSettings(BaseModel):
         engine = self._engines.get(model)
         if engine is None or engine.index is not index:
             # Two threads may both get here; their engines are interchangeable.
-            engine = self._engines[model] = KVEngine(index)
+            engine = self._engines[model] = KVEngine(index, links=self.links)
         return engine
 
     def context_window(self) -> int:
@@ -275,8 +279,11 @@ class EngineSettings(BaseModel):
         identity["default_stop"] = self.stop
         identity["timeout"] = self.timeout
         identity["device"] = self.device
+        identity["links"] = self.links
         try:
             identity |= recorded_identity(shared_index(self.index))
+            # What they are, not where: the model's folder may bring some, and a file may change.
+            identity["links"] = self.engine().links_digest
         except (KVRagError, OSError):
             identity["index"] = str(self.index)
         return identity

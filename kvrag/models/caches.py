@@ -221,8 +221,8 @@ class FusedCache(Cache):
         The buffer; the cache grows into its spare capacity.
     num_tokens
         How many of its rows count as cached. ``fused.num_tokens - 1`` leaves the last prompt
-        token to the engine, which then computes the first logits itself
-        (``model.generate(input_ids, past_key_values=cache)``).
+        token to the engine, which then computes the first logits itself; for Transformers'
+        ``generate``, `kvrag.fusion.fuser.FusedPrompt.to_generate` brings the ids that fit.
     """
 
     def __init__(self, fused: FusedKV, num_tokens: int) -> None:

@@ -178,6 +178,13 @@ class KVModel:
         """Where the weights are."""
         return self.hf.device
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder that it was loaded from; None of a hub's model, or one made in memory."""
+        # A hub's name is no folder, whatever lies where the program was started.
+        path = Path(getattr(self.hf, "name_or_path", ""))
+        return path if path.is_absolute() else None
+
     @cached_property
     def fingerprint(self) -> str:
         """Digest of weights and config (see `model_fingerprint`)."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
@@ -13,3 +14,13 @@ def test_the_plain_example_runs(model_folder: Path, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert "cached chunks" in shown
     assert ".txt, chunk" in shown
+
+
+def test_the_plain_example_is_answered_rightly(capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(EXAMPLE))
+    example["main"]()
+    answers = {
+        asked["question"]: asked["answers"]
+        for asked in json.loads((EXAMPLE.parent / "questions.json").read_text())
+    }
+    assert capsys.readouterr().out.splitlines()[1] in answers[example["QUESTION"]]

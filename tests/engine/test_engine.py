@@ -19,7 +19,6 @@ from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.ingest.index import Index
-from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
 from tests.support.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
@@ -139,14 +138,11 @@ def test_sampling_parameters_change_the_draw(engine: KVEngine) -> None:
 def test_the_fused_cache_continues_in_transformers(engine: KVEngine) -> None:
     ids = engine.prompt_ids(PROMPT)
     fused = engine.fuse(PROMPT, ratio=1.0, max_tokens=12)
-    given = torch.tensor([ids])
+    given = fused.to_generate()
+    assert given["input_ids"].tolist() == [list(ids)]
+    # The prompt's first token pads: that must not hide it.
     output = engine.index.model.hf.generate(
-        given,
-        attention_mask=torch.ones_like(given),
-        past_key_values=FusedCache(fused.kv, len(ids) - 1),
-        max_new_tokens=12,
-        do_sample=False,
-        pad_token_id=2,
+        **given, max_new_tokens=12, do_sample=False, pad_token_id=ids[0]
     )
     text = engine.index.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
     assert text == engine.generate(PROMPT, ratio=1.0).text

@@ -10,7 +10,7 @@ import torch
 
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
-from kvrag.errors import LinksError, ParameterError
+from kvrag.errors import LinksError
 from kvrag.fusion.links import FILE_NAME
 from kvrag.ingest.index import Index
 from kvrag.models.caches import FusedCache
@@ -34,7 +34,14 @@ def test_answers_go_on_behind_the_linked_prompt(index: Index, tmp_path: Path, wa
     assert answer.report.to_dict()["num_links"] == 14
     json.dumps(answer.to_dict())
 
-    # The same by hand: the fused buffer, then Transformers with the adapter over it.
+    # The same by Transformers, and by hand: the fused buffer with the adapter over it.
+    fused = engine.fuse(PROMPT)
+    with fused.answering(index.model):
+        output = index.model.hf.generate(
+            **fused.to_generate(), max_new_tokens=10, do_sample=False, pad_token_id=0
+        )
+    generated = output[0, fused.kv.num_tokens :]
+    assert index.model.tokenizer.decode(generated, skip_special_tokens=True) == answer.text
     fused = engine.fuse(PROMPT)
     model, tokens = index.model, [int(fused.logits.argmax())]
     cache = FusedCache(fused.kv, fused.kv.num_tokens)
@@ -78,21 +85,74 @@ def test_a_models_folder_brings_its_links(tmp_path: Path) -> None:
 def test_links_that_cannot_be_used_are_named(index: Index, tmp_path: Path) -> None:
     with pytest.raises(LinksError, match="no links at"):
         KVEngine(index, links=tmp_path / "absent")
-    for neither in (5, True, False):
-        with pytest.raises(ParameterError, match=f"links {neither}: expected a file"):
-            KVEngine(index, links=neither)  # type: ignore[arg-type]
     other = KVModel(make_model(seed=1), make_tokenizer())
     engine = KVEngine(index, links=make_links(other))
     with pytest.raises(LinksError, match="links of another model"):
         engine.generate(PROMPT)
 
 
-def test_links_without_room_are_left_out(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = KVEngine(index, links=make_links(index.model), max_tokens=2)
-    monkeypatch.setattr(index.model, "max_positions", len(engine.prompt_ids(PROMPT)) + 2)
-    report = engine.generate(PROMPT).report
-    assert (report.num_links, report.num_unlinked) == (0, 4)
-    assert "4 chunks without link tokens" in report.one_line()
+@pytest.mark.parametrize("damage", ["stale", "torn", "another type"])
+def test_a_folders_links_that_cannot_be_used_are_left_out(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    make_model().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    other = KVModel(make_model(seed=1), make_tokenizer())
+    make_links(other if damage == "stale" else KVModel.load(folder)).save(folder / FILE_NAME)
+    if damage == "torn":
+        content = (folder / FILE_NAME).read_bytes()
+        (folder / FILE_NAME).write_bytes(content[: len(content) // 2])
+    dtype = "bfloat16" if damage == "another type" else None
+    with Index.create(
+        tmp_path / "index", model=str(folder), embedding="hashing", dtype=dtype
+    ) as index:
+        index.add([Document(source="text", text=text) for text in TEXTS[:1]])
+        engine = KVEngine(index, max_tokens=2, policy="none")
+        off = KVEngine(index, max_tokens=2, policy="none", links="off")
+        for prompt in ("Nothing of it.", f"{TEXTS[0]}\n\nQuestion: who?", TEXTS[0] + " So?"):
+            report, plain = engine.generate(prompt).report, off.generate(prompt)
+            assert (report.num_links, report.num_unlinked) == (0, report.num_chunks)
+            assert engine.generate(prompt).text == plain.text
+            assert plain.report.num_unlinked == 0
+        assert caplog.text.count("the links in the model's folder are left out") == 1
+        with pytest.raises(LinksError):
+            KVEngine(index, links=folder / FILE_NAME).generate(TEXTS[0])
+
+
+@pytest.mark.parametrize(("free", "max_tokens"), [(2, 2), (16, 40), (16, 3), (17, 3)])
+def test_links_take_no_room_from_the_answer(
+    index: Index, monkeypatch: pytest.MonkeyPatch, free: int, max_tokens: int
+) -> None:
+    engine = KVEngine(index, links=make_links(index.model), max_tokens=max_tokens)
+    num_tokens = len(engine.prompt_ids(PROMPT))
+    monkeypatch.setattr(index.model, "max_positions", num_tokens + free)
+    answer = engine.generate(PROMPT, seed=3, temperature=1.0)
+    report = answer.report
+    # 14 links and the answer fit only where so much is free.
+    fits = free >= 14 + max_tokens
+    assert (report.num_links, report.num_unlinked) == ((14, 0) if fits else (0, 4))
+    assert ("4 chunks without link tokens" in report.one_line()) == (not fits)
+    if answer.finish_reason == "length":
+        assert answer.usage.completion_tokens == min(free, max_tokens)
+
+
+def test_links_have_a_digest(index: Index, tmp_path: Path) -> None:
+    digests = set()
+    for way in ("embeddings", "kv", "adapter"):
+        links = make_links(index.model, way)
+        links.save(tmp_path / FILE_NAME)
+        assert KVEngine(index, links=tmp_path / FILE_NAME).links_digest == links.digest
+        digests.add(links.digest)
+    other = make_links(index.model, "kv")
+    other.values[0, 0, 0, 0] += 1
+    digests |= {
+        other.digest,
+        KVEngine(index).links_digest,
+        KVEngine(index, links="off").links_digest,
+    }
+    assert len(digests) == 5
+    assert "" in digests
 
 
 def test_an_adapter_around_it_changes_nothing_that_kvrag_computes(index: Index) -> None:

@@ -16,7 +16,6 @@ from kvrag.fusion.compression.dropping import encode_informed
 from kvrag.fusion.policies.registry import make_policy
 from kvrag.ingest.coding import read_all
 from kvrag.ingest.index import Index
-from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex, stored_bytes
 from tests.support.bench_top import relative_difference
@@ -161,11 +160,20 @@ def test_generation_goes_on_from_the_compacted_buffer(dropped: Index, model: KVM
     answer = engine.generate(prompt, max_tokens=6)
     assert answer.usage.prompt_tokens == len(engine.prompt_ids(prompt))
     fused = engine.fuse(prompt, max_tokens=6)
-    ids = torch.tensor([fused.layout.plain_token_ids])[:, -fused.report.num_fresh :]
-    cache = FusedCache(fused.kv, fused.kv.num_tokens - 1)
+    given = fused.to_generate()
     with torch.no_grad():
-        logits = model.hf(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).logits
+        logits = model.hf(
+            input_ids=given["input_ids"][:, -1:],
+            past_key_values=given["past_key_values"],
+            use_cache=True,
+        ).logits
     assert relative_difference(logits[0, -1], fused.logits) < 1e-4
+    # There are fewer rows than the prompt has tokens.
+    output = model.hf.generate(
+        **engine.fuse(prompt).to_generate(), max_new_tokens=6, do_sample=False, pad_token_id=2
+    )
+    said = model.tokenizer.decode(output[0, fused.kv.num_tokens :], skip_special_tokens=True)
+    assert said == answer.text
 
 
 def test_a_part_of_a_chunk_is_computed(dropped: Index) -> None:

@@ -1,9 +1,11 @@
-"""The framework examples run from end to end with any model."""
+"""The framework examples run from end to end, with any model; the shipped one answers rightly."""
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,14 +16,31 @@ from tests.support.rag import Rag
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.usefixtures("own_event_loop")
-@pytest.mark.parametrize("name", ["langchain_rag", "llamaindex_rag"])
+NAMES = ("langchain_rag", "llamaindex_rag")
+
+
+@pytest.fixture
+def tokenizer_put_back(own_event_loop: None) -> Iterator[None]:
+    before = Settings._tokenizer
+    yield
+    Settings._tokenizer = before
+
+
+@pytest.mark.usefixtures("tokenizer_put_back")
+@pytest.mark.parametrize("name", NAMES)
 def test_example(name: str, rag: Rag, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer_before = Settings._tokenizer
-    try:
-        runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](str(rag.model_folder))
-    finally:
-        Settings._tokenizer = tokenizer_before
+    runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](str(rag.model_folder))
     reused = re.search(r"(\d+) of (\d+) prompt tokens reused", capsys.readouterr().out)
     assert reused is not None
     assert int(reused[1]) > int(reused[2]) / 2
+
+
+@pytest.mark.usefixtures("tokenizer_put_back")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_shipped_model_answers_rightly(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    example["main"]()
+    asked = json.loads((EXAMPLES / "questions.json").read_text())
+    answers = {one["question"]: one["answers"] for one in asked}[example["QUESTION"]]
+    head = capsys.readouterr().out.partition("\n  from")[0]
+    assert head.removeprefix(example["QUESTION"]).strip() in answers

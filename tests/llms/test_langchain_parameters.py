@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,13 +27,18 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import (
     IndexMismatchError,
     IndexNotFoundError,
+    LinksError,
     ParameterError,
     StoreError,
 )
+from kvrag.fusion.links import FILE_NAME
 from kvrag.ingest.index import Index
 from kvrag.llms.langchain import ChatKVRag, KVRagLLM
 from kvrag.llms.langchain_messages import to_turns
+from kvrag.llms.llamaindex import KVRagLLM as LlamaIndexLLM
 from kvrag.llms.settings import PER_CALL
+from kvrag.models.kv_model import KVModel
+from tests.fusion.test_links import make_links
 from tests.support.models import make_tokenizer
 from tests.support.rag import PASSAGES, Rag, save_model
 
@@ -122,6 +128,48 @@ def test_a_call_says_anew_what_is_spent(tmp_path: Path) -> None:
     llm = KVRagLLM(index=tmp_path / "nowhere", policy="boundary", boundary_tokens=4)
     values = llm.call_values({"ratio": 0.5})
     assert (values["ratio"], values["boundary_tokens"]) == (0.5, None)
+
+
+@pytest.fixture
+def folder_with_links(rag: Rag) -> Iterator[Path]:
+    """The model's folder, with links in it for the time of a test."""
+    path = rag.model_folder / FILE_NAME
+    make_links(KVModel.load(rag.model_folder)).save(path)
+    yield rag.model_folder
+    path.unlink()
+
+
+@pytest.mark.parametrize("model_class", [KVRagLLM, LlamaIndexLLM])
+def test_links_can_be_named_and_left_out(
+    rag: Rag, folder_with_links: Path, model_class: Any, tmp_path: Path
+) -> None:
+    def num_links(**settings: Any) -> int:
+        llm = model_class(index=rag.path, max_tokens=2, **settings)
+        return llm.answer(PROMPT, {}).report.num_links
+
+    named = shutil.copy(folder_with_links / FILE_NAME, tmp_path / "mine")
+    assert num_links() == num_links(links=str(named)) == 2 * 3 + 2
+    assert num_links(links=named) == 8
+    assert num_links(links="off") == 0
+    with pytest.raises(LinksError, match="no links at"):
+        num_links(links="absent")
+
+
+def test_identity_and_caches_tell_links_apart(
+    rag: Rag, folder_with_links: Path, tmp_path: Path
+) -> None:
+    cache = InMemoryCache()
+
+    def make(**settings: Any) -> KVRagLLM:
+        settings = {"index": rag.path, "max_tokens": 8, "policy": "none", **settings}
+        return KVRagLLM(**settings, cache=cache)
+
+    linked, off = make(), make(links="off")
+    named = shutil.copy(folder_with_links / FILE_NAME, tmp_path / "mine")
+    assert linked._identifying_params != off._identifying_params
+    assert linked._identifying_params == make(links=named)._identifying_params
+    assert linked.invoke(PROMPT) == linked.answer(PROMPT, {}).text
+    assert off.invoke(PROMPT) == off.answer(PROMPT, {}).text != linked.invoke(PROMPT)
 
 
 def test_identity_needs_no_weights_and_no_index(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -125,9 +124,8 @@ class Answerer:
         first = int(fused.logits.argmax())
         seconds = time.perf_counter() - started
 
-        answering = links.answering(model) if links is not None and layout.links else nullcontext()
         logits = fused.logits[None]
-        with answering, fused.answering(model):
+        with fused.answering(model):
             if len(reference.token_ids) > 1:
                 forced = self._forward(buffer, num_prompt, reference.token_ids[:-1])
                 logits = torch.cat([logits, forced])

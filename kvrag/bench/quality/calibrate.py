@@ -16,9 +16,9 @@ from kvrag.bench.quality.datasets import load_questions
 from kvrag.bench.quality.oracle import ORACLE
 from kvrag.bench.quality.questions import JudgedQuestion
 from kvrag.bench.quality.rows import Judgement
-from kvrag.engine.engine import LINKS_OFF
 from kvrag.errors import ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
+from kvrag.fusion.chosen_links import LINKS_OFF
 from kvrag.ingest.index import Index
 
 POLICIES = (

@@ -19,11 +19,11 @@ from kvrag.bench.quality.oracle import ORACLE, OraclePolicy, TrueDeviation
 from kvrag.bench.quality.questions import JudgedQuestion, RenderedPrompt, render
 from kvrag.bench.quality.rows import OVERALL, Judgement, QualityRow, TextScores, make_row
 from kvrag.codec.presets import choose_codec
-from kvrag.engine.engine import LINKS_OFF
 from kvrag.errors import ParameterError
+from kvrag.fusion.chosen_links import LINKS_OFF, ChosenLinks
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.links import Links, find_links, insert_links
+from kvrag.fusion.links import Links, insert_links
 from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.fusion.policies.base import RecomputePolicy, check_ratio
 from kvrag.fusion.policies.none import NonePolicy
@@ -299,13 +299,7 @@ def judge_questions(
 
 def _links(options: QualityOptions, model: KVModel) -> Links | None:
     """Return the links that take part, on the model."""
-    given = options.links
-    if given is None:
-        folder = Path(getattr(model.hf, "name_or_path", ""))
-        given = find_links(folder) if folder.is_absolute() else None
-    elif isinstance(given, str | Path):
-        given = None if given == LINKS_OFF else Links.load(given)
-    return None if given is None else given.on(model)
+    return ChosenLinks(options.links, lambda: model.folder, lambda: model).on_model
 
 
 def _texts_to_fit(options: QualityOptions, judged: list[str]) -> list[str]:
