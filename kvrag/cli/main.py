@@ -11,6 +11,7 @@ import kvrag
 from kvrag.cli.bench import bench_ingest, bench_ttft
 from kvrag.cli.bench_codec import bench_codec
 from kvrag.cli.bench_quality import bench_quality
+from kvrag.cli.bench_store import bench_store
 from kvrag.cli.calibrate import calibrate
 from kvrag.cli.chat import chat
 from kvrag.cli.demo import demo
@@ -74,6 +75,7 @@ bench_app.command("ttft")(guarded(bench_ttft))
 bench_app.command("ingest")(guarded(bench_ingest))
 bench_app.command("quality")(guarded(bench_quality))
 bench_app.command("codec")(guarded(bench_codec))
+bench_app.command("store")(guarded(bench_store))
 app.add_typer(bench_app, name="bench")
 train_app.command("links")(guarded(train_links))
 train_app.command("anchors")(guarded(train_anchors))

@@ -1,0 +1,1 @@
+"""What stores cost, hold and survive: `kvrag bench store`."""

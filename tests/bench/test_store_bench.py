@@ -1,0 +1,98 @@
+"""`kvrag bench store`, small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvrag.bench.store import crash
+from kvrag.bench.store.contents import content_of, key_of
+from kvrag.bench.store.crash import measure_crashes
+from kvrag.bench.store.million import measure_million
+from kvrag.bench.store.reads import measure_readers, measure_reads
+from kvrag.bench.store.records import key_number, record_number
+from kvrag.bench.store.soak import measure_soak
+from kvrag.bench.store.victim import open_victim
+from kvrag.store.file import FileStore
+from tests.cli.conftest import Run, run  # noqa: F401 (a fixture)
+
+
+def say(_: str) -> None:
+    pass
+
+
+def test_reads(tmp_path: Path) -> None:
+    row = measure_reads(f"file:{tmp_path / 'kv'}", tmp_path, 3, 10_000, 2)
+    assert row.size_bytes == 3 * len(record_number(0, 10_000))
+    assert row.checked_bytes_per_second > 0
+    assert row.share == pytest.approx(
+        row.read_bytes_per_second / row.copy_bytes_per_second, rel=0.9
+    )
+
+
+def test_readers_notice_wrong_bytes(tmp_path: Path) -> None:
+    url = f"file:{tmp_path / 'kv'}"
+    row = measure_readers(url, 4, 1000, 8, 40)
+    assert (row.num_threads, row.num_reads, row.num_wrong) == (8, 40, 0)
+    store = FileStore(tmp_path / "kv")
+    store.replace(key_number(1), bytes(len(record_number(1, 1000))))
+    store.replace(key_number(2), b"short")
+    assert measure_readers(url, 4, 1000, 8, 40).num_wrong == 20
+
+
+def test_many_chunks(tmp_path: Path) -> None:
+    row = measure_million(tmp_path, 3000, say)
+    assert row.num_chunks == 3000
+    assert row.num_files <= 4
+    assert row.open_seconds < 2
+    assert row.lookup_seconds < 0.01
+
+
+def test_crashes(tmp_path: Path) -> None:
+    rows = measure_crashes(tmp_path, 6, 1, say)
+    assert [row.kind for row in rows] == ["ingest", "write-behind", "eviction"]
+    for row in rows:
+        assert row.num_kills == 2
+        found = (row.num_not_opened, row.num_wrong, row.num_lost, row.num_beyond)
+        assert found == (0, 0, 0, 0)
+
+
+def test_what_a_crash_spoils_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that is gone, and one with other bytes, behind the backs of the victims."""
+
+    def kill_one(kind: str, folder: Path, seed: int, seconds: float) -> list[int]:
+        store = open_victim(kind, folder)
+        store.put(key_of(1), content_of(1))
+        store.put(key_of(2), content_of(1))
+        store.close()
+        return [1, 2, 3]
+
+    monkeypatch.setattr(crash, "_kill_one", kill_one)
+    ingest, behind, eviction = measure_crashes(tmp_path, 3, 1, say)
+    assert (ingest.num_put, ingest.num_wrong, ingest.num_lost) == (3, 1, 1)
+    assert (behind.num_wrong, behind.num_lost) == (1, 1)
+    assert (eviction.num_wrong, eviction.num_lost) == (1, 0)
+
+
+def test_soak(tmp_path: Path) -> None:
+    row = measure_soak(tmp_path, 10, say)
+    assert row.num_misses == 0
+    assert row.num_files_growth < 10
+    assert sum(row.hits.values()) >= 30
+
+
+def test_command_line(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    options = ("--records", "2", "--layer-bytes", "1000", "--rounds", "1", "--threads", "4")
+    done = run("bench", "store", "--parts", "reads,readers", *options, "--json")
+    assert done.code == 0, done.err
+    assert done.json["readers"]["num_wrong"] == 0
+    assert done.json["reads"]["num_records"] == 2
+    kept = f"file:{tmp_path / 'kept'}"
+    told = run("bench", "store", "--parts", "readers", *options, "--store", kept)
+    assert told.code == 0, told.err
+    assert kept in told.out
+    assert len(list(FileStore(tmp_path / "kept").keys())) == 2
+    refused = run("bench", "store", "--parts", "reads,all")
+    assert refused.code == 1
+    assert "--parts 'all': expected reads, readers, million, crash, soak" in refused.err
