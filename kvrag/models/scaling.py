@@ -26,8 +26,8 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from kvrag.kvcache import FusedKV
 
 _OVER_SDPA, _OVER_EAGER = "kvrag_scaled", "kvrag_scaled_eager"
-# Rows of one key head whose scores are held at a time: some megabytes at 32,000 keys.
-_ROWS_AT_ONCE = 16
+# Scores of one key head that are held at a time, 8 MB: the fewest rows at very many keys.
+_SCORES_AT_ONCE = 1 << 21
 
 _present = threading.local()
 
@@ -98,10 +98,11 @@ class ScaledKeys:
         reused[: len(mine)] = mine
         output = query.new_empty(num_rows, num_heads, value.shape[-1])
         by_head = output.view(num_rows, num_kv_heads, -1, value.shape[-1])
+        num_rows_at_once = max(1, _SCORES_AT_ONCE // (grouped.shape[1] * num_keys))
         for head in range(num_kv_heads):
             keys, values = key[0, head].float().T * factor, value[0, head].float()
-            for begin in range(0, num_rows, _ROWS_AT_ONCE):
-                rows = slice(begin, begin + _ROWS_AT_ONCE)
+            for begin in range(0, num_rows, num_rows_at_once):
+                rows = slice(begin, begin + num_rows_at_once)
                 scores = grouped[head, :, rows].float() @ keys
                 if softcap is not None:
                     scores = torch.tanh(scores / softcap) * softcap

@@ -22,6 +22,7 @@ from kvrag.fusion.policies.registry import make_policy
 from kvrag.fusion.policies.scaled import ScaledPolicy
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
+from kvrag.models import scaling
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
 from tests.support.bench_top import TEXTS, Bench, relative_difference
@@ -124,6 +125,13 @@ def test_fusing_is_attention_as_written_out(family: str, temperature: float, sca
     assert relative_difference(fused.logits, expected) < 1e-4
     plain = bench.fuse(prompt, NonePolicy())
     assert relative_difference(fused.logits, plain.logits) > 1e-3
+
+
+def test_rows_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
+    spec = "deviation:temperature=0.8:scale=1.2"
+    expected = scaled(bench, spec).logits
+    monkeypatch.setattr(scaling, "_SCORES_AT_ONCE", 1)
+    assert relative_difference(scaled(bench, spec).logits, expected) < 1e-4
 
 
 def test_the_reference_itself_is_plain_attention_at_one_and_one(bench: Bench) -> None:
