@@ -300,6 +300,10 @@ class ObjectStore:
                 raise StoreError(
                     f"{where}: there is no such bucket; make it, or check the name"
                 ) from error
+            if "TimeTooSkewed" in text:
+                raise StoreError(
+                    f"{where}: the clock of this machine differs too much from the server's; set it"
+                ) from error
             if isinstance(
                 error, FileNotFoundError | errors.NotFoundError | errors.PreconditionError
             ):

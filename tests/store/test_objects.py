@@ -124,6 +124,18 @@ def test_other_providers_are_asked_under_their_own_protocol(
     assert any(("bucket" in path or "container" in path) for path in asked)
 
 
+def test_a_clock_that_is_wrong(credentials: None) -> None:
+    def refuse(handler: http.server.BaseHTTPRequestHandler) -> None:
+        body = b"<Error><Code>RequestTimeTooSkewed</Code></Error>"
+        handler.send_response(403)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    with serving(refuse) as endpoint, pytest.raises(StoreError, match=r"the clock of .*; set it"):
+        ObjectStore("s3://bucket", endpoint=endpoint)
+
+
 class serving:
     """A server on a free port that answers every GET as it is told."""
 

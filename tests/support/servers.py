@@ -54,7 +54,7 @@ class RedisServer:
         config = folder / "redis.conf"
         config.write_text(
             f'port {self.port}\nbind 127.0.0.1\nrequirepass "{PASSWORD}"\ndir "{folder}"\n'
-            'appendonly yes\nappendfsync always\nsave ""\nenable-debug-command yes\n'
+            'appendonly yes\nappendfsync always\nsave ""\n'
         )
         self._command = [binary, str(config), *options]
         self._process: subprocess.Popen[bytes] | None = None
