@@ -31,6 +31,7 @@ from kvrag.store.segments import (
     OpenFile,
     SegmentFiles,
 )
+from kvrag.store.wrapper import read_whole
 
 # Of a segment, below which its records are worth moving so that it can be removed.
 _LEAST_USED = 0.5
@@ -92,17 +93,7 @@ class FileStore:
         StoreError
             When one cannot be written; of those before it, some may be there.
         """
-        batch: list[tuple[ChunkKey, bytes]] = []
-        num_bytes = 0
-        for key, record in records:
-            if self._loose.contains(key):
-                continue
-            batch.append((key, record))
-            num_bytes += len(record)
-            if num_bytes >= _BATCH_BYTES:
-                self._write(batch)
-                batch, num_bytes = [], 0
-        if batch:
+        for batch in _batches((key, one) for key, one in records if not self._loose.contains(key)):
             self._write(batch)
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
@@ -292,35 +283,52 @@ class FileStore:
         return FileRecord(key, file, 0, size_bytes, self._metrics)
 
     def _pack_loose(self) -> None:
+        for batch in _batches(self._loose_records()):
+            self._write(batch)
+            for key, _ in batch:
+                self._loose.delete(key)
+
+    def _loose_records(self) -> Iterator[tuple[ChunkKey, bytes]]:
         for key, _ in self._loose.sizes():
             record = self._open_loose(key)
-            if record is None:
-                continue
-            with contextlib.closing(record):
-                content = bytearray(record.size_bytes)
-                record.read_into(0, memoryview(content))
-            self._write([(key, bytes(content))])
-            self._loose.delete(key)
+            if record is not None:
+                with contextlib.closing(record):
+                    yield key, read_whole(record)
 
     def _move_out_of(self, segment: int) -> bool:
         with self._index.writing() as writer:
-            file = self._segments.open(segment)
-            batch: list[tuple[ChunkKey, bytes]] = []
-            for key, place in writer.places(segment):
-                content = bytearray(place.size_bytes)
-                try:
-                    if file is None:
-                        raise RecordError(f"record {key}: its segment is gone")
-                    file.read_into(key, place.offset, memoryview(content))
-                except RecordError:  # what cannot be read any more is nothing to keep
-                    writer.remove(key)
-                    continue
-                batch.append((key, bytes(content)))
-                if sum(len(record) for _, record in batch) >= _BATCH_BYTES:
-                    self._append(writer, batch)
-                    batch = []
-            if batch:
+            for batch in _batches(self._needed_of(writer, segment)):
                 self._append(writer, batch)
             writer.drop_segment(segment)
         self._segments.remove(segment)
         return True
+
+    def _needed_of(self, writer: IndexWriter, segment: int) -> Iterator[tuple[ChunkKey, bytes]]:
+        """Yield the records in a segment; what cannot be read any more is nothing to keep."""
+        file = self._segments.open(segment)
+        for key, place in writer.places(segment):
+            content = bytearray(place.size_bytes)
+            try:
+                if file is None:
+                    raise RecordError(f"record {key}: its segment is gone")
+                file.read_into(key, place.offset, memoryview(content))
+            except RecordError:
+                writer.remove(key)
+            else:
+                yield key, bytes(content)
+
+
+def _batches(
+    records: Iterable[tuple[ChunkKey, bytes]],
+) -> Iterator[list[tuple[ChunkKey, bytes]]]:
+    """Group records to be written between two flushes."""
+    batch: list[tuple[ChunkKey, bytes]] = []
+    num_bytes = 0
+    for key, record in records:
+        batch.append((key, record))
+        num_bytes += len(record)
+        if num_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch

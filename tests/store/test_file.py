@@ -4,6 +4,8 @@ import errno
 import gc
 import os
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
@@ -391,3 +393,44 @@ def test_another_process_may_have_just_begun(folder: Path) -> None:
         assert store.open(KEY) is None
     store.put(KEY, b"record")
     assert stored(store, KEY) == b"record"
+
+
+# Puts, reads and deletes records of a few keys, and gives room back.
+SHARE = """
+import random, sys
+from kvrag.store.file import FileStore
+from tests.support.records import key_number, record_of, stored
+
+store = FileStore(sys.argv[1], segment_bytes=200_000)
+chance = random.Random(int(sys.argv[2]))
+for _ in range(150):
+    key = key_number(chance.randrange(12))
+    choice = chance.random()
+    if choice < 0.5:
+        store.put(key, record_of(key, 30_000))
+    elif choice < 0.7:
+        store.delete(key)
+    elif choice < 0.75:
+        store.collect_garbage(0.0)
+    assert stored(store, key) in (None, record_of(key, 30_000))
+"""
+
+
+def test_processes_share_a_folder(folder: Path) -> None:
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARE, str(folder), str(number)],
+            cwd=Path(__file__).parents[2],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(4)
+    ]
+    for child in children:
+        _, said = child.communicate(timeout=120)
+        assert child.returncode == 0, said
+    store = FileStore(folder)
+    for key in list(store.keys()):
+        assert stored(store, key) == record_of(key, 30_000)
+    store.collect_garbage(0.0)
+    assert len(files_under(folder)) < 5
