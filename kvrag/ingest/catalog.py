@@ -13,6 +13,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -440,18 +441,44 @@ class Catalog:
             self._connection.execute("UPDATE state SET generation = generation + 1")
 
     @_checked
-    def remove_chunks(self, chunk_ids: Iterable[str]) -> int:
-        """Remove single chunks, and documents of which none is left; return how many."""
+    def remove_chunks(
+        self,
+        chunk_ids: Iterable[str],
+        encoded_behind: Callable[[int, Iterator[Chunk]], Iterator[Chunk]],
+        key_of: Callable[[Chunk], ChunkKey],
+    ) -> int:
+        """Remove single chunks, and documents of which none is left; return how many.
+
+        Chunks that were encoded behind one of them forget their contexts: from then on their KV is
+        that of the chunk alone, wherever the store has it.
+
+        Parameters
+        ----------
+        encoded_behind
+            Yields those of the chunks behind a place of a document whose context reaches it.
+        key_of
+            Returns the name that a chunk's KV must have.
+        """
         num_removed = 0
         with self._transaction():
             for chunk_id in chunk_ids:
                 row = self._connection.execute(
-                    "DELETE FROM chunks WHERE chunk_id = ? RETURNING source", (chunk_id,)
+                    "DELETE FROM chunks WHERE chunk_id = ? RETURNING source, ordinal", (chunk_id,)
                 ).fetchone()
                 if row is None:
                     continue
                 num_removed += 1
-                (source,) = row
+                source, ordinal = row
+                later = map(
+                    self._chunk,
+                    self._connection.execute(
+                        f"SELECT {_CHUNK_COLUMNS} FROM chunks WHERE source = ? AND ordinal > ? "
+                        "ORDER BY ordinal",
+                        (source, ordinal),
+                    ),
+                )
+                for chunk in list(encoded_behind(ordinal, later)):
+                    self._forget_contexts(chunk.chunk_id, key_of(replace(chunk, contexts=((),))))
                 if self._connection.execute(
                     "SELECT 1 FROM chunks WHERE source = ? LIMIT 1", (source,)
                 ).fetchone():
@@ -460,6 +487,17 @@ class Catalog:
                     self._drop_document(source)
             self._connection.execute("UPDATE state SET generation = generation + 1")
         return num_removed
+
+    def _forget_contexts(self, chunk_id: str, key: ChunkKey) -> None:
+        """Note a chunk as encoded alone, under the name that its KV then has."""
+        self._connection.execute(
+            "DELETE FROM other_keys WHERE row = (SELECT row FROM chunks WHERE chunk_id = ?)",
+            (chunk_id,),
+        )
+        self._connection.execute(
+            "UPDATE chunks SET contexts = ?, kv_key = ? WHERE chunk_id = ?",
+            (pack_contexts(((),)), key.digest, chunk_id),
+        )
 
     @_checked
     def distrust(self, chunk_ids: Iterable[str]) -> None:

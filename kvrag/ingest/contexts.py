@@ -6,7 +6,7 @@ document: what else an index holds would then decide about a chunk's KV.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +88,31 @@ def add_contexts(
         is_useful = 0 < len(ids) <= left
         found.append(replace(chunk, contexts=((), ids) if is_useful else ((),)))
     return found
+
+
+def encoded_behind(
+    ordinal: int, later: Iterable[Chunk], context: str, limit: int
+) -> Iterator[Chunk]:
+    """Yield the chunks whose context may hold text of one that stood before them.
+
+    Parameters
+    ----------
+    ordinal
+        That one's place in its document.
+    later
+        The chunks behind it, in order; no more of them are asked for than can be meant.
+    context, limit
+        As in `add_contexts`.
+    """
+    num_between = 0
+    for chunk in later:
+        # As far as `_earlier_ids` and `add_contexts` look back; chunks gone since make it farther.
+        in_reach = num_between < limit if context == DOCUMENT else chunk.ordinal == ordinal + 1
+        if context == NO_CONTEXT or not in_reach:
+            return
+        if any(chunk.contexts):
+            yield chunk
+        num_between += len(chunk.token_ids)
 
 
 def _earlier_ids(

@@ -39,7 +39,7 @@ from kvrag.ingest.coding import (
     RecordCoding,
 )
 from kvrag.ingest.config import IndexConfig
-from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, context_limit
+from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, context_limit, encoded_behind
 from kvrag.ingest.embedding import Embedding, get_embedding
 from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.making import (
@@ -226,23 +226,26 @@ class Index(IndexUpkeep):
             compression=compression,
             tenant_salt=salt,
         )
-        opened = None if store is None else open_store(store)
-        if opened is not None:
-            config = replace(config, store=opened.url)
-            check_limit(opened, config)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(
-                f"cannot make the folder {folder}: {error.strerror or error}; use another one"
-            ) from error
-        with lock.writer_lock(folder):
-            require_free(folder)
-            catalog = Catalog.create(folder / catalogs.FILE_NAME)
-            if profile is not None:
-                ProfileFolder(folder / profiles.FOLDER_NAME).add(profile)
-            # Last, since it is what makes the folder an index.
-            config.save(folder)
+        with contextlib.ExitStack() as undoing:
+            opened = None if store is None else open_store(store)
+            if opened is not None:
+                undoing.callback(opened.close)
+                config = replace(config, store=opened.url)
+                check_limit(opened, config)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StoreError(
+                    f"cannot make the folder {folder}: {error.strerror or error}; use another one"
+                ) from error
+            with lock.writer_lock(folder):
+                require_free(folder)
+                catalog = Catalog.create(folder / catalogs.FILE_NAME)
+                if profile is not None:
+                    ProfileFolder(folder / profiles.FOLDER_NAME).add(profile)
+                # Last, since it is what makes the folder an index.
+                config.save(folder)
+            undoing.pop_all()
         return cls(
             folder,
             config,
@@ -324,7 +327,7 @@ class Index(IndexUpkeep):
             try:
                 _ = index.model  # loaded already: a mismatch is best told at once
             except BaseException:
-                catalog.close()
+                index.close()
                 raise
         return index
 
@@ -516,6 +519,10 @@ class Index(IndexUpkeep):
     def delete(self, *, sources: Sequence[str] = (), chunk_ids: Sequence[str] = ()) -> int:
         """Remove documents and single chunks; their KV goes with the next `gc`.
 
+        Nothing of their text stays: chunks that were encoded behind a single chunk that is removed
+        are from now on encoded alone. Where the store has no such KV (context ``document``), they
+        are computed with each prompt and counted, until `verify` with ``repair=True`` stores it.
+
         Returns
         -------
         int
@@ -532,7 +539,11 @@ class Index(IndexUpkeep):
                 self.catalog.apply(Change(remove=list(known)))
             if chunk_ids:
                 num_removed += self.catalog.remove_chunks(
-                    dict.fromkeys(filter(is_storable, chunk_ids))
+                    dict.fromkeys(filter(is_storable, chunk_ids)),
+                    lambda ordinal, later: encoded_behind(
+                        ordinal, later, self.config.context, self.config.context_tokens
+                    ),
+                    self.key_of,
                 )
             return num_removed
 

@@ -139,6 +139,62 @@ def test_a_chunk_whose_earlier_text_changed_is_encoded_anew(
     assert index.gc().num_records == report.num_records
 
 
+def says(index: Index, text: str) -> list[int]:
+    """Return the places of the document's chunks that keep text in a context."""
+    said = {
+        chunk.ordinal: "".join(map(index.tokenizer.decode, chunk.contexts))
+        for chunk in chunks_of(index)
+    }
+    return [ordinal for ordinal, context in said.items() if text in context]
+
+
+@pytest.mark.parametrize(
+    ("context", "context_tokens", "gone", "forgetting"),
+    [
+        ("document", None, 0, [1, 2, 3, 4, 5]),
+        ("document", 12, 1, [2]),
+        ("document", 40, 1, [2, 3]),
+        ("neighbours", None, 1, [2]),
+        ("neighbours", None, 5, []),
+    ],
+)
+def test_what_is_deleted_is_forgotten_by_what_was_encoded_behind_it(
+    make_index: MakeIndex,
+    context: str,
+    context_tokens: int | None,
+    gone: int,
+    forgetting: list[int],
+) -> None:
+    index = make_index(context=context, context_tokens=context_tokens)
+    parts = [f"{name} {PARTS[0][5:]}" for name in ("Ada", "Bea", "Cid", "Dan", "Eve", "Fay")]
+    index.add([Document("saga", "\n\n".join(parts)), OTHER])
+    before = chunks_of(index)
+    assert len(before) == len(parts)
+    name = parts[gone][:4]
+    assert set(says(index, name)) <= set(forgetting)
+    assert bool(says(index, name)) == (context_tokens != 12 and bool(forgetting))
+    assert index.delete(chunk_ids=[before[gone].chunk_id]) == 1
+    assert says(index, name) == []
+    after = chunks_of(index)
+    assert [c.ordinal for c in after if c != before[c.ordinal]] == forgetting
+    assert all(chunk.contexts == ((),) for chunk in after if chunk.ordinal in forgetting)
+    with_text = {
+        index.key_of(one) for i in forgetting for one in before[i].encodings() if one.contexts[0]
+    }
+    index.gc()
+    assert not with_text & set(index.store.keys())
+    # Chunks that have no record alone are computed and counted, until they are mended.
+    engine = KVEngine(index, policy="none")
+    prompt = prompt_of(*(chunk.text for chunk in after))
+    lost = 0 if context == "neighbours" else len(forgetting)
+    assert sum(engine.fuse(prompt).report.misses.values()) == lost
+    assert index.verify(repair=True).num_repaired == lost
+    assert not engine.fuse(prompt).report.misses
+    assert index.verify().ok
+    index.add([Document("saga", "\n\n".join(parts))])
+    assert chunks_of(index) == before
+
+
 @pytest.mark.parametrize("context", ["document", "neighbours"])
 def test_a_run_that_broke_off_is_completed(
     make_index: MakeIndex, context: str, monkeypatch: pytest.MonkeyPatch
