@@ -63,7 +63,6 @@ class FusedPrompt:
     picks: tuple[torch.Tensor, ...]
     layout: Layout
     scaled: tuple[ScaledKeys, ...] = ()
-
     links: Links | None = None
 
     @contextmanager
@@ -91,6 +90,9 @@ class FusedPrompt:
             "attention_mask": torch.ones_like(input_ids),
             "past_key_values": FusedCache(self.kv, num_rows - 1),
         }
+
+
+MISS_POSITION = "encoded at another position"
 
 
 class CompressedLostError(Exception):
@@ -142,7 +144,8 @@ def fuse(
         # The only layer's K/V depend on no other token: stored ones are exact as they are.
         policy = NonePolicy()
     clock = _Clock()
-    tables = model.tables(len(layout.token_ids))
+    tables = model.tables(len(layout.token_ids), layout.positions)
+    layout = _without_misplaced(model, layout)
     linked = LinkedRows(model, layout, links)
     loader = SpanLoader(layout.spans, open_kv, linked.write_kv)
     while True:
@@ -260,6 +263,24 @@ def _fuse(
         tuple(scaled),
         linked.links,
     )
+
+
+def _without_misplaced(model: KVModel, layout: Layout) -> Layout:
+    """Leave out, counted, the spans of KV that holds for another position than it stands at."""
+    if not model.is_position_bound:
+        return layout
+    standing = []
+    for span in layout.spans:
+        encoded_at = span.encoded_at
+        if encoded_at is None:
+            if not layout.has_prefix:
+                continue
+            encoded_at = layout.prefix_length + len(span.context_ids)
+        if layout.position(span.prompt_start) == encoded_at + span.chunk_start:
+            standing.append(span)
+    misses = Counter(layout.misses)
+    misses[MISS_POSITION] += len(layout.spans) - len(standing)
+    return replace(layout, spans=tuple(standing), misses=dict(+misses))
 
 
 def _require_compressed(layout: Layout, loader: SpanLoader) -> None:

@@ -41,6 +41,9 @@ class ReusedSpan:
 
     Of a compressed chunk (`num_compressed` above 0) the record's rows are meant instead of its
     tokens: all of them, which stand for so many tokens of the prompt.
+
+    `encoded_at` is the position at which the chunk's first token was encoded; None means directly
+    behind the shared prefix and the context.
     """
 
     chunk_id: str
@@ -49,6 +52,7 @@ class ReusedSpan:
     length: int
     context_ids: tuple[int, ...] = ()
     num_compressed: int = 0
+    encoded_at: int | None = None
 
     @property
     def prompt_end(self) -> int:
@@ -103,6 +107,9 @@ class Layout:
         The plain pipeline's tokens, where `token_ids` no longer tell them; else None.
     chunk_ids
         The chunks found, in order, those included that gave no span.
+    positions
+        For each of `token_ids` its position, ascending; None where they are 0, 1, 2 and so on.
+        Rows of buffers are numbered without gaps all the same: row r has position ``positions[r]``.
     """
 
     token_ids: tuple[int, ...]
@@ -114,6 +121,16 @@ class Layout:
     num_unlinked: int = 0
     given_ids: tuple[int, ...] | None = None
     chunk_ids: tuple[str, ...] = ()
+    positions: tuple[int, ...] | None = None
+
+    @property
+    def end_position(self) -> int:
+        """The first position behind the prompt."""
+        return len(self.token_ids) if self.positions is None else self.positions[-1] + 1
+
+    def position(self, row: int) -> int:
+        """Return the position of a row."""
+        return row if self.positions is None else self.positions[row]
 
     @property
     def num_reused(self) -> int:
@@ -134,6 +151,12 @@ class Layout:
         very tokens that it was encoded behind (none for most: it follows the prefix directly).
         """
         if not self.has_prefix or span.chunk_start != 0 or span.num_compressed:
+            return False
+        first, encoded_at = span.prompt_start, span.encoded_at
+        if encoded_at is None:
+            encoded_at = self.prefix_length + len(span.context_ids)
+        # Where it was encoded there was no gap but one before a chunk given its position.
+        if (first and self.position(first - 1) != first - 1) or self.position(first) != encoded_at:
             return False
         # Compared in length first: contexts are long, and few spans stand where they could be so.
         return (

@@ -315,6 +315,11 @@ class LinkedRows:
         self.links = links if layout.links else None
         device = model.device
         self._token_ids = torch.tensor(layout.token_ids, device=device)
+        self._row_positions = (
+            torch.arange(len(layout.token_ids), device=device)
+            if layout.positions is None
+            else torch.tensor(layout.positions, device=device)
+        )
         self._positions, self._table_rows = (
             torch.tensor([getattr(link, name) for link in layout.links], dtype=torch.long).to(
                 device
@@ -337,8 +342,8 @@ class LinkedRows:
         """Return the first layer's inputs ``[n, hidden]`` of positions ``[n]``."""
         token_ids = self._token_ids[rows]
         if self.links is None:
-            return self._model.embed(token_ids)
-        hidden = self._model.embed(token_ids.clamp(min=0))
+            return self._model.embed(token_ids, self._row_positions[rows])
+        hidden = self._model.embed(token_ids.clamp(min=0), self._row_positions[rows])
         if self.links.embeddings is not None:
             which = (token_ids == LINK).nonzero()[:, 0]
             place = torch.searchsorted(self._positions, rows[which])

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvrag.models.families import find_family
+
 Gate = Callable[[], torch.Tensor | None]
 """Returns which of the rows at hand the adapter acts on, bool ``[n]``; None: on all."""
 
@@ -119,7 +121,7 @@ def _acts(hf: PreTrainedModel, name: object) -> bool:
 
 def linear_layers(hf: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the linear maps inside the decoder layers, by their names in `hf`."""
-    layers: Any = hf.base_model.layers
+    layers: Any = getattr(hf.base_model, find_family(hf).layers)
     inside = {id(module) for layer in layers for module in layer.modules()}
     return {
         name: module

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import ChunkKV
 from kvrag.models.adapter import resting
 from kvrag.models.caches import CaptureCache
@@ -40,7 +41,17 @@ def capture_rows(
     -------
     ChunkKV, tensor
         KV of the rows, on the CPU, and their normed last hidden states ``[n, hidden]``.
+
+    Raises
+    ------
+    UnsupportedModelError
+        When the model's layers attend in code of their own.
     """
+    if model.family.attends_itself:
+        raise UnsupportedModelError(
+            f"{model.name} takes neither positions nor masks of ours in a whole forward: store its "
+            "chunks uncompressed"
+        )
     base: Any = model.hf.base_model
     spec = model.spec
     cache = CaptureCache(spec.num_layers)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
 
@@ -30,12 +30,24 @@ class Family:
         Whether the rotary module holds one set of frequencies per layer type.
     windowed
         Whether its layers look at ``config.sliding_window``; elsewhere a stray one means nothing.
+    layers
+        Attribute of the base model that holds the decoder layers.
+    embedding_norm
+        Attribute of the base model applied to embedded tokens, if any.
+    position_embedding
+        Attribute of the base model that holds learned positions, if any.
+    attends_itself
+        Whether its layers attend in code of their own, not through Transformers' interface.
     """
 
     cache_argument: str = "past_key_values"
     final_norm: str = "norm"
     rotary_per_layer_type: bool = False
     windowed: bool = True
+    layers: str = "layers"
+    embedding_norm: str | None = None
+    position_embedding: str | None = None
+    attends_itself: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -47,14 +59,33 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(),
     "gemma3_text": Family(rotary_per_layer_type=True),
     "gpt_neox": Family(cache_argument="layer_past", final_norm="final_layer_norm", windowed=False),
+    "gpt2": Family(final_norm="ln_f", windowed=False, layers="h", position_embedding="wpe"),
+    "bloom": Family(
+        cache_argument="layer_past",
+        final_norm="ln_f",
+        windowed=False,
+        layers="h",
+        embedding_norm="word_embeddings_layernorm",
+        attends_itself=True,
+    ),
+    "mpt": Family(
+        cache_argument="layer_past",
+        final_norm="norm_f",
+        windowed=False,
+        layers="blocks",
+        attends_itself=True,
+    ),
+    "falcon": Family(
+        cache_argument="layer_past",
+        final_norm="ln_f",
+        windowed=False,
+        layers="h",
+        attends_itself=True,
+    ),
 }
 
 _WHY_NOT = {
-    "bloom": "ALiBi positions",
-    "mpt": "ALiBi positions",
-    "falcon": "its ALiBi and RoPE variants",
-    "gpt2": "learned positions",
-    "opt": "learned positions",
+    "opt": "learned positions that begin at 2",
     "gptj": "interleaved rotary channels",
     "gemma3": "image inputs; load its text model (gemma3_text) instead",
     "mixtral": "mixture-of-experts layers",
@@ -71,11 +102,42 @@ def find_family(model: PreTrainedModel) -> Family:
             f"model type {model_type!r} is not supported: {missing}. "
             f"Supported: {', '.join(sorted(FAMILIES))}"
         )
+    if model_type == "mpt" and not model.config.attn_config.alibi:
+        raise UnsupportedModelError("an MPT model without ALiBi has no positions to serve")
     if getattr(model.config, "use_bidirectional_attention", False):
         raise UnsupportedModelError(
             f"{model_type!r} with use_bidirectional_attention has no causal KV to reuse"
         )
     return family
+
+
+def has_alibi(config: PreTrainedConfig) -> bool:
+    """Whether a model's positions are a bias of its attention."""
+    if config.model_type == "mpt":
+        return bool(config.attn_config.alibi)
+    return config.model_type == "bloom" or bool(getattr(config, "alibi", False))
+
+
+def num_kv_heads(config: PreTrainedConfig) -> int:
+    """Return H, the key heads that a model's cache holds."""
+    if config.model_type == "falcon":
+        # With the new architecture its layers cache every key head once for each query head.
+        is_shared = config.multi_query and not config.new_decoder_architecture
+        return 1 if is_shared else int(config.num_attention_heads)
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+_BLOOM_WINDOW = 2048
+"""What BLOOM was trained on; its configurations say so under ``seq_length`` or not at all."""
+
+
+def context_window(config: PreTrainedConfig) -> int:
+    """Return the positions that a model has."""
+    if config.model_type == "mpt":
+        return int(config.max_seq_len)
+    if config.model_type == "bloom":
+        return int(getattr(config, "seq_length", _BLOOM_WINDOW))
+    return int(config.max_position_embeddings)
 
 
 def sliding_windows(model: PreTrainedModel) -> list[int | None]:

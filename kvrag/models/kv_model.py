@@ -11,14 +11,13 @@ import copy
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
@@ -26,7 +25,13 @@ from kvrag.kvcache import DTYPES, ChunkKV, FusedKV, KVSpec
 from kvrag.models.adapter import RowAdapter, resting
 from kvrag.models.attention import AttentionObserver, RowMask, lock_of, row_attention
 from kvrag.models.caches import CaptureCache, Deviation, ProjectionDone, ProjectionProbe, RowWriter
-from kvrag.models.families import find_family, project_logits, sliding_windows
+from kvrag.models.families import (
+    context_window,
+    find_family,
+    num_kv_heads,
+    project_logits,
+    sliding_windows,
+)
 from kvrag.models.loading import (
     check_tokenizer,
     load_tokenizer,
@@ -36,8 +41,10 @@ from kvrag.models.loading import (
     shared_prefix_ids,
     tokenizer_fingerprint,
 )
+from kvrag.models.own_attention import layer_arguments, show_weights
 from kvrag.models.scaling import ScaledKeys
-from kvrag.positions.rotary import RotaryPositions, RotaryTable
+from kvrag.models.schemes import find_positions
+from kvrag.positions.rotary import RotaryTable
 
 # Rows a layer computes at once: few enough that a block's MLP activations stay small beside the
 # fused KV, many enough that its matrix products run at full speed.
@@ -93,20 +100,18 @@ class KVModel:
         num_heads = config.num_attention_heads
         self.spec = KVSpec(
             num_layers=config.num_hidden_layers,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+            num_kv_heads=num_kv_heads(config),
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
             dtype=hf.dtype,
         )
-        self.max_positions: int = config.max_position_embeddings
+        self.max_positions = context_window(config)
         self.lock = lock_of(hf)
         self._base: Any = hf.base_model
         self._windows = sliding_windows(hf)
-        layer_types: Sequence[str | None] = [None] * self.spec.num_layers
-        if self.family.rotary_per_layer_type:
-            layer_types = config.layer_types
+        self._layers: Any = getattr(self._base, self.family.layers)
         # What adapters are told in the middle of a layer; written under the lock.
         self._rows_at_hand = torch.empty(0, dtype=torch.long)
-        self._positions = RotaryPositions(cast(nn.Module, self._base.rotary_emb), layer_types)
+        self._positions = find_positions(hf, self.family, self.spec)
 
     @classmethod
     def load(
@@ -195,6 +200,11 @@ class KVModel:
         """Digest of what decides token ids (see `tokenizer_fingerprint`)."""
         return tokenizer_fingerprint(self.tokenizer)
 
+    @property
+    def is_position_bound(self) -> bool:
+        """Whether KV holds for the positions alone that it was computed at (learned positions)."""
+        return self.family.position_embedding is not None
+
     def default_prefix_ids(self) -> tuple[int, ...]:
         """Token ids every chunk is encoded behind (see `shared_prefix_ids`)."""
         return shared_prefix_ids(self.tokenizer)
@@ -202,7 +212,12 @@ class KVModel:
     # -- offline: whole chunks ---------------------------------------------------------------
 
     @torch.no_grad()
-    def prefill(self, prefix_ids: Sequence[int], chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
+    def prefill(
+        self,
+        prefix_ids: Sequence[int],
+        chunks: Sequence[Sequence[int]],
+        starts: Sequence[int] | None = None,
+    ) -> list[ChunkKV]:
         """Compute the position-free KV of several chunks in one batch.
 
         Each chunk stands alone behind the shared prefix, at positions ``P .. P + T - 1``; the
@@ -216,6 +231,9 @@ class KVModel:
             P token ids, possibly none.
         chunks
             Token ids of each chunk, 1 to ``max_positions - P`` of them.
+        starts
+            For each chunk the position of its first token, P at least; None stands for P. Only of
+            KV that is bound to positions does it matter.
 
         Returns
         -------
@@ -234,13 +252,34 @@ class KVModel:
         for row, chunk in zip(padded, chunks, strict=True):
             row[: len(prefix) + len(chunk)] = torch.tensor([*prefix, *chunk])
         cache = CaptureCache(self.spec.num_layers)
+        given: dict[str, Any] = {}
+        if starts is not None and self.is_position_bound:
+            given["position_ids"] = self._shifted(len(prefix), lengths, starts, width)
         with self.lock, resting(self.hf):
-            self._base(input_ids=padded.to(self.device), past_key_values=cache, use_cache=True)
+            self._base(
+                input_ids=padded.to(self.device), past_key_values=cache, use_cache=True, **given
+            )
         tables = self._positions.tables(torch.arange(width, device=self.device))
         return [
             self._take_chunk(cache, tables, index, len(prefix), length)
             for index, length in enumerate(lengths)
         ]
+
+    def _shifted(
+        self, num_prefix: int, lengths: Sequence[int], starts: Sequence[int], width: int
+    ) -> torch.Tensor:
+        """Return ``[B, width]`` positions: the prefix's as ever, the chunks' from `starts` on."""
+        for start, length in zip(starts, lengths, strict=True):
+            if start < num_prefix or start + length > self.max_positions:
+                raise ParameterError(
+                    f"a chunk of {length} tokens at position {start}: expected it behind the "
+                    f"prefix of {num_prefix} and within {self.max_positions} positions"
+                )
+        positions = torch.arange(width).repeat(len(starts), 1)
+        for row, start in zip(positions, starts, strict=True):
+            row[num_prefix:] += start - num_prefix
+        # Of the padding nothing is kept, whatever its positions.
+        return positions.clamp(max=self.max_positions - 1).to(self.device)
 
     def _take_chunk(
         self,
@@ -290,20 +329,47 @@ class KVModel:
             return chosen
 
         acting = resting(self.hf) if adapter is None else adapter.acting(self.hf, gate)
-        with self.lock, torch.no_grad(), row_attention(self.hf), acting:
+        # Families that attend in code of their own know no other implementation.
+        attending = nullcontext() if self.family.attends_itself else row_attention(self.hf)
+        with self.lock, torch.no_grad(), attending, acting:
             yield
 
-    def tables(self, num_tokens: int) -> list[RotaryTable]:
-        """Return each layer's rotary table for positions ``0 .. num_tokens - 1``."""
-        return self._positions.tables(torch.arange(num_tokens, device=self.device))
+    def tables(self, num_tokens: int, positions: Sequence[int] | None = None) -> list[RotaryTable]:
+        """Return each layer's table of rows ``0 .. num_tokens - 1``.
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the first layer's input ``[n, hidden]`` of token ids ``[n]``."""
+        Parameters
+        ----------
+        num_tokens
+            Rows.
+        positions
+            Of each row, ascending; None means that row r has position r.
+        """
+        if positions is None:
+            return self._positions.tables(torch.arange(num_tokens, device=self.device))
+        return self._positions.tables(torch.tensor(positions, device=self.device))
+
+    def embed(self, token_ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the first layer's input ``[n, hidden]`` of token ids ``[n]``.
+
+        Parameters
+        ----------
+        positions
+            ``[n]``; needed where the model learned its positions.
+        """
+        family = self.family
         embedding = self._base.get_input_embeddings()
+        norm = getattr(self._base, family.embedding_norm) if family.embedding_norm else None
+        learned = (
+            getattr(self._base, family.position_embedding) if family.position_embedding else None
+        )
         hidden = self._scratch(len(token_ids), self.hf.config.hidden_size)
         for begin in range(0, len(token_ids), ROW_BLOCK):
             block = slice(begin, begin + ROW_BLOCK)
-            hidden[block] = embedding(token_ids[block])
+            embedded = embedding(token_ids[block])
+            if learned is not None:
+                assert positions is not None, "learned positions are part of the input"
+                embedded = embedded + learned(positions[block])
+            hidden[block] = embedded if norm is None else norm(embedded)
         return hidden
 
     def _scratch(self, num_rows: int, width: int) -> torch.Tensor:
@@ -355,8 +421,13 @@ class KVModel:
         scaled
             Which keys are attended to otherwise; None: none.
         """
-        layer = self._base.layers[layer_index]
+        layer = self._layers[layer_index]
         window = self._windows[layer_index]
+        if scaled is not None and self.family.attends_itself:
+            raise UnsupportedModelError(
+                f"{self.name} attends in code of its own, which knows no temperature or scale of "
+                "reused keys; leave both out of the policy"
+            )
         # Rows come in ascending order, so a later block's K/V are never seen by an earlier one.
         for begin in range(0, len(rows), ROW_BLOCK):
             block = slice(begin, begin + ROW_BLOCK)
@@ -366,14 +437,27 @@ class KVModel:
             noted = None if deviation is None else deviation[block]
             writer = RowWriter(fused, positions, first_key, last, noted)
             self._rows_at_hand = positions
+            mask = RowMask(positions, first_key, window, observer, scaled)
             output = layer(
                 hidden[block][None],
-                attention_mask=RowMask(positions, first_key, window, observer, scaled),
-                position_ids=positions[None],
-                position_embeddings=table.embeddings(positions, hidden.dtype),
+                **self._arguments(mask, last + 1 - first_key, table),
                 **{self.family.cache_argument: writer},
             )
+            if isinstance(output, tuple):
+                if observer is not None and self.family.attends_itself:
+                    show_weights(observer, mask, output[1], fused.values[layer_index])
+                output = output[0]
             hidden[block] = output[0]
+
+    def _arguments(self, mask: RowMask, num_keys: int, table: RotaryTable) -> dict[str, Any]:
+        """Return what a layer wants to know of its rows besides their hidden states."""
+        if self.family.attends_itself:
+            return layer_arguments(self.hf, mask, num_keys, table)
+        return {
+            "attention_mask": mask,
+            "position_ids": mask.positions[None],
+            "position_embeddings": table.embeddings(mask.positions, self.spec.dtype),
+        }
 
     def project_rows(
         self,
@@ -398,15 +482,14 @@ class KVModel:
             A block of `which` (never all of it at once, so that no second copy of `hidden`
             exists), the placed keys and the values ``[H, m, D]`` of its rows.
         """
-        layer = self._base.layers[layer_index]
+        layer = self._layers[layer_index]
         for block in torch.split(which, ROW_BLOCK):
             positions = rows[block]
             self._rows_at_hand = positions
             try:
                 layer(
                     hidden[block][None],
-                    position_ids=positions[None],
-                    position_embeddings=table.embeddings(positions, hidden.dtype),
+                    **self._arguments(RowMask(positions, 0, None), 0, table),
                     **{self.family.cache_argument: ProjectionProbe()},
                 )
             except ProjectionDone as done:

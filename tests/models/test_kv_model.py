@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, LlamaConfig
+from transformers import LlamaConfig, OPTConfig, OPTForCausalLM
 
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.fusion.policies.deviation import DeviationPolicy
@@ -173,8 +173,10 @@ def test_positions_that_depend_on_the_length_are_refused(scaling: str) -> None:
 
 
 def test_other_families_are_refused_by_name() -> None:
-    model = BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=400))
-    with pytest.raises(UnsupportedModelError, match=r"'bloom' is not supported: ALiBi positions"):
+    model = OPTForCausalLM(
+        OPTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=400)
+    )
+    with pytest.raises(UnsupportedModelError, match=r"'opt' is not supported: learned positions"):
         KVModel(model, make_tokenizer())
 
 

@@ -8,13 +8,14 @@ import torch
 from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
 from tests.support.bench_top import TEXTS, Bench, relative_difference
-from tests.support.models import FAMILIES, make_model, make_tokenizer
+from tests.support.models import FAMILIES, OTHER_POSITIONS, make_model, make_tokenizer
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=(*FAMILIES, *OTHER_POSITIONS))
 def bench(request: pytest.FixtureRequest) -> Bench:
     return Bench(KVModel(make_model(request.param), make_tokenizer()))
 
@@ -68,7 +69,8 @@ def test_generation_continues_from_the_fused_buffer(bench: Bench) -> None:
     fused = bench.fuse(prompt, DeviationPolicy(ratio=1.0), spare=24)
     buffer = fused.kv.keys[0].data_ptr()
     ids = bench.model.tokenizer(prompt, return_tensors="pt")["input_ids"]
-    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    # MPT's own default is to generate without any cache.
+    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "use_cache": True}
     plain = bench.model.hf.generate(
         ids, attention_mask=torch.ones_like(ids), pad_token_id=2, **settings
     )
@@ -81,6 +83,16 @@ def test_generation_continues_from_the_fused_buffer(bench: Bench) -> None:
     )
     assert ours.tolist() == plain.tolist()
     assert fused.kv.keys[0].data_ptr() == buffer
+
+
+def test_the_default_policy_sees_where_the_question_looks(bench: Bench) -> None:
+    """Weights are those of the layers, whoever computes them."""
+    prompt = bench.prompt(2, 0, 3, 1)
+    expected = bench.plain_logits(prompt)
+    fused = bench.fuse(prompt, TwoStagePolicy(ratio=0.5))
+    assert fused.report.rows_asked > 0
+    none = relative_difference(bench.fuse(prompt, NonePolicy()).logits, expected)
+    assert relative_difference(fused.logits, expected) < none
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

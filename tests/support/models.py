@@ -10,11 +10,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MptConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -82,6 +86,16 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+_ENDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+_FALCON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    **_ENDS,
+}
+
 # max_position_embeddings stays below 2048 only where a test is about the context window.
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_COMMON),
@@ -130,11 +144,35 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+OTHER_POSITIONS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "bloom": lambda: BloomConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=64, n_layer=4, n_head=4, **_ENDS, seq_length=2048
+    ),
+    "mpt": lambda: MptConfig(
+        vocab_size=VOCAB_SIZE, d_model=64, n_layers=4, n_heads=4, max_seq_len=2048, **_ENDS
+    ),
+    "falcon-rope": lambda: FalconConfig(**_FALCON, alibi=False, multi_query=True),
+    "falcon-new": lambda: FalconConfig(
+        **_FALCON, alibi=False, new_decoder_architecture=True, num_kv_heads=2
+    ),
+    "falcon-alibi": lambda: FalconConfig(
+        **_FALCON, alibi=True, multi_query=False, parallel_attn=False
+    ),
+}
+"""Families whose KV holds at any position, though not all have RoPE."""
+
+LEARNED_POSITIONS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=64, n_layer=4, n_head=4, n_positions=2048, **_ENDS
+    ),
+}
+
+
 def make_model(
     family: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
 ) -> PreTrainedModel:
     """Return a small random model; weights are spread wide so that attention is not uniform."""
-    config = FAMILIES[family]()
+    config = {**FAMILIES, **OTHER_POSITIONS, **LEARNED_POSITIONS}[family]()
     for name, value in overrides.items():
         setattr(config, name, value)
     with torch.random.fork_rng(devices=[]):
