@@ -21,7 +21,6 @@ from urllib.parse import unquote, urlsplit
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
-from kvrag.recordformat import piece_ends
 from kvrag.store.base import check_range
 from kvrag.store.extras import require
 from kvrag.store.metrics import (
@@ -31,6 +30,15 @@ from kvrag.store.metrics import (
     StoreCounts,
     StoreMetrics,
 )
+from kvrag.store.redis_format import (
+    COMMIT,
+    DELETE,
+    END,
+    LIST,
+    MAGIC,
+    MOST_PIECE_BYTES,
+    split_record,
+)
 
 PASSWORD_VARIABLE = "KVRAG_REDIS_PASSWORD"
 DEFAULT_PREFIX = "kvrag"
@@ -39,54 +47,8 @@ GRACE_SECONDS = 60
 
 # Of pieces until their list is written: longer than any upload takes.
 _UPLOAD_SECONDS = 3600
-_LEAST_PIECE_BYTES = 64 << 10
-_MOST_PIECE_BYTES = 16 << 20
-# What is read with the list: the header of a record, or a small record whole.
-_MOST_HEAD_BYTES = 64 << 10
-_LEAST_HEAD_BYTES = 4096
 _MAX_CONNECTIONS = 64
 _PAGE = 1000
-
-_MAGIC = b"kvr1"
-# magic, generation, record bytes, pieces (the head is the first)
-_LIST = struct.Struct("<4s16sQI")
-_END = struct.Struct("<Q")
-
-# A number of pieces is believed up to 65,536: a foreign value must not keep Redis busy.
-# KEYS: list, then its pieces. ARGV: list, 1 to replace another record, grace in seconds.
-_COMMIT = """
-local function forget(list)
-  if not list or string.sub(list, 1, 4) ~= 'kvr1' or #list < 32 then return end
-  local count = math.min(struct.unpack('<I4', list, 29), 65536)
-  for i = 1, count - 1 do
-    redis.call('EXPIRE', KEYS[1] .. ':' .. string.sub(list, 5, 20) .. ':' .. i, ARGV[3])
-  end
-end
-local old = redis.call('GETRANGE', KEYS[1], 0, 31)
-if old ~= '' and ARGV[2] == '0' then
-  for i = 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
-  return 0
-end
-for i = 2, #KEYS do
-  if redis.call('PERSIST', KEYS[i]) == 0 then return -1 end
-end
-redis.call('SET', KEYS[1], ARGV[1])
-forget(old)
-return 1
-"""
-# KEYS: list. ARGV: grace in seconds.
-_DELETE = """
-local list = redis.call('GETRANGE', KEYS[1], 0, 31)
-if list == '' then return 0 end
-redis.call('DEL', KEYS[1])
-if string.sub(list, 1, 4) == 'kvr1' and #list == 32 then
-  local count = math.min(struct.unpack('<I4', list, 29), 65536)
-  for i = 1, count - 1 do
-    redis.call('EXPIRE', KEYS[1] .. ':' .. string.sub(list, 5, 20) .. ':' .. i, ARGV[1])
-  end
-end
-return 1
-"""
 
 
 class RedisRecord:
@@ -96,12 +58,12 @@ class RedisRecord:
         self._store = store
         self._key = key
         try:
-            magic, generation, self._size_bytes, num_pieces = _LIST.unpack_from(content)
-            first = _LIST.size + num_pieces * _END.size
-            ends = [end for (end,) in _END.iter_unpack(content[_LIST.size : first])]
+            magic, generation, self._size_bytes, num_pieces = LIST.unpack_from(content)
+            first = LIST.size + num_pieces * END.size
+            ends = [end for (end,) in END.iter_unpack(content[LIST.size : first])]
         except struct.error as error:
             raise self._foreign("it is too short") from error
-        if magic != _MAGIC or not generation.isalnum():
+        if magic != MAGIC or not generation.isalnum():
             raise self._foreign("its beginning differs")
         self._head = content[first:]
         if not ends or ends != sorted(ends) or ends[-1] != self._size_bytes:
@@ -220,8 +182,8 @@ class RedisStore:
         self.url = _without_password(url)
         self._client = self._redis.Redis(connection_pool=pool)
         self._prefix = prefix
-        self._commit = self._client.register_script(_COMMIT)
-        self._delete = self._client.register_script(_DELETE)
+        self._commit = self._client.register_script(COMMIT)
+        self._delete = self._client.register_script(DELETE)
         self.metrics = StoreMetrics("redis")
         try:
             with self._errors("open"):
@@ -289,10 +251,10 @@ class RedisStore:
             # A name may come up twice, and its record may be gone by now.
             new = [key for key in found if key not in seen]
             seen.update(new)
-            heads = self.read([("GETRANGE", found[key], 0, _LIST.size - 1) for key in new])
+            heads = self.read([("GETRANGE", found[key], 0, LIST.size - 1) for key in new])
             for key, head in zip(new, heads, strict=True):
-                if len(head) == _LIST.size and head.startswith(_MAGIC):
-                    yield key, _LIST.unpack(head)[2]
+                if len(head) == LIST.size and head.startswith(MAGIC):
+                    yield key, LIST.unpack(head)[2]
             if not int(cursor):
                 return
 
@@ -339,13 +301,13 @@ class RedisStore:
     def _write(self, key: ChunkKey, record: bytes, *, is_replacing: bool) -> None:
         name = self.name_of(key)
         generation = secrets.token_hex(8)
-        ends = _split(record)
+        ends = split_record(record)
         numbers = range(1, len(ends))
         pieces = [f"{name}:{generation}:{number}" for number in numbers]
         content = b"".join(
             [
-                _LIST.pack(_MAGIC, generation.encode(), len(record), len(ends)),
-                *map(_END.pack, ends),
+                LIST.pack(MAGIC, generation.encode(), len(record), len(ends)),
+                *map(END.pack, ends),
                 record[: ends[0]],
             ]
         )
@@ -357,7 +319,7 @@ class RedisStore:
                 part = view[ends[number - 1] : ends[number]]
                 pipeline.set(piece, part, ex=_UPLOAD_SECONDS)
                 waiting += part.nbytes
-                if waiting >= _MOST_PIECE_BYTES:
+                if waiting >= MOST_PIECE_BYTES:
                     pipeline.execute()
                     waiting = 0
             if waiting:
@@ -417,22 +379,6 @@ class RedisStore:
             raise StoreError(f"cannot {action} {self.url}: {text}; {remedy}") from error
         except errors.RedisError as error:
             raise StoreError(f"cannot {action} {self.url}: {error}; see the log") from error
-
-
-def _split(record: bytes) -> list[int]:
-    """Return where the head and the pieces of a record end."""
-    if len(record) <= _LEAST_HEAD_BYTES:
-        return [len(record)]
-    ends = piece_ends(record) or (0, len(record))
-    # What is read of a header before its length is known comes with it.
-    chosen = [min(max(ends[0], _LEAST_HEAD_BYTES), _MOST_HEAD_BYTES)]
-    for end in ends[1:]:
-        # Neighbouring blocks share a piece until it is worth a name of its own.
-        while end - chosen[-1] > _MOST_PIECE_BYTES:
-            chosen.append(chosen[-1] + _MOST_PIECE_BYTES)
-        if end - chosen[-1] >= _LEAST_PIECE_BYTES or end == len(record):
-            chosen.append(end)
-    return chosen
 
 
 def _without_password(url: str) -> str:
