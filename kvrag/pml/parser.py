@@ -4,8 +4,8 @@ Deviations from the public reference implementation, which recovers from malform
 what it does not know and cuts what is too long: here all of that is an error with its place.
 
 White space: around the contents of an element it is formatting and goes; between an element and
-text, or between two elements, it is kept as one line feed, or as one space where it has none. A
-text's common indentation goes as well. Inside texts nothing else changes.
+text, or between two elements, it is kept as one line feed, or as one space where it has none;
+between turns it goes. A text's common indentation goes as well. Inside texts nothing else changes.
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ class _SchemaParser:
             part for part in root.content if isinstance(part, Run) or part.tag != "scaffold"
         ]
         children = self._children(body, allow_turns=True)
+        if any(isinstance(node, Turn) for node in children):
+            # What stands between turns is the chat template's business.
+            children = tuple(
+                node for node in children if not (isinstance(node, Text) and node.text.isspace())
+            )
         schema = Schema(name, children, (), root.place)
         listed = [_scaffold(one, schema) for one in scaffolds]
         named = tuple(_named_members(children, ()))

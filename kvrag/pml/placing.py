@@ -1,0 +1,192 @@
+"""A prompt over its schema's layout: every row's token, position, and where its KV is stored.
+
+Source: Prompt Cache §3.4: modules keep their positions, an argument takes the first positions of
+its parameter's room and the rest stay empty, new text goes where positions are free or behind
+everything.
+
+Deviation: the paper leaves open what an unfilled parameter is; here its placeholders (or its
+scaffold text) stay, as they were encoded.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from kvrag.fusion.layout import Layout, ReusedSpan
+from kvrag.pml.layout import SchemaLayout, Stretch, token_ids_of
+from kvrag.pml.prompt import Import, Prompt
+from kvrag.pml.schema import Path, Text
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of a prompt.
+
+    Attributes
+    ----------
+    start
+        Position of the first.
+    token_ids
+        At least one.
+    stretch, offset
+        The stretch of the schema that they are tokens of and the first of them; None and 0 for
+        what is the prompt's own.
+    """
+
+    start: int
+    token_ids: tuple[int, ...]
+    stretch: int | None = None
+    offset: int = 0
+
+    @property
+    def end(self) -> int:
+        """The first position behind."""
+        return self.start + len(self.token_ids)
+
+
+def place_prompt(
+    layout: SchemaLayout, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
+) -> list[Piece]:
+    """Return the pieces of a prompt, the shared prefix left out, in the order of their positions.
+
+    Raises
+    ------
+    PMLError
+        When an argument is longer than its parameter, text fits in no gap where it stands, or
+        nothing would be left to answer.
+    """
+    imports = {one.path: one for one in prompt.body.all()}
+    pieces: list[Piece] = []
+    for number, stretch in enumerate(layout.stretches):
+        if stretch.path in imports:
+            pieces += _filled(number, stretch, imports[stretch.path], prompt, tokenizer)
+    _place_texts(layout, prompt.body, layout.num_positions, pieces, tokenizer)
+    ending = prompt.ending
+    if layout.conversation is not None:
+        ending = layout.conversation.tail(prompt.turns, prompt.place)
+    end = max((piece.end for piece in pieces), default=len(layout.prefix_ids))
+    (ids,) = token_ids_of(tokenizer, [ending])
+    if ids:
+        pieces.append(Piece(end, tuple(ids)))
+    if not pieces and not layout.prefix_ids:
+        raise prompt.place.error("the prompt is empty", "import a module, or write a text")
+    return pieces
+
+
+def as_layout(layout: SchemaLayout, pieces: Sequence[Piece], chunk_ids: Sequence[str]) -> Layout:
+    """Return a prompt as the fuser takes it.
+
+    Parameters
+    ----------
+    layout
+        The schema's.
+    pieces
+        The prompt's, in order.
+    chunk_ids
+        For each stretch the name under which its KV is opened.
+    """
+    prefix = layout.prefix_ids
+    token_ids = list(prefix)
+    positions = list(range(len(prefix)))
+    spans: list[ReusedSpan] = []
+    for piece in pieces:
+        row = len(token_ids)
+        token_ids += piece.token_ids
+        positions += range(piece.start, piece.end)
+        if piece.stretch is not None:
+            length = len(piece.token_ids)
+            # The last token is computed: it gives the first logits.
+            length -= piece is pieces[-1]
+            if length:
+                spans.append(ReusedSpan(chunk_ids[piece.stretch], row, piece.offset, length))
+    return Layout(
+        token_ids=tuple(token_ids),
+        spans=tuple(spans),
+        prefix_length=len(prefix),
+        has_prefix=bool(prefix),
+        positions=tuple(positions) if positions != list(range(len(positions))) else None,
+    )
+
+
+def _filled(
+    number: int,
+    stretch: Stretch,
+    found: Import,
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Piece]:
+    """Return one stretch, with arguments in place of placeholders."""
+    pieces: list[Piece] = []
+    begin = 0
+    for slot in stretch.slots:
+        if slot.name not in found.arguments:
+            continue
+        if begin < slot.offset:
+            ids = stretch.token_ids[begin : slot.offset]
+            pieces.append(Piece(stretch.start + begin, ids, number, begin))
+        (ids_of_argument,) = token_ids_of(tokenizer, [found.arguments[slot.name]])
+        if len(ids_of_argument) > slot.length:
+            raise found.place.error(
+                f"argument {slot.name!r} has {len(ids_of_argument)} tokens, its parameter holds "
+                f"{slot.length}",
+                "shorten it, or raise the parameter's length in the schema "
+                f"({prompt.schema.parameters(stretch.path)[slot.name].place})",
+            )
+        if ids_of_argument:
+            pieces.append(Piece(stretch.start + slot.offset, tuple(ids_of_argument)))
+        begin = slot.end
+    if begin < len(stretch.token_ids):
+        pieces.append(Piece(stretch.start + begin, stretch.token_ids[begin:], number, begin))
+    return pieces
+
+
+def _place_texts(
+    layout: SchemaLayout,
+    body: Import,
+    limit: int,
+    pieces: list[Piece],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Put the texts between a module's imports into gaps, adding them to `pieces` in order."""
+    lower = layout.extents[body.path][0]
+    for number, part in enumerate(body.parts):
+        if isinstance(part, Import):
+            _place_texts(layout, part, layout.extents[part.path][1], pieces, tokenizer)
+            lower = max(lower, _last_end(pieces, layout, part.path))
+            continue
+        following = next((one for one in body.parts[number + 1 :] if isinstance(one, Import)), None)
+        upper = limit if following is None else layout.extents[following.path][0]
+        (ids,) = token_ids_of(tokenizer, [part.text])
+        piece = Piece(_first_gap(pieces, lower, upper, len(ids), part), tuple(ids))
+        pieces.insert(bisect_left(pieces, piece.start, key=lambda one: one.start), piece)
+        lower = piece.end
+
+
+def _last_end(pieces: Sequence[Piece], layout: SchemaLayout, path: Path) -> int:
+    """Return where what is there of a module ends."""
+    first, end = layout.extents[path]
+    return max((one.end for one in pieces if first <= one.start < end), default=first)
+
+
+def _first_gap(pieces: Sequence[Piece], lower: int, upper: int, length: int, text: Text) -> int:
+    """Return the first free position with room for a text between two bounds."""
+    start, widest = lower, 0
+    for piece in pieces:
+        if piece.end <= start:
+            continue
+        if piece.start >= upper:
+            break
+        if piece.start - start >= length:
+            return start
+        widest = max(widest, piece.start - start)
+        start = piece.end
+    if upper - start >= length:
+        return start
+    raise text.place.error(
+        f"a text of {length} tokens where positions for {max(widest, upper - start, 0)} are free",
+        "write it at the prompt's end, shorten it, or give the schema a parameter for it there",
+    )

@@ -1,0 +1,198 @@
+"""A prompt of a schema: what it imports, its arguments, its own text.
+
+Source: Prompt Cache §3.2.2. Text may stand anywhere between imports; where it goes is the layout's
+business (`kvrag.pml.placing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+
+from kvrag.pml.elements import Element, normalise, read_elements
+from kvrag.pml.parser import (
+    ROLES,
+    check_attributes,
+    check_exclusive,
+    check_module,
+    listing,
+    settled,
+)
+from kvrag.pml.places import Place
+from kvrag.pml.schema import Path, Schema, Text, Turn
+
+
+@dataclass(frozen=True)
+class Import:
+    """A module that a prompt imports.
+
+    Attributes
+    ----------
+    path
+        In the schema; of the prompt itself ().
+    arguments
+        Parameter to text.
+    parts
+        Imports inside, and text between them.
+    """
+
+    path: Path
+    arguments: Mapping[str, str]
+    parts: tuple[Import | Text, ...]
+    place: Place
+
+    def all(self) -> Iterator[Import]:
+        """Yield this import and all inside it."""
+        yield self
+        for part in self.parts:
+            if isinstance(part, Import):
+                yield from part.all()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt checked against its schema.
+
+    Attributes
+    ----------
+    body
+        What stands before the text at the end.
+    turns
+        Role and content of the prompt's own turns, at its end.
+    ending
+        Text at its end, of a schema without turns.
+    """
+
+    schema: Schema
+    body: Import
+    turns: tuple[tuple[str, str], ...]
+    ending: str
+    place: Place
+
+
+def schema_name(source: str | FilePath) -> str:
+    """Return the name of the schema that a prompt asks for. Raises PMLError."""
+    return _root(source).attributes["schema"]
+
+
+def parse_prompt(source: str | FilePath, schema: Schema) -> Prompt:
+    """Read a prompt and check it against its schema.
+
+    Parameters
+    ----------
+    source
+        A path, or the markup itself as a string.
+
+    Raises
+    ------
+    PMLError
+        For an undeclared or repeated module, two members of one union, an unknown argument, and
+        all that is no markup; an argument that is too long shows only when it is tokenised.
+    """
+    root = _root(source)
+    name = root.attributes["schema"]
+    if name != schema.name:
+        raise root.place.error(
+            f"a prompt of schema {name!r}", f"expected one of schema {schema.name!r}"
+        )
+    has_turns = any(part.tag in ROLES for part in root.elements)
+    turns = _turns(root) if has_turns else ()
+    parts = [
+        part for part in settled(root.content) if isinstance(part, Text) or part.tag not in ROLES
+    ]
+    text = ""
+    if parts and isinstance(parts[-1], Text):
+        text = parts[-1].text
+        parts.pop()
+    if schema_has_turns(schema):
+        if text.strip():
+            # Bare text goes on where the conversation is: it is the user's next turn.
+            turns = (("user", text.strip()), *turns)
+        text = ""
+    elif turns:
+        raise root.place.error(
+            "turns in a prompt of a schema without any",
+            "put the schema's own text into <system> or <user> as well",
+        )
+    arguments = {key: value for key, value in root.attributes.items() if key != "schema"}
+    body = Import((), *_checked(schema, (), arguments, parts, root.place), root.place)
+    imports = list(body.all())
+    check_exclusive(schema, [one.path for one in imports], root.place)
+    return Prompt(schema, body, turns, text, root.place)
+
+
+def schema_has_turns(schema: Schema) -> bool:
+    """Return whether a schema is a conversation."""
+    return any(isinstance(node, Turn) for node in schema.children)
+
+
+def _root(source: str | FilePath) -> Element:
+    root = read_elements(source)
+    if root.tag != "prompt":
+        raise root.place.error(f"<{root.tag}> is no prompt", "expected <prompt schema=...>")
+    if "schema" not in root.attributes:
+        raise root.place.error("<prompt> names no schema", "give it schema=...")
+    return root
+
+
+def _turns(root: Element) -> tuple[tuple[str, str], ...]:
+    turns: list[tuple[str, str]] = []
+    for part in root.content:
+        if isinstance(part, Element) and part.tag in ROLES:
+            check_attributes(part, set())
+            if part.elements:
+                raise part.elements[0].place.error(
+                    f"<{part.elements[0].tag}> in <{part.tag}> of a prompt",
+                    "import modules directly in <prompt>; they stand where the schema has them",
+                )
+            text = "".join(one.text for one in settled(part.content) if isinstance(one, Text))
+            turns.append((part.tag, text))
+        elif turns and (isinstance(part, Element) or part.text.strip()):
+            raise part.place.error(
+                "something behind a turn of the prompt", "turns stand at the prompt's end"
+            )
+    return tuple(turns)
+
+
+def _import(schema: Schema, around: Path, element: Element) -> Import:
+    path = (*around, element.tag)
+    check_module(schema, path, element.place)
+    parts = settled(element.content)
+    return Import(
+        path, *_checked(schema, path, element.attributes, parts, element.place), element.place
+    )
+
+
+def _checked(
+    schema: Schema,
+    path: Path,
+    attributes: Mapping[str, str],
+    contents: list[Element | Text],
+    place: Place,
+) -> tuple[Mapping[str, str], tuple[Import | Text, ...]]:
+    known = schema.parameters(path)
+    for name in attributes:
+        if name not in known:
+            owner = f"module {'/'.join(path)!r}" if path else f"schema {schema.name!r}"
+            raise place.error(
+                f"{owner} has no parameter {name!r}", f"expected one of {listing(known)}"
+            )
+    parts: list[Import | Text] = []
+    seen: dict[Path, Place] = {}
+    for part in contents:
+        if isinstance(part, Text):
+            # A line feed between imports is formatting: what separates modules is the schema's.
+            if part.text.strip():
+                parts.append(part)
+            continue
+        one = _import(schema, path, part)
+        if one.path in seen:
+            raise one.place.error(
+                f"{'/'.join(one.path)!r} is imported again (first in line {seen[one.path].line})",
+                "import it once",
+            )
+        seen[one.path] = one.place
+        parts.append(one)
+    arguments = {name: normalise(value) for name, value in attributes.items()}
+    return arguments, tuple(parts)

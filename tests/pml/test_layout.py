@@ -1,0 +1,260 @@
+"""Positions of schemas and prompts, against a reference that is as plain as can be."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrag.errors import PMLError
+from kvrag.pml.layout import SchemaLayout, lay_out_schema, placeholder_id
+from kvrag.pml.parser import parse_schema
+from kvrag.pml.placing import as_layout, place_prompt
+from kvrag.pml.prompt import parse_prompt
+from kvrag.pml.schema import Module, Node, Parameter, Schema, Text, Turn, Union
+from tests.pml.schemas import schemas
+from tests.support.models import make_tokenizer
+
+SCHEMAS = Path(__file__).parent / "schemas"
+TOKENIZER = make_tokenizer()
+PREFIX = (0,)
+
+
+def count(text: str) -> int:
+    return len(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def reference(
+    nodes: tuple[Node, ...], start: int, path: tuple[str, ...], found: dict[object, int]
+) -> int:
+    """Walk a schema: texts side by side count together, unions take the longest member."""
+    text = ""
+    for node in (*nodes, None):
+        if isinstance(node, Text):
+            text += node.text
+            continue
+        start += count(text)
+        text = ""
+        if isinstance(node, Parameter):
+            found[path, node.name] = start
+            start += node.length
+        elif isinstance(node, Module):
+            found[(*path, node.name)] = start
+            start = reference(node.children, start, (*path, node.name), found)
+        elif isinstance(node, Union):
+            ends = []
+            for member in node.members:
+                found[(*path, member.name)] = start
+                ends.append(reference(member.children, start, (*path, member.name), found))
+            start = max(ends)
+    return start
+
+
+def laid_out(markup: str) -> tuple[Schema, SchemaLayout]:
+    schema = parse_schema(markup)
+    return schema, lay_out_schema(schema, TOKENIZER, PREFIX)
+
+
+@settings(deadline=None, max_examples=150)
+@given(schemas())
+def test_a_schema_stands_where_the_reference_puts_it(markup: str) -> None:
+    schema, layout = laid_out(markup)
+    expected: dict[object, int] = {}
+    end = reference(schema.children, len(PREFIX), (), expected)
+    found: dict[object, int] = {path: start for path, (start, _) in layout.extents.items() if path}
+    for stretch in layout.stretches:
+        for slot in stretch.slots:
+            found[stretch.path, slot.name] = stretch.start + slot.offset
+    assert found == expected
+    assert layout.num_positions == end
+
+
+@st.composite
+def prompts(draw: st.DrawFn, schema: Schema) -> str:
+    """Import some modules of a schema, fill some parameters."""
+
+    def inside(path: tuple[str, ...], nodes: tuple[Node, ...]) -> str:
+        parts = []
+        for node in nodes:
+            if isinstance(node, Module) and draw(st.booleans()):
+                parts.append(one(path, node))
+            elif isinstance(node, Union) and draw(st.booleans()):
+                parts.append(one(path, draw(st.sampled_from(node.members))))
+        return "\n".join(parts)
+
+    def one(path: tuple[str, ...], module: Module) -> str:
+        inner = (*path, module.name)
+        return f"<{module.name}{arguments(inner)}>{inside(inner, module.children)}</{module.name}>"
+
+    def arguments(path: tuple[str, ...]) -> str:
+        given = [name for name in schema.parameters(path) if draw(st.booleans())]
+        return "".join(f" {name}='{draw(st.sampled_from(['', 'x', 'to']))}'" for name in given)
+
+    body = inside((), schema.children)
+    return f"<prompt schema='random'{arguments(())}>{body}\nQuestion?</prompt>"
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data(), st.booleans())
+def test_prompts_never_overlap_and_keep_their_positions(data: st.DataObject, turns: bool) -> None:
+    schema, layout = laid_out(data.draw(schemas(turns=turns)))
+    prompt = parse_prompt(data.draw(prompts(schema)), schema)
+    pieces = place_prompt(layout, prompt, TOKENIZER)
+    for before, after in itertools.pairwise(pieces):
+        assert before.end <= after.start
+    imported = {one.path: one for one in prompt.body.all()}
+    covered = {}
+    for piece in pieces:
+        if piece.stretch is not None:
+            stretch = layout.stretches[piece.stretch]
+            assert stretch.path in imported
+            assert piece.start == stretch.start + piece.offset
+            end = piece.offset + len(piece.token_ids)
+            assert piece.token_ids == stretch.token_ids[piece.offset : end]
+            covered[piece.stretch] = covered.get(piece.stretch, 0) + len(piece.token_ids)
+    for number, stretch in enumerate(layout.stretches):
+        if stretch.path in imported:
+            given = imported[stretch.path].arguments
+            replaced = sum(slot.length for slot in stretch.slots if slot.name in given)
+            assert covered.get(number, 0) == len(stretch.token_ids) - replaced
+    fused = as_layout(layout, pieces, [str(n) for n in range(len(layout.stretches))])
+    positions = [fused.position(row) for row in range(len(fused.token_ids))]
+    assert positions == sorted(set(positions))
+    # The last token is always computed.
+    assert all(span.prompt_end < len(fused.token_ids) for span in fused.spans)
+
+
+def test_arguments_leave_the_rest_of_their_room_empty() -> None:
+    schema, layout = laid_out(
+        "<schema name='s'>for <parameter name='p' length='8' scaffold='three'/> days</schema>"
+    )
+    (stretch,) = layout.stretches
+    (slot,) = stretch.slots
+    unfilled = place_prompt(
+        layout, parse_prompt("<prompt schema='s'>?</prompt>", schema), TOKENIZER
+    )
+    assert [piece.stretch for piece in unfilled] == [0, None]
+    room = unfilled[0].token_ids[slot.offset : slot.end]
+    scaffold = TOKENIZER("three", add_special_tokens=False)["input_ids"]
+    rest = [placeholder_id(TOKENIZER)] * (8 - len(scaffold))
+    assert list(room) == [*scaffold, *rest]
+    filled = place_prompt(
+        layout, parse_prompt("<prompt schema='s' p='ab'>?</prompt>", schema), TOKENIZER
+    )
+    before, argument, after, _ = filled
+    assert argument.start == before.end
+    assert argument.end <= 8 + before.end
+    assert after.start == before.end + 8
+    assert after.start > argument.end
+
+
+def test_a_chat_template_is_spread_around_modules() -> None:
+    schema = parse_schema(SCHEMAS / "code_generation_bookstore.xml")
+    layout = lay_out_schema(schema, TOKENIZER, PREFIX)
+    prompt = parse_prompt(
+        "<prompt schema='code-generation-bookstore'>"
+        + "".join(f"<{path[0]}/>" for path in schema.modules)
+        + "<user>Write a shop.</user></prompt>",
+        schema,
+    )
+    pieces = place_prompt(layout, prompt, TOKENIZER)
+    ids = [*layout.prefix_ids, *(token for piece in pieces for token in piece.token_ids)]
+
+    def said(number: int) -> str:
+        turn = schema.children[number]
+        assert isinstance(turn, Turn)
+        texts = []
+        for part in turn.children:
+            inner = part.children if isinstance(part, Module) else (part,)
+            texts += [one.text for one in inner if isinstance(one, Text)]
+        return "".join(texts)
+
+    roles = ("system", "user", "assistant")
+    messages = [{"role": role, "content": said(n)} for n, role in enumerate(roles)]
+    rendered = TOKENIZER.apply_chat_template(
+        [*messages, {"role": "user", "content": "Write a shop."}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert TOKENIZER.decode(ids) == rendered
+    assert layout.prefix_ids == PREFIX
+    assert as_layout(layout, pieces, [""] * len(layout.stretches)).positions is None
+
+
+def test_bare_text_goes_on_as_the_users_turn() -> None:
+    schema, layout = laid_out("<schema name='s'><system>Be kind.</system></schema>")
+    prompt = parse_prompt("<prompt schema='s'> Why? </prompt>", schema)
+    assert prompt.turns == (("user", "Why?"),)
+    (head, tail) = place_prompt(layout, prompt, TOKENIZER)
+    assert TOKENIZER.decode(head.token_ids) == "<|system|>\nBe kind.\n"
+    assert TOKENIZER.decode(tail.token_ids) == "<|user|>\nWhy?\n<|assistant|>\n"
+
+
+GAPPED = (
+    "<schema name='s'>one <module name='a'>aaaaaa</module>"
+    "<module name='b'>bbbbbb<module name='c'>cccccc</module>dd</module></schema>"
+)
+
+
+def test_text_goes_where_positions_are_free() -> None:
+    schema, layout = laid_out(GAPPED)
+    prompt = parse_prompt("<prompt schema='s'>xy<b>z</b>end</prompt>", schema)
+    pieces = place_prompt(layout, prompt, TOKENIZER)
+    own = [piece for piece in pieces if piece.stretch is None]
+    assert [TOKENIZER.decode(piece.token_ids) for piece in own] == ["xy", "z", "end"]
+    first, _ = layout.extents["a",]
+    inner, _ = layout.extents["b", "c"]
+    assert [own[0].start, own[1].start] == [first, inner]
+    assert own[2].start == layout.num_positions
+
+
+WRONG_PROMPTS = [
+    ("<schema name='s'/>", "is no prompt"),
+    ("<prompt/>", "names no schema"),
+    ("<prompt schema='t'/>", "expected one of schema 's'"),
+    ("<prompt schema='s'><d/></prompt>", "has no module 'd'; expected one of a, b"),
+    ("<prompt schema='s'><c/></prompt>", "has no module 'c'"),
+    ("<prompt schema='s'><a/>\n<a/></prompt>", "imported again"),
+    ("<prompt schema='s'><a p='1'/></prompt>", "has no parameter 'p'"),
+    ("<prompt schema='s' p='1'/>", "schema 's' has no parameter 'p'"),
+    ("<prompt schema='s'><user>x</user></prompt>", "turns in a prompt of a schema without any"),
+    ("<prompt schema='s'>a text far longer than what a left free<b/></prompt>", "positions for"),
+]
+
+
+@pytest.mark.parametrize(("markup", "words"), WRONG_PROMPTS)
+def test_wrong_prompts_are_refused_with_their_place(markup: str, words: str) -> None:
+    schema, layout = laid_out(GAPPED)
+    with pytest.raises(PMLError, match=r"^<string>:\d+:\d+: ") as raised:
+        place_prompt(layout, parse_prompt(markup, schema), TOKENIZER)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "prompt", "words"),
+    [
+        (
+            "<union><module name='a'/><module name='b'/></union>",
+            "<a/><b/>",
+            "'a' and 'b' are members of one union",
+        ),
+        ("<parameter name='p' length='2'/>", None, "has 9 tokens, its parameter holds 2"),
+        ("<parameter name='p' length='2' scaffold='xxxxxxxxx'/>", "", "its length is 2"),
+        ("<user>hi</user>", "<user>x</user><a/>", "behind a turn"),
+        ("<user>hi</user><module name='a'/>", "<user><a/></user>", "in <user> of a prompt"),
+    ],
+)
+def test_what_excludes_or_overflows_is_refused(schema: str, prompt: str | None, words: str) -> None:
+    argument = " p='xxxxxxxxx'" if prompt is None else ""
+
+    def place() -> None:
+        parsed, layout = laid_out(f"<schema name='s'>{schema}</schema>")
+        found = parse_prompt(f"<prompt schema='s'{argument}>{prompt or ''}</prompt>", parsed)
+        place_prompt(layout, found, TOKENIZER)
+
+    with pytest.raises(PMLError) as raised:
+        place()
+    assert words in str(raised.value)
