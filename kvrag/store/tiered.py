@@ -22,7 +22,7 @@ from kvrag.store.fetch import Fetch, FetchReader
 from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.metrics import StoreCounts
-from kvrag.store.outbox import Entry, Outbox
+from kvrag.store.uploader import Uploader, write_to
 from kvrag.store.wrapper import innermost, read_whole
 
 Check = Callable[[ChunkKey, bytes], None]
@@ -30,10 +30,6 @@ Check = Callable[[ChunkKey, bytes], None]
 
 # Copies of records wait for the disk tier in memory: few, and if it cannot follow, none.
 _MAX_COPIES_WAITING = 8
-_FIRST_RETRY_SECONDS = 0.5
-_LONGEST_RETRY_SECONDS = 30.0
-# After which a record that was listed and is not there will never be.
-_ABANDONED_SECONDS = 3600.0
 
 
 class TieredStore:
@@ -70,23 +66,15 @@ class TieredStore:
         self._check = check
         self._lock = threading.Lock()
         self._fetches: dict[ChunkKey, tuple[Fetch, int]] = {}
-        self._outbox = None if outbox_folder is None else Outbox(outbox_folder)
-        self._disk = self.tiers[-2] if self._outbox is not None else self.tiers[-1]
-        self._wake = threading.Condition()
-        self._is_closing = False
-        self._has_failed = False
-        self._is_idle = False
-        self._version = 1
+        self._uploader: Uploader | None = None
+        if outbox_folder is not None:
+            self._uploader = Uploader(self.tiers[-2], self.tiers[-1], outbox_folder)
+        self._is_closed = False
         self._copies: queue.Queue[tuple[ChunkKey, bytes, Store] | None] = queue.Queue(
             _MAX_COPIES_WAITING
         )
-        self._threads: list[threading.Thread] = []
-        if self._outbox is not None:
-            # What has not been uploaded is nowhere else.
-            _pin(self._disk, self._outbox.keys())
-            self._start(self._upload_all, "kvrag-upload")
-        if len(self.tiers) > 1:
-            self._start(self._copy_all, "kvrag-copy")
+        self._copier = threading.Thread(target=self._copy_all, name="kvrag-copy", daemon=True)
+        self._copier.start()
 
     @property
     def url(self) -> str:
@@ -96,7 +84,7 @@ class TieredStore:
     @property
     def num_pending(self) -> int:
         """Records that are yet to be uploaded."""
-        return 0 if self._outbox is None else len(self._outbox.keys())
+        return 0 if self._uploader is None else self._uploader.num_pending
 
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Write a record durably; a key that is present keeps its record. Raises StoreError."""
@@ -143,8 +131,8 @@ class TieredStore:
     def delete(self, key: ChunkKey) -> bool:
         """Remove a record from every tier; say whether there was one."""
         self._outdate(key)
-        if self._outbox is not None and self._outbox.remove(key):
-            _unpin(self._disk, [key])
+        if self._uploader is not None:
+            self._uploader.forget(key)
         was_there = [tier.delete(key) for tier in self.tiers]
         return any(was_there)
 
@@ -203,29 +191,17 @@ class TieredStore:
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until all is uploaded; say whether it is. Stops at once when an upload fails."""
-        if self._outbox is None:
-            return True
-        with self._wake:
-            self._has_failed = self._is_idle = False
-            self._version += 1
-            self._wake.notify_all()
-            self._wake.wait_for(lambda: self._is_idle or self._has_failed, timeout_seconds)
-            return self._is_idle
+        return self._uploader is None or self._uploader.flush(timeout_seconds)
 
     def close(self) -> None:
         """Upload what can be, and close all tiers; what could not be uploaded stays listed."""
-        if self._is_closing:
+        if self._is_closed:
             return
-        if self._outbox is not None:
-            self.flush()
-        with self._wake:
-            self._is_closing = True
-            self._wake.notify_all()
+        self._is_closed = True
+        if self._uploader is not None:
+            self._uploader.close()
         self._copies.put(None)
-        for thread in self._threads:
-            thread.join()
-        if self._outbox is not None:
-            self._outbox.close()
+        self._copier.join()
         for tier in self.tiers:
             tier.close()
 
@@ -304,78 +280,14 @@ class TieredStore:
 
     def _write(self, key: ChunkKey, record: bytes, *, is_replacing: bool) -> None:
         self._outdate(key)
+        written = self.tiers[-1:] if self._uploader is None else self.tiers[-2:]
         if is_replacing:
-            for tier in self.tiers[: self.tiers.index(self._disk)]:
+            for tier in self.tiers[: -len(written)]:
                 tier.delete(key)
-        if self._outbox is None:
-            _write_to(self._disk, key, record, is_replacing)
-            return
-        # Listed first: a record that is not listed would never be uploaded.
-        if self._outbox.add(key, replaces=is_replacing):
-            _pin(self._disk, [key])
-        try:
-            _write_to(self._disk, key, record, is_replacing)
-        except StoreError:
-            # The disk is full, of what is yet to be uploaded or altogether: go past it.
-            try:
-                _write_to(self.tiers[-1], key, record, is_replacing)
-            finally:
-                if self._outbox.remove(key):
-                    _unpin(self._disk, [key])
-            return
-        with self._wake:
-            self._version += 1
-            self._is_idle = False
-            self._wake.notify_all()
-
-    def _upload_all(self) -> None:
-        assert self._outbox is not None
-        pause = _FIRST_RETRY_SECONDS
-        number = version = 0
-        while True:
-            with self._wake:
-                if self._is_closing:
-                    return
-                if version != self._version:
-                    # Something was written: also what was not there yet when it was looked at.
-                    number, version = 0, self._version
-            try:
-                entry = self._outbox.after(number)
-                if entry is not None:
-                    self._upload(entry)
-                    number = entry.number
-                pause = _FIRST_RETRY_SECONDS
-            except (StoreError, RecordError):
-                with self._wake:
-                    self._has_failed = True
-                    self._wake.notify_all()
-                    if not self._is_closing and version == self._version:
-                        self._wake.wait(pause)
-                pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
-                continue
-            if entry is None:
-                with self._wake:
-                    if version == self._version and not self._is_closing:
-                        self._is_idle = True
-                        self._wake.notify_all()
-                        self._wake.wait()
-
-    def _upload(self, entry: Entry) -> None:
-        assert self._outbox is not None
-        record = self._disk.open(entry.key)
-        if record is not None:
-            with contextlib.closing(record):
-                content = read_whole(record)
-            _write_to(self.tiers[-1], entry.key, content, entry.replaces)
-        elif entry.age_seconds < _ABANDONED_SECONDS:
-            return  # it is being written, or its writer was killed before it was
-        if self._outbox.remove(entry.key, entry.number):
-            _unpin(self._disk, [entry.key])
-
-    def _start(self, work: Callable[[], None], name: str) -> None:
-        thread = threading.Thread(target=work, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        if self._uploader is None:
+            write_to(self.tiers[-1], key, record, is_replacing)
+        else:
+            self._uploader.write(key, record, is_replacing=is_replacing)
 
 
 def _admits(tier: Store, key: ChunkKey, size_bytes: int) -> bool:
@@ -390,10 +302,3 @@ def _pin(tier: Store, keys: Iterable[ChunkKey]) -> None:
 def _unpin(tier: Store, keys: Iterable[ChunkKey]) -> None:
     if isinstance(tier, LimitedStore):
         tier.unpin(keys)
-
-
-def _write_to(tier: Store, key: ChunkKey, record: bytes, is_replacing: bool) -> None:
-    if is_replacing:
-        tier.replace(key, record)
-    else:
-        tier.put(key, record)

@@ -1,0 +1,159 @@
+"""Records that are on disk already and on their way to a slower store, behind the caller's back."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import RecordError, StoreError
+from kvrag.store.base import Store
+from kvrag.store.limited import LimitedStore
+from kvrag.store.outbox import Entry, Outbox
+from kvrag.store.wrapper import read_whole
+
+_FIRST_RETRY_SECONDS = 0.5
+_LONGEST_RETRY_SECONDS = 30.0
+# After which a record that was listed and is not there will never be.
+_ABANDONED_SECONDS = 3600.0
+
+
+class Uploader:
+    """Writes records to a disk tier and, by a thread, from there to the store below.
+
+    Parameters
+    ----------
+    disk, home
+        From where to where.
+    folder
+        Where the list of what is yet to be uploaded is kept.
+
+    Raises
+    ------
+    StoreError
+        When the list cannot be used.
+    """
+
+    def __init__(self, disk: Store, home: Store, folder: Path) -> None:
+        self._disk = disk
+        self._home = home
+        self._outbox = Outbox(folder)
+        self._wake = threading.Condition()
+        self._is_closing = False
+        self._has_failed = False
+        self._is_idle = False
+        self._version = 1
+        # What has not been uploaded is nowhere else.
+        self._pin(*self._outbox.keys())
+        self._thread = threading.Thread(target=self._run, name="kvrag-upload", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_pending(self) -> int:
+        """Records that are yet to be uploaded."""
+        return len(self._outbox.keys())
+
+    def write(self, key: ChunkKey, record: bytes, *, is_replacing: bool) -> None:
+        """Write a record to the disk tier, durably, and have it uploaded.
+
+        One for which there is no room on disk is uploaded at once.
+
+        Raises
+        ------
+        StoreError
+            When neither store takes it.
+        """
+        # Listed first: a record that is not listed would never be uploaded.
+        if self._outbox.add(key, replaces=is_replacing):
+            self._pin(key)
+        try:
+            write_to(self._disk, key, record, is_replacing)
+        except StoreError:
+            try:
+                write_to(self._home, key, record, is_replacing)
+            finally:
+                self.forget(key)
+            return
+        with self._wake:
+            self._version += 1
+            self._is_idle = False
+            self._wake.notify_all()
+
+    def forget(self, key: ChunkKey, number: int | None = None) -> None:
+        """Take a record from the list: any entry of it, or the one with a number."""
+        if self._outbox.remove(key, number) and isinstance(self._disk, LimitedStore):
+            self._disk.unpin([key])
+
+    def flush(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until all is uploaded; say whether it is. Stops at once when an upload fails."""
+        with self._wake:
+            self._has_failed = self._is_idle = False
+            self._version += 1
+            self._wake.notify_all()
+            self._wake.wait_for(lambda: self._is_idle or self._has_failed, timeout_seconds)
+            return self._is_idle
+
+    def close(self) -> None:
+        """Upload what can be; what cannot stays listed."""
+        self.flush()
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify_all()
+        self._thread.join()
+        self._outbox.close()
+
+    # -- private -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause = _FIRST_RETRY_SECONDS
+        number = version = 0
+        while True:
+            with self._wake:
+                if self._is_closing:
+                    return
+                if version != self._version:
+                    # Something was written: also what was not there yet when it was looked at.
+                    number, version = 0, self._version
+            try:
+                entry = self._outbox.after(number)
+                if entry is not None:
+                    self._upload(entry)
+                    number = entry.number
+                pause = _FIRST_RETRY_SECONDS
+            except (StoreError, RecordError):
+                with self._wake:
+                    self._has_failed = True
+                    self._wake.notify_all()
+                    if not self._is_closing and version == self._version:
+                        self._wake.wait(pause)
+                pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
+                continue
+            if entry is None:
+                with self._wake:
+                    if version == self._version and not self._is_closing:
+                        self._is_idle = True
+                        self._wake.notify_all()
+                        self._wake.wait()
+
+    def _upload(self, entry: Entry) -> None:
+        record = self._disk.open(entry.key)
+        if record is not None:
+            with contextlib.closing(record):
+                content = read_whole(record)
+            write_to(self._home, entry.key, content, entry.replaces)
+        elif entry.age_seconds < _ABANDONED_SECONDS:
+            return  # it is being written, or its writer was killed before it was
+        self.forget(entry.key, entry.number)
+
+    def _pin(self, *keys: ChunkKey) -> None:
+        if isinstance(self._disk, LimitedStore):
+            self._disk.pin(keys)
+
+
+def write_to(store: Store, key: ChunkKey, record: bytes, is_replacing: bool) -> None:
+    """Put a record into a store, or replace the one there."""
+    if is_replacing:
+        store.replace(key, record)
+    else:
+        store.put(key, record)
