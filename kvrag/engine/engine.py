@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -19,9 +19,11 @@ from kvrag.engine.text_stream import TextStream
 from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError, StoreError
 from kvrag.fusion.chosen_links import ChosenLinks
 from kvrag.fusion.compression.compacting import compact, without_chunks
+from kvrag.fusion.decoding import RowDecoder
 from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.links import Links
+from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.none import NonePolicy
@@ -35,7 +37,25 @@ from kvrag.models.caches import FusedCache
 logger = logging.getLogger("kvrag")
 
 Message = Mapping[str, str]
-Prompt = str | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class PlacedPrompt:
+    """A prompt that is laid out already.
+
+    Attributes
+    ----------
+    layout
+        Its tokens, positions, and what of it is stored.
+    open_kv
+        Opens what the layout's spans name.
+    """
+
+    layout: Layout
+    open_kv: OpenKV
+
+
+Prompt = str | Sequence[Message] | PlacedPrompt
 
 MISS_CATALOG = "catalog damaged"
 
@@ -132,11 +152,13 @@ class KVEngine:
 
     def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """Return the token ids that the plain pipeline would feed for `prompt`."""
+        if isinstance(prompt, PlacedPrompt):
+            return prompt.layout.token_ids
         text, add_special_tokens = self._text(prompt)
         encoding = self.index.tokenizer(text, add_special_tokens=add_special_tokens)
         return tuple(encoding["input_ids"])
 
-    def _text(self, prompt: Prompt) -> tuple[str, bool]:
+    def _text(self, prompt: str | Sequence[Message]) -> tuple[str, bool]:
         """Return the prompt's text, and whether the tokenizer adds its special tokens."""
         text = prompt if isinstance(prompt, str) else self.render(prompt)
         try:
@@ -149,6 +171,9 @@ class KVEngine:
         return text, isinstance(prompt, str)
 
     def _lay_out(self, prompt: Prompt, hints: Sequence[str], reuse: bool) -> _LaidOut:
+        if isinstance(prompt, PlacedPrompt):
+            layout = prompt.layout if reuse else replace(prompt.layout, spans=())
+            return _LaidOut(layout, [], prompt.open_kv)
         text, add_special_tokens = self._text(prompt)
         matches: list[Match] = []
         chunks: dict[str, Chunk] = {}
@@ -214,6 +239,9 @@ class KVEngine:
         self, laid_out: _LaidOut, policy: RecomputePolicy, max_tokens: int, layout_seconds: float
     ) -> FusedPrompt:
         layout = laid_out.layout
+        if laid_out.open_kv is not None:
+            # It stands as it was laid out: link tokens would move what comes behind them.
+            return self._fuse_once(layout, policy, max_tokens, layout_seconds, laid_out.open_kv)
         while True:
             arranged = self._links.insert(self._compacted(layout, laid_out.chunks), max_tokens)
             try:
@@ -230,19 +258,33 @@ class KVEngine:
         return compact(layout, {chunk.chunk_id: chunk for chunk in chunks}, compression)
 
     def _fuse_once(
-        self, layout: Layout, policy: RecomputePolicy, max_tokens: int, layout_seconds: float
+        self,
+        layout: Layout,
+        policy: RecomputePolicy,
+        max_tokens: int,
+        layout_seconds: float,
+        open_kv: OpenKV | None = None,
     ) -> FusedPrompt:
         model = self.index.model
         num_tokens = len(layout.token_ids)
-        if num_tokens >= model.max_positions:
+        end = layout.end_position
+        if end >= model.max_positions:
+            over = f"{num_tokens} tokens" if end == num_tokens else f"{end} positions"
             raise PromptTooLongError(
-                f"the prompt has {num_tokens} tokens, but {model.name} holds "
+                f"the prompt has {over}, but {model.name} holds "
                 f"{model.max_positions} with at least one to answer in; retrieve fewer chunks"
             )
-        capacity = min(num_tokens + max_tokens, model.max_positions)
+        capacity = num_tokens + min(max_tokens, model.max_positions - end)
         buffer = self._buffers.take(model.spec, num_tokens, capacity, model.device)
         try:
-            fused = fuse(model, layout, self.index.open_kv, policy, buffer, self._links.on_model)
+            fused = fuse(
+                model,
+                layout,
+                open_kv or self.index.open_kv,
+                policy,
+                buffer,
+                self._links.on_model if layout.links else None,
+            )
         except CompressedLostError:
             self._buffers.give_back(buffer)
             raise
@@ -397,7 +439,7 @@ class KVEngine:
         chosen = self._resolve_policy(policy, ratio, boundary_tokens)
         room = self._room(max_tokens)
         laid_out = self._lay_out(prompt, hints, reuse)
-        if reuse:
+        if reuse and laid_out.open_kv is None:
             self._warn_if_nothing_matched(laid_out)
         layout_seconds = time.perf_counter() - started
         return self._stream(laid_out, chosen, room, sampling, stop, timeout_seconds, layout_seconds)
@@ -435,11 +477,12 @@ class KVEngine:
         model = self.index.model
         layout = fused.layout
         num_prompt = len(layout.token_ids)
-        limit = min(room, model.max_positions - num_prompt)
+        limit = min(room, model.max_positions - layout.end_position)
         ends = end_ids(model.hf.generation_config, model.tokenizer)
         sampler = Sampler(sampling, fused.logits.device)
         text = TextStream(model.tokenizer, stop)
         cache = FusedCache(fused.kv, num_prompt)
+        decoder = None if layout.positions is None else RowDecoder(model, layout, fused.kv)
         # Only what was said: no penalty may count link tokens, or miss a compressed chunk's.
         token_ids = torch.tensor(layout.plain_token_ids, device=fused.logits.device)
 
@@ -462,11 +505,15 @@ class KVEngine:
                 finish = "timeout"
                 break
             token_ids = torch.cat([token_ids, token_ids.new_tensor([token])])
-            with fused.answering(model), torch.no_grad():
-                output = model.hf(
-                    input_ids=token_ids[None, -1:], past_key_values=cache, use_cache=True
-                )
-            token = sampler.next_token(output.logits[0, -1], token_ids)
+            if decoder is not None:
+                logits = decoder.step(token, fused.scaled)
+            else:
+                with fused.answering(model), torch.no_grad():
+                    output = model.hf(
+                        input_ids=token_ids[None, -1:], past_key_values=cache, use_cache=True
+                    )
+                logits = output.logits[0, -1]
+            token = sampler.next_token(logits, token_ids)
             num_generated += 1
 
         tail = "" if text.stopped else text.finish()
@@ -509,9 +556,10 @@ class KVEngine:
 class _LaidOut:
     """A layout and the chunks found in it, each once, in prompt order."""
 
-    def __init__(self, layout: Layout, chunks: list[Chunk]) -> None:
+    def __init__(self, layout: Layout, chunks: list[Chunk], open_kv: OpenKV | None = None) -> None:
         self.layout = layout
         self.chunks = chunks
+        self.open_kv = open_kv
 
 
 def _checked_max_tokens(max_tokens: int) -> int:

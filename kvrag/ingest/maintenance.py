@@ -12,6 +12,7 @@ from kvrag.codec.container import RecordReader
 from kvrag.errors import IndexFormatError, ProfileError, RecordError, StoreError
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.coding import RecordCoding
+from kvrag.ingest.passages import kept_keys
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport, RecordProblem, VerifyReport
 from kvrag.kvcache import KVSpec
@@ -128,7 +129,7 @@ def collect_garbage(
     keeps_unknown
         Leave records alone that this index does not need: others share the store.
     """
-    needed = catalog.keys()
+    needed = kept_keys(folder) | catalog.keys()
     num_records = size_bytes = 0
     for key, size in [] if keeps_unknown else list(store.sizes()):
         if key.digest not in needed and store.delete(key):

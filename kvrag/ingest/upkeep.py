@@ -33,6 +33,7 @@ from kvrag.ingest.coding import (
 )
 from kvrag.ingest.config import IndexConfig, write_atomically
 from kvrag.ingest.maintenance import collect_garbage, verify_records
+from kvrag.ingest.passages import kept_keys
 from kvrag.ingest.report import GcReport, IndexStats, RecodeReport, VerifyReport
 from kvrag.kvcache import ChunkKV
 from kvrag.store.base import Store
@@ -133,7 +134,7 @@ class IndexUpkeep(ABC):
         """Return what the index holds, in numbers."""
         config = self.config
         num_documents, num_chunks, num_tokens = self.catalog.counts()
-        needed = self.catalog.keys()
+        needed = kept_keys(self.path) | self.catalog.keys()
         sizes = {
             key.digest: size
             for key, size in self.store.sizes()

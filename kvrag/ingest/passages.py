@@ -1,0 +1,261 @@
+"""KV of passages that belong to no document: token ids alone, kept under a name.
+
+A passage has the key that a chunk of the same tokens has, so whichever comes second finds its
+record in the store. `gc` keeps what some name still needs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvrag.chunk import Chunk, ChunkKey, chunk_key
+from kvrag.codec.base import EncodedChunk
+from kvrag.errors import IndexFormatError, ParameterError, RecordError, StoreError
+from kvrag.ingest import lock
+from kvrag.ingest.config import write_atomically
+from kvrag.ingest.writer import BackgroundWriter
+
+if TYPE_CHECKING:
+    from kvrag.ingest.index import Index
+
+FOLDER = "kept"
+_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_.-]*")
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Tokens whose KV is kept.
+
+    Attributes
+    ----------
+    token_ids
+        At least one.
+    context_ids
+        What stands between the shared prefix and them while they are encoded.
+    start
+        Position of the first of them. Only KV that is bound to positions depends on it.
+    """
+
+    token_ids: tuple[int, ...]
+    context_ids: tuple[int, ...] = ()
+    start: int | None = None
+
+
+@dataclass(frozen=True)
+class KeepReport:
+    """What keeping passages did.
+
+    Attributes
+    ----------
+    num_passages, num_tokens
+        Asked for.
+    num_records, num_tokens_computed, size_bytes
+        Not yet in the store: records, their tokens and bytes.
+    seconds, prefill_seconds
+        Wall time in all, and of the model's forward passes.
+    """
+
+    num_passages: int
+    num_tokens: int
+    num_records: int
+    num_tokens_computed: int
+    size_bytes: int
+    seconds: float
+    prefill_seconds: float
+
+
+class Passages:
+    """Keeps passages beside an index's chunks, in the same store.
+
+    Parameters
+    ----------
+    index
+        The index; one without compression.
+
+    Raises
+    ------
+    ParameterError
+        When the index stores chunks as fewer rows than tokens.
+    """
+
+    def __init__(self, index: Index) -> None:
+        if index.compression is not None:
+            raise ParameterError(
+                f"{index.path} stores chunks as {index.compression}: rows of a passage could not "
+                "be told apart; use an index without compression"
+            )
+        self.index = index
+
+    def key_of(self, passage: Passage) -> ChunkKey:
+        """Return the name of a passage's KV."""
+        config = self.index.config
+        options = {}
+        if self._bound_start(passage) is not None:
+            options["position"] = str(passage.start)
+        return chunk_key(
+            tenant_salt=bytes.fromhex(config.tenant_salt),
+            model_fingerprint=config.model_fingerprint,
+            tokenizer_fingerprint=config.tokenizer_fingerprint,
+            prefix_ids=config.prefix_ids,
+            token_ids=passage.token_ids,
+            context_ids=passage.context_ids,
+            options=options,
+        )
+
+    def _bound_start(self, passage: Passage) -> int | None:
+        """Return the position that a passage's KV is bound to, None of ordinary KV."""
+        behind = len(self.index.prefix_ids) + len(passage.context_ids)
+        if not self.index.model.is_position_bound or passage.start in (None, behind):
+            return None
+        return passage.start
+
+    def keep(
+        self,
+        name: str,
+        passages: Sequence[Passage],
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> KeepReport:
+        """Compute and store what is missing, and keep all of it until `forget`.
+
+        Parameters
+        ----------
+        name
+            Takes the place of what was kept under it.
+        on_progress
+            Told records done and records to do.
+
+        Raises
+        ------
+        ParameterError
+            When the name is none.
+        IndexLockedError
+            When another process is writing to the index.
+        StoreError
+            When the store refuses; what was stored stays.
+        """
+        started = time.perf_counter()
+        index = self.index
+        path = self._path(name)
+        by_key = {self.key_of(one): one for one in passages}
+        size_bytes = 0
+        prefill_seconds = 0.0
+        with lock.writer_lock(index.path):
+            index._reload_codec()
+            missing = [(key, one) for key, one in by_key.items() if not index.store.contains(key)]
+            # Before the records: one stored and not yet named could be collected by nobody else
+            # while the lock is held, and a killed run leaves a name that the next one completes.
+            path.parent.mkdir(exist_ok=True)
+            keys = {key.digest: len(one.token_ids) for key, one in sorted(by_key.items())}
+            write_atomically(path, json.dumps({"version": _VERSION, "keys": keys}).encode())
+            if missing:
+                chunks = [_as_chunk(one) for _, one in missing]
+                codec = index._codec_for(chunks, lambda _: None)
+                missing.sort(key=lambda pair: (len(pair[1].token_ids), pair[0]))
+                with BackgroundWriter() as writer:
+                    for number, (key, one) in enumerate(missing):
+                        begun = time.perf_counter()
+                        before = (*index.prefix_ids, *one.context_ids)
+                        start = self._bound_start(one)
+                        (kv,) = index.model.prefill(
+                            before, [one.token_ids], None if start is None else [start]
+                        )
+                        prefill_seconds += time.perf_counter() - begun
+
+                        def store(key: ChunkKey = key, kv: object = kv) -> None:
+                            nonlocal size_bytes
+                            record = codec.encode(key, kv)  # type: ignore[arg-type]
+                            index.store.put(key, record)
+                            size_bytes += len(record)
+
+                        writer.submit(store)
+                        if on_progress is not None:
+                            on_progress(number + 1, len(missing))
+        return KeepReport(
+            num_passages=len(passages),
+            num_tokens=sum(len(one.token_ids) for one in passages),
+            num_records=len(missing),
+            num_tokens_computed=sum(len(one.token_ids) for _, one in missing),
+            size_bytes=size_bytes,
+            seconds=time.perf_counter() - started,
+            prefill_seconds=prefill_seconds,
+        )
+
+    def forget(self, name: str) -> bool:
+        """Keep a name's passages no longer; their records go with the next `gc`."""
+        path = self._path(name)
+        with lock.writer_lock(self.index.path):
+            known = path.exists()
+            path.unlink(missing_ok=True)
+        return known
+
+    def open(self, passage: Passage) -> EncodedChunk | None:
+        """Open a passage's KV, or return None where there is none.
+
+        Raises
+        ------
+        RecordError
+            When its record is damaged, or not of so many tokens.
+        StoreError
+            When the store cannot be read.
+        """
+        index = self.index
+        key = self.key_of(passage)
+        record = index.store.open(key)
+        if record is None:
+            return None
+        try:
+            encoded = index.coding.open(key, record, index.config.spec)
+            if encoded.num_tokens != len(passage.token_ids):
+                raise RecordError(
+                    f"record {key} holds {encoded.num_tokens} tokens, expected "
+                    f"{len(passage.token_ids)}"
+                )
+        except BaseException:
+            record.close()
+            raise
+        return encoded
+
+    def _path(self, name: str) -> Path:
+        if not _NAME.fullmatch(name):
+            raise ParameterError(f"name {name!r}: expected letters, digits, '_', '.' and '-'")
+        return self.index.path / FOLDER / f"{name}.json"
+
+
+def kept_keys(folder: Path) -> dict[str, int]:
+    """Return the keys that names of an index's folder keep, with the tokens of each.
+
+    Raises
+    ------
+    IndexFormatError
+        When a file is damaged: nothing may be collected on its word.
+    StoreError
+        When one cannot be read.
+    """
+    found: dict[str, int] = {}
+    for path in sorted((folder / FOLDER).glob("[!.]*.json")):
+        try:
+            content = json.loads(path.read_bytes())
+            keys = content["keys"]
+            if content["version"] != _VERSION:
+                raise ValueError(f"version {content['version']}, expected {_VERSION}")
+            found |= {ChunkKey(key).digest: int(keys[key]) for key in keys}
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be read ({error})") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise IndexFormatError(
+                f"{path}: no list of kept records ({error}); encode its schema again, or delete it"
+            ) from error
+    return found
+
+
+def _as_chunk(passage: Passage) -> Chunk:
+    """Return a passage as codecs are fitted to."""
+    starts = tuple(range(len(passage.token_ids)))
+    return Chunk("", "", passage.token_ids, starts, "", 0, contexts=(passage.context_ids,))

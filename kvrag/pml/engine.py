@@ -1,0 +1,221 @@
+"""Schemas encoded once into an index, prompts answered with their modules' KV.
+
+Source: Prompt Cache §3.4, §4. The store, the keys, fusing and generating are those of retrieval: a
+stretch of a schema is a passage of the index, and a module that is also a chunk is stored once.
+
+Deviations: modules are encoded behind the index's shared prefix, so that the attention sink is
+present; a scaffold's members are encoded one behind the other (without the gaps between them),
+each record under a key of its own that names what it was encoded behind; models with learned
+positions have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
+from typing import Any
+
+from kvrag.codec.base import EncodedChunk
+from kvrag.engine.answer import Answer, AnswerDelta
+from kvrag.engine.engine import KVEngine, PlacedPrompt
+from kvrag.errors import ParameterError
+from kvrag.fusion.layout import Layout
+from kvrag.ingest.passages import KeepReport, Passage, Passages
+from kvrag.pml.layout import SchemaLayout, lay_out_schema
+from kvrag.pml.parser import parse_schema
+from kvrag.pml.placing import as_layout, place_prompt
+from kvrag.pml.prompt import Prompt, parse_prompt, schema_name
+from kvrag.pml.schema import Path, Schema
+
+KEPT_PREFIX = "pml-"
+
+
+@dataclass(frozen=True)
+class EncodedSchema:
+    """A schema laid out for an index.
+
+    Attributes
+    ----------
+    layout
+        Where everything stands.
+    passages
+        For each stretch its passage.
+    scaffolds
+        For each scaffold the stretches in it, each with the passage it is there.
+    """
+
+    layout: SchemaLayout
+    passages: tuple[Passage, ...]
+    scaffolds: tuple[tuple[frozenset[Path], dict[int, Passage]], ...]
+
+    def all_passages(self) -> list[Passage]:
+        """Return what has to be stored, scaffolds included."""
+        found = list(self.passages)
+        for _, members in self.scaffolds:
+            found += members.values()
+        return found
+
+
+class PMLEngine:
+    """Answers prompts of schemas over one index.
+
+    Parameters
+    ----------
+    engine
+        Fuses and generates, by its own policy unless a call names another.
+
+    Raises
+    ------
+    ParameterError
+        When its index stores chunks compressed.
+    """
+
+    def __init__(self, engine: KVEngine) -> None:
+        self.engine = engine
+        self.passages = Passages(engine.index)
+        self._schemas: dict[str, EncodedSchema] = {}
+
+    def add(self, schema: Schema | str | FilePath) -> EncodedSchema:
+        """Make a schema known, without computing anything; it replaces one of its name.
+
+        Parameters
+        ----------
+        schema
+            A parsed one, the path of one, or its markup.
+
+        Raises
+        ------
+        PMLError
+            When it is wrong, or the model's chat template does not fit it.
+        """
+        if not isinstance(schema, Schema):
+            schema = parse_schema(schema)
+        index = self.engine.index
+        layout = lay_out_schema(schema, index.tokenizer, index.prefix_ids)
+        passages = tuple(
+            Passage(stretch.token_ids, start=stretch.start) for stretch in layout.stretches
+        )
+        scaffolds = () if index.model.is_position_bound else tuple(_scaffolds(layout))
+        found = EncodedSchema(layout, passages, scaffolds)
+        self._schemas[schema.name] = found
+        return found
+
+    def encode(
+        self,
+        schema: Schema | str | FilePath,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> KeepReport:
+        """Compute and store what is not yet stored of a schema; `gc` keeps it from now on.
+
+        Parameters
+        ----------
+        schema
+            As in `add`.
+        on_progress
+            Told records done and records to do.
+
+        Raises
+        ------
+        PMLError
+            As `add` does.
+        IndexLockedError, StoreError
+            As `Passages.keep` does.
+        """
+        found = self.add(schema)
+        storable = found.all_passages()
+        if self.engine.index.model.is_position_bound and not found.layout.prefix_ids:
+            # Encoded behind a prefix that its prompts lack, nothing would stand where it was.
+            storable = []
+        return self.passages.keep(KEPT_PREFIX + found.layout.schema.name, storable, on_progress)
+
+    def place(self, prompt: str | FilePath | Prompt) -> PlacedPrompt:
+        """Return a prompt as `KVEngine` takes it.
+
+        Parameters
+        ----------
+        prompt
+            Its path or markup, or a parsed one.
+
+        Raises
+        ------
+        PMLError
+            When it is wrong.
+        ParameterError
+            When its schema was not added.
+        """
+        name = prompt.schema.name if isinstance(prompt, Prompt) else schema_name(prompt)
+        found = self._schemas.get(name)
+        if found is None:
+            known = ", ".join(sorted(self._schemas)) or "none"
+            raise ParameterError(f"schema {name!r} was not added; known: {known}")
+        if not isinstance(prompt, Prompt):
+            prompt = parse_prompt(prompt, found.layout.schema)
+        pieces = place_prompt(found.layout, prompt, self.engine.index.tokenizer)
+        numbers = [str(number) for number in range(len(found.passages))]
+        layout = as_layout(found.layout, pieces, numbers)
+        chosen = _choose_scaffolds(found, prompt)
+        layout = self._with_records(layout, found, chosen)
+
+        def open_kv(chunk_id: str, _: tuple[int, ...]) -> EncodedChunk | None:
+            number = int(chunk_id)
+            passage = chosen.get(number, found.passages[number])
+            return self.passages.open(passage)
+
+        return PlacedPrompt(layout, open_kv)
+
+    def _with_records(
+        self, layout: Layout, found: EncodedSchema, chosen: dict[int, Passage]
+    ) -> Layout:
+        """Say of each span what its record was encoded behind, and where."""
+        is_bound = self.engine.index.model.is_position_bound
+        spans = []
+        for span in layout.spans:
+            passage = chosen.get(int(span.chunk_id), found.passages[int(span.chunk_id)])
+            spans.append(
+                replace(
+                    span,
+                    context_ids=passage.context_ids,
+                    encoded_at=passage.start if is_bound else None,
+                )
+            )
+        return replace(layout, spans=tuple(spans))
+
+    def generate(self, prompt: str | FilePath | Prompt, **settings: Any) -> Answer:
+        """Answer a prompt; `settings` are those of `KVEngine.generate`."""
+        return self.engine.generate(self.place(prompt), **settings)
+
+    def stream(self, prompt: str | FilePath | Prompt, **settings: Any) -> Iterator[AnswerDelta]:
+        """Answer a prompt piece by piece; `settings` are those of `KVEngine.stream`."""
+        return self.engine.stream(self.place(prompt), **settings)
+
+
+def _scaffolds(layout: SchemaLayout) -> Iterator[tuple[frozenset[Path], dict[int, Passage]]]:
+    """Yield each scaffold's modules with their stretches, encoded one behind the other."""
+    for scaffold in layout.schema.scaffolds:
+        members: dict[int, Passage] = {}
+        before: tuple[int, ...] = ()
+        position = None
+        for number, stretch in enumerate(layout.stretches):
+            if stretch.path not in scaffold.paths:
+                continue
+            if position is None:
+                position = stretch.start
+            members[number] = Passage(stretch.token_ids, before, position)
+            before += stretch.token_ids
+            position += len(stretch.token_ids)
+        if len(members) > 1:
+            yield frozenset(scaffold.paths), members
+
+
+def _choose_scaffolds(found: EncodedSchema, prompt: Prompt) -> dict[int, Passage]:
+    """Return the passages of stretches whose scaffold's modules are all imported.
+
+    Of overlapping scaffolds the larger one counts, then the earlier.
+    """
+    imported = {one.path: one for one in prompt.body.all()}
+    chosen: dict[int, Passage] = {}
+    for paths, members in sorted(found.scaffolds, key=lambda one: -len(one[1])):
+        if paths <= imported.keys() and not chosen.keys() & members.keys():
+            chosen |= members
+    return chosen

@@ -1,0 +1,21 @@
+"""Indexes over small random models, one for each way of having positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvrag.engine.engine import KVEngine
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from kvrag.pml.engine import PMLEngine
+from tests.support.models import make_model, make_tokenizer
+
+
+@pytest.fixture(params=["llama", "bloom", "gpt2"])
+def pml(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    folder = tmp_path_factory.mktemp("pml") / "index"
+    model = KVModel(make_model(request.param), make_tokenizer())
+    with Index.create(folder, model=model, embedding="hashing") as index:
+        yield PMLEngine(KVEngine(index))
