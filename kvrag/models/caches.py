@@ -162,6 +162,7 @@ class _FusedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._fused = fused
         self._layer_index = layer_index
         self._num_tokens = num_tokens
+        self._num_left = max(0, fused.num_tokens - num_tokens)
         self.is_initialized = True
         self._show()
 
@@ -180,7 +181,16 @@ class _FusedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"a fused prompt continues one sequence, found a batch of {key_states.shape[0]}: "
                 "generate without beams and with num_return_sequences=1"
             )
-        end = self._num_tokens + key_states.shape[2]
+        num_rows = key_states.shape[2]
+        if self._num_left and num_rows > self._num_left:
+            raise ParameterError(
+                f"a fused prompt of which {self._num_left} rows are left to compute was given "
+                f"{num_rows}: its ids are not as many as its rows (link tokens and compressed "
+                "chunks have none). Call generate(**fused.to_generate()), or let the cache count "
+                "all rows and give what follows them"
+            )
+        self._num_left = max(0, self._num_left - num_rows)
+        end = self._num_tokens + num_rows
         if end > self._fused.keys[self._layer_index].shape[2]:
             self._grow(end)
         written = slice(self._num_tokens, end)

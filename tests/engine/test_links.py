@@ -10,7 +10,7 @@ import torch
 
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
-from kvrag.errors import LinksError
+from kvrag.errors import LinksError, ParameterError
 from kvrag.fusion.links import FILE_NAME
 from kvrag.ingest.index import Index
 from kvrag.models.caches import FusedCache
@@ -54,6 +54,15 @@ def test_answers_go_on_behind_the_linked_prompt(index: Index, tmp_path: Path, wa
         tokens.append(int(output.logits[0, -1].argmax()))
     text = model.tokenizer.decode(tokens, skip_special_tokens=True)
     assert answer.text == text
+
+
+def test_the_prompts_ids_are_refused_behind_links(index: Index) -> None:
+    engine = KVEngine(index, links=make_links(index.model))
+    fused = engine.fuse(PROMPT)
+    cache = FusedCache(fused.kv, fused.kv.num_tokens - 1)
+    ids = torch.tensor([engine.prompt_ids(PROMPT)])
+    with pytest.raises(ParameterError, match=r"1 rows are left .* generate\(\*\*fused.to_generate"):
+        index.model.hf.generate(ids, past_key_values=cache, max_new_tokens=2)
 
 
 def test_links_change_nothing_where_nothing_is_reused(index: Index) -> None:
