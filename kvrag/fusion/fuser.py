@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.links import LinkedRows, Links
 from kvrag.fusion.loader import OpenKV, SpanLoader, SpanLostError
@@ -79,7 +80,17 @@ class FusedPrompt:
         reckons positions by the number of ids, and the buffer has more rows than the prompt has
         tokens where there are link tokens, fewer where chunks are compressed: ids are added at the
         beginning, those of the first token, or left out there.
+
+        Raises
+        ------
+        ParameterError
+            Where the prompt leaves positions out (markup): ``generate`` cannot be told.
         """
+        if self.layout.positions is not None:
+            raise ParameterError(
+                "this prompt leaves positions out, which Transformers' generate reckons without: "
+                "answer it with KVEngine"
+            )
         num_rows = self.kv.num_tokens
         token_ids = self.layout.plain_token_ids[-num_rows:]
         added = token_ids[:1] * (num_rows - len(token_ids))
