@@ -25,9 +25,16 @@ _View = tuple[memoryview, torch.Tensor, torch.Tensor]
 
 
 class _Scratch(threading.local):
-    """One buffer a thread, as long as the largest block read, with typed views into it."""
+    """One buffer a thread, as long as the largest block read, with typed views into it.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    is_pinned
+        Whether its memory is locked, so that a GPU copies from it directly.
+    """
+
+    def __init__(self, is_pinned: bool = False) -> None:
+        self._is_pinned = is_pinned
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._views: dict[tuple[int, int, int, torch.dtype], _View] = {}
 
@@ -46,7 +53,9 @@ class _Scratch(threading.local):
         # Ordinary tensors, whatever mode the caller is in: they outlive this call.
         with torch.inference_mode(False), torch.no_grad():
             if self._bytes.numel() < padded_size(size):
-                self._bytes = torch.empty(padded_size(size), dtype=torch.uint8)
+                self._bytes = torch.empty(
+                    padded_size(size), dtype=torch.uint8, pin_memory=self._is_pinned
+                )
                 self._views.clear()
             elif len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
@@ -56,6 +65,7 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+_pinned_scratch = _Scratch(is_pinned=True)
 
 
 class RawChunk(OpenedRecord):
@@ -81,15 +91,20 @@ class RawChunk(OpenedRecord):
         ParameterError
             When there is no such layer.
         """
+        return self._read(layer_index, _scratch)
+
+    def _read(self, layer_index: int, scratch: _Scratch) -> tuple[torch.Tensor, torch.Tensor]:
         check_layer_index(layer_index, len(self._reader.header.blocks))
-        buffer, keys, values = _scratch.view(*self._shape)
+        buffer, keys, values = scratch.view(*self._shape)
         self._reader.read_block(layer_index, buffer)
         return keys, values
 
     def place_layer(self, layer_index: int, into: Destination) -> None:
         """Read one layer, rotate its keys, and copy both into `into`. Raises as `read_layer`."""
-        keys, values = self.read_layer(layer_index)
         device = into.keys.device
+        scratch = _pinned_scratch if device.type == "cuda" else _scratch
+        # The copies below wait for the device: the scratch buffer is free again afterwards.
+        keys, values = self._read(layer_index, scratch)
         into.table.place(keys[:, into.tokens].to(device), into.rows, into.keys)
         into.values.copy_(values[:, into.tokens])
 

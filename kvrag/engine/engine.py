@@ -23,7 +23,7 @@ from kvrag.fusion.decoding import RowDecoder
 from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.links import Links
-from kvrag.fusion.loader import OpenKV
+from kvrag.fusion.loader import LOAD_THREADS, MAX_LOAD_THREADS, OpenKV
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.none import NonePolicy
@@ -88,6 +88,9 @@ class KVEngine:
         and fits (where it does not, prompts go without and count it).
     max_tokens
         Tokens of an answer at the most, unless a call says otherwise.
+    load_threads
+        Chunks whose KV is read at the same time, while what is not stored is computed layer by
+        layer; 0 reads each layer before it is computed.
 
     Raises
     ------
@@ -110,6 +113,7 @@ class KVEngine:
         boundary_tokens: int | None = None,
         links: Links | str | Path | None = None,
         max_tokens: int = 256,
+        load_threads: int = LOAD_THREADS,
     ) -> None:
         self.index = index
         self._links = ChosenLinks(links, lambda: index.model_folder, lambda: index.model)
@@ -117,6 +121,11 @@ class KVEngine:
         self._ratio = ratio
         self._boundary_tokens = boundary_tokens
         self._max_tokens = _checked_max_tokens(max_tokens)
+        if not isinstance(load_threads, int) or not 0 <= load_threads <= MAX_LOAD_THREADS:
+            raise ParameterError(
+                f"load_threads {load_threads!r}: expected a whole number, 0 to {MAX_LOAD_THREADS}"
+            )
+        self._load_threads = load_threads
         self._buffers = BufferPool()
         self._watching = True  # for retrieved chunks that never arrive in a prompt
         self._resolve_policy(None, None, None)
@@ -288,6 +297,7 @@ class KVEngine:
         except CompressedLostError:
             self._buffers.give_back(buffer)
             raise
+                self._load_threads,
         seconds = {"layout": layout_seconds, **fused.report.seconds}
         return replace(fused, report=replace(fused.report, seconds=seconds))
 

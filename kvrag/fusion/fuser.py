@@ -19,7 +19,7 @@ import torch
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.links import LinkedRows, Links
-from kvrag.fusion.loader import OpenKV, SpanLoader, SpanLostError
+from kvrag.fusion.loader import LOAD_THREADS, OpenKV, SpanLoader, SpanLostError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, mean_count
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.question import QuestionAttention, ask
@@ -127,6 +127,7 @@ def fuse(
     policy: RecomputePolicy,
     fused: FusedKV,
     links: Links | None = None,
+    load_threads: int = LOAD_THREADS,
 ) -> FusedPrompt:
     """Fill a buffer with the KV of a whole prompt, computing only what is not stored.
 
@@ -144,6 +145,9 @@ def fuse(
         The buffer, on the model's device, made for the layout's number of tokens.
     links
         `Links.on` the model, where the layout holds link tokens (KVLink §3.3).
+    load_threads
+        Records read at the same time while layers are computed; 0 reads each layer before it is
+        computed.
 
     Raises
     ------
@@ -158,15 +162,26 @@ def fuse(
     tables = model.tables(len(layout.token_ids), layout.positions)
     layout = _without_misplaced(model, layout)
     linked = LinkedRows(model, layout, links)
-    loader = SpanLoader(layout.spans, open_kv, linked.write_kv)
-    while True:
-        _require_compressed(layout, loader)
-        try:
-            return _fuse(model, layout, linked, loader, policy, fused, tables, clock)
-        except SpanLostError:
-            # Rows computed so far have seen that chunk: begin again without it. Each round has
-            # a chunk less, so this ends.
-            clock.lap("lost")
+    clock.lap("select")
+    loader = SpanLoader(layout.spans, open_kv, linked.write_kv, load_threads)
+    clock.lap("load")
+    try:
+        while True:
+            _require_compressed(layout, loader)
+            try:
+                # Before the model is free: another prompt may be at it.
+                loader.begin(fused, tables)
+                made = _fuse(model, layout, linked, loader, policy, fused, tables, clock)
+                break
+            except SpanLostError:
+                # Rows computed so far have seen that chunk: begin again without it. Each round has
+                # a chunk less, so this ends.
+                clock.lap("lost")
+    finally:
+        # Nothing may be written behind the back of whom the buffer goes to next.
+        loader.end()
+    report = replace(made.report, hidden_load_seconds=loader.hidden_seconds)
+    return replace(made, report=report)
 
 
 def _fuse(

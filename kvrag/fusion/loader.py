@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
 from kvrag.codec.base import Destination, EncodedChunk
 from kvrag.errors import IndexFormatError, ProfileError, RecordError, StoreError
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.kvcache import FusedKV
+from kvrag.loading.prefetch import LayerPrefetch
 from kvrag.positions.rotary import RotaryTable
 
 MISS_ABSENT = "KV not in the store"
@@ -33,21 +37,30 @@ class SpanLostError(Exception):
     """A span could not be loaded whole; the loader has already left it out."""
 
 
+LOAD_THREADS = 4
+"""Records of a prompt read at the same time, unless another number is asked for."""
+
+MAX_LOAD_THREADS = 64
+
+
 class SpanLoader:
     """Brings the stored KV of a prompt's spans into its buffer, one layer at a time.
 
-    Records are opened and their headers checked at once. A layer is read when it is asked for,
-    so that the rows of later layers take no memory before they are needed. Nothing is raised for
-    the state of a store except `SpanLostError`.
+    Records are opened and their headers checked at once. Layers are read in the background from
+    `begin` on, or each when it is asked for, so that the rows of later layers take no memory before
+    they are needed. Nothing is raised for the state of a store except `SpanLostError`.
 
     Parameters
     ----------
     spans
         Stretches of the prompt and of their chunks.
     open_kv
-        Opens a record of a chunk.
+        Opens a record of a chunk; called by several threads.
     write_more
         Writes what else has KV of its own into a layer, behind the spans; None: nothing has.
+    num_threads
+        Records read at the same time, while the caller computes; 0 reads each layer when it is
+        asked for, in the caller's thread.
 
     Attributes
     ----------
@@ -57,6 +70,8 @@ class SpanLoader:
         Why spans were left out: reason to number of spans.
     lost
         The same of each chunk: id to reason.
+    hidden_seconds
+        Wall seconds in which layers were read and nobody waited for them; complete after `end`.
     """
 
     def __init__(
@@ -64,59 +79,133 @@ class SpanLoader:
         spans: Sequence[ReusedSpan],
         open_kv: OpenKV,
         write_more: WriteKV | None = None,
+        num_threads: int = 0,
     ) -> None:
         self._write_more = write_more
+        self._num_threads = num_threads
+        self._prefetch: LayerPrefetch | None = None
+        self._lanes: tuple[_RecordId, ...] = ()
+        self._waited_seconds = 0.0
+        self.hidden_seconds = 0.0
         self.spans: list[ReusedSpan] = []
         self.misses: Counter[str] = Counter()
         self.lost: dict[str, str] = {}
         self._bytes_of_dropped = 0
         self._records: dict[_RecordId, EncodedChunk] = {}
+        opened = self._open(list(dict.fromkeys(map(_record_id, spans))), open_kv)
         for span in spans:
-            wanted = _record_id(span)
-            try:
-                record = self._records.get(wanted) or open_kv(*wanted)
-            except _DAMAGE as error:
-                self._miss(span, _reason(error))
+            record = opened[_record_id(span)]
+            if isinstance(record, Exception):
+                self._miss(span, _reason(record))
+            elif record is None:
+                self._miss(span, MISS_ABSENT)
+            elif span.chunk_end > record.num_tokens:
+                self._miss(span, MISS_DAMAGED)
             else:
-                if record is None:
-                    self._miss(span, MISS_ABSENT)
-                elif span.chunk_end > record.num_tokens:
-                    self._miss(span, MISS_DAMAGED)
-                else:
-                    self._records[wanted] = record
-                    self.spans.append(span)
+                self._records[_record_id(span)] = record
+                self.spans.append(span)
+
+    def _open(
+        self, wanted: Sequence[_RecordId], open_kv: OpenKV
+    ) -> dict[_RecordId, EncodedChunk | Exception | None]:
+        def opened(record_id: _RecordId) -> EncodedChunk | Exception | None:
+            try:
+                return open_kv(*record_id)
+            except _DAMAGE as error:
+                return error
+
+        if min(self._num_threads, len(wanted)) < 2:
+            return {record_id: opened(record_id) for record_id in wanted}
+        # Each costs a round trip at least.
+        with ThreadPoolExecutor(min(self._num_threads, len(wanted)), "kvrag-open") as pool:
+            return dict(zip(wanted, pool.map(opened, wanted), strict=True))
 
     @property
     def bytes_loaded(self) -> int:
         """Bytes read from the store, headers included."""
         return self._bytes_of_dropped + sum(r.bytes_read for r in self._records.values())
 
+    def begin(self, fused: FusedKV, tables: Sequence[RotaryTable]) -> None:
+        """Read all layers into `fused` from now on, in the background.
+
+        `end` must be called before the buffer is used for anything else.
+        """
+        self.end()
+        if not self._num_threads or not self.spans:
+            return
+        self._lanes = lanes = tuple(self._records)
+        spans = {lane: [span for span in self.spans if _record_id(span) == lane] for lane in lanes}
+
+        def bring(lane: int, layer_index: int) -> None:
+            for span in spans[lanes[lane]]:
+                self._place(span, layer_index, fused, tables[layer_index])
+
+        self._prefetch = LayerPrefetch(
+            len(lanes),
+            len(tables),
+            bring,
+            num_threads=self._num_threads,
+            device=fused.storage.device,
+        )
+
+    def end(self) -> None:
+        """Stop reading; nothing is written into the buffer afterwards."""
+        prefetch, self._prefetch = self._prefetch, None
+        if prefetch is not None:
+            prefetch.close()
+            # Whoever waits waits for a thread at work.
+            self.hidden_seconds += max(0.0, prefetch.busy_seconds - self._waited_seconds)
+            self._waited_seconds = 0.0
+
     def load_layer(self, layer_index: int, fused: FusedKV, table: RotaryTable) -> None:
-        """Write one layer of every span into its rows of `fused`, keys at global positions.
+        """Have one layer of every span in its rows of `fused`, keys at global positions.
 
         Raises
         ------
         SpanLostError
-            When a span's layer is damaged or unreadable. The span is counted and left out; what
-            has been computed with it must be computed again.
+            When a layer of a span is damaged or unreadable, this one or, where layers are read in
+            the background, any. The span is counted and left out; what has been computed with it
+            must be computed again.
         """
-        for span in self.spans:
-            rows = slice(span.prompt_start, span.prompt_end)
-            into = Destination(
-                keys=fused.keys[layer_index][0, :, rows],
-                values=fused.values[layer_index][0, :, rows],
-                tokens=slice(span.chunk_start, span.chunk_end),
-                table=table,
-                rows=rows,
-            )
-            try:
-                self._records[_record_id(span)].place_layer(layer_index, into)
-            except _DAMAGE as error:
-                self._drop(_record_id(span), _reason(error))
-                self._drop_other_damage(len(fused.keys))
-                raise SpanLostError(f"chunk {span.chunk_id}: {_reason(error)}") from error
+        if self._prefetch is not None:
+            started = time.perf_counter()
+            failures = self._prefetch.wait(layer_index)
+            self._waited_seconds += time.perf_counter() - started
+            if failures:
+                # One new beginning is enough: let the other records show their damage too.
+                self._lose({self._lanes[i]: e for i, e in self._prefetch.drain().items()})
+        else:
+            for span in self.spans:
+                try:
+                    self._place(span, layer_index, fused, table)
+                except _DAMAGE as error:
+                    lost = _record_id(span)
+                    self._lose({lost: error, **self._other_damage(lost, len(fused.keys))})
         if self._write_more is not None:
             self._write_more(layer_index, fused, table)
+
+    def _place(
+        self, span: ReusedSpan, layer_index: int, fused: FusedKV, table: RotaryTable
+    ) -> None:
+        rows = slice(span.prompt_start, span.prompt_end)
+        into = Destination(
+            keys=fused.keys[layer_index][0, :, rows],
+            values=fused.values[layer_index][0, :, rows],
+            tokens=slice(span.chunk_start, span.chunk_end),
+            table=table,
+            rows=rows,
+        )
+        self._records[_record_id(span)].place_layer(layer_index, into)
+
+    def _lose(self, failures: Mapping[_RecordId, Exception]) -> NoReturn:
+        """Leave out records, and raise what that means for the caller."""
+        self.end()
+        for record_id, error in failures.items():
+            if not isinstance(error, _DAMAGE):
+                raise error
+            self._drop(record_id, _reason(error))
+        first, error = next(iter(failures.items()))
+        raise SpanLostError(f"chunk {first[0]}: {_reason(error)}") from error
 
     def _miss(self, span: ReusedSpan, reason: str) -> None:
         self.misses[reason] += 1
@@ -129,14 +218,16 @@ class SpanLoader:
         self.spans = [span for span in self.spans if _record_id(span) != lost]
         self._bytes_of_dropped += self._records.pop(lost).bytes_read
 
-    def _drop_other_damage(self, num_layers: int) -> None:
-        """Read every layer of the records left, so that one new beginning is enough."""
-        for record_id, record in list(self._records.items()):
+    def _other_damage(self, lost: _RecordId, num_layers: int) -> dict[_RecordId, Exception]:
+        """Read every layer of the other records, so that one new beginning is enough."""
+        failures: dict[_RecordId, Exception] = {}
+        for record_id, record in self._records.items():
             try:
-                for layer_index in range(num_layers):
+                for layer_index in range(num_layers if record_id != lost else 0):
                     record.read_layer(layer_index)
             except _DAMAGE as error:
-                self._drop(record_id, _reason(error))
+                failures[record_id] = error
+        return failures
 
 
 def _record_id(span: ReusedSpan) -> _RecordId:

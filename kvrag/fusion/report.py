@@ -36,9 +36,11 @@ class FusionReport:
         Bytes read from the store.
     seconds
         Wall time by stage: ``layout`` (find chunks, tokenise), ``load`` (read, check and place
-        stored KV), ``ask`` (see where the question looks), ``select`` (choose what to
-        recompute), ``compute`` (layers and logits), and
-        ``lost`` (work thrown away when a record turned out damaged half-way).
+        stored KV, as far as it was waited for), ``ask`` (see where the question looks),
+        ``select`` (choose what to recompute), ``compute`` (layers and logits), and ``lost`` (work
+        thrown away when a record turned out damaged half-way).
+    hidden_load_seconds
+        Seconds of loading besides those of ``load``: nobody waited while they passed.
     rows_by_layer
         Prompt and link tokens computed in each layer.
     num_links
@@ -68,6 +70,7 @@ class FusionReport:
     bytes_loaded: int
     seconds: Mapping[str, float]
     rows_by_layer: tuple[int, ...]
+    hidden_load_seconds: float = 0.0
     rows_asked: int = 0
     num_in_context: int = 0
     expected_loss: float | None = None

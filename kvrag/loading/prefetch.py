@@ -1,0 +1,154 @@
+"""Layers of several records, brought in the background and in order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+Work = Callable[[int, int], None]
+"""From a lane and a layer: brings that layer of that lane."""
+
+
+class LayerPrefetch:
+    """Brings layer after layer of every lane in threads of its own, ahead of who computes them.
+
+    A lane is one record: its layers are brought one after the other, those of different lanes at
+    the same time, the lowest layer first. Nothing bounds how far ahead the threads run: what they
+    bring goes where it belongs at once, so that beside it a thread holds one block of one record.
+
+    Source: CacheBlend (arXiv 2405.16444) §5.2, which loads layer i + 1 while layer i is computed.
+    Deviation: loading may be further ahead, since recompute policies may need all layers before
+    they choose anything, and then leave the store idle.
+
+    Parameters
+    ----------
+    num_lanes, num_layers
+        How many there are.
+    work
+        Called by one thread at a time for each lane. Whatever it raises ends its lane.
+    num_threads
+        Threads, at least 1; never more than lanes are started.
+    device
+        Where the work writes. On a GPU each thread has a stream of its own, and a layer counts as
+        brought once the stream has finished it.
+
+    Notes
+    -----
+    The threads are this object's own and are gone after `close`, which must be called.
+    """
+
+    def __init__(
+        self,
+        num_lanes: int,
+        num_layers: int,
+        work: Work,
+        *,
+        num_threads: int,
+        device: torch.device,
+    ) -> None:
+        self._work = work
+        self._num_layers = num_layers
+        self._device = device
+        self._next = [0] * num_lanes
+        self._idle = set(range(num_lanes)) if num_layers else set()
+        self._num_left = [num_lanes] * num_layers
+        self._failures: dict[int, Exception] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._num_busy = 0
+        self._busy_since = 0.0
+        self._busy_seconds = 0.0
+        # Modes are a thread's own: the work is to see those of the caller.
+        self._inference_mode = torch.is_inference_mode_enabled()
+        self._caller_stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvrag-load-{number}", daemon=True)
+            for number in range(min(num_threads, num_lanes))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def busy_seconds(self) -> float:
+        """Wall seconds in which at least one thread was at work."""
+        with self._changed:
+            running = time.perf_counter() - self._busy_since if self._num_busy else 0.0
+            return self._busy_seconds + running
+
+    def wait(self, layer_index: int) -> Mapping[int, Exception]:
+        """Wait until a layer has been brought in all lanes, or a lane has failed.
+
+        Returns
+        -------
+        mapping
+            Lanes that have failed so far, and why; empty: the layer and all before it are there.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._failures or not self._num_left[layer_index])
+            return dict(self._failures)
+
+    def drain(self) -> Mapping[int, Exception]:
+        """Wait until every lane has been brought whole or has failed; return those that failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._idle and not self._num_busy)
+            return dict(self._failures)
+
+    def close(self) -> None:
+        """Begin nothing new, and wait for what has begun: afterwards nothing is written."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        with torch.inference_mode(self._inference_mode), torch.no_grad(), self._streaming():
+            while (lane := self._take()) is not None:
+                failure = None
+                try:
+                    self._work(lane, self._next[lane])
+                    if self._caller_stream is not None:
+                        torch.cuda.current_stream(self._device).synchronize()
+                except Exception as error:
+                    failure = error
+                self._put_back(lane, failure)
+
+    def _streaming(self) -> AbstractContextManager[object]:
+        if self._caller_stream is None:
+            return nullcontext()
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        # The buffer may still be read by kernels that the caller has started.
+        stream.wait_stream(self._caller_stream)
+        return torch.cuda.stream(stream)
+
+    def _take(self) -> int | None:
+        """Return the idle lane that is least far, now this thread's; None when there is none."""
+        with self._changed:
+            # A lane at work comes back: wait for it, unless other threads will do.
+            self._changed.wait_for(lambda: self._is_closed or self._idle or not self._num_busy)
+            if self._is_closed or not self._idle:
+                return None
+            lane = min(self._idle, key=lambda lane: (self._next[lane], lane))
+            self._idle.remove(lane)
+            if not self._num_busy:
+                self._busy_since = time.perf_counter()
+            self._num_busy += 1
+            return lane
+
+    def _put_back(self, lane: int, failure: Exception | None) -> None:
+        with self._changed:
+            self._num_busy -= 1
+            if not self._num_busy:
+                self._busy_seconds += time.perf_counter() - self._busy_since
+            if failure is not None:
+                self._failures[lane] = failure
+            else:
+                self._num_left[self._next[lane]] -= 1
+                self._next[lane] += 1
+                if self._next[lane] < self._num_layers:
+                    self._idle.add(lane)
+            self._changed.notify_all()

@@ -1,0 +1,186 @@
+"""Loading behind the computation: the same KV and the same misses, whatever the threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import ParameterError, StoreError
+from kvrag.fusion.loader import MISS_UNREADABLE
+from kvrag.ingest.index import Index
+from kvrag.store.wrapper import RecordWrapper, StoreWrapper
+from tests.support.bench_top import TEXTS
+
+PROMPT = "Context:\n\n" + "\n\n".join([*TEXTS, TEXTS[0]]) + "\n\nQuestion: who keeps it?\nAnswer:"
+
+
+class WatchedStore(StoreWrapper):
+    """Calls `on_read` before each read of more than a header."""
+
+    def __init__(self, inner, on_read: Callable[[int], None]) -> None:
+        super().__init__(inner)
+        self._on_read = on_read
+        self.num_opened = 0
+
+    def open(self, key):
+        record = super().open(key)
+        number, self.num_opened = self.num_opened, self.num_opened + 1
+        return None if record is None else _Watched(record, lambda: self._on_read(number))
+
+
+class _Watched(RecordWrapper):
+    def __init__(self, inner, on_read) -> None:
+        super().__init__(inner)
+        self._on_read = on_read
+
+    def read_into(self, offset, buffer) -> None:
+        if offset:
+            self._on_read()
+        super().read_into(offset, buffer)
+
+
+@pytest.fixture
+def watched(index: Index, monkeypatch: pytest.MonkeyPatch):
+    def put(on_read: Callable[[int], None]) -> WatchedStore:
+        store = WatchedStore(index.store, on_read)
+        monkeypatch.setattr(index, "store", store)
+        return store
+
+    return put
+
+
+def load_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("kvrag-")]
+
+
+@pytest.mark.parametrize("policy", ["none", "deviation", "two_stage"])
+def test_threads_change_no_bit(index: Index, policy: str) -> None:
+    made = [KVEngine(index, load_threads=n).fuse(PROMPT, policy=policy) for n in (0, 1, 4)]
+    for other in made[1:]:
+        assert torch.equal(other.logits, made[0].logits)
+        for layer in range(index.model.spec.num_layers):
+            rows = made[0].kv.num_tokens
+            for mine, theirs in (
+                (other.kv.keys, made[0].kv.keys),
+                (other.kv.values, made[0].kv.values),
+            ):
+                assert torch.equal(mine[layer][:, :, :rows], theirs[layer][:, :, :rows])
+        assert other.report.bytes_loaded == made[0].report.bytes_loaded
+    assert not load_threads()
+
+
+def test_layers_are_read_while_others_are_computed(index: Index, watched) -> None:
+    """The reader of the last layer waits for the first layer's computation, and sees it begin."""
+    computing = threading.Event()
+    forward = type(index.model).forward_rows
+    seen: list[bool] = []
+
+    def note(*arguments, **named):
+        computing.set()
+        return forward(*arguments, **named)
+
+    num_reads = 0
+    lock = threading.Lock()
+
+    def on_read(_: int) -> None:
+        nonlocal num_reads
+        with lock:
+            num_reads += 1
+            is_last = num_reads == index.model.spec.num_layers * 1
+        if is_last:
+            seen.append(computing.wait(30))
+
+    watched(on_read)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(index.model), "forward_rows", note)
+        prompt = f"{TEXTS[0]}\n\nWho keeps it?"
+        made = KVEngine(index, load_threads=2).fuse(prompt, policy="none")
+    assert made.report.num_chunks == 1
+    assert seen == [True]
+    assert made.report.hidden_load_seconds > 0
+
+
+def test_chunks_are_read_at_the_same_time(index: Index, watched) -> None:
+    meeting = threading.Barrier(3, timeout=30)
+    first = threading.local()
+
+    def on_read(_: int) -> None:
+        if not getattr(first, "done", False):
+            first.done = True
+            meeting.wait()
+
+    watched(on_read)
+    report = KVEngine(index, load_threads=3).fuse(PROMPT, policy="none").report
+    assert report.num_chunks == len(TEXTS)
+    assert not report.misses
+
+
+def test_nothing_is_hidden_without_threads(index: Index) -> None:
+    report = KVEngine(index, load_threads=0).fuse(PROMPT, policy="none").report
+    assert report.hidden_load_seconds == 0.0
+    assert report.seconds["load"] > 0.0
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 4])
+@pytest.mark.parametrize("policy", ["none", "deviation", "two_stage"])
+def test_a_store_that_fails_half_way(index: Index, watched, num_threads: int, policy: str) -> None:
+    num_reads = {0: 0, 1: 0}
+
+    def on_read(record: int) -> None:
+        if record in num_reads:
+            num_reads[record] += 1
+            if num_reads[record] > 1:
+                raise StoreError("the line was cut")
+
+    store = watched(on_read)
+    engine = KVEngine(index, load_threads=num_threads, max_tokens=8)
+    ratio = None if policy == "none" else 1.0
+    given = engine.generate(PROMPT, policy=policy, ratio=ratio)
+    # Which records they are depends on the threads that open them; one of them may stand twice.
+    assert dict(given.report.misses) in ({MISS_UNREADABLE: 2}, {MISS_UNREADABLE: 3})
+    assert given.report.num_chunks == len(TEXTS) - 2
+    assert store.num_opened == len(TEXTS)
+    assert not load_threads()
+    if policy != "none":
+        assert given.text == engine.generate(PROMPT, reuse=False).text
+
+
+def test_who_goes_away_leaves_no_thread_behind(index: Index, watched) -> None:
+    reading = threading.Event()
+
+    def on_read(_: int) -> None:
+        reading.set()
+        time.sleep(0.01)
+
+    watched(on_read)
+
+    def interrupted(*_: object, **__: object) -> None:
+        assert reading.wait(30)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(index.model), "forward_rows", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            KVEngine(index).fuse(PROMPT, policy="none")
+    assert not load_threads()
+
+
+def test_a_defect_is_not_taken_for_damage(index: Index, watched) -> None:
+    def on_read(_: int) -> None:
+        raise ZeroDivisionError
+
+    watched(on_read)
+    with pytest.raises(ZeroDivisionError):
+        KVEngine(index).fuse(PROMPT, policy="none")
+    assert not load_threads()
+
+
+@pytest.mark.parametrize("load_threads", [-1, 65, 1.5, "4"])
+def test_threads_out_of_range(index: Index, load_threads: object) -> None:
+    with pytest.raises(ParameterError, match="load_threads"):
+        KVEngine(index, load_threads=load_threads)

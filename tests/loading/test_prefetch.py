@@ -1,0 +1,170 @@
+"""Layers of lanes: in order, at the same time, and nothing after the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from kvrag.loading.prefetch import LayerPrefetch
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """Notes what is brought; lanes wait for their gates."""
+
+    def __init__(self) -> None:
+        self.brought: list[tuple[int, int]] = []
+        self.gate = threading.Semaphore(0)
+        self.running = 0
+        self.most_running = 0
+        self.lock = threading.Lock()
+
+    def __call__(self, lane: int, layer: int) -> None:
+        with self.lock:
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+        acquired = self.gate.acquire(timeout=30)
+        with self.lock:
+            self.running -= 1
+            assert acquired
+            self.brought.append((lane, layer))
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_lanes_run_together_and_each_in_order(num_threads: int) -> None:
+    work = Recorder()
+    prefetch = LayerPrefetch(3, 4, work, num_threads=num_threads, device=CPU)
+    until(lambda: work.running == min(num_threads, 3))
+    work.gate.release(100)
+    assert not prefetch.drain()
+    prefetch.close()
+    assert sorted(work.brought) == [(lane, layer) for lane in range(3) for layer in range(4)]
+    for lane in range(3):
+        assert [layer for one, layer in work.brought if one == lane] == [0, 1, 2, 3]
+    assert work.most_running == min(num_threads, 3)
+
+
+def test_one_thread_brings_the_lowest_layer_first() -> None:
+    work = Recorder()
+    work.gate.release(100)
+    prefetch = LayerPrefetch(3, 2, work, num_threads=1, device=CPU)
+    prefetch.drain()
+    prefetch.close()
+    assert work.brought == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+
+
+def test_waiting_for_a_layer_waits_for_all_lanes() -> None:
+    gate = threading.Event()
+    brought: list[tuple[int, int]] = []
+
+    def work(lane: int, layer: int) -> None:
+        if (lane, layer) == (1, 0):
+            assert gate.wait(30)
+        brought.append((lane, layer))
+
+    prefetch = LayerPrefetch(2, 3, work, num_threads=2, device=CPU)
+    seen: list[set[tuple[int, int]]] = []
+
+    def wait() -> None:
+        prefetch.wait(0)
+        seen.append(set(brought))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    until(lambda: (0, 2) in brought)
+    waiter.join(0.05)
+    assert not seen
+    gate.set()
+    waiter.join(30)
+    assert seen
+    assert (1, 0) in seen[0]
+    prefetch.close()
+
+
+def test_a_failure_ends_its_lane_alone_and_wakes_who_waits() -> None:
+    def work(lane: int, layer: int) -> None:
+        if (lane, layer) == (1, 1):
+            raise ValueError("broken")
+        brought.append((lane, layer))
+
+    brought: list[tuple[int, int]] = []
+    prefetch = LayerPrefetch(3, 3, work, num_threads=2, device=CPU)
+    failures = prefetch.wait(2)
+    assert list(failures) == [1]
+    assert list(prefetch.drain()) == [1]
+    prefetch.close()
+    expected = [(lane, layer) for lane in (0, 2) for layer in range(3)]
+    assert sorted(brought) == sorted([*expected, (1, 0)])
+
+
+def test_closing_lets_nothing_begin_and_waits_for_what_has_begun() -> None:
+    work = Recorder()
+    prefetch = LayerPrefetch(2, 50, work, num_threads=2, device=CPU)
+    until(lambda: work.running == 2)
+    closing = threading.Thread(target=prefetch.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    work.gate.release(100)
+    closing.join(30)
+    assert not closing.is_alive()
+    assert sorted(work.brought) == [(0, 0), (1, 0)]
+    assert not [t for t in threading.enumerate() if t.name.startswith("kvrag-load")]
+
+
+def test_busy_seconds_leave_out_when_nothing_is_at_work() -> None:
+    prefetch = LayerPrefetch(2, 3, lambda *_: time.sleep(0.02), num_threads=2, device=CPU)
+    prefetch.drain()
+    busy = prefetch.busy_seconds
+    assert busy >= 0.06
+    time.sleep(0.05)
+    assert prefetch.busy_seconds == busy
+    prefetch.close()
+
+
+def test_threads_have_the_modes_of_the_caller() -> None:
+    modes: list[tuple[bool, bool]] = []
+
+    def note(*_: int) -> None:
+        modes.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+    for mode in (False, True):
+        with torch.inference_mode(mode):
+            prefetch = LayerPrefetch(1, 1, note, num_threads=1, device=CPU)
+            prefetch.drain()
+            prefetch.close()
+    assert modes == [(False, False), (True, False)]
+
+
+def test_nothing_to_bring() -> None:
+    prefetch = LayerPrefetch(0, 3, Recorder(), num_threads=2, device=CPU)
+    assert not prefetch.wait(2)
+    assert not prefetch.drain()
+    prefetch.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_layer_that_is_waited_for_is_on_the_gpu() -> None:
+    device = torch.device("cuda")
+    buffers = torch.zeros(8, 1 << 22, device=device)
+    source = torch.ones(1 << 22).pin_memory()
+
+    def bring(_: int, layer: int) -> None:
+        buffers[layer].copy_(source, non_blocking=True)
+
+    prefetch = LayerPrefetch(1, 8, bring, num_threads=1, device=device)
+    for layer in range(8):
+        prefetch.wait(layer)
+        assert float(buffers[layer].sum()) == 1 << 22
+    prefetch.close()
