@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 import kvrag
+from kvrag.cli import pml
 from kvrag.cli.bench import bench_ingest, bench_ttft
 from kvrag.cli.bench_codec import bench_codec
+from kvrag.cli.bench_pml import bench_pml
 from kvrag.cli.bench_quality import bench_quality
 from kvrag.cli.bench_store import bench_store
 from kvrag.cli.calibrate import calibrate
@@ -36,6 +38,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 train_app = typer.Typer(no_args_is_help=True, help="Train what kvrag can use beside a model.")
+pml_app = typer.Typer(no_args_is_help=True, help="Prompts written as reusable modules.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure kvrag against plain prefill.")
 
 
@@ -76,7 +79,12 @@ bench_app.command("ingest")(guarded(bench_ingest))
 bench_app.command("quality")(guarded(bench_quality))
 bench_app.command("codec")(guarded(bench_codec))
 bench_app.command("store")(guarded(bench_store))
+bench_app.command("pml")(guarded(bench_pml))
 app.add_typer(bench_app, name="bench")
+pml_app.command("check")(guarded(pml.check))
+pml_app.command("encode")(guarded(pml.encode))
+pml_app.command("run")(guarded(pml.run))
+app.add_typer(pml_app, name="pml")
 train_app.command("links")(guarded(train_links))
 train_app.command("anchors")(guarded(train_anchors))
 app.add_typer(train_app, name="train")

@@ -244,6 +244,10 @@ class KVEngine:
         room = self._room(max_tokens)
         return self._fuse(laid_out, chosen, room, time.perf_counter() - started)
 
+    def give_back(self, fused: FusedPrompt) -> None:
+        """Let the next prompt have the memory of one that is done with; use it no more."""
+        self._buffers.give_back(fused.kv)
+
     def _fuse(
         self, laid_out: _LaidOut, policy: RecomputePolicy, max_tokens: int, layout_seconds: float
     ) -> FusedPrompt:
@@ -293,11 +297,11 @@ class KVEngine:
                 policy,
                 buffer,
                 self._links.on_model if layout.links else None,
+                self._load_threads,
             )
         except CompressedLostError:
             self._buffers.give_back(buffer)
             raise
-                self._load_threads,
         seconds = {"layout": layout_seconds, **fused.report.seconds}
         return replace(fused, report=replace(fused.report, seconds=seconds))
 

@@ -15,7 +15,7 @@ from xml.sax.handler import ContentHandler
 from xml.sax.xmlreader import InputSource, Locator
 
 from defusedxml.common import DefusedXmlException
-from defusedxml.sax import make_parser
+from defusedxml.expatreader import DefusedExpatParser
 
 from kvrag.pml.places import Place
 
@@ -86,8 +86,8 @@ def read_elements(source: str | Path) -> Element:
             ) from error
         _check_size(len(text), Place(name, 1, 1))
     handler = _Handler(name)
-    parser = make_parser()
-    parser.forbid_dtd = True
+    # In one piece: fed in several, expat reads an endless first token again with each.
+    parser = DefusedExpatParser(bufsize=MAX_BYTES + 1, forbid_dtd=True)
     parser.setContentHandler(handler)
     given = InputSource(name)
     given.setByteStream(io.BytesIO(text))

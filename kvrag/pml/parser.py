@@ -36,7 +36,8 @@ MAX_LENGTH = 65_536
 """Tokens of a parameter."""
 
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_.-]*")
-_RESERVED = {"schema", "prompt", "module", "union", "param", "parameter", "scaffold", *ROLES}
+RESERVED = {"schema", "prompt", "module", "union", "param", "parameter", "scaffold", *ROLES}
+"""Names that no module or parameter may have: they mean something of their own."""
 
 
 def parse_schema(source: str | FilePath) -> Schema:
@@ -68,9 +69,13 @@ class _SchemaParser:
         check_attributes(root, {"name"})
         scaffolds = [one for one in root.elements if one.tag == "scaffold"]
         body = Element(root.tag, root.attributes, root.place)
-        body.content = [
-            part for part in root.content if isinstance(part, Run) or part.tag != "scaffold"
-        ]
+        for part in root.content:
+            before = body.content[-1] if body.content else None
+            if isinstance(part, Run) and isinstance(before, Run):
+                # Between them stood a scaffold, which is nothing in the text.
+                body.content[-1] = Run(before.text + part.text, before.place)
+            elif isinstance(part, Run) or part.tag != "scaffold":
+                body.content.append(part)
         children = self._children(body, allow_turns=True)
         if any(isinstance(node, Turn) for node in children):
             # What stands between turns is the chat template's business.
@@ -175,11 +180,11 @@ def checked_name(element: Element) -> str:
     name = element.attributes.get("name")
     if name is None:
         raise element.place.error(f"<{element.tag}> has no name", "give it name=...")
-    if not _NAME.fullmatch(name) or name in _RESERVED:
+    if not _NAME.fullmatch(name) or name in RESERVED:
         raise element.place.error(
             f"name={name!r} is no name",
             "expected a letter or underscore, then letters, digits, '_', '.' and '-', and none of "
-            f"{', '.join(sorted(_RESERVED))}",
+            f"{', '.join(sorted(RESERVED))}",
         )
     return name
 

@@ -59,7 +59,7 @@ def test_everything_a_schema_may_hold(tmp_path: Path) -> None:
         </schema>"""
     )
     schema = parse_schema(tmp_path / "s.xml")
-    turn, between, a, feed, book, _, union = schema.children[:7]
+    turn, between, a, book, union = schema.children
     assert isinstance(turn, Turn)
     assert texts(turn.children) == ["Be kind."]
     assert isinstance(between, Text)
@@ -72,8 +72,6 @@ def test_everything_a_schema_may_hold(tmp_path: Path) -> None:
     assert texts(b.children) == ["x ", ", y"]
     assert b.children[1] == schema.parameters(("a", "b"))["p"]
     assert (b.children[1].length, b.children[1].scaffold) == (3, "abc")
-    assert isinstance(feed, Text)
-    assert feed.text == "\n"
     assert isinstance(book, Module)
     assert texts(book.children) == ["class Book:\n    title = '<&>'"]
     assert isinstance(union, Union)
@@ -194,10 +192,10 @@ def test_src_and_contents_exclude_each_other(tmp_path: Path) -> None:
 def test_entities_are_refused_before_they_grow() -> None:
     laughs = "".join(f'<!ENTITY l{level} "{f"&l{level - 1};" * 10}">' for level in range(1, 10))
     markup = f'<!DOCTYPE s [<!ENTITY l0 "ha">{laughs}]>\n<schema name="x">&l9;</schema>'
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(PMLError, match="document type"):
         parse_schema(markup)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_external_entities_are_not_read(tmp_path: Path) -> None:
@@ -213,10 +211,10 @@ def test_external_entities_are_not_read(tmp_path: Path) -> None:
 def test_garbage_is_refused_at_once(tmp_path: Path, byte: bytes, size: int) -> None:
     path = tmp_path / "garbage.xml"
     path.write_bytes(byte * size)
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(PMLError):
         parse_schema(path)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_depth_is_bounded() -> None:
@@ -232,10 +230,10 @@ def test_depth_is_bounded() -> None:
 
 def test_ten_thousand_modules_parse_in_under_two_seconds() -> None:
     modules = "".join(f"<module name='m{n}'>Text of {n}.</module>\n" for n in range(10_000))
-    started = time.perf_counter()
+    started = time.process_time()
     schema = parse_schema(f"<schema name='x'>{modules}</schema>")
     assert len(schema.modules) == 10_000
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_a_missing_file_is_said() -> None:

@@ -1,0 +1,59 @@
+"""`kvrag bench pml`: prompts of modules against plain prefill on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+
+
+def bench_pml(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.", show_default=False),
+    ] = None,
+    random_shape: Annotated[
+        str, typer.Option(help="Without --model: random weights in the shape of this model.")
+    ] = "qwen2.5-0.5b",
+    modules: Annotated[int, typer.Option(min=1, help="Modules that the prompt imports.")] = 6,
+    module_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each module.")] = 500,
+    text_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt's own text.")] = 30,
+    policy: o.PolicyOption = "none",
+    ratio: Annotated[
+        float, typer.Option(help="Share that a policy which takes one recomputes.")
+    ] = 0.15,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs; the median counts.")] = 3,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Prompt markup: encoding a schema over plain prefill of it, and time to first token."""
+    from kvrag.bench.pml import PMLBenchOptions, run_pml_bench
+    from kvrag.cli.opening import quiet_libraries
+
+    quiet_libraries()
+    options = PMLBenchOptions(
+        model=model,
+        shape=random_shape,
+        num_modules=modules,
+        module_tokens=module_tokens,
+        text_tokens=text_tokens,
+        policy=policy,
+        ratio=ratio,
+        repeats=repeats,
+    )
+    with console.err().status("measuring") as status:
+        row = run_pml_bench(options, on_progress=status.update)
+    if as_json:
+        console.print_json([row])
+        return
+    console.write(
+        f"{row.model}, {row.num_modules} modules of {row.module_tokens} tokens and "
+        f"{row.text_tokens} of text, policy {row.policy}\n"
+        f"time to first token: plain {console.format_seconds(row.plain_ttft_seconds)}, modules "
+        f"{console.format_seconds(row.ttft_seconds)}: {row.speedup:.1f}x; floor "
+        f"{console.format_seconds(row.floor_seconds)}, {row.floor_ratio:.2f} times that\n"
+        f"encoding: {row.encode_tokens_per_second:,.0f} tokens/s, plain prefill "
+        f"{row.prefill_tokens_per_second:,.0f} tokens/s: {row.encode_share:.0%}\n"
+    )

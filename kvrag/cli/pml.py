@@ -1,0 +1,164 @@
+"""`kvrag pml`: check, encode and run prompts written as modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+
+if TYPE_CHECKING:
+    from kvrag.engine.answer import Answer
+    from kvrag.pml.layout import SchemaLayout
+    from kvrag.pml.schema import Schema
+
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A schema.")]
+PromptArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A prompt.")]
+SchemaOption = Annotated[
+    Path, typer.Option("--schema", "-s", metavar="FILE", help="The prompt's schema.")
+]
+
+
+def check(
+    file: FileArgument,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Lay the schema out with this model's tokenizer as well: its folder, hub name or "
+            "'kvrag-tiny'.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Check a schema; with a model, say where its modules stand."""
+    from kvrag.pml.parser import parse_schema
+
+    schema = parse_schema(file)
+    layout = None if model is None else _lay_out(schema, model)
+    if as_json:
+        console.print_json(_described(schema, layout))
+        return
+    console.write(
+        f"{file}: schema {schema.name}, {len(schema.modules)} modules, "
+        f"{len(schema.scaffolds)} scaffolds\n"
+    )
+    if layout is None:
+        return
+    for path in schema.modules:
+        start, end = layout.extents[path]
+        console.write(f"  {start:>7} to {end:>7}  {'/'.join(path)}\n")
+    console.write(f"  {layout.num_positions:,} positions in all\n")
+
+
+def _lay_out(schema: Schema, model: str) -> SchemaLayout:
+    from kvrag.cli.opening import quiet_libraries
+    from kvrag.models.loading import load_tokenizer, shared_prefix_ids
+    from kvrag.pml.layout import lay_out_schema
+
+    quiet_libraries()
+    tokenizer = load_tokenizer(model)
+    return lay_out_schema(schema, tokenizer, shared_prefix_ids(tokenizer))
+
+
+def _described(schema: Schema, layout: SchemaLayout | None) -> dict[str, object]:
+    modules = []
+    for path in schema.modules:
+        one: dict[str, object] = {
+            "path": "/".join(path),
+            "parameters": {name: p.length for name, p in schema.parameters(path).items()},
+        }
+        if layout is not None:
+            one["start"], one["end"] = layout.extents[path]
+        modules.append(one)
+    return {
+        "schema": schema.name,
+        "modules": modules,
+        "scaffolds": [["/".join(path) for path in one.paths] for one in schema.scaffolds],
+        "num_positions": None if layout is None else layout.num_positions,
+    }
+
+
+def encode(
+    file: FileArgument,
+    index: o.IndexOption,
+    model: o.ModelOption = None,
+    device: o.DeviceOption = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Compute and store the KV of a schema's modules, those not yet stored."""
+    from kvrag.cli.opening import open_index
+    from kvrag.engine.engine import KVEngine
+    from kvrag.pml.engine import PMLEngine
+    from kvrag.pml.parser import parse_schema
+
+    schema = parse_schema(file)
+    with (
+        open_index(index, model, device) as opened,
+        console.err().status("loading the model") as status,
+    ):
+        report = PMLEngine(KVEngine(opened)).encode(
+            schema, lambda done, total: status.update(f"{done:,} of {total:,} records")
+        )
+    if as_json:
+        console.print_json(report)
+        return
+    console.write(
+        f"schema {schema.name}: {report.num_tokens:,} tokens in {report.num_passages:,} "
+        f"stretches; {report.num_tokens_computed:,} tokens computed, "
+        f"{console.format_bytes(report.size_bytes)} stored in "
+        f"{console.format_seconds(report.seconds)}\n"
+    )
+
+
+def run(
+    file: PromptArgument,
+    index: o.IndexOption,
+    schema: SchemaOption,
+    model: o.ModelOption = None,
+    device: o.DeviceOption = None,
+    policy: o.PolicyOption = "none",
+    ratio: o.RatioOption = None,
+    boundary_tokens: o.BoundaryTokensOption = None,
+    max_tokens: o.MaxTokensOption = o.DEFAULT_MAX_TOKENS,
+    temperature: o.TemperatureOption = 0.0,
+    seed: o.SeedOption = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Answer a prompt; modules that were not encoded are computed and counted."""
+    from kvrag.cli.answering import report_line
+    from kvrag.cli.opening import open_index
+    from kvrag.engine.engine import KVEngine
+    from kvrag.pml.engine import PMLEngine
+
+    with open_index(index, model, device) as opened:
+        pml = PMLEngine(KVEngine(opened))
+        pml.add(schema)
+        with console.working("loading the model"):
+            placed = pml.place(file)
+            _ = opened.model
+        on_text = console.AnswerText(quiet=as_json)
+        final: Answer | None = None
+        for delta in pml.engine.stream(
+            placed,
+            policy=policy,
+            ratio=ratio,
+            boundary_tokens=boundary_tokens,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+        ):
+            if delta.text:
+                on_text(delta.text)
+            final = delta.answer or final
+        on_text.end()
+    assert final is not None
+    if as_json:
+        console.print_json(final.to_dict())
+    else:
+        console.out().print(f"  {report_line(final)}", style="dim", markup=False, soft_wrap=True)

@@ -1,0 +1,292 @@
+"""Python functions as schemas: what a program may say becomes what a prompt may import.
+
+Source: Prompt Cache §3.2.4: ``if`` becomes a module, ``if``/``else`` and ``match`` a union, a call
+of another prompt function a nested module, a decorator gives parameters their lengths.
+
+Deviations from the public reference: ``elif``, ``else`` and every statement of a branch count;
+names of modules come from the program (conditions are compiled by what they say), so equal
+functions give equal schemas; what cannot be compiled is refused with its line.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar, get_type_hints
+
+from kvrag.errors import ParameterError
+from kvrag.pml.elements import normalise
+from kvrag.pml.parser import MAX_LENGTH, RESERVED
+from kvrag.pml.places import Place
+from kvrag.pml.schema import Module, Node, Parameter, Schema, Text, Union
+
+F = TypeVar("F", bound=Callable[..., str])
+
+_SUPPORTED = (
+    "a prompt function holds texts, f-strings of its parameters, if/else, match, calls of other "
+    "prompt functions, and return of what it built"
+)
+_SCHEMA = "__kvrag_schema__"
+
+
+class Length:
+    """How many tokens a parameter may take: ``city: Annotated[str, Length(8)]``.
+
+    Parameters
+    ----------
+    tokens
+        1 to 65,536.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        if not 1 <= tokens <= MAX_LENGTH:
+            raise ParameterError(f"Length({tokens}): expected 1 to {MAX_LENGTH} tokens")
+        self.tokens = tokens
+
+
+def prompt(function: F) -> F:
+    """Compile a function to a schema; the function itself stays what it was.
+
+    A prompt function builds its text in statements that are texts (an expression alone in its
+    line), in conditions on its untyped or ``bool`` parameters, and in calls of other prompt
+    functions. Parameters annotated with a `Length` become parameters of the schema.
+
+    Raises
+    ------
+    PMLError
+        For what cannot be compiled, with file and line.
+
+    Examples
+    --------
+    >>> from typing import Annotated
+    >>> @prompt
+    ... def trip(abroad: bool, days: Annotated[str, Length(5)]):
+    ...     f"A trip of {days}."
+    ...     if abroad:
+    ...         "Bring a passport."
+    ...     else:
+    ...         "Bring a map."
+    >>> sorted("/".join(path) for path in schema_of(trip).modules)
+    ['abroad', 'not-abroad']
+    """
+    setattr(function, _SCHEMA, _Compiler(function).schema())
+    return function
+
+
+def schema_of(function: Callable[..., Any]) -> Schema:
+    """Return the schema of a prompt function. Raises ParameterError for any other."""
+    found = getattr(function, _SCHEMA, None)
+    if not isinstance(found, Schema):
+        raise ParameterError(
+            f"{getattr(function, '__name__', function)!r} is no prompt function: decorate it with "
+            "kvrag.pml.program.prompt"
+        )
+    return found
+
+
+class _Compiler:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._file = inspect.getsourcefile(function) or "<program>"
+        try:
+            lines, first = inspect.getsourcelines(function)
+        except (OSError, TypeError) as error:
+            raise Place(self._file, 1, 1).error(
+                f"the source of {function.__name__!r} cannot be read",
+                "define prompt functions in a file",
+            ) from error
+        self._first = first
+        # The columns of errors are those of the file.
+        source = "".join(lines)
+        dedented = textwrap.dedent(source)
+        self._indent = len(lines[0]) - len(lines[0].lstrip())
+        (definition,) = ast.parse(dedented).body
+        if not isinstance(definition, ast.FunctionDef):
+            raise self._refuse(definition, "an async function or class")
+        self._definition = definition
+        self._lengths = self._find_lengths()
+
+    def schema(self) -> Schema:
+        children = self._body(self._definition.body)
+        return Schema(self._definition.name, children, (), self._place(self._definition))
+
+    def _place(self, node: ast.AST) -> Place:
+        line = getattr(node, "lineno", 1) + self._first - 1
+        return Place(self._file, line, getattr(node, "col_offset", 0) + self._indent + 1)
+
+    def _refuse(self, node: ast.AST, what: str) -> Exception:
+        return self._place(node).error(f"{what} cannot be compiled to a schema", _SUPPORTED)
+
+    def _find_lengths(self) -> dict[str, int]:
+        arguments = self._definition.args
+        for special in (arguments.vararg, arguments.kwarg):
+            if special is not None:
+                raise self._refuse(special, f"the parameter *{special.arg}")
+        try:
+            hints = get_type_hints(self._function, include_extras=True)
+        except NameError as error:
+            raise self._place(self._definition).error(
+                f"an annotation is not known ({error})", "import it where the function is defined"
+            ) from error
+        return {
+            name: metadata.tokens
+            for name, hint in hints.items()
+            for metadata in getattr(hint, "__metadata__", ())
+            if isinstance(metadata, Length)
+        }
+
+    def _body(self, statements: list[ast.stmt]) -> tuple[Node, ...]:
+        nodes: list[Node] = []
+        used: dict[str, int] = {}
+        for statement in statements:
+            made = [_renamed(node, used) for node in self._statement(statement)]
+            if nodes and made:
+                # Statements are lines of the prompt.
+                nodes.append(Text("\n", self._place(statement)))
+            nodes += made
+        seen: set[str] = set()
+        for node in nodes:
+            if isinstance(node, Parameter) and node.name in seen:
+                raise node.place.error(
+                    f"{node.name!r} stands twice in one module", "give the second a name of its own"
+                )
+            if isinstance(node, Parameter):
+                seen.add(node.name)
+        return tuple(nodes)
+
+    def _statement(self, statement: ast.stmt) -> list[Node]:
+        if isinstance(statement, ast.Pass):
+            return []
+        if isinstance(statement, ast.Expr):
+            return self._text(statement.value)
+        if isinstance(statement, ast.Return) and statement.value is not None:
+            return self._text(statement.value)
+        if isinstance(statement, ast.If):
+            return [self._choice(statement)]
+        if isinstance(statement, ast.Match):
+            return [self._match(statement)]
+        raise self._refuse(statement, type(statement).__name__.lower())
+
+    def _text(self, value: ast.expr) -> list[Node]:
+        """Compile what gives text: a literal, an f-string, a sum of those, a call."""
+        place = self._place(value)
+        if isinstance(value, ast.Constant):
+            if not isinstance(value.value, str):
+                raise self._refuse(value, f"the constant {value.value!r}")
+            text = normalise(inspect.cleandoc(value.value))
+            return [Text(text, place)] if text else []
+        if isinstance(value, ast.JoinedStr):
+            return [node for part in value.values for node in self._part(part)]
+        if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+            return self._text(value.left) + self._text(value.right)
+        if isinstance(value, ast.Call):
+            return [self._call(value)]
+        raise self._refuse(value, ast.unparse(value))
+
+    def _part(self, part: ast.expr) -> list[Node]:
+        if isinstance(part, ast.Constant):
+            return [Text(normalise(str(part.value)), self._place(part))]
+        assert isinstance(part, ast.FormattedValue)
+        if part.conversion != -1 or part.format_spec is not None:
+            raise self._refuse(part, "a conversion or format in an f-string")
+        if isinstance(part.value, ast.Call):
+            return [self._call(part.value)]
+        if not isinstance(part.value, ast.Name):
+            raise self._refuse(part, ast.unparse(part.value))
+        name = part.value.id
+        if name not in self._lengths:
+            raise self._place(part).error(
+                f"{name!r} has no length", f"annotate it: {name}: Annotated[str, Length(TOKENS)]"
+            )
+        return [Parameter(name, self._lengths[name], "", self._place(part))]
+
+    def _choice(self, statement: ast.If) -> Node:
+        name = self._condition(statement.test)
+        first = Module(name, self._body(statement.body), self._place(statement))
+        if not statement.orelse:
+            return first
+        members = [first]
+        rest = statement.orelse
+        while len(rest) == 1 and isinstance(rest[0], ast.If):
+            branch = rest[0]
+            name = self._condition(branch.test)
+            members.append(Module(name, self._body(branch.body), self._place(branch)))
+            rest = branch.orelse
+        if rest:
+            name = f"not-{members[0].name}" if len(members) == 1 else "otherwise"
+            members.append(Module(name, self._body(rest), self._place(rest[0])))
+        return self._union(members, statement)
+
+    def _match(self, statement: ast.Match) -> Node:
+        members = []
+        for case in statement.cases:
+            if case.guard is not None:
+                raise self._refuse(case.guard, "a guard of a case")
+            name = _as_name(self._pattern(case.pattern))
+            members.append(Module(name, self._body(case.body), self._place(case.pattern)))
+        return self._union(members, statement)
+
+    def _pattern(self, pattern: ast.pattern) -> str:
+        if isinstance(pattern, ast.MatchValue) and isinstance(pattern.value, ast.Constant):
+            return str(pattern.value.value)
+        if isinstance(pattern, ast.MatchSingleton):
+            return str(pattern.value)
+        if isinstance(pattern, ast.MatchAs) and pattern.pattern is None and pattern.name is None:
+            return "otherwise"
+        if isinstance(pattern, ast.MatchOr):
+            return "-or-".join(self._pattern(one) for one in pattern.patterns)
+        raise self._refuse(pattern, "this pattern")
+
+    def _union(self, members: list[Module], statement: ast.stmt) -> Union:
+        used: dict[str, int] = {}
+        return Union(tuple(_numbered(one, used) for one in members), "", self._place(statement))
+
+    def _condition(self, test: ast.expr) -> str:
+        for node in ast.walk(test):
+            if isinstance(node, ast.Call | ast.Lambda | ast.Await | ast.NamedExpr):
+                raise self._refuse(node, f"the condition {ast.unparse(test)}")
+        return _as_name(ast.unparse(test))
+
+    def _call(self, call: ast.Call) -> Module:
+        if not isinstance(call.func, ast.Name):
+            raise self._refuse(call, ast.unparse(call))
+        name = call.func.id
+        target = self._known().get(name)
+        found = getattr(target, _SCHEMA, None)
+        if not isinstance(found, Schema):
+            raise self._place(call).error(
+                f"{name!r} is no prompt function defined before this one", _SUPPORTED
+            )
+        return Module(found.name, found.children, self._place(call))
+
+    def _known(self) -> Mapping[str, Any]:
+        variables = inspect.getclosurevars(self._function)
+        return {**variables.globals, **variables.nonlocals}
+
+
+def _as_name(words: str) -> str:
+    """Return a name for a module made of what a program says, the same for the same words."""
+    words = normalise(words)
+    name = re.sub(r"[^a-zA-Z0-9_.]+", "-", words).strip("-.")
+    if name and name != words and not re.fullmatch(r"[\w.\s'\"-]*", words, re.ASCII):
+        # Signs were dropped: 'a < b' and 'a > b' must not become one.
+        name += "-" + hashlib.blake2b(words.encode(), digest_size=3).hexdigest()
+    is_free = (name[:1].isalpha() or name[:1] == "_") and name not in RESERVED
+    return name if is_free else f"_{name}"
+
+
+def _renamed(node: Node, used: dict[str, int]) -> Node:
+    """Number modules side by side that would share a name."""
+    if isinstance(node, Union):
+        return replace(node, members=tuple(_numbered(one, used) for one in node.members))
+    return _numbered(node, used) if isinstance(node, Module) else node
+
+
+def _numbered(module: Module, used: dict[str, int]) -> Module:
+    count = used[module.name] = used.get(module.name, 0) + 1
+    return module if count == 1 else replace(module, name=f"{module.name}-{count}")

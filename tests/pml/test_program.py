@@ -1,0 +1,179 @@
+"""Python functions as schemas."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import pytest
+
+from kvrag.errors import ParameterError, PMLError
+from kvrag.pml.layout import lay_out_schema
+from kvrag.pml.parser import parse_schema
+from kvrag.pml.program import Length, prompt, schema_of
+from kvrag.pml.prompt import parse_prompt
+from kvrag.pml.schema import Module, Parameter, Schema, Text, Union
+from tests.support.models import make_tokenizer
+
+
+@prompt
+def visum(country: Annotated[str, Length(4)]):
+    f"Ask for a visum of {country}."  # noqa: B021
+
+
+@prompt
+def trip(abroad: bool, month: int, days: Annotated[str, Length(6)]):
+    f"A trip of {days}."  # noqa: B021
+    if abroad:
+        "Bring a passport."
+        visum("x")
+    elif month > 6:
+        "Bring a map."
+    else:
+        "Stay."
+        "Read."
+    if month < 3:
+        "It snows."
+    match month:
+        case 1 | 2:
+            "Winter."
+        case 7:
+            "Summer."
+        case _:
+            "Rain."
+    return "Plan " + "it."
+
+
+def shown(nodes: tuple[object, ...]) -> list[object]:
+    """Return nodes without places."""
+    found: list[object] = []
+    for node in nodes:
+        if isinstance(node, Text):
+            found.append(node.text)
+        elif isinstance(node, Parameter):
+            found.append((node.name, node.length))
+        elif isinstance(node, Module):
+            found.append({node.name: shown(node.children)})
+        elif isinstance(node, Union):
+            found.append(shown(node.members))
+    return found
+
+
+def test_a_program_is_compiled_whole() -> None:
+    schema = schema_of(trip)
+    first, _, choice, _, snow, _, season, _, plan, it = shown(schema.children)[2:]
+    assert shown(schema.children)[:3] == ["A trip of ", ("days", 6), "."]
+    assert first == "."
+    visa = {"visum": ["Ask for a visum of ", ("country", 4), "."]}
+    assert isinstance(choice, list)
+    abroad, later, otherwise = choice
+    assert abroad == {"abroad": ["Bring a passport.", "\n", visa]}
+    assert list(later.values()) == [["Bring a map."]]
+    assert otherwise == {"otherwise": ["Stay.", "\n", "Read."]}
+    assert list(snow.values()) == [["It snows."]]
+    # Conditions that differ in a sign alone have names that differ.
+    assert later.keys() != snow.keys()
+    assert season == [{"_1-or-2": ["Winter."]}, {"_7": ["Summer."]}, {"otherwise-2": ["Rain."]}]
+    assert (plan, it) == ("Plan ", "it.")
+
+
+def test_what_is_compiled_can_be_laid_out_and_imported() -> None:
+    schema = schema_of(trip)
+    layout = lay_out_schema(schema, make_tokenizer(), (0,))
+    starts = {path: start for path, (start, _) in layout.extents.items()}
+    assert starts["abroad",] == starts["otherwise",]
+    found = parse_prompt(
+        "<prompt schema='trip' days='two'><abroad><visum country='Var'/></abroad></prompt>", schema
+    )
+    assert [one.path for one in found.body.all()] == [(), ("abroad",), ("abroad", "visum")]
+
+
+def loaded(path: Path, source: str) -> ModuleType:
+    path.write_text("from typing import Annotated\nfrom kvrag.pml.program import *\n" + source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SOURCE = """
+@prompt
+def same(a: bool):
+    if a != 3:
+        'x'
+"""
+
+
+def test_equal_functions_give_equal_schemas_in_any_process(tmp_path: Path) -> None:
+    def described(schema: Schema) -> str:
+        return repr((schema.name, shown(schema.children)))
+
+    one, other = (loaded(tmp_path / f"{name}.py", SOURCE) for name in ("one", "other"))
+    assert described(schema_of(one.same)) == described(schema_of(other.same))
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import one; "
+        "from kvrag.pml.program import schema_of; print(*schema_of(one.same).modules)"
+    )
+    names = {
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)],
+            env={"PYTHONHASHSEED": seed, "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(names) == 1
+
+
+REFUSED = [
+    ("    for x in y:\n        'a'", 5, "for cannot be compiled"),
+    ("    while True:\n        'a'", 5, "while cannot"),
+    ("    x = 'a'", 5, "assign cannot"),
+    ("    'a'\n    1", 6, "constant 1"),
+    ("    f'{n!r}'", 5, "a conversion or format"),
+    ("    f'{n:>5}'", 5, "a conversion or format"),
+    ("    f'{n}'", 5, "'n' has no length"),
+    ("    f'{n + 1}'", 5, "n + 1"),
+    ("    if print():\n        'a'", 5, "the condition print()"),
+    ("    if (m := n):\n        'a'", 5, "the condition"),
+    ("    print('a')", 5, "'print' is no prompt function"),
+    ("    a.b()", 5, "a.b() cannot"),
+    ("    match n:\n        case [1]:\n            'a'", 6, "this pattern"),
+    ("    match n:\n        case 1 if n:\n            'a'", 6, "a guard"),
+    ("    return", 5, "return cannot"),
+    ("    f'{p}'\n    f'{p}'", 6, "'p' stands twice"),
+]
+
+
+@pytest.mark.parametrize(("body", "line", "words"), REFUSED)
+def test_what_cannot_be_compiled_is_refused_with_its_line(
+    tmp_path: Path, body: str, line: int, words: str
+) -> None:
+    path = tmp_path / "program.py"
+    source = f"@prompt\ndef f(n, p: Annotated[str, Length(2)]=''):\n{body}\n"
+    with pytest.raises(PMLError) as raised:
+        loaded(path, source)
+    assert words in str(raised.value)
+    assert str(raised.value).startswith(f"{path}:{line}:")
+
+
+def test_other_functions_and_lengths_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="'shown' is no prompt function"):
+        schema_of(shown)
+    with pytest.raises(ParameterError, match="expected 1 to"):
+        Length(0)
+    with pytest.raises(PMLError, match=r"parameter \*rest"):
+        loaded(tmp_path / "p.py", "@prompt\ndef f(*rest):\n    'a'\n")
+
+
+def test_a_function_stays_what_it_was() -> None:
+    assert trip(True, 1, "x") == "Plan it."
+    assert parse_schema("<schema name='trip'/>").name == schema_of(trip).name
