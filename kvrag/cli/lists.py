@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -26,6 +27,11 @@ def numbers(text: str, option: str, least: int = 1) -> tuple[int, ...]:
 def shares(text: str, option: str) -> tuple[float, ...]:
     """Return the shares in `text`; ParameterError when one is no number from 0 to 1."""
     return _values(text, option, float, lambda share: 0 <= share <= 1, "shares from 0 to 1")
+
+
+def positive(text: str, option: str) -> tuple[float, ...]:
+    """Return the numbers in `text`; ParameterError when one is none, 0 or less, or infinite."""
+    return _values(text, option, float, lambda n: 0 < n < math.inf, "numbers above 0")
 
 
 def _values(

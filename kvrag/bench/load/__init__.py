@@ -1,0 +1,1 @@
+"""`kvrag bench load`: loading stored KV beside computing what is not stored."""

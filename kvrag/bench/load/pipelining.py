@@ -1,0 +1,177 @@
+"""Time to first token with layers loaded in the background, against loading them first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from kvrag.bench.load.prompts import LoadPrompt, indexed
+from kvrag.bench.load.throttled import ThrottledStore
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import ParameterError
+from kvrag.fusion.layout import Layout
+from kvrag.fusion.loader import LOAD_THREADS, SpanLoader
+from kvrag.fusion.policies.registry import make_policy, takes_ratio
+from kvrag.ingest.index import Index
+from kvrag.kvcache import FusedKV
+
+_SLACK = 1.10
+_SLACK_SECONDS = 0.005
+
+
+@dataclass(frozen=True)
+class PipeliningOptions:
+    """What to measure.
+
+    Attributes
+    ----------
+    prompt
+        What is loaded.
+    gigabytes_per_second
+        Speeds of the store.
+    policy, ratios
+        What is computed again; shares do not count for a policy that takes none.
+    load_threads
+        Chunks read at the same time.
+    repeats
+        Timed runs, of which the median is reported; one more runs first and does not count.
+    """
+
+    prompt: LoadPrompt = field(default_factory=LoadPrompt)
+    gigabytes_per_second: Sequence[float] = (0.05, 0.2, 1.0, 5.0)
+    policy: str = "deviation"
+    ratios: Sequence[float] = (0.0, 0.05, 0.15)
+    load_threads: int = LOAD_THREADS
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        if not self.gigabytes_per_second or min(self.gigabytes_per_second) <= 0:
+            raise ParameterError("bench load: speeds must be above 0 GB/s, one at least")
+        if self.repeats < 1 or not self.ratios:
+            raise ParameterError("bench load: repeats must be 1 or more, one ratio at least")
+        make_policy(self.policy)
+
+
+@dataclass(frozen=True)
+class PipeliningRow:
+    """One share and one speed.
+
+    Attributes
+    ----------
+    policy, ratio, gigabytes_per_second
+        What was measured.
+    load_seconds
+        Of loading alone, as many chunks at a time as with pipelining.
+    recompute_seconds
+        Of everything but loading.
+    serial_seconds
+        Time to first token, each layer loaded before it is computed.
+    pipelined_seconds
+        Time to first token, layers loaded in the background.
+    hidden_seconds
+        Of it, those of loading that nobody waited for.
+    over_longer
+        `pipelined_seconds` over the longer of `load_seconds` and `recompute_seconds`.
+    over_bound
+        `pipelined_seconds` over 1.10 times that plus 5 ms.
+    """
+
+    policy: str
+    ratio: float | None
+    gigabytes_per_second: float
+    load_seconds: float
+    recompute_seconds: float
+    serial_seconds: float
+    pipelined_seconds: float
+    hidden_seconds: float
+    over_longer: float
+    over_bound: float
+
+
+@dataclass(frozen=True)
+class _Run:
+    load: float
+    recompute: float
+    serial: float
+    pipelined: float
+    hidden: float
+
+    @property
+    def longer(self) -> float:
+        return max(self.load, self.recompute)
+
+
+def measure_pipelining(
+    options: PipeliningOptions, say: Callable[[str], None] = lambda _: None
+) -> Iterator[PipeliningRow]:
+    """Yield one row per speed and share; what is compared is measured in turn."""
+    ratios = options.ratios if takes_ratio(options.policy) else (None,)
+    with indexed(options.prompt, say) as (index, prompt):
+        serial, pipelined = (KVEngine(index, load_threads=n) for n in (0, options.load_threads))
+        layout = pipelined.fuse(prompt, policy="none").layout
+        whole = index.store
+        for speed in options.gigabytes_per_second:
+            index.store = ThrottledStore(whole, speed * 1e9)
+            for ratio in ratios:
+                say(f"{options.policy} {'' if ratio is None else ratio} at {speed} GB/s")
+                runs = [
+                    _run(index, prompt, layout, options, ratio, serial, pipelined)
+                    for _ in range(options.repeats + 1)
+                ][1:]
+                yield PipeliningRow(
+                    policy=options.policy,
+                    ratio=ratio,
+                    gigabytes_per_second=speed,
+                    load_seconds=median(run.load for run in runs),
+                    recompute_seconds=median(run.recompute for run in runs),
+                    serial_seconds=median(run.serial for run in runs),
+                    pipelined_seconds=median(run.pipelined for run in runs),
+                    hidden_seconds=median(run.hidden for run in runs),
+                    # Machines drift: what is compared belongs to one round.
+                    over_longer=median(run.pipelined / run.longer for run in runs),
+                    over_bound=median(
+                        run.pipelined / (_SLACK * run.longer + _SLACK_SECONDS) for run in runs
+                    ),
+                )
+        index.store = whole
+
+
+def _run(
+    index: Index,
+    prompt: str,
+    layout: Layout,
+    options: PipeliningOptions,
+    ratio: float | None,
+    serial: KVEngine,
+    pipelined: KVEngine,
+) -> _Run:
+    given = serial.generate(prompt, policy=options.policy, ratio=ratio, max_tokens=1)
+    waited = given.report.seconds["load"]
+    ahead = pipelined.generate(prompt, policy=options.policy, ratio=ratio, max_tokens=1)
+    return _Run(
+        load=load_seconds(index, layout, options.load_threads),
+        recompute=given.ttft_seconds - waited,
+        serial=given.ttft_seconds,
+        pipelined=ahead.ttft_seconds,
+        hidden=ahead.report.hidden_load_seconds,
+    )
+
+
+def load_seconds(index: Index, layout: Layout, load_threads: int) -> float:
+    """Return what loading takes when nothing is computed beside it."""
+    model = index.model
+    num_tokens = len(layout.token_ids)
+    buffer = FusedKV(model.spec, num_tokens, num_tokens, model.device)
+    buffer.storage.zero_()  # an engine's spare buffer has been touched before, too
+    tables = model.tables(num_tokens, layout.positions)
+    started = time.perf_counter()
+    loader = SpanLoader(layout.spans, index.open_kv, num_threads=load_threads)
+    loader.begin(buffer, tables)
+    try:
+        for layer_index, table in enumerate(tables):
+            loader.load_layer(layer_index, buffer, table)
+    finally:
+        loader.end()
+    return time.perf_counter() - started

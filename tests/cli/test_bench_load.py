@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.conftest import Run
+
+SMALL = (
+    *("bench", "load", "--random-shape", "test", "--chunks", "2", "--chunk-tokens", "20"),
+    *("--question-tokens", "5", "--speeds", "1", "--ratios", "0.5", "--repeats", "1"),
+)
+
+
+def test_json_is_a_list_of_rows(run: Run) -> None:
+    done = run(*SMALL, "--json")
+    assert done.code == 0, done.err
+    (row,) = done.json
+    assert row["policy"] == "deviation"
+    assert row["ratio"] == 0.5
+    assert row["pipelined_seconds"] > 0
+
+
+def test_table_for_a_person(run: Run) -> None:
+    done = run(*SMALL)
+    assert done.code == 0, done.err
+    assert "deviation 50%" in done.out
+    assert "one by one" in done.out
+
+
+@pytest.mark.parametrize("speeds", ["", "0", "-1", "inf", "fast"])
+def test_wrong_speeds(run: Run, speeds: str) -> None:
+    done = run("bench", "load", "--speeds", speeds)
+    assert done.code != 0
+    assert "--speeds" in done.err
