@@ -32,7 +32,7 @@ class GradualPolicy(DeviationPolicy):
     """
 
     name: ClassVar[str] = "gradual"
-    spread: float = 0.5
+    spread: float = 0.25
 
     def __post_init__(self) -> None:
         super().__post_init__()
