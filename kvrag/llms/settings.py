@@ -6,6 +6,7 @@ one name, one range and one meaning in both.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +24,14 @@ from pydantic import (
 )
 
 from kvrag.engine.answer import Answer, AnswerDelta
-from kvrag.engine.engine import KVEngine
+from kvrag.engine.engine import KVEngine, PlacedPrompt
 from kvrag.engine.sampling import Sampling
 from kvrag.engine.shared import shared_index
 from kvrag.errors import IndexLockedError, KVRagError, ParameterError, StoreError
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.registry import make_policy
 from kvrag.ingest.index import Index
+from kvrag.pml.engine import PMLEngine
 
 INDEX_VARIABLE = "KVRAG_INDEX"
 """Environment variable that names the index folder where the constructor does not."""
@@ -85,6 +87,9 @@ class EngineSettings(BaseModel):
     links
         Link tokens put behind reused chunks: a file, or ``"off"``; None takes those of the model's
         folder; see `kvrag.KVEngine`.
+    schemas
+        Files of prompt markup schemas. A prompt string that is a ``<prompt>`` of one of them, as
+        `PMLPromptTemplate` makes them, is answered from the schema's modules.
     temperature, top_p, top_k, repetition_penalty, seed
         Sampling; temperature 0 is greedy.
     max_tokens
@@ -113,6 +118,7 @@ class EngineSettings(BaseModel):
     ratio: float | None = Field(default=None, ge=0.0, le=1.0)
     boundary_tokens: int | None = Field(default=None, ge=1)
     links: str | Path | None = None
+    schemas: list[str] = Field(default_factory=list)
     temperature: float = Field(default=0.0, ge=0.0)
     max_tokens: int = Field(default=256, ge=1)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -124,6 +130,12 @@ class EngineSettings(BaseModel):
     max_retries: int = Field(default=2, ge=0)
 
     _engines: dict[str | None, KVEngine] = PrivateAttr(default_factory=dict)
+    _markup: dict[str | None, PMLEngine] = PrivateAttr(default_factory=dict)
+
+    @field_validator("schemas", mode="before")
+    @classmethod
+    def _schemas_as_text(cls, value: Any) -> Any:
+        return [str(one) for one in ([value] if isinstance(value, str | Path) else value)]
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -149,7 +161,7 @@ class EngineSettings(BaseModel):
     def __getstate__(self) -> dict[Any, Any]:
         # A copy, since LlamaIndex deletes what it cannot pickle from the object it is asked about.
         light = self.model_copy(update={"index": self._index_as_path(self.index)})
-        light._engines = {}
+        light._engines, light._markup = {}, {}
         state: dict[Any, Any] = super(EngineSettings, light).__getstate__()
         return state
 
@@ -158,6 +170,7 @@ class EngineSettings(BaseModel):
         # Both hold locks and open files; an engine is made again at the next call.
         memo[id(self.index)] = self.index
         memo[id(self._engines)] = {}
+        memo[id(self._markup)] = {}
         return super().__deepcopy__(memo)
 
     @property
@@ -213,14 +226,16 @@ class EngineSettings(BaseModel):
             Per-call parameters, as the framework handed them on.
         """
         engine, arguments = self._prepare(call)
-        return self._retrying(lambda: engine().generate(prompt, **arguments))
+        return self._retrying(
+            lambda: engine().generate(self._placed(prompt, engine()), **arguments)
+        )
 
     def deltas(self, prompt: Prompt, call: Mapping[str, Any]) -> Iterator[AnswerDelta]:
         """Yield the engine's answer piece by piece; the last piece carries the whole answer."""
         engine, arguments = self._prepare(call)
 
         def start() -> tuple[AnswerDelta, Iterator[AnswerDelta]]:
-            stream = iter(engine().stream(prompt, **arguments))
+            stream = iter(engine().stream(self._placed(prompt, engine()), **arguments))
             return next(stream), stream
 
         first, rest = self._retrying(start)
@@ -247,6 +262,23 @@ class EngineSettings(BaseModel):
             # Two threads may both get here; their engines are interchangeable.
             engine = self._engines[model] = KVEngine(index, links=self.links)
         return engine
+
+    def _placed(self, prompt: Prompt, engine: KVEngine) -> Prompt | PlacedPrompt:
+        """Return a prompt of one of the schemas laid out, and any other as it is."""
+        text = prompt
+        if not isinstance(prompt, str) and len(prompt) == 1 and prompt[0]["role"] == "user":
+            # Frameworks that talk to a chat model make a turn of whatever a template renders.
+            text = prompt[0]["content"]
+        if not (self.schemas and isinstance(text, str) and text.lstrip().startswith("<prompt")):
+            return prompt
+        name = next(known for known, one in self._engines.items() if one is engine)
+        markup = self._markup.get(name)
+        if markup is None or markup.engine is not engine:
+            markup = PMLEngine(engine)
+            for schema in self.schemas:
+                markup.add(Path(schema))
+            self._markup[name] = markup
+        return markup.place(text)
 
     def context_window(self) -> int:
         """Return how many tokens prompt and answer may have together."""
@@ -280,6 +312,7 @@ class EngineSettings(BaseModel):
         identity["timeout"] = self.timeout
         identity["device"] = self.device
         identity["links"] = self.links
+        identity["schemas"] = [_file_digest(schema) for schema in self.schemas]
         try:
             identity |= recorded_identity(shared_index(self.index))
             # What they are, not where: the model's folder may bring some, and a file may change.
@@ -287,6 +320,14 @@ class EngineSettings(BaseModel):
         except (KVRagError, OSError):
             identity["index"] = str(self.index)
         return identity
+
+
+def _file_digest(name: str) -> str:
+    """Return what tells a file's contents, or its name where it cannot be read."""
+    try:
+        return hashlib.blake2b(Path(name).read_bytes(), digest_size=20).hexdigest()
+    except OSError:
+        return name
 
 
 def recorded_identity(index: Index) -> dict[str, str]:

@@ -74,6 +74,8 @@ class RowMask:
         Is shown what the rows attend with, before they do; None where nobody looks.
     scaled
         Which of the layer's keys are attended to otherwise; None where none is.
+    visible
+        ``[n, K]`` bool: which keys each row sees, where that is not all before it; else None.
     """
 
     positions: torch.Tensor
@@ -81,6 +83,7 @@ class RowMask:
     window: int | None
     observer: AttentionObserver | None = None
     scaled: ScaledKeys | None = None
+    visible: torch.Tensor | None = None
 
     def attend(
         self,
@@ -104,6 +107,8 @@ class RowMask:
 
     def dense(self, num_keys: int) -> torch.Tensor:
         """Return the boolean mask ``[n, num_keys]``: key_position <= query_position, in window."""
+        if self.visible is not None:
+            return self.visible[:, :num_keys]
         keys = torch.arange(self.first_key, self.first_key + num_keys, device=self.positions.device)
         queries = self.positions[:, None]
         mask = keys <= queries

@@ -201,6 +201,11 @@ class KVModel:
         return tokenizer_fingerprint(self.tokenizer)
 
     @property
+    def windows(self) -> list[int | None]:
+        """Each layer's sliding window in tokens, None where it sees everything."""
+        return self._windows
+
+    @property
     def is_position_bound(self) -> bool:
         """Whether KV holds for the positions alone that it was computed at (learned positions)."""
         return self.family.position_embedding is not None
@@ -395,6 +400,7 @@ class KVModel:
         observer: AttentionObserver | None = None,
         deviation: Deviation | None = None,
         scaled: ScaledKeys | None = None,
+        visible: torch.Tensor | None = None,
     ) -> None:
         """Run one layer over selected rows; their K/V replace what the buffer held.
 
@@ -420,6 +426,10 @@ class KVModel:
             Of the n rows; filled with how far their fresh K/V are from those they replace.
         scaled
             Which keys are attended to otherwise; None: none.
+        visible
+            ``[n, K]`` bool: which of the buffer's first K rows each row sees, among them only such
+            as stand before it in `rows` or are there already. None: all before it, as said above.
+            With it rows need not ascend, and no window of the layer is looked at.
         """
         layer = self._layers[layer_index]
         window = self._windows[layer_index]
@@ -433,11 +443,14 @@ class KVModel:
             block = slice(begin, begin + ROW_BLOCK)
             positions = rows[block]
             first, last = int(positions[0]), int(positions[-1])
+            seen = None
+            if visible is not None:
+                seen, first, last, window = visible[block], 0, visible.shape[1] - 1, None
             first_key = 0 if window is None else max(0, first - window + 1)
             noted = None if deviation is None else deviation[block]
             writer = RowWriter(fused, positions, first_key, last, noted)
             self._rows_at_hand = positions
-            mask = RowMask(positions, first_key, window, observer, scaled)
+            mask = RowMask(positions, first_key, window, observer, scaled, seen)
             output = layer(
                 hidden[block][None],
                 **self._arguments(mask, last + 1 - first_key, table),

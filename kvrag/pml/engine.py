@@ -144,7 +144,7 @@ class PMLEngine:
         ParameterError
             When its schema was not added.
         """
-        name = prompt.schema.name if isinstance(prompt, Prompt) else schema_name(prompt)
+        name = self.schema_of(prompt)
         found = self._schemas.get(name)
         if found is None:
             known = ", ".join(sorted(self._schemas)) or "none"
@@ -163,6 +163,11 @@ class PMLEngine:
             return self.passages.open(passage)
 
         return PlacedPrompt(layout, open_kv)
+
+    @staticmethod
+    def schema_of(prompt: str | FilePath | Prompt) -> str:
+        """Return the name of a prompt's schema. Raises PMLError."""
+        return prompt.schema.name if isinstance(prompt, Prompt) else schema_name(prompt)
 
     def _with_records(
         self, layout: Layout, found: EncodedSchema, chosen: dict[int, Passage]

@@ -1,0 +1,243 @@
+"""Several prompts in one buffer: rows that they share are there once.
+
+Source: Prompt Cache §4: prompts of one batch point to the same module's memory. Deviation: the
+paper shares pages; here all prompts are one run of rows, and a mask says whose rows a row sees, so
+the modules are in memory once, and the model's weights are read once for all prompts.
+
+A shared row belongs to no prompt, so nothing of it can be computed again for one: there is no
+recompute policy here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvrag.fusion.layout import Layout, ReusedSpan
+from kvrag.fusion.loader import OpenKV, SpanLoader, SpanLostError
+from kvrag.kvcache import FusedKV
+from kvrag.models.kv_model import KVModel
+
+_Place = tuple[str, tuple[int, ...], int]
+"""A record by chunk and context, and the position at which its first token stands."""
+
+
+@dataclass(frozen=True)
+class SharedReport:
+    """What fusing a batch did.
+
+    Attributes
+    ----------
+    num_prompts, num_tokens
+        Prompts, and the tokens of all of them.
+    num_shared_rows, num_fresh_rows
+        Rows loaded once for all, and rows computed for single prompts.
+    bytes_loaded, buffer_bytes
+        Read from the store, and allocated for KV, room for answers included.
+    separate_bytes
+        What a buffer for each prompt would take.
+    misses
+        Why stretches were computed instead: reason to number.
+    seconds
+        Wall time to the first logits.
+    """
+
+    num_prompts: int
+    num_tokens: int
+    num_shared_rows: int
+    num_fresh_rows: int
+    bytes_loaded: int
+    buffer_bytes: int
+    separate_bytes: int
+    misses: dict[str, int]
+    seconds: float
+
+
+class SharedPrompts:
+    """A batch of prompts, fused.
+
+    Parameters
+    ----------
+    model
+        The model.
+    layouts
+        Of each prompt; spans of one record at one position are shared.
+    open_kv
+        Opens a record of any of them.
+    room
+        Tokens that may be decoded for each prompt.
+
+    Attributes
+    ----------
+    logits
+        ``[B, vocabulary]`` of each prompt's first answer token.
+    report
+        What was done.
+    """
+
+    def __init__(
+        self, model: KVModel, layouts: Sequence[Layout], open_kv: OpenKV, room: int
+    ) -> None:
+        started = time.perf_counter()
+        self._model = model
+        self._windows = sorted({window or 0 for window in model.windows})
+        misses: Counter[str] = Counter()
+        while True:
+            rows = _Rows(layouts, room)
+            loader = SpanLoader(list(rows.shared.values()), open_kv)
+            if not loader.lost:
+                try:
+                    fused = self._fuse(rows, loader)
+                    break
+                except SpanLostError:
+                    pass
+            # Each round has a record less, so this ends.
+            misses += loader.misses
+            layouts = [_without(layout, loader.lost) for layout in layouts]
+        self._fused, self._rows_of = fused, rows
+        num_tokens = sum(len(layout.token_ids) for layout in layouts)
+        per_token = model.spec.bytes_per_token
+        self.report = SharedReport(
+            num_prompts=len(layouts),
+            num_tokens=num_tokens,
+            num_shared_rows=rows.num_shared,
+            num_fresh_rows=len(rows.fresh),
+            bytes_loaded=loader.bytes_loaded,
+            buffer_bytes=fused.capacity * per_token,
+            separate_bytes=(num_tokens + room * len(layouts)) * per_token,
+            misses=dict(misses),
+            seconds=time.perf_counter() - started,
+        )
+
+    def _fuse(self, rows: _Rows, loader: SpanLoader) -> FusedKV:
+        model = self._model
+        device = model.device
+        fused = FusedKV(model.spec, rows.num_rows, len(rows.positions), device)
+        self._tables = model.tables(len(rows.positions), rows.positions)
+        self._positions = torch.tensor(rows.positions, device=device)
+        fresh = torch.tensor(rows.fresh, device=device)
+        ids = torch.tensor([rows.token_ids[row] for row in rows.fresh], device=device)
+        visible = self._visible(rows, rows.owners, fresh, rows.num_rows)
+        with model.computing_rows():
+            hidden = model.embed(ids, self._positions[fresh])
+            for layer_index, table in enumerate(self._tables):
+                loader.load_layer(layer_index, fused, table)
+                seen = visible[model.windows[layer_index] or 0]
+                model.forward_rows(layer_index, hidden, fresh, fused, table, visible=seen)
+            last = [rows.fresh.index(row) for row in rows.last_rows]
+            self.logits = model.logits(hidden[last])
+        return fused
+
+    def _visible(
+        self, rows: _Rows, owners: Sequence[int], queries: torch.Tensor, num_keys: int
+    ) -> dict[int, torch.Tensor]:
+        """Return for each window what `queries` see: rows of their prompt at or before them."""
+        positions = self._positions
+        mine = torch.stack([rows.mask_of(owner, len(positions)) for owner in owners])
+        mine = mine[:, :num_keys].to(positions.device)
+        keys, asking = positions[:num_keys], positions[queries][:, None]
+        allowed = mine & (keys <= asking)
+        return {
+            window: allowed & (keys > asking - window) if window else allowed
+            for window in self._windows
+        }
+
+    def step(self, token_ids: dict[int, int]) -> dict[int, torch.Tensor]:
+        """Write one more token of some prompts; return the logits of what follows each.
+
+        Parameters
+        ----------
+        token_ids
+            Prompt to token.
+        """
+        model, rows = self._model, self._rows_of
+        owners = list(token_ids)
+        new = torch.tensor([rows.append(owner) for owner in owners], device=model.device)
+        ids = torch.tensor(list(token_ids.values()), device=model.device)
+        visible = self._visible(rows, owners, new, int(new.max()) + 1)
+        with model.computing_rows():
+            hidden = model.embed(ids, self._positions[new])
+            for layer_index, table in enumerate(self._tables):
+                seen = visible[model.windows[layer_index] or 0]
+                model.forward_rows(layer_index, hidden, new, self._fused, table, visible=seen)
+            logits = model.logits(hidden)
+        return dict(zip(owners, logits, strict=True))
+
+
+class _Rows:
+    """Which row of the buffer is what: shared records first, then each prompt's own, then room."""
+
+    def __init__(self, layouts: Sequence[Layout], room: int) -> None:
+        self.shared: dict[_Place, ReusedSpan] = {}
+        self.positions: list[int] = []
+        self.token_ids: dict[int, int] = {}
+        self._visible: list[list[int]] = [[] for _ in layouts]
+        lengths: dict[_Place, int] = {}
+        for layout in layouts:
+            for span in layout.spans:
+                place = _place(layout, span)
+                lengths[place] = max(lengths.get(place, 0), span.chunk_end)
+        for place, length in lengths.items():
+            chunk_id, context_ids, position = place
+            row = len(self.positions)
+            self.shared[place] = ReusedSpan(chunk_id, row, 0, length, context_ids)
+            self.positions += range(position, position + length)
+        self.num_shared = len(self.positions)
+        self.fresh: list[int] = []
+        self.owners: list[int] = []
+        self.last_rows: list[int] = []
+        for owner, layout in enumerate(layouts):
+            self._add(owner, layout)
+        self.num_rows = len(self.positions)
+        self._ends = [layout.end_position for layout in layouts]
+        self._starts = []
+        for end in self._ends:
+            self._starts.append(len(self.positions))
+            self.positions += range(end, end + room)
+        self._decoded = [0] * len(layouts)
+
+    def _add(self, owner: int, layout: Layout) -> None:
+        covered: set[int] = set()
+        for span in layout.spans:
+            first = self.shared[_place(layout, span)].prompt_start
+            self._visible[owner] += range(first + span.chunk_start, first + span.chunk_end)
+            covered.update(range(span.prompt_start, span.prompt_end))
+        for place, token_id in enumerate(layout.token_ids):
+            if place in covered:
+                continue
+            row = len(self.positions)
+            self.positions.append(layout.position(place))
+            self.token_ids[row] = token_id
+            self.fresh.append(row)
+            self.owners.append(owner)
+            self._visible[owner].append(row)
+        self.last_rows.append(len(self.positions) - 1)
+
+    def mask_of(self, owner: int, num_rows: int) -> torch.Tensor:
+        """Return ``[num_rows]`` bool: the rows of one prompt, its answer's included."""
+        mask = torch.zeros(num_rows, dtype=torch.bool)
+        mask[self._visible[owner]] = True
+        return mask
+
+    def append(self, owner: int) -> int:
+        """Return the row of a prompt's next token."""
+        row = self._starts[owner] + self._decoded[owner]
+        self._decoded[owner] += 1
+        self._visible[owner].append(row)
+        return row
+
+
+def _place(layout: Layout, span: ReusedSpan) -> _Place:
+    return (
+        span.chunk_id,
+        span.context_ids,
+        layout.position(span.prompt_start) - span.chunk_start,
+    )
+
+
+def _without(layout: Layout, lost: dict[str, str]) -> Layout:
+    return replace(layout, spans=tuple(span for span in layout.spans if span.chunk_id not in lost))

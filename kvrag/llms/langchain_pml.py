@@ -1,0 +1,56 @@
+"""`PMLPromptTemplate`: prompts of a schema's modules in LangChain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from langchain_core.prompts.string import StringPromptTemplate
+except ImportError as error:
+    raise ImportError(
+        "kvrag.llms.langchain_pml needs langchain-core: pip install 'kvrag[langchain]'"
+    ) from error
+
+from pydantic import model_validator
+
+from kvrag.pml.template import fill, variables
+
+
+class PMLPromptTemplate(StringPromptTemplate):
+    """A prompt of prompt markup (Prompt Cache §3.2.2) whose texts come from a chain.
+
+    What it renders is answered by a `KVRagLLM` that knows the schema (``schemas=``).
+
+    Attributes
+    ----------
+    markup
+        ``<prompt schema="...">`` with variables in braces; ``{{`` and ``}}`` stand for braces.
+        Values are text: markup in them is escaped.
+
+    Examples
+    --------
+    >>> template = PMLPromptTemplate(
+    ...     markup="<prompt schema='travel'><trip days='{days}'/>{question}</prompt>"
+    ... )
+    >>> template.format(days="3 < 4", question="Where?")
+    "<prompt schema='travel'><trip days='3 &lt; 4'/>Where?</prompt>"
+    """
+
+    markup: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _find_variables(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(values.get("markup"), str):
+            known = {*values.get("partial_variables", {})}
+            names = [name for name in variables(values["markup"]) if name not in known]
+            return {**values, "input_variables": names}
+        return values
+
+    def format(self, **kwargs: Any) -> str:
+        """Return the markup with the variables' values in it. Raises ParameterError."""
+        return fill(self.markup, self._merge_partial_and_user_variables(**kwargs))
+
+    @property
+    def _prompt_type(self) -> str:
+        return "kvrag-pml"

@@ -1,0 +1,39 @@
+"""`PMLPromptTemplate`: prompts of a schema's modules in LlamaIndex."""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from llama_index.core.prompts import PromptTemplate
+except ImportError as error:
+    raise ImportError(
+        "kvrag.llms.llamaindex_pml needs llama-index-core: pip install 'kvrag[llama-index]'"
+    ) from error
+
+from kvrag.pml.template import fill, variables
+
+
+class PMLPromptTemplate(PromptTemplate):
+    """A prompt of prompt markup (Prompt Cache §3.2.2) whose texts come from a query engine.
+
+    What it renders is answered by a `KVRagLLM` that knows the schema (``schemas=``). Variables
+    stand in braces; markup in their values is escaped, so that values stay text.
+
+    Parameters
+    ----------
+    markup
+        ``<prompt schema="...">`` with variables in braces.
+    settings
+        Further parameters of LlamaIndex's `PromptTemplate`.
+    """
+
+    def __init__(self, markup: str, **settings: Any) -> None:
+        variables(markup)
+        super().__init__(markup, **settings)
+
+    def format(self, llm: Any = None, completion_to_prompt: Any = None, **kwargs: Any) -> str:
+        """Return the markup with the variables' values in it. Raises ParameterError."""
+        del llm, completion_to_prompt  # a prompt of markup is complete: nothing is put around it
+        mapped = self._map_all_vars({**self.kwargs, **kwargs})
+        return fill(self.template, mapped)

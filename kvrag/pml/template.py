@@ -1,0 +1,57 @@
+"""Prompt markup with variables: values become text of the markup, never markup themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from string import Formatter
+from xml.sax.saxutils import escape
+
+from kvrag.errors import ParameterError
+
+_QUOTES = {'"': "&quot;", "'": "&apos;", "\n": "&#10;", "\r": "&#13;", "\t": "&#9;"}
+
+
+def variables(markup: str) -> list[str]:
+    """Return the names that stand in braces, in order, each once.
+
+    Raises
+    ------
+    ParameterError
+        When braces are unbalanced or hold more than a name; ``{{`` and ``}}`` stand for themselves.
+    """
+    try:
+        parts = list(Formatter().parse(markup))
+    except ValueError as error:
+        raise ParameterError(f"prompt template: {error}; write {{{{ and }}}} for braces") from error
+    names = []
+    for _, name, format_spec, conversion in parts:
+        if name is None:
+            continue
+        if not name.isidentifier() or format_spec or conversion:
+            raise ParameterError(
+                f"prompt template: {{{name}}} is no plain variable; write {{{{ and }}}} for braces"
+            )
+        names.append(name)
+    return list(dict.fromkeys(names))
+
+
+def fill(markup: str, values: Mapping[str, object]) -> str:
+    """Return markup with each variable's value in its place, as text.
+
+    Raises
+    ------
+    ParameterError
+        When a value is missing, or holds a character that XML has no room for.
+    """
+    texts = {}
+    for name in variables(markup):
+        if name not in values:
+            raise ParameterError(f"prompt template: no value for {name!r}")
+        text = str(values[name])
+        lost = next((c for c in text if c < " " and c not in "\n\r\t"), None)
+        if lost is not None:
+            raise ParameterError(
+                f"prompt template: {name!r} holds the control character {lost!r}; remove it"
+            )
+        texts[name] = escape(text, _QUOTES)
+    return Formatter().vformat(markup, (), texts)

@@ -1,0 +1,100 @@
+"""Batches over one copy of the modules, against each prompt alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import ParameterError
+from kvrag.fusion.loader import MISS_DAMAGED
+from kvrag.fusion.shared import SharedPrompts
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from kvrag.pml.batch import generate_batch
+from kvrag.pml.engine import PMLEngine
+from tests.pml.test_engine import WHOLE
+from tests.support.bench_top import relative_difference
+from tests.support.models import make_model, make_tokenizer
+
+PROMPTS = [
+    "<prompt schema='s'><m0/><m2/> Who keeps it?</prompt>",
+    "<prompt schema='s'><m0/><m1/><m2/><m3/> When was that?</prompt>",
+    "<prompt schema='s'> Anything?</prompt>",
+    "<prompt schema='s'><m0/><m2/> And who repairs the clock?</prompt>",
+]
+
+
+@pytest.fixture(params=["llama", "mistral-sliding", "gemma3", "bloom", "gpt2", "falcon-alibi"])
+def pml(request: pytest.FixtureRequest, tmp_path: Path):
+    model = KVModel(make_model(request.param), make_tokenizer())
+    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
+        engine = PMLEngine(KVEngine(index))
+        engine.encode(WHOLE)
+        yield engine
+
+
+def test_a_batch_is_each_prompt_alone(pml: PMLEngine, request: pytest.FixtureRequest) -> None:
+    # Windows reach over positions here, over rows where a prompt is fused alone.
+    is_windowed = any(pml.engine.index.model.windows)
+    prompts = [PROMPTS[1]] if is_windowed else PROMPTS
+    found = generate_batch(pml, prompts, max_tokens=6)
+    alone = [pml.generate(one, policy="none", max_tokens=6) for one in prompts]
+    assert list(found.texts) == [answer.text for answer in alone]
+    assert found.report.num_tokens == sum(answer.report.num_tokens for answer in alone)
+
+
+def test_modules_are_in_memory_once(pml: PMLEngine) -> None:
+    model = pml.engine.index.model
+    prompts = [PROMPTS[1]] * 8
+    report = generate_batch(pml, prompts, max_tokens=2).report
+    layout = pml.place(PROMPTS[1]).layout
+    fresh = len(layout.token_ids) - layout.num_reused
+    rows = layout.num_reused + 8 * (fresh + 2)
+    assert report.num_shared_rows == layout.num_reused
+    assert report.buffer_bytes == rows * model.spec.bytes_per_token
+    assert report.buffer_bytes < report.separate_bytes / 3
+    # Read once as well.
+    one = pml.engine.fuse(pml.place(PROMPTS[1]), policy="none").report
+    assert report.bytes_loaded == one.bytes_loaded
+
+
+def test_damage_is_computed_and_counted(pml: PMLEngine) -> None:
+    index = pml.engine.index
+    passage = pml.add(WHOLE).passages[0]
+    key = pml.passages.key_of(passage)
+    record = index.store.open(key)
+    assert record is not None
+    content = bytearray(record.size_bytes)
+    record.read_into(0, memoryview(content))
+    record.close()
+    content[-1] ^= 1
+    index.store.replace(key, bytes(content))
+    found = generate_batch(pml, PROMPTS[:2], max_tokens=3)
+    assert found.report.misses == {MISS_DAMAGED: 1}
+    placed = [pml.place(one) for one in PROMPTS[:2]]
+    shared = SharedPrompts(index.model, [one.layout for one in placed], placed[0].open_kv, room=1)
+    for one, logits in zip(placed, shared.logits, strict=True):
+        if not any(index.model.windows):
+            alone = pml.engine.fuse(one, policy="none").logits
+            assert relative_difference(logits, alone) < 1e-4
+
+
+def test_batches_are_of_one_schema_and_of_something(pml: PMLEngine) -> None:
+    with pytest.raises(ParameterError, match="0 prompts"):
+        generate_batch(pml, [])
+    pml.add("<schema name='t'>x</schema>")
+    with pytest.raises(ParameterError, match="schemas s, t"):
+        generate_batch(pml, [PROMPTS[0], "<prompt schema='t'>x</prompt>"])
+
+
+def test_answers_are_drawn_by_seed(pml: PMLEngine) -> None:
+    torch.manual_seed(0)
+    drawn = [
+        generate_batch(pml, PROMPTS[:1], max_tokens=6, temperature=1.5, seed=seed).texts
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1]
+    assert drawn[0] != drawn[2]
