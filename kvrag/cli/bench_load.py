@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvrag.cli import console, lists
 from kvrag.cli import options as o
-from kvrag.fusion.loader import LOAD_THREADS, MAX_LOAD_THREADS
+from kvrag.errors import ParameterError
+from kvrag.loading import LOAD_THREADS, MAX_LOAD_THREADS
 
 if TYPE_CHECKING:
+    from kvrag.bench.load.controller import ControllerRow
     from kvrag.bench.load.pipelining import PipeliningRow
+
+_PARTS = ("pipelining", "controller")
 
 
 def bench_load(
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="What to measure, with commas: pipelining (layers loaded in the background), "
+            "controller (the share that auto takes, against the best)."
+        ),
+    ] = ",".join(_PARTS),
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.", show_default=False),
@@ -30,41 +41,68 @@ def bench_load(
     speeds: Annotated[
         str, typer.Option(help="Speeds of the store in GB/s, with commas.")
     ] = "0.05,0.2,1,5",
-    policy: Annotated[str, typer.Option(help="What is computed again.")] = "deviation",
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="What is computed again. Default: deviation, of the controller boundary.",
+            show_default=False,
+        ),
+    ] = None,
     ratios: Annotated[
-        str, typer.Option(help="Shares that a policy which takes one recomputes, with commas.")
-    ] = "0,0.05,0.15",
+        str | None,
+        typer.Option(
+            help="Shares that a policy which takes one recomputes, with commas. Default: "
+            "0,0.05,0.15, of the controller 0,0.02,0.05,0.1,0.15,0.3.",
+            show_default=False,
+        ),
+    ] = None,
+    floor: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Least share that the controller may take.")
+    ] = 0.02,
     threads: Annotated[
         int, typer.Option(min=1, max=MAX_LOAD_THREADS, help="Chunks read at the same time.")
     ] = LOAD_THREADS,
     repeats: Annotated[int, typer.Option(min=1, help="Runs; the median counts.")] = 5,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Time to first token with layers loaded in the background, over a throttled store."""
+    """Time to first token over a throttled store: loading hidden, and the share it allows."""
+    chosen = lists.names(parts, "--parts")
+    unknown = [part for part in chosen if part not in _PARTS]
+    if unknown:
+        raise ParameterError(f"--parts {unknown[0]!r}: expected {', '.join(_PARTS)}")
     rates = lists.positive(speeds, "--speeds")
-    shares = lists.shares(ratios, "--ratios")
+    given: dict[str, Any] = {}
+    if ratios is not None:
+        given["ratios"] = lists.shares(ratios, "--ratios")
+    if policy is not None:
+        given["policy"] = policy
+    from kvrag.bench.load.controller import ControllerOptions, measure_controller
     from kvrag.bench.load.pipelining import PipeliningOptions, measure_pipelining
     from kvrag.bench.load.prompts import LoadPrompt
     from kvrag.cli.opening import quiet_libraries
 
     quiet_libraries()
-    options = PipeliningOptions(
-        prompt=LoadPrompt(model, random_shape, chunks, chunk_tokens, question_tokens, codec),
-        gigabytes_per_second=rates,
-        policy=policy,
-        ratios=shares,
-        load_threads=threads,
-        repeats=repeats,
-    )
+    prompt = LoadPrompt(model, random_shape, chunks, chunk_tokens, question_tokens, codec)
+    pipelining = PipeliningOptions(prompt, rates, load_threads=threads, repeats=repeats, **given)
+    controller = ControllerOptions(prompt, rates, floor=floor, repeats=repeats, **given)
+    found: dict[str, list[Any]] = {}
     with console.err().status("measuring") as status:
-        rows = list(measure_pipelining(options, status.update))
+        for part in chosen:
+            found[part] = list(
+                measure_pipelining(pipelining, status.update)
+                if part == "pipelining"
+                else measure_controller(controller, status.update)
+            )
     if as_json:
-        console.print_json(rows)
-    else:
-        _print_rows(rows)
+        console.print_json(found)
+        return
+    if "pipelining" in found:
+        _print_pipelining(found["pipelining"])
+    if "controller" in found:
+        _print_controller(found["controller"])
 
 
-def _print_rows(rows: Sequence[PipeliningRow]) -> None:
+def _print_pipelining(rows: Sequence[PipeliningRow]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -99,3 +137,25 @@ def _print_rows(rows: Sequence[PipeliningRow]) -> None:
         style="dim",
         markup=False,
     )
+
+
+def _print_controller(rows: Sequence[ControllerRow]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("auto", no_wrap=True)
+    for name in ("GB/s", "took", "expected", "load", "expected", "best", "took", "x best"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            f"{row.policy} {row.ratio:.0%}",
+            f"{row.gigabytes_per_second:g}",
+            console.format_seconds(row.seconds),
+            console.format_seconds(row.expected_seconds),
+            console.format_seconds(row.load_seconds),
+            console.format_seconds(row.expected_load_seconds),
+            f"{row.best_ratio:.0%}",
+            console.format_seconds(row.best_seconds),
+            f"{row.over_best:.2f}",
+        )
+    console.out().print(table)

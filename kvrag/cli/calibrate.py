@@ -36,15 +36,16 @@ def calibrate(
     ] = "0.03,0.05,0.1,0.15,0.3",
     max_tokens: o.MaxTokensOption = 16,
     model: o.ModelOption = None,
+    store: o.StoreOption = None,
     no_chat: o.NoChatOption = False,
     device: o.DeviceOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Measure what each policy loses and costs with the index's model.
+    """Measure what each policy loses and costs with the index's model, and loading from its store.
 
     The result is kept with the index. 'kvrag query --policy auto' then takes, for each prompt, the
     cheapest policy that loses under 1 %, or the best one that '--ratio' and 'auto:ttft=SECONDS'
-    allow.
+    allow; and of those that hide behind loading the one that loses least.
     """
     named = tuple(lists.names(policies, "--policies"))
     shares = lists.shares(ratios, "--ratios")
@@ -62,7 +63,7 @@ def calibrate(
         use_chat_template=not no_chat,
     )
     with (
-        open_index(index, model, device) as opened,
+        open_index(index, model, device, store) as opened,
         console.err().status("reading the index") as status,
     ):
         found = measure(opened, options, status.update)
@@ -92,3 +93,11 @@ def _print(found: Calibration) -> None:
         f"{found.measure} over {found.num_questions:,} questions from {found.data}, kept with the "
         "index\n"
     )
+    if found.loading is None:
+        console.write("loading: not measured, the store delivered nothing\n")
+    else:
+        console.write(
+            f"loading from {found.loading.store}: "
+            f"{console.format_seconds(found.loading.seconds_per_record)} a chunk and "
+            f"{console.format_seconds(1000 * found.loading.seconds_per_token)} a thousand tokens\n"
+        )

@@ -23,7 +23,7 @@ from kvrag.fusion.decoding import RowDecoder
 from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.links import Links
-from kvrag.fusion.loader import LOAD_THREADS, MAX_LOAD_THREADS, OpenKV
+from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.none import NonePolicy
@@ -31,6 +31,7 @@ from kvrag.fusion.policies.registry import make_policy
 from kvrag.fusion.segments import Match
 from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag.ingest.index import Index
+from kvrag.loading import LOAD_THREADS, MAX_LOAD_THREADS
 from kvrag.models.adapter import resting
 from kvrag.models.caches import FusedCache
 

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvrag.errors import IndexFormatError, ParameterError
-from kvrag.fusion.policies.auto import AutoPolicy
-from kvrag.fusion.policies.base import RecomputePolicy
+from kvrag.fusion.policies.auto import AutoPolicy, planned_rows
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
 from kvrag.fusion.policies.registry import make_policy
+from kvrag.loading.cost import LoadingCost, pipelined_seconds
 
 FORMAT_VERSION = 1
 
@@ -88,6 +89,22 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """Seconds that a prompt is expected to take.
+
+    Attributes
+    ----------
+    seconds
+        From the layout to the first token.
+    load_seconds
+        Of loading, hidden or not; None where it was not measured.
+    """
+
+    seconds: float
+    load_seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class Calibration:
     """What the referee found for one model.
 
@@ -105,7 +122,9 @@ class Calibration:
     policies
         What was measured.
     cost
-        What prompts cost.
+        What prompts cost whose KV is near.
+    loading
+        What it costs to load KV from the index's store; None where that was not measured.
     """
 
     model_fingerprint: str
@@ -114,6 +133,30 @@ class Calibration:
     num_questions: int
     policies: tuple[Measured, ...]
     cost: Cost
+    loading: LoadingCost | None = None
+
+    def estimate(self, policy: RecomputePolicy, prompt: PromptRows, num_fresh: int) -> Estimate:
+        """Return what a prompt will take with a policy.
+
+        Parameters
+        ----------
+        prompt
+            Without the question's look.
+        num_fresh
+            Tokens that are computed in any case.
+        """
+        num_asked = policy.question_layers(prompt.num_layers).stop
+        asked = self.cost.seconds_per_row * num_asked * num_fresh
+        compute = self.cost.of(planned_rows(policy, prompt, num_fresh), prompt.num_reused)
+        if self.loading is None:
+            return Estimate(compute)
+        load = self.loading.of(prompt.num_records, prompt.num_loaded)
+        # The question looks at so many layers before any of them is computed again.
+        looked = load * num_asked / prompt.num_layers
+        seconds = pipelined_seconds(load - looked, compute - asked, prompt.num_layers)
+        if num_asked:
+            seconds += pipelined_seconds(looked, asked, num_asked)
+        return Estimate(seconds, load)
 
     def to_json(self) -> str:
         """Return the calibration as JSON text."""
@@ -136,6 +179,8 @@ class Calibration:
                     f"{where}: calibration of format {version}, this version reads "
                     f"{FORMAT_VERSION}: run 'kvrag calibrate' again"
                 )
+            # Calibrations of before loading was measured have none.
+            loading = fields.get("loading")
             return cls(
                 model_fingerprint=str(fields["model_fingerprint"]),
                 data=str(fields["data"]),
@@ -143,6 +188,7 @@ class Calibration:
                 num_questions=int(fields["num_questions"]),
                 policies=tuple(Measured(**policy) for policy in fields["policies"]),
                 cost=Cost(**fields["cost"]),
+                loading=LoadingCost(**loading) if loading is not None else None,
             )
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise IndexFormatError(

@@ -19,13 +19,14 @@ import torch
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.links import LinkedRows, Links
-from kvrag.fusion.loader import LOAD_THREADS, OpenKV, SpanLoader, SpanLostError
+from kvrag.fusion.loader import OpenKV, SpanLoader, SpanLostError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, mean_count
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.question import QuestionAttention, ask
 from kvrag.fusion.report import FusionReport
 from kvrag.fusion.selection import Selection
 from kvrag.kvcache import FusedKV
+from kvrag.loading import LOAD_THREADS
 from kvrag.models.adapter import resting
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
@@ -201,9 +202,16 @@ def _fuse(
     inexact = tuple(
         span for span in loader.spans if not (span.num_compressed or layout.is_exact(span))
     )
-    prompt = PromptRows(num_tokens, model.spec.num_layers, inexact)
+    prompt = PromptRows(
+        num_tokens,
+        model.spec.num_layers,
+        inexact,
+        num_records=loader.num_records,
+        num_loaded=sum(span.length for span in loader.spans),
+    )
     fresh = linked.without_stored(_complement(num_tokens, loader.spans).to(model.device))
-    policy, expected_loss = policy.resolve(prompt, len(fresh))
+    resolved = policy.resolve(prompt, len(fresh))
+    policy = resolved.policy
     scaling = policy.scaling() if inexact or compressed else None
     scaled: list[ScaledKeys] = []
     held = _covered(num_tokens, [*inexact, *compressed]).to(model.device)
@@ -275,7 +283,9 @@ def _fuse(
         num_links=len(layout.links),
         num_unlinked=layout.num_unlinked,
         misses=dict(Counter(layout.misses) + loader.misses),
-        expected_loss=expected_loss,
+        expected_loss=resolved.loss,
+        expected_seconds=resolved.seconds,
+        expected_load_seconds=resolved.load_seconds,
         num_compressed=num_compressed,
         num_compressed_rows=sum(span.length for span in compressed),
     )

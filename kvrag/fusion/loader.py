@@ -37,12 +37,6 @@ class SpanLostError(Exception):
     """A span could not be loaded whole; the loader has already left it out."""
 
 
-LOAD_THREADS = 4
-"""Records of a prompt read at the same time, unless another number is asked for."""
-
-MAX_LOAD_THREADS = 64
-
-
 class SpanLoader:
     """Brings the stored KV of a prompt's spans into its buffer, one layer at a time.
 
@@ -119,6 +113,11 @@ class SpanLoader:
         # Each costs a round trip at least.
         with ThreadPoolExecutor(min(self._num_threads, len(wanted)), "kvrag-open") as pool:
             return dict(zip(wanted, pool.map(opened, wanted), strict=True))
+
+    @property
+    def num_records(self) -> int:
+        """Records that can be had."""
+        return len(self._records)
 
     @property
     def bytes_loaded(self) -> int:

@@ -56,6 +56,10 @@ class FusionReport:
     expected_loss
         Share of full prefill's quality that policy ``auto`` expects to lose, by its calibration;
         None of other policies.
+    expected_seconds, expected_load_seconds
+        What ``auto`` expects fusing to take, and the loading in it, hidden or not; None of other
+        policies, and of loading that was not measured. It took the sum of `seconds`, and
+        `load_seconds`.
     misses
         Why chunks found in the prompt were prefilled instead: reason to number of chunks.
     """
@@ -74,6 +78,8 @@ class FusionReport:
     rows_asked: int = 0
     num_in_context: int = 0
     expected_loss: float | None = None
+    expected_seconds: float | None = None
+    expected_load_seconds: float | None = None
     num_links: int = 0
     num_unlinked: int = 0
     num_compressed: int = 0
@@ -84,6 +90,11 @@ class FusionReport:
     def num_cached(self) -> int:
         """Tokens whose KV came from the store and was kept."""
         return self.num_exact + self.num_reused
+
+    @property
+    def load_seconds(self) -> float:
+        """Seconds of loading, waited for or hidden."""
+        return self.seconds.get("load", 0.0) + self.hidden_load_seconds
 
     @property
     def recomputed_share(self) -> float:
@@ -104,6 +115,7 @@ class FusionReport:
             **asdict(self),
             "rows_by_layer": list(self.rows_by_layer),
             "num_cached": self.num_cached,
+            "load_seconds": self.load_seconds,
             "recomputed_share": self.recomputed_share,
             "work_share": self.work_share,
         }

@@ -37,6 +37,7 @@ from kvrag.ingest.passages import kept_keys
 from kvrag.ingest.report import GcReport, IndexStats, RecodeReport, VerifyReport
 from kvrag.kvcache import ChunkKV
 from kvrag.store.base import Store
+from kvrag.store.registry import without_password
 
 CALIBRATION_NAME = "calibration.json"
 
@@ -93,6 +94,8 @@ class IndexUpkeep(ABC):
     def calibration(self) -> Calibration | None:
         """What was measured for the index's model, or None where nothing was.
 
+        What it says of loading holds for the store that is open, or is left out.
+
         Raises
         ------
         IndexFormatError
@@ -112,6 +115,9 @@ class IndexUpkeep(ABC):
             raise IndexMismatchError(
                 f"{path}: measured with another model than the index's; run 'kvrag calibrate' again"
             )
+        if found.loading is not None and found.loading.store != without_password(self.store.url):
+            # Of another store it says nothing.
+            found = replace(found, loading=None)
         return found
 
     def keep_calibration(self, calibration: Calibration) -> None:

@@ -5,8 +5,10 @@ import time
 
 import pytest
 
+from kvrag.bench.load.controller import ControllerOptions, measure_controller
+from kvrag.bench.load.cost import measure_loading
 from kvrag.bench.load.pipelining import PipeliningOptions, measure_pipelining
-from kvrag.bench.load.prompts import LoadPrompt
+from kvrag.bench.load.prompts import LoadPrompt, indexed
 from kvrag.bench.load.throttled import Line, ThrottledStore
 from kvrag.errors import ParameterError
 from kvrag.store.memory import MemoryStore
@@ -83,3 +85,41 @@ def test_wrong_options(wrong: dict) -> None:
 def test_no_chunks() -> None:
     with pytest.raises(ParameterError, match="1 or more"):
         LoadPrompt(num_chunks=0)
+
+
+def test_what_loading_costs_is_what_the_line_takes() -> None:
+    with indexed(SMALL, lambda _: None) as (index, _):
+        index.store = ThrottledStore(index.store, 3e5)
+        found = measure_loading(index, 3)
+    assert found is not None
+    assert found.store == "memory:"
+    # 768 bytes a token, and a header a chunk.
+    assert found.of(3, 120) >= 0.3
+    assert found.seconds_per_token >= 0.5 * 768 / 3e5
+
+
+def test_a_store_that_delivers_nothing_has_no_cost() -> None:
+    with indexed(SMALL, lambda _: None) as (index, _):
+        for key in list(index.store.keys()):
+            index.store.delete(key)
+        assert measure_loading(index, 3) is None
+
+
+def test_the_controller_takes_more_the_slower_the_store() -> None:
+    options = ControllerOptions(
+        prompt=SMALL, gigabytes_per_second=[0.00005], ratios=[0.0, 0.1, 1.0], floor=0.1, repeats=1
+    )
+    (slow,) = measure_controller(options)
+    assert slow.ratio == 1.0
+    assert slow.expected_load_seconds >= 1.8
+    assert slow.load_seconds >= 1.8
+    assert slow.seconds >= 1.8
+    assert slow.best_ratio in (0.1, 1.0)
+    assert slow.over_best == pytest.approx(slow.seconds / slow.best_seconds)
+
+
+def test_no_share_keeps_quality() -> None:
+    with pytest.raises(ParameterError, match="the floor"):
+        ControllerOptions(ratios=[0.1], floor=0.2)
+    with pytest.raises(ParameterError, match="no share"):
+        ControllerOptions(policy="none")

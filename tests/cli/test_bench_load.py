@@ -13,10 +13,13 @@ SMALL = (
 def test_json_is_a_list_of_rows(run: Run) -> None:
     done = run(*SMALL, "--json")
     assert done.code == 0, done.err
-    (row,) = done.json
+    (row,) = done.json["pipelining"]
     assert row["policy"] == "deviation"
     assert row["ratio"] == 0.5
     assert row["pipelined_seconds"] > 0
+    (row,) = done.json["controller"]
+    assert row["policy"] == "boundary"
+    assert row["ratio"] == row["best_ratio"] == 0.5
 
 
 def test_table_for_a_person(run: Run) -> None:
@@ -24,6 +27,15 @@ def test_table_for_a_person(run: Run) -> None:
     assert done.code == 0, done.err
     assert "deviation 50%" in done.out
     assert "one by one" in done.out
+    assert "boundary 50%" in done.out
+
+
+def test_one_part_and_an_unknown_one(run: Run) -> None:
+    done = run(*SMALL, "--parts", "controller", "--policy", "deviation", "--json")
+    assert done.code == 0, done.err
+    assert list(done.json) == ["controller"]
+    assert done.json["controller"][0]["policy"] == "deviation"
+    assert "--parts 'tiers'" in run(*SMALL, "--parts", "tiers").err
 
 
 @pytest.mark.parametrize("speeds", ["", "0", "-1", "inf", "fast"])

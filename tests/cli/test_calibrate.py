@@ -21,9 +21,25 @@ def test_auto_follows_a_calibration(run: Run, index_folder: Path) -> None:
     report = run(*asked).json["report"]
     assert report["policy"].partition("(")[0] in ("none", "query")
     assert 0.0 <= report["expected_loss"] <= 1.0
+    assert "loading from file:" in done.out
+    assert report["expected_load_seconds"] > 0.0
+    assert report["expected_seconds"] > 0.0
     bounded = run(*asked, "--ratio", "0").json["report"]
     assert bounded["policy"] == "none"
     assert bounded["num_recomputed"] == 0
+
+
+def test_what_loading_costs_holds_for_the_store_it_was_measured_at(
+    run: Run, index_folder: Path
+) -> None:
+    done = run("calibrate", "-i", index_folder, *SMALL, "--store", "memory:")
+    assert done.code == 0, done.err
+    assert "loading: not measured" in done.out
+    run("calibrate", "-i", index_folder, *SMALL)
+    asked = ("query", "-i", index_folder, QUESTION, "--policy", "auto", "--max-tokens", 2, "--json")
+    assert run(*asked).json["report"]["expected_load_seconds"] is not None
+    elsewhere = run(*asked, "--store", "memory:").json["report"]
+    assert elsewhere["expected_load_seconds"] is None
 
 
 def test_auto_follows_what_every_policy_was_measured_at(run: Run, index_folder: Path) -> None:

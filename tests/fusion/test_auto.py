@@ -11,13 +11,14 @@ from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.policies.auto import AutoPolicy, planned_rows
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, Resolved
 from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.query import QueryPolicy
 from kvrag.fusion.policies.scaled import ScaledPolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
+from kvrag.loading.cost import LoadingCost
 from kvrag.models.kv_model import KVModel
 from tests.support.bench_top import Bench
 from tests.support.models import make_model, make_tokenizer
@@ -43,7 +44,7 @@ CALIBRATION = Calibration(
 
 
 def _chosen(**budget: float) -> tuple[RecomputePolicy, float | None]:
-    return AutoPolicy(calibration=CALIBRATION, **budget).resolve(PROMPT, NUM_FRESH)
+    return AutoPolicy(calibration=CALIBRATION, **budget).resolve(PROMPT, NUM_FRESH)[:2]
 
 
 def test_planned_rows_are_those_that_are_computed() -> None:
@@ -94,6 +95,68 @@ def test_a_time_bounds_what_is_recomputed() -> None:
     assert _chosen(ttft=2.6)[0] == QueryPolicy(0.05)
     assert _chosen(ttft=1.5)[0] == NonePolicy()
     assert _chosen(ttft=0.1)[0] == NonePolicy()
+
+
+def _loading(seconds: float, **budget: float) -> Resolved:
+    """Resolve with a store that takes so long for the prompt's KV."""
+    calibration = replace(
+        CALIBRATION,
+        policies=tuple(
+            Measured("boundary", ratio, 0.1 - ratio / 10, 0.0, 1.0)
+            for ratio in (0.1, 0.3, 0.5, 1.0)
+        ),
+        loading=LoadingCost("memory:", 0.0, seconds / 1000),
+    )
+    prompt = replace(PROMPT, num_records=1, num_loaded=1000)
+    return AutoPolicy(calibration=calibration, **budget).resolve(prompt, NUM_FRESH)
+
+
+def test_the_share_that_hides_behind_loading() -> None:
+    # 10 layers of 100 fresh rows are 1 s; of 1,000 reused ones a tenth is another second.
+    assert _loading(0.0, loss=0.1).policy == BoundaryPolicy(ratio=0.1)
+    assert _loading(1.9, loss=0.1).policy == BoundaryPolicy(ratio=0.1)
+    # Of 25 s of loading 6 s of computing show 0.4 s more than 2 s: the same time, less lost.
+    assert _loading(25.0, loss=0.1).policy == BoundaryPolicy(ratio=0.5)
+    assert _loading(500.0, loss=0.1).policy == BoundaryPolicy(ratio=1.0)
+
+
+def test_quality_is_kept_where_nothing_hides() -> None:
+    found = _loading(0.0, loss=0.05)
+    assert found.policy == BoundaryPolicy(ratio=0.5)
+    assert found.loss == pytest.approx(0.05)
+
+
+def test_what_is_expected_counts_the_longer_and_a_layer_of_the_shorter() -> None:
+    found = _loading(10.0, loss=0.1, ratio=0.1)
+    assert found.load_seconds == pytest.approx(10.0)
+    assert found.seconds == pytest.approx(10.0 + 2.0 / 10)
+
+
+def test_a_time_bounds_loading_too() -> None:
+    assert _loading(10.0, ttft=11.0).policy == BoundaryPolicy(ratio=0.5)
+    assert _loading(10.0, ttft=10.21).policy == BoundaryPolicy(ratio=0.1)
+
+
+def test_a_policy_that_asks_first_hides_nothing_of_its_computing() -> None:
+    loading = LoadingCost("memory:", 0.0, 0.01)
+    calibration = replace(CALIBRATION, loading=loading)
+    prompt = replace(PROMPT, num_records=1, num_loaded=1000)
+    # 10 s of loading, 1 s of asking in its shadow, then 1 s + 1.5 s of computing in the light.
+    found = calibration.estimate(QueryPolicy(0.15, depth=1.0), prompt, NUM_FRESH)
+    rows = planned_rows(QueryPolicy(0.15, depth=1.0), prompt, NUM_FRESH)
+    assert found.seconds == pytest.approx(10.0 + 0.1 + rows / 1000 - 1.0)
+    assert found.load_seconds == pytest.approx(10.0)
+
+
+def test_loading_is_kept_and_older_calibrations_have_none() -> None:
+    with_loading = replace(CALIBRATION, loading=LoadingCost("file:x", 0.5, 0.25))
+    assert Calibration.from_json(with_loading.to_json(), "here") == with_loading
+    fields = json.loads(CALIBRATION.to_json())
+    del fields["loading"]
+    assert Calibration.from_json(json.dumps(fields), "here") == CALIBRATION
+    fields["loading"] = {"store": "file:x"}
+    with pytest.raises(IndexFormatError, match="no calibration"):
+        Calibration.from_json(json.dumps(fields), "here")
 
 
 def test_a_share_bounds_policies_that_take_none() -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from kvrag.bench.load.cost import load_spans
 from kvrag.bench.load.prompts import LoadPrompt, indexed
 from kvrag.bench.load.throttled import ThrottledStore
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.loader import LOAD_THREADS, SpanLoader
 from kvrag.fusion.policies.registry import make_policy, takes_ratio
 from kvrag.ingest.index import Index
-from kvrag.kvcache import FusedKV
+from kvrag.loading import LOAD_THREADS
 
 _SLACK = 1.10
 _SLACK_SECONDS = 0.005
@@ -151,27 +150,15 @@ def _run(
     waited = given.report.seconds["load"]
     ahead = pipelined.generate(prompt, policy=options.policy, ratio=ratio, max_tokens=1)
     return _Run(
-        load=load_seconds(index, layout, options.load_threads),
+        load=load_spans(
+            index,
+            layout.spans,
+            len(layout.token_ids),
+            layout.positions,
+            options.load_threads,
+        )[1],
         recompute=given.ttft_seconds - waited,
         serial=given.ttft_seconds,
         pipelined=ahead.ttft_seconds,
         hidden=ahead.report.hidden_load_seconds,
     )
-
-
-def load_seconds(index: Index, layout: Layout, load_threads: int) -> float:
-    """Return what loading takes when nothing is computed beside it."""
-    model = index.model
-    num_tokens = len(layout.token_ids)
-    buffer = FusedKV(model.spec, num_tokens, num_tokens, model.device)
-    buffer.storage.zero_()  # an engine's spare buffer has been touched before, too
-    tables = model.tables(num_tokens, layout.positions)
-    started = time.perf_counter()
-    loader = SpanLoader(layout.spans, index.open_kv, num_threads=load_threads)
-    loader.begin(buffer, tables)
-    try:
-        for layer_index, table in enumerate(tables):
-            loader.load_layer(layer_index, buffer, table)
-    finally:
-        loader.end()
-    return time.perf_counter() - started

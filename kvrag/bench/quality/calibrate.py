@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
-
+from kvrag.bench.load.cost import measure_loading
+from kvrag.bench.prices import fit_prices
 from kvrag.bench.quality.bootstrap import mean_interval
 from kvrag.bench.quality.contest import Contestant, QualityOptions, judge_questions
 from kvrag.bench.quality.datasets import load_questions
@@ -70,7 +70,7 @@ def calibrate(
     options: CalibrationOptions | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
-    """Measure the policies with an index's model.
+    """Measure the policies with an index's model, and loading from its store.
 
     With a data set, what is lost is exact match. Without one it is agreement: how often the
     likeliest token is full prefill's, behind full prefill's own answer, to questions that quote
@@ -125,6 +125,7 @@ def calibrate(
         num_questions=len(reference),
         policies=tuple(measured),
         cost=_fit_cost(judged),
+        loading=measure_loading(index, options.num_chunks, on_progress),
     )
 
 
@@ -181,18 +182,5 @@ def _quotation(text: str, index: Index) -> str:
 def _fit_cost(judged: Mapping[Contestant, Sequence[Judgement]]) -> Cost:
     """Fit seconds to rows and cached tokens by least squares; nothing costs less than nothing."""
     all_of_them = [j for judgements in judged.values() for j in judgements]
-    features = np.array([[1.0, j.num_rows, j.num_cached] for j in all_of_them])
-    seconds = np.array([j.ttft_seconds for j in all_of_them])
-    used = [0, 1, 2]
-    prices = np.zeros(3)
-    while used:
-        # Relative errors: a short prompt's estimate is to be as good as a long one's.
-        weights = 1.0 / seconds
-        found, *_ = np.linalg.lstsq(
-            features[:, used] * weights[:, None], seconds * weights, rcond=None
-        )
-        if (found >= 0.0).all():
-            prices[used] = found
-            break
-        used.pop(int(found.argmin()))
-    return Cost(*map(float, prices))
+    amounts = [(1.0, j.num_rows, j.num_cached) for j in all_of_them]
+    return Cost(*fit_prices(amounts, [j.ttft_seconds for j in all_of_them]))

@@ -13,6 +13,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.policies.base import (
     PromptRows,
     RecomputePolicy,
+    Resolved,
     check_ratio,
     mean_count,
     share_of,
@@ -20,7 +21,10 @@ from kvrag.fusion.policies.base import (
 from kvrag.fusion.policies.none import NonePolicy
 
 if TYPE_CHECKING:
-    from kvrag.fusion.calibration import Calibration, Measured
+    from kvrag.fusion.calibration import Calibration, Estimate, Measured
+
+# Estimates that differ by less are taken for the same.
+_SAME = 1.02
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,14 @@ class AutoPolicy(RecomputePolicy):
     """Choose policy and ratio for each prompt, from a calibration.
 
     Of what the budget allows, the cheapest that loses no more than `loss` is taken; where all lose
-    more, the one that loses least; where the budget allows nothing, the cheapest of all.
+    more, the one that loses least; where the budget allows nothing, the cheapest of all. Where it
+    was measured what loading costs, a policy that loses less and hides behind loading is taken in
+    place of the cheapest.
 
-    Source: CacheBlend (arXiv 2405.16444) §5.1, the loading controller, with the criterion chosen
-    as well as the ratio, and quality measured for the model instead of assumed.
+    Source: CacheBlend (arXiv 2405.16444) §5.1, the loading controller: the share at which computing
+    takes as long as loading, and no less than quality needs. Deviations: the criterion is chosen as
+    well as the share, among those that were measured; quality is measured for the model instead of
+    assumed.
 
     Parameters
     ----------
@@ -73,30 +81,36 @@ class AutoPolicy(RecomputePolicy):
         found.require_calibration()
         return found
 
-    def resolve(self, prompt: PromptRows, num_fresh: int) -> tuple[RecomputePolicy, float | None]:
+    def resolve(self, prompt: PromptRows, num_fresh: int) -> Resolved:
         calibration = self.require_calibration()
         if not prompt.spans:
             # Nothing is off, so nothing is lost.
-            return NonePolicy(), 0.0
+            estimate = calibration.estimate(NonePolicy(), prompt, num_fresh)
+            return Resolved(NonePolicy(), 0.0, estimate.seconds, estimate.load_seconds)
         most_tokens = math.inf if self.ratio is None else share_of(self.ratio, prompt.num_reused)
         most_seconds = math.inf if self.ttft is None else self.ttft
-        seconds: dict[Measured, float] = {}
+        estimates: dict[Measured, Estimate] = {}
         allowed = []
         for measured in calibration.policies:
             policy = measured.make()
-            num_rows = planned_rows(policy, prompt, num_fresh)
-            seconds[measured] = calibration.cost.of(num_rows, prompt.num_reused)
+            estimates[measured] = calibration.estimate(policy, prompt, num_fresh)
             num_tokens = mean_count(planned_counts(policy, prompt))
-            if num_tokens <= most_tokens and seconds[measured] <= most_seconds:
+            if num_tokens <= most_tokens and estimates[measured].seconds <= most_seconds:
                 allowed.append(measured)
         good = [measured for measured in allowed if measured.loss <= self.loss]
         if good:
-            chosen = min(good, key=lambda measured: (seconds[measured], measured.loss))
+            chosen = min(good, key=lambda measured: (estimates[measured].seconds, measured.loss))
+            if calibration.loading is not None:
+                # What hides behind loading is free: take the least loss for the same time.
+                limit = _SAME * estimates[chosen].seconds
+                free = [measured for measured in good if estimates[measured].seconds <= limit]
+                chosen = min(free, key=lambda one: (one.loss, estimates[one].seconds))
         elif allowed:
-            chosen = min(allowed, key=lambda measured: (measured.loss, seconds[measured]))
+            chosen = min(allowed, key=lambda one: (one.loss, estimates[one].seconds))
         else:
-            chosen = min(seconds, key=lambda measured: seconds[measured])
-        return chosen.make(), chosen.loss
+            chosen = min(estimates, key=lambda measured: estimates[measured].seconds)
+        found = estimates[chosen]
+        return Resolved(chosen.make(), chosen.loss, found.seconds, found.load_seconds)
 
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         raise NotImplementedError("auto names no tokens itself: it is resolved first")

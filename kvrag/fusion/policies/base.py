@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from types import NoneType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -43,12 +43,16 @@ class PromptRows:
     relevance
         ``[M, n]`` float32, over the tokens of `reused`: what the question gathers from each in the
         M layers that the policy looks at (see `QuestionAttention`); None where it looks at none.
+    num_records, num_loaded
+        Records that are loaded for the prompt, exact ones too, and their rows.
     """
 
     num_tokens: int
     num_layers: int
     spans: tuple[ReusedSpan, ...]
     relevance: torch.Tensor | None = None
+    num_records: int = 0
+    num_loaded: int = 0
 
     def reused(self) -> torch.Tensor:
         """Return the ascending positions ``[n]`` of all tokens in `spans`."""
@@ -78,6 +82,25 @@ class Seen:
     positions: torch.Tensor
     key_deviation: torch.Tensor
     value_deviation: torch.Tensor
+
+
+class Resolved(NamedTuple):
+    """A policy for one prompt.
+
+    Attributes
+    ----------
+    policy
+        Repairs it.
+    loss
+        Share of full prefill's quality that is expected to be lost; None where that is not known.
+    seconds, load_seconds
+        What the prompt is expected to take, and the loading in it, hidden or not; None likewise.
+    """
+
+    policy: RecomputePolicy
+    loss: float | None = None
+    seconds: float | None = None
+    load_seconds: float | None = None
 
 
 class RecomputePolicy(ABC):
@@ -129,8 +152,8 @@ class RecomputePolicy(ABC):
         self,
         prompt: PromptRows,  # noqa: ARG002
         num_fresh: int,  # noqa: ARG002
-    ) -> tuple[RecomputePolicy, float | None]:
-        """Return the policy that repairs this prompt, and the loss to be expected if it is known.
+    ) -> Resolved:
+        """Return the policy that repairs this prompt, and what is to be expected if it is known.
 
         The policy is itself, unless it leaves the work to another.
 
@@ -141,7 +164,7 @@ class RecomputePolicy(ABC):
         num_fresh
             Tokens that are computed in any case.
         """
-        return self, None
+        return Resolved(self)
 
     def scaling(self) -> KeyScaling | None:
         """Return how tokens that stay reused are attended to; None: as all others are."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvrag.errors import ParameterError
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, Seen
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, Resolved, Seen
 from kvrag.models.scaling import KeyScaling
 
 if TYPE_CHECKING:
@@ -63,11 +63,12 @@ class ScaledPolicy(RecomputePolicy):
     def question_layers(self, num_layers: int) -> range:
         return self.policy.question_layers(num_layers)
 
-    def resolve(self, prompt: PromptRows, num_fresh: int) -> tuple[RecomputePolicy, float | None]:
-        chosen, loss = self.policy.resolve(prompt, num_fresh)
+    def resolve(self, prompt: PromptRows, num_fresh: int) -> Resolved:
+        chosen = self.policy.resolve(prompt, num_fresh)
         # What was measured without scaling says nothing of the loss with it.
-        known = None if self.scaling() is not None else loss
-        return ScaledPolicy(chosen, self.temperature, self.scale), known
+        known = None if self.scaling() is not None else chosen.loss
+        scaled = ScaledPolicy(chosen.policy, self.temperature, self.scale)
+        return chosen._replace(policy=scaled, loss=known)
 
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         return self.policy.candidates(prompt)

@@ -1,0 +1,176 @@
+"""The share that ``auto`` takes by what loading costs, against every share in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from kvrag.bench.load.cost import measure_loading
+from kvrag.bench.load.prompts import LoadPrompt, indexed
+from kvrag.bench.load.throttled import ThrottledStore
+from kvrag.bench.prices import fit_prices
+from kvrag.engine.answer import Answer
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import ParameterError
+from kvrag.fusion.calibration import Calibration, Cost, Measured
+from kvrag.fusion.policies.auto import AutoPolicy
+from kvrag.fusion.policies.base import RecomputePolicy
+from kvrag.fusion.policies.registry import make_policy, takes_ratio
+from kvrag.ingest.index import Index
+
+
+@dataclass(frozen=True)
+class ControllerOptions:
+    """What to measure.
+
+    Attributes
+    ----------
+    prompt
+        What is loaded.
+    gigabytes_per_second
+        Speeds of the store.
+    policy, ratios
+        The shares among which is chosen.
+    floor
+        The least share that keeps quality: what has random weights has no quality to measure.
+    repeats
+        Timed rounds, of which the median is reported; one more runs first and does not count.
+    """
+
+    prompt: LoadPrompt = field(default_factory=LoadPrompt)
+    gigabytes_per_second: Sequence[float] = (0.05, 0.2, 1.0, 5.0)
+    policy: str = "boundary"
+    ratios: Sequence[float] = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3)
+    floor: float = 0.02
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        if not self.gigabytes_per_second or min(self.gigabytes_per_second) <= 0:
+            raise ParameterError("bench load: speeds must be above 0 GB/s, one at least")
+        if self.repeats < 1 or not self.allowed:
+            raise ParameterError(
+                f"bench load: repeats must be 1 or more, and one ratio at least {self.floor}, the "
+                "floor"
+            )
+        if not takes_ratio(self.policy):
+            raise ParameterError(f"policy {self.policy!r} has no share to choose")
+
+    @property
+    def allowed(self) -> tuple[float, ...]:
+        """Shares that keep quality."""
+        return tuple(ratio for ratio in self.ratios if ratio >= self.floor)
+
+
+@dataclass(frozen=True)
+class ControllerRow:
+    """One speed.
+
+    Attributes
+    ----------
+    policy, floor, gigabytes_per_second
+        What was measured.
+    ratio, seconds
+        The share that ``auto`` took, and its time to first token.
+    expected_seconds, expected_load_seconds, load_seconds
+        What it expected that to be, and its loading; and what that was.
+    best_ratio, best_seconds
+        The fastest of all shares that keep quality.
+    over_best
+        `seconds` over `best_seconds`.
+    """
+
+    policy: str
+    floor: float
+    gigabytes_per_second: float
+    ratio: float
+    seconds: float
+    expected_seconds: float
+    expected_load_seconds: float
+    load_seconds: float
+    best_ratio: float
+    best_seconds: float
+    over_best: float
+
+
+def measure_controller(
+    options: ControllerOptions, say: Callable[[str], None] = lambda _: None
+) -> Iterator[ControllerRow]:
+    """Yield one row per speed; shares and ``auto`` are timed in turn."""
+    with indexed(options.prompt, say) as (index, prompt):
+        engine = KVEngine(index)
+        say("computing")
+        cost = _compute_cost(engine, prompt, options)
+        whole = index.store
+        for speed in options.gigabytes_per_second:
+            index.store = ThrottledStore(whole, speed * 1e9)
+            auto = _auto(index, cost, options, say)
+            say(f"{options.policy} at {speed} GB/s")
+            rounds = [
+                [_answer(engine, prompt, policy) for policy in [auto, *_fixed(options)]]
+                for _ in range(options.repeats + 1)
+            ][1:]
+            seconds = [median(one.ttft_seconds for one in way) for way in zip(*rounds, strict=True)]
+            best = min(range(len(options.allowed)), key=lambda number: seconds[1 + number])
+            report = rounds[-1][0].report
+            assert report.expected_loss is not None
+            assert report.expected_seconds is not None
+            assert report.expected_load_seconds is not None
+            yield ControllerRow(
+                policy=options.policy,
+                floor=options.floor,
+                gigabytes_per_second=speed,
+                ratio=round(1.0 - report.expected_loss, 9),
+                seconds=seconds[0],
+                expected_seconds=report.expected_seconds,
+                expected_load_seconds=report.expected_load_seconds,
+                load_seconds=median(one[0].report.load_seconds for one in rounds),
+                best_ratio=options.allowed[best],
+                best_seconds=seconds[1 + best],
+                over_best=seconds[0] / seconds[1 + best],
+            )
+        index.store = whole
+
+
+def _fixed(options: ControllerOptions) -> list[RecomputePolicy]:
+    return [make_policy(options.policy, ratio=ratio) for ratio in options.allowed]
+
+
+def _answer(engine: KVEngine, prompt: str, policy: RecomputePolicy) -> Answer:
+    return engine.generate(prompt, policy=policy, max_tokens=1)
+
+
+def _compute_cost(engine: KVEngine, prompt: str, options: ControllerOptions) -> Cost:
+    """Return what computing costs, from the KV in memory."""
+    amounts, seconds = [], []
+    for number in range(3):
+        for policy in _fixed(options):
+            answer = _answer(engine, prompt, policy)
+            report = answer.report
+            if number:
+                num_rows = sum(report.rows_by_layer) + report.rows_asked
+                amounts.append((1.0, float(num_rows)))
+                seconds.append(answer.ttft_seconds - report.seconds["load"])
+    fixed, per_row = fit_prices(amounts, seconds)
+    return Cost(fixed, per_row, 0.0)
+
+
+def _auto(
+    index: Index, cost: Cost, options: ControllerOptions, say: Callable[[str], None]
+) -> AutoPolicy:
+    loading = measure_loading(index, options.prompt.num_chunks, say)
+    assert loading is not None
+    calibration = Calibration(
+        model_fingerprint=index.model.fingerprint,
+        data="none",
+        measure="share computed again",
+        num_questions=0,
+        # The share stands for quality here: the more, the less is lost.
+        policies=tuple(
+            Measured(options.policy, ratio, 1.0 - ratio, 1.0 - ratio, 1.0 - ratio)
+            for ratio in options.ratios
+        ),
+        cost=cost,
+        loading=loading,
+    )
+    return AutoPolicy(loss=1.0 - options.floor, calibration=calibration)

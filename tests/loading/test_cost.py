@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvrag.bench.prices import fit_prices
+from kvrag.errors import ParameterError
+from kvrag.loading.cost import LoadingCost, pipelined_seconds
+
+
+def test_what_loading_costs() -> None:
+    cost = LoadingCost("memory:", 0.01, 0.001)
+    assert cost.of(5, 2000) == pytest.approx(2.05)
+    assert cost.of(0, 0) == 0.0
+
+
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf, "fast", None])
+def test_prices_that_are_none(wrong: object) -> None:
+    with pytest.raises(ParameterError, match="0 or more seconds"):
+        LoadingCost("memory:", 0.0, wrong)
+
+
+def test_the_shorter_hides_but_for_one_layer() -> None:
+    assert pipelined_seconds(8.0, 2.0, 4) == 8.5
+    assert pipelined_seconds(2.0, 8.0, 4) == 8.5
+    assert pipelined_seconds(3.0, 3.0, 1) == 6.0
+    assert pipelined_seconds(3.0, 4.0, 0) == 7.0
+
+
+def test_prices_are_found_again() -> None:
+    amounts = [(1, 10, 300), (1, 70, 10), (1, 20, 500), (1, 50, 50)]
+    seconds = [0.1 * a + 0.02 * b + 0.003 * c for a, b, c in amounts]
+    assert fit_prices(amounts, seconds) == pytest.approx([0.1, 0.02, 0.003])
+
+
+def test_nothing_costs_less_than_nothing() -> None:
+    amounts = [(1, 1), (1, 2), (1, 3)]
+    found = fit_prices(amounts, [3.0, 2.0, 1.0])
+    assert found[1] == 0.0
+    assert found[0] > 0.0
