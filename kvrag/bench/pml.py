@@ -16,12 +16,14 @@ from statistics import median
 import torch
 
 from kvrag.bench.floor import FloorMeter
+from kvrag.bench.memory import peak_bytes
 from kvrag.bench.shapes import random_model, random_text
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies.registry import make_policy, takes_ratio
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+from kvrag.pml.batch import generate_batch
 from kvrag.pml.engine import PMLEngine
 
 
@@ -39,6 +41,8 @@ class PMLBenchOptions:
         Tokens of the prompt's own text.
     policy, ratio
         How reused modules are repaired.
+    batch
+        Prompts of the same modules answered together, each with a text of its own.
     """
 
     model: str | None = None
@@ -48,11 +52,13 @@ class PMLBenchOptions:
     text_tokens: int = 30
     policy: str = "none"
     ratio: float = 0.15
+    batch: int = 8
     repeats: int = 3
 
     def __post_init__(self) -> None:
-        if min(self.num_modules, self.module_tokens, self.text_tokens, self.repeats) < 1:
-            raise ParameterError("bench pml: modules, tokens and repeats must be 1 or more")
+        counts = (self.num_modules, self.module_tokens, self.text_tokens, self.batch, self.repeats)
+        if min(counts) < 1:
+            raise ParameterError("bench pml: modules, tokens, batch and repeats must be 1 or more")
         make_policy(self.policy)
 
 
@@ -69,6 +75,11 @@ class PMLBenchRow:
     encode_tokens_per_second, prefill_tokens_per_second, encode_share
         Module tokens encoded and stored, the same modules merely prefilled by the model, and the
         ratio.
+    batch, batch_peak_bytes, single_peak_bytes
+        Prompts answered together, and by how much resident memory rose while they were, and while
+        one prompt was.
+    kv_bytes
+        Bytes of one prompt's KV.
     """
 
     model: str
@@ -85,6 +96,10 @@ class PMLBenchRow:
     encode_tokens_per_second: float
     prefill_tokens_per_second: float
     encode_share: float
+    batch: int
+    batch_peak_bytes: int
+    single_peak_bytes: int
+    kv_bytes: int
 
 
 def run_pml_bench(
@@ -130,6 +145,18 @@ def run_pml_bench(
             engine.give_back(fused)
         ttft = median(times[1:])
         floor = FloorMeter(model).measure(fused.report).seconds
+        say(f"{options.batch} prompts together")
+        asked = [
+            _markup(texts, random_text(model, options.text_tokens, seed=-2 - number))[1]
+            for number in range(options.batch)
+        ]
+        # Another engine: the one that was timed keeps the buffer of its last prompt.
+        fresh = PMLEngine(KVEngine(index))
+        fresh.add(schema)
+        single, together = (
+            peak_bytes(lambda prompts=prompts: generate_batch(fresh, prompts, max_tokens=1))
+            for prompts in (asked[:1], asked)
+        )
     return PMLBenchRow(
         model=model.name,
         policy=options.policy,
@@ -145,6 +172,10 @@ def run_pml_bench(
         encode_tokens_per_second=encoded,
         prefill_tokens_per_second=prefilled,
         encode_share=encoded / prefilled,
+        batch=options.batch,
+        batch_peak_bytes=together,
+        single_peak_bytes=single,
+        kv_bytes=fused.report.num_tokens * model.spec.bytes_per_token,
     )
 
 

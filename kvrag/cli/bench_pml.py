@@ -25,6 +25,9 @@ def bench_pml(
     ratio: Annotated[
         float, typer.Option(help="Share that a policy which takes one recomputes.")
     ] = 0.15,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Prompts answered together, for their peak memory.")
+    ] = 8,
     repeats: Annotated[int, typer.Option(min=1, help="Runs; the median counts.")] = 3,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -41,6 +44,7 @@ def bench_pml(
         text_tokens=text_tokens,
         policy=policy,
         ratio=ratio,
+        batch=batch,
         repeats=repeats,
     )
     with console.err().status("measuring") as status:
@@ -56,4 +60,7 @@ def bench_pml(
         f"{console.format_seconds(row.floor_seconds)}, {row.floor_ratio:.2f} times that\n"
         f"encoding: {row.encode_tokens_per_second:,.0f} tokens/s, plain prefill "
         f"{row.prefill_tokens_per_second:,.0f} tokens/s: {row.encode_share:.0%}\n"
+        f"peak memory: one prompt {console.format_bytes(row.single_peak_bytes)}, {row.batch} "
+        f"together {console.format_bytes(row.batch_peak_bytes)}; KV of one "
+        f"{console.format_bytes(row.kv_bytes)}\n"
     )

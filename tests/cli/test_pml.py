@@ -88,4 +88,6 @@ def test_bench_pml_prints_every_figure(run: Run) -> None:
     assert row["speedup"] == pytest.approx(row["plain_ttft_seconds"] / row["ttft_seconds"])
     assert row["floor_ratio"] > 1
     assert row["encode_share"] > 0
+    assert row["batch"] == 8
+    assert row["kv_bytes"] > 0
     assert "floor" in run("bench", "pml", "--random-shape", "test", *sizes).out
