@@ -35,6 +35,10 @@ def test_one_part_and_an_unknown_one(run: Run) -> None:
     assert done.code == 0, done.err
     assert list(done.json) == ["controller"]
     assert done.json["controller"][0]["policy"] == "deviation"
+    # What the controller could not choose is no matter where it is not asked for.
+    done = run(*SMALL, "--parts", "pipelining", "--policy", "none", "--json")
+    assert done.code == 0, done.err
+    assert done.json["pipelining"][0]["ratio"] is None
     assert "--parts 'tiers'" in run(*SMALL, "--parts", "tiers").err
 
 
