@@ -153,10 +153,8 @@ def run_pml_bench(
         # Another engine: the one that was timed keeps the buffer of its last prompt.
         fresh = PMLEngine(KVEngine(index))
         fresh.add(schema)
-        single, together = (
-            peak_bytes(lambda prompts=prompts: generate_batch(fresh, prompts, max_tokens=1))
-            for prompts in (asked[:1], asked)
-        )
+        single = peak_bytes(lambda: generate_batch(fresh, asked[:1], max_tokens=1))
+        together = peak_bytes(lambda: generate_batch(fresh, asked, max_tokens=1))
     return PMLBenchRow(
         model=model.name,
         policy=options.policy,
