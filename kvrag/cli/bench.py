@@ -15,18 +15,9 @@ if TYPE_CHECKING:
     from kvrag.bench.ttft import TTFTRow
 
 
-_Model = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.", show_default=False),
-]
-_Shape = Annotated[
-    str, typer.Option(help="Without --model: random weights in the shape of this model.")
-]
-
-
 def bench_ttft(
-    model: _Model = None,
-    random_shape: _Shape = "qwen2.5-0.5b",
+    model: o.BenchModelOption = None,
+    random_shape: o.ShapeOption = "qwen2.5-0.5b",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 10,
     chunk_tokens: Annotated[
         str, typer.Option(help="Tokens of each chunk; several, with commas, make several rows.")
@@ -37,8 +28,8 @@ def bench_ttft(
     ratio: Annotated[
         float, typer.Option(help="Share that policies which take one recompute.")
     ] = 0.15,
-    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 30,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs; the median counts.")] = 3,
+    question_tokens: o.QuestionTokensOption = 30,
+    repeats: o.RepeatsOption = 3,
     as_json: o.JsonOption = False,
 ) -> None:
     """Time to first token: plain prefill over kvrag, and the floor this machine allows."""
@@ -67,8 +58,8 @@ def bench_ttft(
 
 
 def bench_ingest(
-    model: _Model = None,
-    random_shape: _Shape = "qwen2.5-0.5b",
+    model: o.BenchModelOption = None,
+    random_shape: o.ShapeOption = "qwen2.5-0.5b",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks indexed.")] = 12,
     chunk_tokens: Annotated[
         str, typer.Option(help="Tokens of the chunks, in turn, with commas.")
@@ -76,7 +67,7 @@ def bench_ingest(
     batch_sizes: Annotated[
         str, typer.Option(help="Batch sizes of plain prefill; the best counts.")
     ] = "1,2,4,8",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs; the median counts.")] = 3,
+    repeats: o.RepeatsOption = 3,
     as_json: o.JsonOption = False,
 ) -> None:
     """Indexing throughput over the model's own batched prefill."""

@@ -27,16 +27,11 @@ def bench_load(
             "controller (the share that auto takes, against the best)."
         ),
     ] = ",".join(_PARTS),
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.", show_default=False),
-    ] = None,
-    random_shape: Annotated[
-        str, typer.Option(help="Without --model: random weights in the shape of this model.")
-    ] = "qwen2.5-0.5b",
+    model: o.BenchModelOption = None,
+    random_shape: o.ShapeOption = "qwen2.5-0.5b",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 250,
-    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 30,
+    question_tokens: o.QuestionTokensOption = 30,
     codec: Annotated[str, typer.Option(help="How the chunks are stored.")] = "raw",
     speeds: Annotated[
         str, typer.Option(help="Speeds of the store in GB/s, with commas.")
@@ -62,7 +57,7 @@ def bench_load(
     threads: Annotated[
         int, typer.Option(min=1, max=MAX_LOAD_THREADS, help="Chunks read at the same time.")
     ] = LOAD_THREADS,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs; the median counts.")] = 5,
+    repeats: o.RepeatsOption = 5,
     as_json: o.JsonOption = False,
 ) -> None:
     """Time to first token over a throttled store: loading hidden, and the share it allows."""

@@ -11,13 +11,8 @@ from kvrag.cli import options as o
 
 
 def bench_pml(
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.", show_default=False),
-    ] = None,
-    random_shape: Annotated[
-        str, typer.Option(help="Without --model: random weights in the shape of this model.")
-    ] = "qwen2.5-0.5b",
+    model: o.BenchModelOption = None,
+    random_shape: o.ShapeOption = "qwen2.5-0.5b",
     modules: Annotated[int, typer.Option(min=1, help="Modules that the prompt imports.")] = 6,
     module_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each module.")] = 500,
     text_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt's own text.")] = 30,
@@ -28,7 +23,7 @@ def bench_pml(
     batch: Annotated[
         int, typer.Option(min=1, help="Prompts answered together, for their peak memory.")
     ] = 8,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs; the median counts.")] = 3,
+    repeats: o.RepeatsOption = 3,
     as_json: o.JsonOption = False,
 ) -> None:
     """Prompt markup: encoding a schema over plain prefill of it, and time to first token."""

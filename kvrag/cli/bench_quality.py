@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def bench_quality(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.")
-    ] = "kvrag-tiny",
+    model: o.NamedModelOption = "kvrag-tiny",
     data: Annotated[
         str,
         typer.Option(

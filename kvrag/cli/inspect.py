@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 def inspect(
     folder: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the PNGs go.")],
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.")
-    ] = "kvrag-tiny",
+    model: o.NamedModelOption = "kvrag-tiny",
     data: Annotated[
         str, typer.Option(help="Data set, as for 'kvrag bench quality'.")
     ] = "generated",

@@ -86,6 +86,18 @@ LinksOption = Annotated[
         show_default=False,
     ),
 ]
+NamedModelOption = Annotated[
+    str, typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.")
+]
+BenchModelOption = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.", show_default=False),
+]
+ShapeOption = Annotated[
+    str, typer.Option(help="Without --model: random weights in the shape of this model.")
+]
+QuestionTokensOption = Annotated[int, typer.Option(min=1, help="Tokens of the question.")]
+RepeatsOption = Annotated[int, typer.Option(min=1, help="Runs; the median counts.")]
 MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
 TemperatureOption = Annotated[
     float, typer.Option(help="0 takes the likeliest token; above, tokens are drawn.")

@@ -16,9 +16,7 @@ def train_anchors(
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Folder of the run; one is continued.")
     ],
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.")
-    ] = "kvrag-tiny",
+    model: o.NamedModelOption = "kvrag-tiny",
     data: Annotated[
         str,
         typer.Option(
