@@ -152,9 +152,6 @@ def test_rows_of_every_context(model: KVModel, tmp_path: Path) -> None:
         (("later",), "context 'later': expected one of"),
         ((), "one context and one compression must"),
     ],
-        (("later",), "context 'later': expected one of"),
-        ((), "one context and one compression must"),
-    ],
 )
 def test_contexts_that_cannot_be(contexts: tuple[str, ...], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
