@@ -117,6 +117,9 @@ class SharedPrompts:
         model = self._model
         device = model.device
         fused = FusedKV(model.spec, rows.num_rows, len(rows.positions), device)
+        for kv in (*fused.keys, *fused.values):
+            # Prompts stand between one another's answers: what a mask hides has to be a number.
+            kv[:, :, rows.num_rows :] = 0
         self._tables = model.tables(len(rows.positions), rows.positions)
         self._positions = torch.tensor(rows.positions, device=device)
         fresh = torch.tensor(rows.fresh, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,20 @@ def test_a_batch_is_each_prompt_alone(pml: PMLEngine, request: pytest.FixtureReq
     alone = [pml.generate(one, policy="none", max_tokens=6) for one in prompts]
     assert list(found.texts) == [answer.text for answer in alone]
     assert found.report.num_tokens == sum(answer.report.num_tokens for answer in alone)
+
+
+def test_what_memory_held_before_is_never_seen(
+    pml: PMLEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean = generate_batch(pml, PROMPTS, max_tokens=6).texts
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    assert generate_batch(pml, PROMPTS, max_tokens=6).texts == clean
 
 
 def test_modules_are_in_memory_once(pml: PMLEngine) -> None:
