@@ -244,9 +244,11 @@ class FileStore:
             self._append(writer, records)
         self._metrics.wrote(sum(len(record) for _, record in records))
 
-    def _append(self, writer: IndexWriter, records: list[tuple[ChunkKey, bytes]]) -> None:
+    def _append(
+        self, writer: IndexWriter, records: list[tuple[ChunkKey, bytes]], avoiding: int = 0
+    ) -> None:
         segment, end = writer.last_segment()
-        if segment == 0 or end >= self._segment_bytes:
+        if segment in (0, avoiding) or end >= self._segment_bytes:
             # Not the number of a file that a killed process, or a lost index, left behind.
             numbers = self._segments.numbers()
             segment, end = max(writer.next_segment(), *(number + 1 for number in numbers), 1), 0
@@ -298,7 +300,8 @@ class FileStore:
     def _move_out_of(self, segment: int) -> bool:
         with self._index.writing() as writer:
             for batch in _batches(self._needed_of(writer, segment)):
-                self._append(writer, batch)
+                # Records that came meanwhile may have made it the segment that is being filled.
+                self._append(writer, batch, avoiding=segment)
             writer.drop_segment(segment)
         self._segments.remove(segment)
         return True

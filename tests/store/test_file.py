@@ -322,6 +322,19 @@ def test_room_is_given_back(folder: Path) -> None:
     assert int(files_under(folder)[-1][-12:-4]) > 5
 
 
+def test_records_moved_into_the_segment_that_is_given_back_next(folder: Path) -> None:
+    store = FileStore(folder, segment_bytes=10_000)
+    keys = [key_number(number) for number in range(12)]  # ten to a segment
+    for key in keys:
+        store.put(key, record_of(key))
+    for key in keys[2:]:  # most of the full segment, and all of the one being filled
+        store.delete(key)
+    store.collect_garbage(0.0)
+    assert sorted(store.keys()) == sorted(keys[:2])
+    for key in keys[:2]:
+        assert stored(FileStore(folder), key) == record_of(key)
+
+
 def test_what_cannot_be_read_is_not_moved(folder: Path) -> None:
     store = FileStore(folder, segment_bytes=5_000)
     keys = [key_number(number) for number in range(9)]
