@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvrag.cli import console, lists
 from kvrag.cli import options as o
-from kvrag.cli.train_links import CheckpointingOption, PrecisionOption, print_scores
+from kvrag.cli import training_options as t
+from kvrag.cli.train_links import print_scores
 
 
 def train_anchors(
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Folder of the run; one is continued.")
-    ],
+    out: t.RunOption,
     model: o.NamedModelOption = "kvrag-tiny",
-    data: Annotated[
-        str,
-        typer.Option(
-            help="'generated' (the training split of the corpus generator), a JSON file in MuSiQue "
-            "layout or a JSONL file in LongBench layout."
-        ),
-    ] = "generated",
+    data: t.TrainingDataOption = "generated",
     rates: Annotated[
         str,
         typer.Option(
             help="Shares of a chunk's rows to be left out, with commas: one model for all."
         ),
     ] = "0.5,0.75",
-    loss: Annotated[
-        str,
-        typer.Option(help="labels, or distill: the untouched model's full prefill is the teacher."),
-    ] = "labels",
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 600,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps over which the rate rises.")] = 20,
-    rows: Annotated[int, typer.Option(min=1, help="Sets of documents a step.")] = 10,
-    questions: Annotated[
-        int, typer.Option(min=1, help="Questions about each set, at the most.")
-    ] = 14,
+    loss: t.LossOption = "labels",
+    steps: t.StepsOption = 600,
+    warmup_steps: t.WarmupOption = 20,
+    rows: t.RowsOption = 10,
+    questions: t.QuestionsOption = 14,
     learning_rate: Annotated[
         float | None,
         typer.Option(
@@ -58,14 +45,12 @@ def train_anchors(
     keep_order: Annotated[
         bool, typer.Option("--keep-order", help="Do not shuffle the documents of a file.")
     ] = False,
-    evaluate_every: Annotated[
-        int, typer.Option(min=1, help="Steps between scores on questions held out.")
-    ] = 100,
-    evaluate_questions: Annotated[int, typer.Option(min=1, help="How many of them.")] = 300,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    evaluate_every: t.EvaluateEveryOption = 100,
+    evaluate_questions: t.EvaluateQuestionsOption = 300,
+    seed: t.TrainingSeedOption = 0,
     device: o.DeviceOption = None,
-    precision: PrecisionOption = "auto",
-    gradient_checkpointing: CheckpointingOption = False,
+    precision: t.PrecisionOption = "auto",
+    gradient_checkpointing: t.CheckpointingOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Train a model to write a chunk into few anchors, whose KV alone is stored.

@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvrag.cli import console, lists
 from kvrag.cli import options as o
+from kvrag.cli import training_options as t
 
 if TYPE_CHECKING:
     from kvrag.training.links.trainer import LinkTrainer
 
 
-PrecisionOption = Annotated[
-    str,
-    typer.Option(help="Of arithmetic: float32, bfloat16, or auto: bfloat16 on GPUs that have it."),
-]
-CheckpointingOption = Annotated[
-    bool,
-    typer.Option(
-        "--gradient-checkpointing",
-        help="Keep less for the backward pass and compute layers twice; not with an adapter.",
-    ),
-]
-
-
 def train_links(
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Folder of the run; one is continued.")
-    ],
+    out: t.RunOption,
     model: o.NamedModelOption = "kvrag-tiny",
-    data: Annotated[
-        str,
-        typer.Option(
-            help="'generated' (the training split of the corpus generator), a JSON file in MuSiQue "
-            "layout or a JSONL file in LongBench layout."
-        ),
-    ] = "generated",
+    data: t.TrainingDataOption = "generated",
     links: Annotated[int, typer.Option(min=1, max=256, help="Link tokens behind each chunk.")] = 5,
     mode: Annotated[
         str,
@@ -65,10 +44,7 @@ def train_links(
             show_default=False,
         ),
     ] = None,
-    loss: Annotated[
-        str,
-        typer.Option(help="labels, or distill: the untouched model's full prefill is the teacher."),
-    ] = "labels",
+    loss: t.LossOption = "labels",
     teacher_answers: Annotated[
         bool,
         typer.Option(
@@ -76,12 +52,10 @@ def train_links(
             help="Distil along what the untouched model answers itself: labels are not looked at.",
         ),
     ] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 400,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps over which the rate rises.")] = 20,
-    rows: Annotated[int, typer.Option(min=1, help="Sets of documents a step.")] = 10,
-    questions: Annotated[
-        int, typer.Option(min=1, help="Questions about each set, at the most.")
-    ] = 14,
+    steps: t.StepsOption = 400,
+    warmup_steps: t.WarmupOption = 20,
+    rows: t.RowsOption = 10,
+    questions: t.QuestionsOption = 14,
     learning_rate: Annotated[
         float | None,
         typer.Option(
@@ -108,14 +82,12 @@ def train_links(
             "in which a continuation follows its predecessor.",
         ),
     ] = False,
-    evaluate_every: Annotated[
-        int, typer.Option(min=1, help="Steps between scores on questions held out.")
-    ] = 100,
-    evaluate_questions: Annotated[int, typer.Option(min=1, help="How many of them.")] = 300,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    evaluate_every: t.EvaluateEveryOption = 100,
+    evaluate_questions: t.EvaluateQuestionsOption = 300,
+    seed: t.TrainingSeedOption = 0,
     device: o.DeviceOption = None,
-    precision: PrecisionOption = "auto",
-    gradient_checkpointing: CheckpointingOption = False,
+    precision: t.PrecisionOption = "auto",
+    gradient_checkpointing: t.CheckpointingOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Train link tokens, which give reused chunks the view of one another that they lack.
