@@ -18,9 +18,8 @@ from kvrag.store.files import store_error
 from kvrag.store.loose import LooseRecords
 from kvrag.store.metrics import (
     MISS_ABSENT,
-    MISS_DAMAGED,
     MISS_UNREADABLE,
-    StoreCounts,
+    CountedStore,
     StoreMetrics,
 )
 from kvrag.store.segment_index import IndexWriter, SegmentIndex
@@ -41,7 +40,7 @@ _BATCH_BYTES = 32 << 20
 _MAX_TRIES = 5
 
 
-class FileStore:
+class FileStore(CountedStore):
     """Records in a folder, which is made when the first record is put.
 
     Files that are not the store's are left alone. Several processes may share the folder.
@@ -69,7 +68,7 @@ class FileStore:
         self._segments = SegmentFiles(self._path / FOLDER_NAME)
         self._index = SegmentIndex(self._path)
         self._segment_bytes = SEGMENT_BYTES if segment_bytes is None else segment_bytes
-        self._metrics = StoreMetrics("file")
+        self.metrics = StoreMetrics("file")
 
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Write a record; when this returns, it has reached the medium.
@@ -119,12 +118,12 @@ class FileStore:
         try:
             record = self._open_packed(key) or self._open_loose(key)
         except StoreError:
-            self._metrics.miss(MISS_UNREADABLE)
+            self.metrics.miss(MISS_UNREADABLE)
             raise
         if record is None:
-            self._metrics.miss(MISS_ABSENT)
+            self.metrics.miss(MISS_ABSENT)
         else:
-            self._metrics.hit()
+            self.metrics.hit()
         return record
 
     def contains(self, key: ChunkKey) -> bool:
@@ -163,15 +162,6 @@ class FileStore:
         """Bytes held by all records."""
         loose = sum(size for key, size in self._loose.sizes() if self._index.find(key) is None)
         return self._index.size_bytes() + loose
-
-    def note_damage(self, key: ChunkKey) -> None:
-        """Count a record that was not what had been written."""
-        del key
-        self._metrics.miss(MISS_DAMAGED)
-
-    def counts(self) -> tuple[StoreCounts]:
-        """Return what was counted so far."""
-        return (self._metrics.counts(),)
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
         """Remove what killed processes left behind, and give back the room of deleted records.
@@ -242,7 +232,7 @@ class FileStore:
             if not records:
                 return
             self._append(writer, records)
-        self._metrics.wrote(sum(len(record) for _, record in records))
+        self.metrics.wrote(sum(len(record) for _, record in records))
 
     def _append(
         self, writer: IndexWriter, records: list[tuple[ChunkKey, bytes]], avoiding: int = 0
@@ -270,7 +260,7 @@ class FileStore:
                 return None
             file = self._segments.open(place.segment)
             if file is not None:
-                return FileRecord(key, file, place.offset, place.size_bytes, self._metrics)
+                return FileRecord(key, file, place.offset, place.size_bytes, self.metrics)
             if self._index.find(key) == place:
                 # Not moved meanwhile: somebody took the file away.
                 return None
@@ -282,7 +272,7 @@ class FileStore:
             return None
         descriptor, size_bytes = found
         file = OpenFile(self._loose.path_of(key), descriptor)
-        return FileRecord(key, file, 0, size_bytes, self._metrics)
+        return FileRecord(key, file, 0, size_bytes, self.metrics)
 
     def _pack_loose(self) -> None:
         for batch in _batches(self._loose_records()):

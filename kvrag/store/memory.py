@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from kvrag.chunk import ChunkKey
 from kvrag.errors import StoreError
 from kvrag.store.base import check_range
-from kvrag.store.metrics import MISS_ABSENT, MISS_DAMAGED, StoreCounts, StoreMetrics
+from kvrag.store.metrics import MISS_ABSENT, CountedStore, StoreMetrics
 
 
 class MemoryRecord:
@@ -39,7 +39,7 @@ class MemoryRecord:
         self._bytes = None
 
 
-class MemoryStore:
+class MemoryStore(CountedStore):
     """Records in a dictionary. They are gone when the process ends."""
 
     url = "memory:"
@@ -47,29 +47,29 @@ class MemoryStore:
     def __init__(self) -> None:
         self._records: dict[ChunkKey, bytes] = {}
         self._lock = threading.Lock()
-        self._metrics = StoreMetrics("memory")
+        self.metrics = StoreMetrics("memory")
 
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Keep a record; a key that is present keeps its record."""
         with self._lock:
             self._records.setdefault(key, bytes(record))
-        self._metrics.wrote(len(record))
+        self.metrics.wrote(len(record))
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
         """Keep a record in place of the one `key` has, if any."""
         with self._lock:
             self._records[key] = bytes(record)
-        self._metrics.wrote(len(record))
+        self.metrics.wrote(len(record))
 
     def open(self, key: ChunkKey) -> MemoryRecord | None:
         """Open a record for reading, or return None where there is none."""
         with self._lock:
             record = self._records.get(key)
         if record is None:
-            self._metrics.miss(MISS_ABSENT)
+            self.metrics.miss(MISS_ABSENT)
             return None
-        self._metrics.hit()
-        return MemoryRecord(key, record, self._metrics)
+        self.metrics.hit()
+        return MemoryRecord(key, record, self.metrics)
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether there is a record of `key`."""
@@ -95,15 +95,6 @@ class MemoryStore:
         """Bytes held by all records."""
         with self._lock:
             return sum(map(len, self._records.values()))
-
-    def note_damage(self, key: ChunkKey) -> None:
-        """Count a record that was not what had been written."""
-        del key
-        self._metrics.miss(MISS_DAMAGED)
-
-    def counts(self) -> tuple[StoreCounts]:
-        """Return what was counted so far."""
-        return (self._metrics.counts(),)
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
         """Return 0: writing to memory leaves nothing behind."""

@@ -6,6 +6,8 @@ import threading
 from collections import Counter
 from dataclasses import asdict, dataclass
 
+from kvrag.chunk import ChunkKey
+
 MISS_ABSENT = "absent"
 MISS_UNREADABLE = "unreadable"
 MISS_DAMAGED = "damaged"
@@ -101,3 +103,24 @@ class StoreMetrics:
                 evictions=self._evictions,
                 bytes_evicted=self._bytes_evicted,
             )
+
+
+class CountedStore:
+    """What a store with counts of its own says of them.
+
+    Attributes
+    ----------
+    metrics
+        The counts; set by the store.
+    """
+
+    metrics: StoreMetrics
+
+    def note_damage(self, key: ChunkKey) -> None:
+        """Count a record that was not what had been written."""
+        del key
+        self.metrics.miss(MISS_DAMAGED)
+
+    def counts(self) -> tuple[StoreCounts]:
+        """Return what was counted so far."""
+        return (self.metrics.counts(),)

@@ -19,9 +19,8 @@ from kvrag.store.base import check_range
 from kvrag.store.extras import require
 from kvrag.store.metrics import (
     MISS_ABSENT,
-    MISS_DAMAGED,
     MISS_UNREADABLE,
-    StoreCounts,
+    CountedStore,
     StoreMetrics,
 )
 
@@ -89,7 +88,7 @@ class ObjectRecord:
         """Do nothing: no connection is held."""
 
 
-class ObjectStore:
+class ObjectStore(CountedStore):
     """Records in a bucket.
 
     Credentials are found as the provider's own tools find them: in the environment, in the
@@ -247,15 +246,6 @@ class ObjectStore:
     def size_bytes(self) -> int:
         """Bytes held by all records."""
         return sum(size for _, size in self.sizes())
-
-    def note_damage(self, key: ChunkKey) -> None:
-        """Count a record that was not what had been written."""
-        del key
-        self.metrics.miss(MISS_DAMAGED)
-
-    def counts(self) -> tuple[StoreCounts]:
-        """Return what was counted so far."""
-        return (self.metrics.counts(),)
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
         """Return 0: an object is written whole or not at all.

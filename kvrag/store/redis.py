@@ -25,9 +25,8 @@ from kvrag.store.base import check_range
 from kvrag.store.extras import require
 from kvrag.store.metrics import (
     MISS_ABSENT,
-    MISS_DAMAGED,
     MISS_UNREADABLE,
-    StoreCounts,
+    CountedStore,
     StoreMetrics,
 )
 from kvrag.store.redis_format import (
@@ -125,7 +124,7 @@ class RedisRecord:
         )
 
 
-class RedisStore:
+class RedisStore(CountedStore):
     """Records in Redis 6 or newer.
 
     Parameters
@@ -265,15 +264,6 @@ class RedisStore:
     def size_bytes(self) -> int:
         """Bytes held by all records."""
         return sum(size for _, size in self.sizes())
-
-    def note_damage(self, key: ChunkKey) -> None:
-        """Count a record that was not what had been written."""
-        del key
-        self.metrics.miss(MISS_DAMAGED)
-
-    def counts(self) -> tuple[StoreCounts]:
-        """Return what was counted so far."""
-        return (self.metrics.counts(),)
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
         """Return 0: what interrupted writes leave behind, Redis removes within an hour."""

@@ -67,7 +67,7 @@ elif step == "flushed":
 elif step == "noted":
     segment_index.IndexWriter.set = die
 elif step == "committed":
-    FileStore._metrics = property(die, lambda *_: None)
+    FileStore.metrics = property(die, lambda *_: None)
 store.put(key, record_of(key, {RECORD_BYTES}))
 """
 
