@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from kvrag.bench.load.cost import measure_loading
-from kvrag.bench.load.prompts import LoadPrompt, indexed
+from kvrag.bench.load.prompts import LoadPrompt, check_speeds, indexed
 from kvrag.bench.load.throttled import ThrottledStore
 from kvrag.bench.prices import fit_prices
 from kvrag.engine.answer import Answer
@@ -46,8 +46,7 @@ class ControllerOptions:
     repeats: int = 5
 
     def __post_init__(self) -> None:
-        if not self.gigabytes_per_second or min(self.gigabytes_per_second) <= 0:
-            raise ParameterError("bench load: speeds must be above 0 GB/s, one at least")
+        check_speeds(self.gigabytes_per_second)
         if self.repeats < 1 or not self.allowed:
             raise ParameterError(
                 f"bench load: repeats must be 1 or more, and one ratio at least {self.floor}, the "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,12 @@ class LoadPrompt:
     def __post_init__(self) -> None:
         if min(self.num_chunks, self.chunk_tokens, self.question_tokens) < 1:
             raise ParameterError("bench load: chunks and tokens must be 1 or more")
+
+
+def check_speeds(gigabytes_per_second: Sequence[float]) -> None:
+    """Raise ParameterError unless there are speeds of a store, all above 0."""
+    if not gigabytes_per_second or min(gigabytes_per_second) <= 0:
+        raise ParameterError("bench load: speeds must be above 0 GB/s, one at least")
 
 
 @contextmanager
