@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from types import NoneType
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -14,18 +13,10 @@ import torch
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.models.scaling import KeyScaling
+from kvrag.parameters import check_fields, describe
 
 if TYPE_CHECKING:
     from kvrag.fusion.calibration import Calibration
-
-# What a parameter may be, by the first word of its field's type.
-_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (float, int),
-    "str": (str,),
-    "None": (NoneType,),
-}
-_EXPECTED = {"int": "a whole number", "float": "a number", "str": "a word"}
 
 
 @dataclass(frozen=True)
@@ -118,18 +109,7 @@ class RecomputePolicy(ABC):
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
-            kinds = str(field.type).split(" | ")
-            value = getattr(self, field.name)
-            # Of fields that hold more than a plain value each policy knows itself.
-            if not _TYPES.keys() >= set(kinds):
-                continue
-            accepted = tuple(one for kind in kinds for one in _TYPES[kind])
-            if isinstance(value, bool) or not isinstance(value, accepted):
-                raise ParameterError(
-                    f"policy {self.name!r}: {field.name}={value!r} is not what it takes: expected "
-                    f"{_EXPECTED[kinds[0]]}"
-                )
+        check_fields(self, "policy")
 
     def question_layers(self, num_layers: int) -> range:  # noqa: ARG002
         """Return the layers in which the question's attention is wanted before `candidates`.
@@ -187,12 +167,7 @@ class RecomputePolicy(ABC):
         raise NotImplementedError(f"{self.name} drops no candidates")
 
     def __str__(self) -> str:
-        parameters = ", ".join(
-            f"{field.name}={getattr(self, field.name)}"
-            for field in fields(self)  # type: ignore[arg-type]  # subclasses are dataclasses
-            if getattr(self, field.name) is not None
-        )
-        return f"{self.name}({parameters})" if parameters else self.name
+        return describe(self)
 
 
 def check_ratio(ratio: float) -> None:

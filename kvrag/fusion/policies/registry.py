@@ -17,6 +17,7 @@ from kvrag.fusion.policies.random import RandomPolicy
 from kvrag.fusion.policies.scaled import MODIFIERS, ScaledPolicy
 from kvrag.fusion.policies.seam import SeamPolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
+from kvrag.parameters import parse_spec
 
 _CLASSES: dict[str, type[RecomputePolicy]] = {
     policy.name: policy
@@ -62,7 +63,7 @@ def make_policy(
         For an unknown name, a value out of range, a parameter the policy does not have, or one
         that `spec` has given already.
     """
-    name, given = _parsed(spec)
+    name, given = parse_spec(spec, POLICIES, "policy")
     for key, value in (("ratio", ratio), ("tokens", boundary_tokens)):
         if value is None:
             continue
@@ -90,37 +91,10 @@ def takes_ratio(spec: str) -> bool:
     Not where the policy has none (``"none"``), nor where `spec` says itself what is to be spent
     (``"query:ratio=0.5"``, ``"boundary:tokens=4"``). Raises ParameterError as `make_policy` does.
     """
-    name, given = _parsed(spec)
+    name, given = parse_spec(spec, POLICIES, "policy")
     return "ratio" in _parameters(name) and not given.keys() & {"ratio", "tokens"}
-
-
-def _parsed(spec: str) -> tuple[str, dict[str, Any]]:
-    """Return the name in a spec, and the parameters behind it."""
-    if not isinstance(spec, str):
-        raise ParameterError(f"policy {spec!r}: expected a name; known: {', '.join(POLICIES)}")
-    name, *settings = spec.split(":")
-    if name not in _CLASSES:
-        raise ParameterError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
-    given: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals:
-            raise ParameterError(f"policy {spec!r}: expected PARAMETER=VALUE, found {setting!r}")
-        if key in given:
-            raise ParameterError(f"policy {spec!r} says its {key} twice; leave one out")
-        given[key] = _value(text)
-    return name, given
 
 
 def _parameters(name: str) -> frozenset[str]:
     policy: Any = _CLASSES[name]
     return frozenset(field.name for field in fields(policy)) - frozenset(_NOT_TEXT)
-
-
-def _value(text: str) -> int | float | str:
-    for parse in (int, float):
-        try:
-            return parse(text)
-        except ValueError:
-            continue
-    return text

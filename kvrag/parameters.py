@@ -1,0 +1,90 @@
+"""Methods that users name by strings: ``name:key=value:key=value``, and what their fields may hold.
+
+A method is a frozen dataclass of its parameters with a class attribute ``name``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import fields
+from types import NoneType
+from typing import Any
+
+from kvrag.errors import ParameterError
+
+# What a parameter may be, by the first word of its field's type.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (float, int),
+    "str": (str,),
+    "None": (NoneType,),
+}
+_EXPECTED = {"int": "a whole number", "float": "a number", "str": "a word"}
+
+
+def parse_spec(spec: str, known: Collection[str], kind: str) -> tuple[str, dict[str, Any]]:
+    """Return the name in a spec, and the parameters behind it.
+
+    Parameters
+    ----------
+    spec
+        Such as ``"gradual:spread=0.8:on=k"``.
+    known
+        The names there are.
+    kind
+        What the method is called in messages, such as ``"policy"``.
+
+    Raises
+    ------
+    ParameterError
+        For an unknown name, a setting without a value, or one said twice.
+    """
+    if not isinstance(spec, str):
+        raise ParameterError(f"{kind} {spec!r}: expected a name; known: {', '.join(known)}")
+    name, *settings = spec.split(":")
+    if name not in known:
+        raise ParameterError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
+    given: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ParameterError(f"{kind} {spec!r}: expected PARAMETER=VALUE, found {setting!r}")
+        if key in given:
+            raise ParameterError(f"{kind} {spec!r} says its {key} twice; leave one out")
+        given[key] = _value(text)
+    return name, given
+
+
+def check_fields(method: Any, kind: str) -> None:
+    """Raise ParameterError where a plain field of a method holds another type than it says."""
+    for field in fields(method):
+        kinds = str(field.type).split(" | ")
+        value = getattr(method, field.name)
+        # Of fields that hold more than a plain value each method knows itself.
+        if not _TYPES.keys() >= set(kinds):
+            continue
+        accepted = tuple(one for kind in kinds for one in _TYPES[kind])
+        if isinstance(value, bool) or not isinstance(value, accepted):
+            raise ParameterError(
+                f"{kind} {method.name!r}: {field.name}={value!r} is not what it takes: expected "
+                f"{_EXPECTED[kinds[0]]}"
+            )
+
+
+def describe(method: Any) -> str:
+    """Return a method's name with its parameters, as in ``deviation(ratio=0.15, on=v)``."""
+    parameters = ", ".join(
+        f"{field.name}={getattr(method, field.name)}"
+        for field in fields(method)
+        if getattr(method, field.name) is not None
+    )
+    return f"{method.name}({parameters})" if parameters else str(method.name)
+
+
+def _value(text: str) -> int | float | str:
+    for parse in (int, float):
+        try:
+            return parse(text)
+        except ValueError:
+            continue
+    return text
