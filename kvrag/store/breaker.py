@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvrag.chunk import ChunkKey
-from kvrag.errors import StoreUnreachableError
+from kvrag.errors import RecordError, StoreError, StoreUnreachableError
 from kvrag.store.base import StoredRecord
 from kvrag.store.metrics import MISS_UNREADABLE, StoreMetrics
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper
@@ -47,6 +47,7 @@ class Breaker:
         self._metrics = metrics
         self._clock = clock
         self._lock = threading.Lock()
+        self._num_failures = 0
         self._pause = 0.0
         self._closed_until = 0.0
 
@@ -55,13 +56,26 @@ class Breaker:
         """Run a call, unless the last ones failed. Raises StoreUnreachableError."""
         if is_read:
             self._enter()
+        with self._lock:
+            num_failures = self._num_failures
         try:
             yield
         except StoreUnreachableError:
             with self._lock:
-                self._pause = min(max(2 * self._pause, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
-                self._closed_until = self._clock() + self._pause
+                # Of calls that were under way together the first one tells what there is to tell.
+                if num_failures == self._num_failures:
+                    self._num_failures += 1
+                    self._pause = min(
+                        max(2 * self._pause, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS
+                    )
+                    self._closed_until = self._clock() + self._pause
             raise
+        except (StoreError, RecordError):
+            self._open()  # a refusal is an answer
+            raise
+        self._open()
+
+    def _open(self) -> None:
         with self._lock:
             self._pause = 0.0
 

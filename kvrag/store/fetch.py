@@ -8,6 +8,7 @@ from collections.abc import Callable
 from kvrag.chunk import ChunkKey
 from kvrag.errors import StoreError
 from kvrag.store.base import StoredRecord, check_range
+from kvrag.store.wrapper import room_for
 
 # Read at once at least: a request's price is that of some hundred kilobytes.
 _GRANULE_BYTES = 256 << 10
@@ -28,6 +29,11 @@ class Fetch:
         The slow tier's opened record.
     on_complete
         Called once with all bytes, by the thread that read the last of them.
+
+    Raises
+    ------
+    RecordError
+        When the record says that it is larger than memory.
     """
 
     def __init__(
@@ -36,11 +42,12 @@ class Fetch:
         self.key = key
         self._source = source
         self._on_complete = on_complete
-        self._content = bytearray(source.size_bytes)
+        self._content = room_for(source)
         num_granules = -(-source.size_bytes // _GRANULE_BYTES)
         self._states = bytearray(num_granules)
         self._changed = threading.Condition()
         self._num_left = num_granules
+        self._num_readers = 0
 
     @property
     def size_bytes(self) -> int:
@@ -56,9 +63,19 @@ class Fetch:
             self._bring(run)
         buffer[:] = memoryview(self._content)[offset:end]
 
-    def close(self) -> None:
-        """Let go of the slow tier's record."""
-        self._source.close()
+    def join(self) -> None:
+        """Be told of one more reader."""
+        with self._changed:
+            self._num_readers += 1
+
+    def leave(self) -> bool:
+        """Be told that a reader has done; the last one lets go of the record. Say if it was it."""
+        with self._changed:
+            self._num_readers -= 1
+            is_last = not self._num_readers
+        if is_last:
+            self._source.close()
+        return is_last
 
     def _claim(self, granules: range) -> range | None:
         """Return the next missing granules in a row, now this thread's; None when all are here."""

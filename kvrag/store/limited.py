@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from kvrag.chunk import ChunkKey
@@ -143,7 +143,7 @@ class LimitedStore(StoreWrapper):
         return (replace(first, evictions=own.evictions, bytes_evicted=own.bytes_evicted), *rest)
 
     def let_go(self, key: ChunkKey) -> None:
-        """Be told that a record opened here was closed."""
+        """Be told that a record opened here was closed, or one being written is there."""
         with self._lock:
             self._open[key] -= 1
             if self._open[key] <= 0:
@@ -184,14 +184,22 @@ class LimitedStore(StoreWrapper):
     @contextmanager
     def _room_for(self, key: ChunkKey, size_bytes: int) -> Iterator[None]:
         """Have room for a record while it is written; whoever else writes sees it taken."""
-        self._make_room(key, size_bytes)
+        size_before = self._make_room(key, size_bytes)
         try:
             yield
         except BaseException:
             self._forget(key)
+            if size_before is not None:
+                self._use(key, size_before)
             raise
+        else:
+            # Whoever looked for it before it was there has made it forgotten.
+            self._use(key, size_bytes)
+        finally:
+            self.let_go(key)
 
-    def _make_room(self, key: ChunkKey, size_bytes: int) -> None:
+    def _make_room(self, key: ChunkKey, size_bytes: int) -> int | None:
+        """Note a record as one that is there, and open; return the bytes that it had so far."""
         if size_bytes > self.limit_bytes:
             raise StoreError(
                 f"record {key} has {size_bytes} bytes, and {self.url} is limited to "
@@ -200,7 +208,8 @@ class LimitedStore(StoreWrapper):
             )
         with self._lock:
             sizes = self._known()
-            needed = self._total + size_bytes - self.limit_bytes - sizes.get(key, 0)
+            size_before = sizes.get(key)
+            needed = self._total + size_bytes - self.limit_bytes - (size_before or 0)
             victims = []
             for victim, size in sizes.items():
                 if needed <= 0:
@@ -220,11 +229,14 @@ class LimitedStore(StoreWrapper):
                 self._metrics.evicted(size)
                 self._removed_bytes += size
             self._use(key, size_bytes)
+            self._open[key] += 1
             is_wasteful = self._removed_bytes > _SHARE_BEFORE_CLEANING * self.limit_bytes
             if is_wasteful:
                 self._removed_bytes = 0
         if is_wasteful:
-            self.inner.collect_garbage()
+            with suppress(StoreError):  # there will be another time
+                self.inner.collect_garbage()
+        return size_before
 
 
 class _HeldRecord(RecordWrapper):

@@ -175,8 +175,10 @@ class RedisStore(CountedStore):
                 options["password"] = os.environ[PASSWORD_VARIABLE]
             pool = self._redis.BlockingConnectionPool.from_url(url, **options)
         except ValueError as error:
+            # What is taken for a port may be a part of the password.
+            why = "characters as / @ # ? % of a password are written %2F %40 %23 %3F %25"
             raise ParameterError(
-                f"not a URL of Redis: {error}; expected redis://HOST:PORT/DB"
+                f"not a URL of Redis: {why if '@' in url else error}; expected redis://HOST:PORT/DB"
             ) from error
         self.url = _without_password(url)
         self._client = self._redis.Redis(connection_pool=pool)
@@ -366,6 +368,8 @@ class RedisStore(CountedStore):
                 remedy = "it is a replica: give the URL of the primary"
             elif "DB index" in text:
                 remedy = "give the number of a database that it has"
+            elif text.startswith(("MOVED", "ASK", "CROSSSLOT", "CLUSTERDOWN")):
+                remedy = "it is a node of a cluster: give the URL of a proxy that speaks for all"
             raise StoreError(f"cannot {action} {self.url}: {text}; {remedy}") from error
         except errors.RedisError as error:
             raise StoreError(f"cannot {action} {self.url}: {error}; see the log") from error

@@ -19,6 +19,7 @@ END = struct.Struct("<Q")
 
 # A number of pieces is believed up to 65,536: a foreign value must not keep Redis busy.
 # KEYS: list, then its pieces. ARGV: list, 1 to replace another record, grace in seconds.
+# The same list again is the same call again: its answer got lost on the way to the client.
 COMMIT = """
 local function forget(list)
   if not list or string.sub(list, 1, 4) ~= 'kvr1' or #list < 32 then return end
@@ -28,6 +29,7 @@ local function forget(list)
   end
 end
 local old = redis.call('GETRANGE', KEYS[1], 0, 31)
+if old == string.sub(ARGV[1], 1, 32) then return 1 end
 if old ~= '' and ARGV[2] == '0' then
   for i = 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
   return 0

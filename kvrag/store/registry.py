@@ -138,12 +138,12 @@ def _parse(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a store's own options as keyword arguments, and those that all have."""
     known = {**own, **_COMMON}
-    place = without_password(url.partition("?")[0])
+    place = without_password(url).partition("?")[0]
     options: dict[str, Any] = {}
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
-        raise ParameterError(f"{place}: options are name=value: {error}") from error
+        raise ParameterError(f"{place}: options are name=value, with & between them") from error
     for name, value in pairs:
         if name not in known:
             raise ParameterError(f"{place} has no option {name!r}; it has {', '.join(known)}")
@@ -182,8 +182,8 @@ def _seconds(text: str) -> float:
 
 
 def without_password(url: str) -> str:
-    """Return a URL with stars in place of its password."""
-    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", url)
+    """Return a URL with stars in place of its password, also of one not written as URLs want it."""
+    return re.sub(r"(://[^/@:|]*):[^|]*@", r"\1:***@", url)
 
 
 def _path(text: str) -> str:

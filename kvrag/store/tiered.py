@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvrag.chunk import ChunkKey
@@ -22,14 +23,20 @@ from kvrag.store.fetch import Fetch, FetchReader
 from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.metrics import StoreCounts
-from kvrag.store.uploader import Uploader, write_to
+from kvrag.store.uploader import Check, Uploader, write_to
 from kvrag.store.wrapper import innermost, read_whole
-
-Check = Callable[[ChunkKey, bytes], None]
-"""Raises RecordError unless the bytes are the whole record of a key."""
 
 # Copies of records wait for the disk tier in memory: few, and if it cannot follow, none.
 _MAX_COPIES_WAITING = 8
+
+
+@dataclass(frozen=True, eq=False)
+class _Copy:
+    """A record on its way to tiers that take their time."""
+
+    key: ChunkKey
+    content: bytes
+    tiers: Sequence[Store]
 
 
 class TieredStore:
@@ -64,15 +71,16 @@ class TieredStore:
             raise ParameterError("tiers are at least one store, and two to upload to the last")
         self.tiers = tuple(tiers)
         self._check = check
-        self._lock = threading.Lock()
-        self._fetches: dict[ChunkKey, tuple[Fetch, int]] = {}
+        # Held while what faster tiers hold of a record changes, never while a slow tier is asked.
+        self._changing = threading.Condition()
+        self._fetches: dict[ChunkKey, Fetch] = {}
         self._uploader: Uploader | None = None
         if outbox_folder is not None:
-            self._uploader = Uploader(self.tiers[-2], self.tiers[-1], outbox_folder)
+            self._uploader = Uploader(self.tiers[-2], self.tiers[-1], outbox_folder, check)
         self._is_closed = False
-        self._copies: queue.Queue[tuple[ChunkKey, bytes, Store] | None] = queue.Queue(
-            _MAX_COPIES_WAITING
-        )
+        self._copies: queue.Queue[_Copy | None] = queue.Queue(_MAX_COPIES_WAITING)
+        self._wanted: dict[ChunkKey, _Copy] = {}
+        self._copied_now: ChunkKey | None = None
         self._copier = threading.Thread(target=self._copy_all, name="kvrag-copy", daemon=True)
         self._copier.start()
 
@@ -111,11 +119,14 @@ class TieredStore:
                     return joined
             try:
                 record = tier.open(key)
-            except (StoreError, RecordError) as error:
+                if record is not None:
+                    return self._shared(key, record, number)
+            except StoreError as error:
                 refusal = error
-                continue
-            if record is not None:
-                return self._shared(key, record, number)
+            except RecordError as error:
+                refusal = error
+                if tier is not self.tiers[-1]:
+                    self._give_up(tier, key)
         if refusal is not None:
             raise refusal
         return None
@@ -157,16 +168,15 @@ class TieredStore:
         """Give up the copies of a record that are damaged; the tiers below have others."""
         for tier in self.tiers[:-1]:
             with contextlib.suppress(StoreError):
-                record = tier.open(key)
-                if record is None:
-                    continue
-                with contextlib.closing(record):
-                    try:
+                try:
+                    record = tier.open(key)
+                    if record is None:
+                        continue
+                    with contextlib.closing(record):
                         self._check(key, read_whole(record))
-                    except RecordError:
-                        tier.note_damage(key)
-                        tier.delete(key)
-                        return
+                except RecordError:
+                    self._give_up(tier, key)
+                    return
         self.tiers[-1].note_damage(key)
 
     def counts(self) -> Sequence[StoreCounts]:
@@ -209,11 +219,11 @@ class TieredStore:
 
     def _join(self, key: ChunkKey) -> StoredRecord | None:
         """Return a reader of the fetch that is going on, if there is one."""
-        with self._lock:
-            if key not in self._fetches:
+        with self._changing:
+            fetch = self._fetches.get(key)
+            if fetch is None:
                 return None
-            fetch, num_readers = self._fetches[key]
-            self._fetches[key] = fetch, num_readers + 1
+            fetch.join()
         return FetchReader(fetch, self._leave)
 
     def _shared(self, key: ChunkKey, record: StoredRecord, number: int) -> StoredRecord:
@@ -227,54 +237,73 @@ class TieredStore:
         def keep(fetch: Fetch, content: bytearray) -> None:
             self._keep(fetch, bytes(content), wanting)
 
-        with self._lock:
-            found = self._fetches.get(key)
-            if found is None:
-                found = Fetch(key, record, keep), 0
+        with self._changing:
+            fetch = self._fetches.get(key)
+            if fetch is None:
+                try:
+                    fetch = self._fetches[key] = Fetch(key, record, keep)
+                except RecordError:
+                    record.close()
+                    raise
             else:
                 record.close()
-            fetch, num_readers = found
-            self._fetches[key] = fetch, num_readers + 1
+            fetch.join()
         return FetchReader(fetch, self._leave)
 
     def _leave(self, fetch: Fetch) -> None:
-        with self._lock:
-            found, num_readers = self._fetches.get(fetch.key, (None, 0))
-            if found is fetch and num_readers > 1:
-                self._fetches[fetch.key] = fetch, num_readers - 1
-                return
-            if found is fetch:
+        with self._changing:
+            if fetch.leave() and self._fetches.get(fetch.key) is fetch:
                 del self._fetches[fetch.key]
-        fetch.close()
+
+    def _give_up(self, tier: Store, key: ChunkKey) -> None:
+        """Remove a tier's copy of a record, which is damaged; those below have others."""
+        tier.note_damage(key)
+        with contextlib.suppress(StoreError, RecordError):
+            tier.delete(key)
 
     def _outdate(self, key: ChunkKey) -> None:
         """Keep nothing of what is being fetched under a key; who reads it reads on."""
-        with self._lock:
+        with self._changing:
             self._fetches.pop(key, None)
+            self._wanted.pop(key, None)
+            # A copy that is being written would come behind what the caller is about to do.
+            self._changing.wait_for(lambda: self._copied_now != key)
 
     def _keep(self, fetch: Fetch, content: bytes, tiers: Sequence[Store]) -> None:
         """Copy a record that has been read whole to faster tiers."""
-        with self._lock:
-            if self._fetches.get(fetch.key, (None, 0))[0] is not fetch:
-                return
         try:
             self._check(fetch.key, content)
         except RecordError:
             return  # whoever reads it finds out as well, and says so
-        for tier in tiers:
-            if isinstance(innermost(tier), MemoryStore):
+        at_once = [tier for tier in tiers if isinstance(innermost(tier), MemoryStore)]
+        copy = _Copy(fetch.key, content, [tier for tier in tiers if tier not in at_once])
+        with self._changing:
+            if self._fetches.get(fetch.key) is not fetch:
+                return
+            for tier in at_once:
                 with contextlib.suppress(StoreError):
                     tier.put(fetch.key, content)
-            else:
+            if copy.tiers:
                 # A copy is a convenience: if its tier cannot follow, there will be a next time.
                 with contextlib.suppress(queue.Full):
-                    self._copies.put_nowait((fetch.key, content, tier))
+                    self._copies.put_nowait(copy)
+                    self._wanted[fetch.key] = copy
 
     def _copy_all(self) -> None:
         while (copy := self._copies.get()) is not None:
-            key, content, tier = copy
-            with contextlib.suppress(StoreError, RecordError):
-                tier.put(key, content)
+            with self._changing:
+                if self._wanted.get(copy.key) is not copy:
+                    continue  # deleted or replaced since
+                del self._wanted[copy.key]
+                self._copied_now = copy.key
+            try:
+                for tier in copy.tiers:
+                    with contextlib.suppress(StoreError, RecordError):
+                        tier.put(copy.key, copy.content)
+            finally:
+                with self._changing:
+                    self._copied_now = None
+                    self._changing.notify_all()
 
     # -- writing -----------------------------------------------------------------------------
 

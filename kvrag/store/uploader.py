@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from kvrag.chunk import ChunkKey
-from kvrag.errors import RecordError, StoreError
+from kvrag.errors import RecordError, StoreError, StoreUnreachableError
 from kvrag.store.base import Store
 from kvrag.store.limited import LimitedStore
 from kvrag.store.outbox import Entry, Outbox
@@ -19,6 +20,10 @@ _LONGEST_RETRY_SECONDS = 30.0
 _ABANDONED_SECONDS = 3600.0
 
 
+Check = Callable[[ChunkKey, bytes], None]
+"""Raises RecordError unless the bytes are the whole record of a key."""
+
+
 class Uploader:
     """Writes records to a disk tier and, by a thread, from there to the store below.
 
@@ -28,6 +33,8 @@ class Uploader:
         From where to where.
     folder
         Where the list of what is yet to be uploaded is kept.
+    check
+        What is uploaded must pass it.
 
     Raises
     ------
@@ -35,9 +42,10 @@ class Uploader:
         When the list cannot be used.
     """
 
-    def __init__(self, disk: Store, home: Store, folder: Path) -> None:
+    def __init__(self, disk: Store, home: Store, folder: Path, check: Check) -> None:
         self._disk = disk
         self._home = home
+        self._check = check
         self._outbox = Outbox(folder)
         self._wake = threading.Condition()
         self._is_closing = False
@@ -107,43 +115,59 @@ class Uploader:
 
     def _run(self) -> None:
         pause = _FIRST_RETRY_SECONDS
-        number = version = 0
+        number = version = num_refused = 0
         while True:
             with self._wake:
                 if self._is_closing:
                     return
                 if version != self._version:
                     # Something was written: also what was not there yet when it was looked at.
-                    number, version = 0, self._version
+                    number, version, num_refused = 0, self._version, 0
             try:
                 entry = self._outbox.after(number)
                 if entry is not None:
-                    self._upload(entry)
+                    num_refused += not self._is_done_with(entry)
                     number = entry.number
-                pause = _FIRST_RETRY_SECONDS
-            except (StoreError, RecordError):
-                with self._wake:
-                    self._has_failed = True
-                    self._wake.notify_all()
-                    if not self._is_closing and version == self._version:
-                        self._wake.wait(pause)
-                pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
-                continue
-            if entry is None:
-                with self._wake:
-                    if version == self._version and not self._is_closing:
-                        self._is_idle = True
-                        self._wake.notify_all()
-                        self._wake.wait()
+                    continue
+            except StoreError:
+                has_failed = True
+            else:
+                has_failed = num_refused > 0
+                number = num_refused = 0
+            with self._wake:
+                self._has_failed, self._is_idle = has_failed, not has_failed
+                self._wake.notify_all()
+                if version == self._version and not self._is_closing:
+                    self._wake.wait(pause if has_failed else None)
+            pause = min(2 * pause, _LONGEST_RETRY_SECONDS) if has_failed else _FIRST_RETRY_SECONDS
+
+    def _is_done_with(self, entry: Entry) -> bool:
+        """Upload a record; say whether it was not refused. Raises StoreError where all would be."""
+        try:
+            self._upload(entry)
+        except StoreUnreachableError:
+            raise
+        except Exception:
+            # Whatever this one has: the thread lives on, and the others are not held up.
+            return False
+        return True
 
     def _upload(self, entry: Entry) -> None:
-        record = self._disk.open(entry.key)
-        if record is not None:
-            with contextlib.closing(record):
-                content = read_whole(record)
-            write_to(self._home, entry.key, content, entry.replaces)
-        elif entry.age_seconds < _ABANDONED_SECONDS:
-            return  # it is being written, or its writer was killed before it was
+        try:
+            record = self._disk.open(entry.key)
+            if record is not None:
+                with contextlib.closing(record):
+                    content = read_whole(record)
+                self._check(entry.key, content)
+        except RecordError:
+            # Nothing to send home: whoever asks for it computes it.
+            self._disk.note_damage(entry.key)
+            self._disk.delete(entry.key)
+        else:
+            if record is not None:
+                write_to(self._home, entry.key, content, entry.replaces)
+            elif entry.age_seconds < _ABANDONED_SECONDS:
+                return  # it is being written, or its writer was killed before it was
         self.forget(entry.key, entry.number)
 
     def _pin(self, *keys: ChunkKey) -> None:

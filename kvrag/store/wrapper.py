@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvrag.chunk import ChunkKey
+from kvrag.errors import RecordError
 from kvrag.store.base import Store, StoredRecord
 from kvrag.store.metrics import StoreCounts
 
@@ -90,16 +91,44 @@ class RecordWrapper:
         """Fill `buffer` from `offset` on."""
         self.inner.read_into(offset, buffer)
 
+    def cancel(self) -> None:
+        """Break off what is being read, where the store can."""
+        cancel_reading(self.inner)
+
     def close(self) -> None:
         """Let go of the record."""
         self.inner.close()
 
 
+def cancel_reading(record: object) -> None:
+    """Break off what other threads read of an opened record, where its store can; they fail."""
+    cancel = getattr(record, "cancel", None)
+    if cancel is not None:
+        cancel()
+
+
 def read_whole(record: StoredRecord) -> bytes:
     """Return all bytes of an opened record. Raises as `StoredRecord.read_into` does."""
-    content = bytearray(record.size_bytes)
+    content = room_for(record)
     record.read_into(0, memoryview(content))
     return bytes(content)
+
+
+def room_for(record: StoredRecord) -> bytearray:
+    """Return room for all bytes of an opened record.
+
+    Raises
+    ------
+    RecordError
+        When it says that it is larger than memory: what is stored may say anything.
+    """
+    try:
+        return bytearray(record.size_bytes)
+    except (MemoryError, OverflowError) as error:
+        raise RecordError(
+            f"a record says that it has {record.size_bytes} bytes, which memory has no room for; "
+            "delete it and ingest its document again"
+        ) from error
 
 
 def innermost(store: Store) -> Store:

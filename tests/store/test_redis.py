@@ -96,6 +96,29 @@ def test_small_records_are_one_value(store: RedisStore, client: Any) -> None:
     assert stored(store, KEY) == record_of(KEY, 4000)
 
 
+@pytest.mark.parametrize("is_replacing", [False, True])
+def test_a_commit_whose_answer_got_lost(
+    store: RedisStore, client: Any, monkeypatch: pytest.MonkeyPatch, is_replacing: bool
+) -> None:
+    """Redis has done it, the line broke before it said so, and the library asks again."""
+    commit = store._commit
+
+    def ask_twice(**given: Any) -> Any:
+        commit(**given)
+        return commit(**given)
+
+    monkeypatch.setattr(store, "_commit", ask_twice)
+    if is_replacing:
+        store.put(KEY, record_of(KEY, 300_000))
+        store.replace(KEY, record_of(KEY, 500_000))
+    else:
+        store.put(KEY, record_of(KEY, 500_000))
+    assert stored(store, KEY) == record_of(KEY, 500_000)
+    monkeypatch.undo()
+    store.put(KEY, record_of(KEY, 200_000))
+    assert stored(store, KEY) == record_of(KEY, 500_000)
+
+
 def test_what_a_killed_writer_leaves_goes_by_itself(
     store: RedisStore, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import boto3
 import pytest
 
-from kvrag.errors import ParameterError, StoreError
+from kvrag.errors import KVRagError, ParameterError, StoreError
 from kvrag.store.file import FileStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.objects import ObjectStore
@@ -89,13 +89,31 @@ def test_a_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
         ("redis://u:secret@host/0?timeout=0", "seconds above 0, found '0'"),
         ("redis://u:secret@host/0?prefix", "options are name=value"),
         ("s3://bucket?prefix=x", "has no option 'prefix'; it has endpoint"),
-        ("http://u:secret@host/", "found 'http://u:\\*\\*\\*@host/'"),
+        ("ftp://u:secret@host/", "found 'http://u:\\*\\*\\*@host/'"),
     ],
 )
 def test_bad_options(url: str, message: str) -> None:
     with pytest.raises(ParameterError, match=message) as failure:
         open_store(url)
     assert "secret" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:sec/ret@host/0",
+        "redis://:sec@ret@host/0?limit=0",
+        "redis://u:sec#ret@host/0",
+        "redis://u:sec?ret@host/0",
+        "tiered:redis://u:sec/ret@host/0|x:y",
+        "x://u:sec/ret@host",
+    ],
+)
+def test_no_part_of_a_password_is_told(url: str) -> None:
+    with pytest.raises(KVRagError) as failure:
+        open_store(url)
+    assert "sec" not in str(failure.value).replace("seconds", "")
+    assert "ret" not in str(failure.value)
 
 
 def test_importing_stores_imports_no_extra() -> None:

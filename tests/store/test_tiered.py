@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvrag.chunk import ChunkKey
+from kvrag.codec.container import write_record
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
 from kvrag.store.base import Store, StoredRecord
 from kvrag.store.file import FileStore
@@ -21,6 +22,7 @@ from kvrag.store.memory import MemoryStore
 from kvrag.store.registry import open_store
 from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper
+from tests.contracts.codec_contract import spec_of
 from tests.contracts.store_contract import StoreContract, key_number, read_all, record_of, stored
 
 KEY = key_number(0)
@@ -398,7 +400,8 @@ def test_what_was_put_before_a_kill_is_uploaded_after_it(tmp_path: Path) -> None
             child.wait()
             told += [int(line) for line in child.stdout.read().splitlines()]
     home = FileStore(tmp_path / "remote")
-    store = TieredStore([FileStore(tmp_path / "disk"), home], outbox_folder=tmp_path / "disk")
+    disk = FileStore(tmp_path / "disk")
+    store = TieredStore([disk, home], outbox_folder=tmp_path / "disk", check=anything)
     assert store.flush(60)
     for number in told:
         assert stored(home, key_number(number)) == record_of(key_number(number), 20_000)
@@ -409,12 +412,13 @@ def test_tiers_by_url(tmp_path: Path) -> None:
     url = f"tiered:memory:?limit=1MB|file:{tmp_path / 'disk'}?limit=2MB|file:{tmp_path / 'home'}"
     store = open_store(url)
     assert isinstance(store, TieredStore)
-    store.put(KEY, record_of(KEY))
+    record = write_record(KEY, codec="test", spec=spec_of(), num_tokens=5, blocks=[[b"x" * 1000]])
+    store.put(KEY, record)
     store.close()
-    assert stored(FileStore(tmp_path / "home"), KEY) == record_of(KEY)
-    assert stored(FileStore(tmp_path / "disk"), KEY) == record_of(KEY)
+    assert stored(FileStore(tmp_path / "home"), KEY) == record
+    assert stored(FileStore(tmp_path / "disk"), KEY) == record
     again = open_store(store.url)
-    assert stored(again, KEY) == record_of(KEY)
+    assert stored(again, KEY) == record
     again.close()
 
 

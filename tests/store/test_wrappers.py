@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.metrics import StoreMetrics
 from kvrag.store.registry import open_store
+from kvrag.store.wrapper import StoreWrapper
 from tests.contracts.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support import folders
 
@@ -156,6 +158,55 @@ def test_a_failed_write_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         store.put(key_number(number), record_of(KEY))
     assert store.counts()[0].evictions == 0
+
+
+class _Writing(StoreWrapper):
+    """Does something else while it writes a record."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def put(self, key: ChunkKey, record: bytes) -> None:
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+        self.inner.put(key, record)
+
+
+@pytest.mark.parametrize("meanwhile", ["others come", "it is asked for"])
+def test_a_record_counts_while_it_is_written(meanwhile: str) -> None:
+    inner = _Writing()
+    store = LimitedStore(inner, 3000)
+    keys = [key_number(number) for number in range(8)]
+
+    def others_come() -> None:
+        for key in keys[1:4]:
+            with contextlib.suppress(StoreError):
+                store.put(key, record_of(key))
+
+    inner.meanwhile = others_come if meanwhile == "others come" else lambda: store.open(keys[0])
+    store.put(keys[0], record_of(keys[0]))
+    assert store.contains(keys[0])
+    for key in keys[4:]:
+        store.put(key, record_of(key))
+    assert store.size_bytes() <= 3000
+
+
+def test_a_failed_replacement_leaves_the_old_one_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = limited(3000)
+
+    def refuse(*_: object) -> None:
+        raise StoreError("full")
+
+    store.put(KEY, record_of(KEY))
+    with monkeypatch.context() as patch:
+        patch.setattr(store.inner, "replace", refuse)
+        with pytest.raises(StoreError, match="full"):
+            store.replace(KEY, record_of(KEY, 2000))
+    assert store.contains(KEY)
+    for number in range(1, 4):
+        store.put(key_number(number), record_of(key_number(number)))
+    assert store.size_bytes() <= 3000
 
 
 def test_reading_much_once_pushes_nothing_out() -> None:
@@ -401,3 +452,30 @@ def test_other_errors_do_not_count() -> None:
     for _ in range(3):
         with pytest.raises(StoreError, match="refused"), breaker.guarding():
             raise StoreError("refused")
+
+
+def test_failures_at_the_same_time_are_one() -> None:
+    """Thirty-two questions meet the same dead server: the pause is that of one failure."""
+    now = [0.0]
+    breaker = Breaker("store", StoreMetrics("store"), lambda: now[0])
+    error = StoreUnreachableError("down")
+    calls = [breaker.guarding() for _ in range(32)]
+    for call in calls:
+        call.__enter__()
+    for call in calls:
+        assert not call.__exit__(type(error), error, None)
+    now[0] += 0.3
+    with breaker.guarding():
+        pass
+
+
+def test_a_refusal_is_an_answer_too() -> None:
+    now = [0.0]
+    breaker = Breaker("store", StoreMetrics("store"), lambda: now[0])
+    with pytest.raises(StoreUnreachableError), breaker.guarding():
+        raise StoreUnreachableError("down")
+    now[0] += 0.3
+    with pytest.raises(RecordError), breaker.guarding():
+        raise RecordError("damaged")
+    with breaker.guarding():  # who answers, answers the next one as well
+        pass

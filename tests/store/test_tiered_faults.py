@@ -1,0 +1,201 @@
+"""Tiers when something goes wrong or comes at a bad moment in one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import RecordError, StoreError
+from kvrag.store.base import StoredRecord
+from kvrag.store.encrypted import EncryptedStore
+from kvrag.store.file import FileStore
+from kvrag.store.memory import MemoryStore
+from kvrag.store.tiered import TieredStore
+from kvrag.store.wrapper import RecordWrapper, StoreWrapper, read_whole
+from tests.support.records import key_number, read_all, record_of, stored
+
+KEY, OTHER = key_number(0), key_number(1)
+SECRET = bytes(range(32))
+
+
+def check(key: ChunkKey, record: bytes) -> None:
+    if record != record_of(key, len(record)):
+        raise RecordError(f"record {key} is not what was written")
+
+
+class Home(StoreWrapper):
+    """A store below that refuses single records, or breaks on them."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.refusals: dict[ChunkKey, Exception] = {}
+
+    def put(self, key: ChunkKey, record: bytes) -> None:
+        if key in self.refusals:
+            raise self.refusals[key]
+        self.inner.put(key, record)
+
+
+@pytest.fixture
+def home() -> Home:
+    return Home()
+
+
+@pytest.fixture
+def tiers(tmp_path: Path, home: Home) -> Iterator[TieredStore]:
+    store = TieredStore([FileStore(tmp_path), home], outbox_folder=tmp_path, check=check)
+    yield store
+    home.refusals.clear()
+    store.close()
+
+
+@pytest.mark.parametrize("change", ["delete", "replace"])
+def test_who_reads_on_is_not_stopped_by_another_who_has_done(tmp_path: Path, change: str) -> None:
+    """Readers share one fetch, also of a record that is deleted or replaced meanwhile."""
+    store = TieredStore([MemoryStore(), FileStore(tmp_path)], check=check)
+    store.put(KEY, record_of(KEY, 600_000))
+    first, second = store.open(KEY), store.open(KEY)
+    assert first is not None
+    assert second is not None
+    if change == "delete":
+        store.delete(KEY)
+    else:
+        store.replace(KEY, record_of(KEY, 500))
+    first.close()
+    assert read_all(second) == record_of(KEY, 600_000)
+    second.close()
+    store.close()
+
+
+@pytest.mark.parametrize("error", [StoreError("too large"), RecordError("odd"), OSError("odd")])
+def test_a_record_that_is_refused_holds_up_no_other(
+    tiers: TieredStore, home: Home, error: Exception
+) -> None:
+    home.refusals[KEY] = error
+    for number in range(4):
+        tiers.put(key_number(number), record_of(key_number(number)))
+    assert not tiers.flush(20)
+    assert sorted(home.keys()) == sorted(key_number(number) for number in range(1, 4))
+    assert tiers.num_pending == 1
+    home.refusals.clear()
+    assert tiers.flush(20)
+    assert home.contains(KEY)
+
+
+def test_what_is_damaged_on_the_disk_is_not_sent_home(
+    tiers: TieredStore, home: Home, tmp_path: Path
+) -> None:
+    home.refusals[KEY] = StoreError("not now")
+    tiers.put(KEY, record_of(KEY))
+    assert not tiers.flush(20)
+    tiers.tiers[0].replace(KEY, b"x" * 1000)
+    home.refusals.clear()
+    assert tiers.flush(20)
+    assert list(home.keys()) == []
+    assert not tiers.contains(KEY)
+    assert tiers.counts()[0].misses["damaged"] == 1
+
+
+def test_a_copy_that_cannot_even_be_opened_is_given_up(home: Home) -> None:
+    inner = MemoryStore()
+    inner.put(KEY, b"a record of another program")
+    store = TieredStore([EncryptedStore(inner, SECRET), home], check=check)
+    home.put(KEY, record_of(KEY))
+    assert stored(store, KEY) == record_of(KEY)
+    assert [counts.misses.get("damaged", 0) for counts in store.counts()] == [1, 0]
+    assert stored(store.tiers[0], KEY) == record_of(KEY)  # the good one took its place
+    store.close()
+
+
+def test_damage_told_of_a_copy_that_cannot_be_opened(home: Home) -> None:
+    inner = MemoryStore()
+    store = TieredStore([EncryptedStore(inner, SECRET), home], check=check)
+    inner.put(KEY, b"a record of another program")
+    store.note_damage(KEY)
+    assert not inner.contains(KEY)
+    store.close()
+
+
+class _Boaster(RecordWrapper):
+    @property
+    def size_bytes(self) -> int:
+        return 1 << 62
+
+
+def _read_whole(store: TieredStore, key: ChunkKey) -> None:
+    record = store.open(key)
+    assert record is not None
+    with contextlib.closing(record):
+        read_whole(record)
+
+
+class _BoastingStore(StoreWrapper):
+    def open(self, key: ChunkKey) -> StoredRecord | None:
+        record = self.inner.open(key)
+        return None if record is None else _Boaster(record)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_record_that_says_it_is_larger_than_memory(tmp_path: Path, place: int) -> None:
+    """What is stored is hostile until checked: no size is believed that has no bytes behind it."""
+    inner: list[StoreWrapper | MemoryStore] = [MemoryStore(), MemoryStore()]
+    inner[place].put(KEY, record_of(KEY))
+    inner[place] = _BoastingStore(inner[place])
+    store = TieredStore(inner, check=check)
+    with pytest.raises((RecordError, StoreError)):
+        _read_whole(store, KEY)
+    store.note_damage(KEY)
+    store.close()
+
+
+def test_the_uploads_go_on_behind_a_record_that_says_it_is_larger_than_memory(
+    tmp_path: Path, home: Home
+) -> None:
+    disk = FileStore(tmp_path)
+    disk.put(KEY, record_of(KEY))
+    store = TieredStore([_BoastingStore(disk), home], outbox_folder=tmp_path, check=check)
+    assert store._uploader is not None
+    store._uploader._outbox.add(KEY, replaces=False)
+    store.put(OTHER, record_of(OTHER))
+    store.flush(20)
+    store.close()
+    assert store._uploader._thread.is_alive() is False
+
+
+class _SlowDisk(StoreWrapper):
+    """Whose copies wait until they are let through."""
+
+    def __init__(self, inner: FileStore) -> None:
+        super().__init__(inner)
+        self.began, self.may_go_on = threading.Event(), threading.Event()
+
+    def put(self, key: ChunkKey, record: bytes) -> None:
+        self.began.set()
+        assert self.may_go_on.wait(20)
+        self.inner.put(key, record)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_copy_on_its_way_does_not_bring_back_what_was_deleted(
+    tmp_path: Path, home: Home, is_first: bool
+) -> None:
+    disk = _SlowDisk(FileStore(tmp_path))
+    store = TieredStore([disk, home], check=check)
+    blocked = OTHER if is_first else KEY
+    for key in dict.fromkeys([blocked, KEY]):
+        home.put(key, record_of(key))
+        assert stored(store, key) == record_of(key)
+        assert disk.began.wait(20)
+    deleting = threading.Thread(target=store.delete, args=(KEY,))
+    deleting.start()
+    if is_first:
+        deleting.join(20)  # its copy has not begun
+    disk.may_go_on.set()
+    deleting.join(20)
+    store.close()
+    assert not FileStore(tmp_path).contains(KEY)
