@@ -27,6 +27,7 @@ from kvrag.cli.ls import ls
 from kvrag.cli.profile import profile
 from kvrag.cli.query import query
 from kvrag.cli.recode import recode
+from kvrag.cli.serve_kv import serve_kv
 from kvrag.cli.stats import stats
 from kvrag.cli.train_anchors import train_anchors
 from kvrag.cli.train_links import train_links
@@ -72,6 +73,7 @@ app.command("gc")(guarded(gc))
 app.command("profile")(guarded(profile))
 app.command("calibrate")(guarded(calibrate))
 app.command("recode")(guarded(recode))
+app.command("serve-kv")(guarded(serve_kv))
 app.command("doctor")(guarded(doctor))
 app.command("demo")(guarded(demo))
 app.command("inspect")(guarded(inspect))

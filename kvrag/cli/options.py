@@ -43,8 +43,9 @@ StoreOption = Annotated[
     typer.Option(
         "--store",
         metavar="URL",
-        help="Where KV is kept: file:PATH, redis://HOST/DB, s3://BUCKET/PREFIX, gs://, az://, or "
-        "tiered:URL|URL; '?limit=20GB' behind each. Default: the index's own.",
+        help="Where KV is kept: file:PATH, redis://HOST/DB, s3://BUCKET/PREFIX, gs://, az://, "
+        "http://HOST:PORT ('kvrag serve-kv'), or tiered:URL|URL; '?limit=20GB' behind each. "
+        "Default: the index's own.",
         show_default=False,
     ),
 ]

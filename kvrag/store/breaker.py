@@ -20,6 +20,7 @@ from kvrag.store.metrics import MISS_UNREADABLE, StoreMetrics
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper
 
 if TYPE_CHECKING:
+    from kvrag.store.http import HttpStore
     from kvrag.store.objects import ObjectStore
     from kvrag.store.redis import RedisStore
 
@@ -104,7 +105,7 @@ class GuardedStore(StoreWrapper):
         The remote store.
     """
 
-    def __init__(self, inner: RedisStore | ObjectStore) -> None:
+    def __init__(self, inner: RedisStore | ObjectStore | HttpStore) -> None:
         super().__init__(inner)
         self._breaker = Breaker(inner.url, inner.metrics)
 

@@ -27,11 +27,12 @@ from kvrag.store.wrapper import StoreWrapper
 KEY_BYTES = 32
 FRAME_BYTES = 64 << 10
 
-_MAGIC = b"\x89KVENC\r\n"
+MAGIC = b"\x89KVENC\r\n"
 _VERSION = 1
 _TAG_BYTES = 16
 # magic, version, bytes of a frame, bytes of the record, salt, zero
 _HEADER = struct.Struct("<8sIIQ32s8s")
+HEADER_BYTES = _HEADER.size
 
 
 def read_key(path: str | Path) -> bytes:
@@ -153,7 +154,7 @@ class EncryptedStore(StoreWrapper):
 
     def _encrypt(self, key: ChunkKey, record: bytes) -> bytes:
         salt = secrets.token_bytes(32)
-        header = _HEADER.pack(_MAGIC, _VERSION, FRAME_BYTES, len(record), salt, bytes(8))
+        header = _HEADER.pack(MAGIC, _VERSION, FRAME_BYTES, len(record), salt, bytes(8))
         cipher = self.cipher(salt)
         context = _context(key, header)
         view = memoryview(record)
@@ -171,12 +172,12 @@ class _EncryptedRecord:
         self._store = store
         self._key = key
         self._inner = inner
-        header = bytearray(_HEADER.size)
-        if inner.size_bytes < _HEADER.size:
+        header = bytearray(HEADER_BYTES)
+        if inner.size_bytes < HEADER_BYTES:
             raise self._refuse("an encrypted record", f"{inner.size_bytes} bytes")
         inner.read_into(0, memoryview(header))
         magic, version, frame_bytes, self._size_bytes, salt, _ = _HEADER.unpack(header)
-        if magic != _MAGIC:
+        if magic != MAGIC:
             raise self._refuse("an encrypted record", "another one; it was stored without a key")
         if (version, frame_bytes) != (_VERSION, FRAME_BYTES):
             raise self._refuse(f"version {_VERSION}", f"version {version}")
@@ -194,8 +195,8 @@ class _EncryptedRecord:
         end = offset + buffer.nbytes
         first, last = offset // FRAME_BYTES, max(end - 1, offset) // FRAME_BYTES
         step = FRAME_BYTES + _TAG_BYTES
-        begin = _HEADER.size + first * step
-        kept = bytearray(min(_HEADER.size + (last + 1) * step, self._inner.size_bytes) - begin)
+        begin = HEADER_BYTES + first * step
+        kept = bytearray(min(HEADER_BYTES + (last + 1) * step, self._inner.size_bytes) - begin)
         self._inner.read_into(begin, memoryview(kept))
         view = memoryview(kept)
         for number in range(first, last + 1):
@@ -228,10 +229,10 @@ def _nonce(number: int) -> bytes:
 
 def _kept_size(size_bytes: int) -> int:
     num_frames = max(-(-size_bytes // FRAME_BYTES), 1)
-    return _HEADER.size + size_bytes + num_frames * _TAG_BYTES
+    return HEADER_BYTES + size_bytes + num_frames * _TAG_BYTES
 
 
 def _plain_size(kept_bytes: int) -> int:
-    frames = max(kept_bytes - _HEADER.size, 0)
+    frames = max(kept_bytes - HEADER_BYTES, 0)
     num_frames = max(-(-frames // (FRAME_BYTES + _TAG_BYTES)), 1)
     return max(frames - num_frames * _TAG_BYTES, 0)

@@ -20,14 +20,16 @@ from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import innermost
 
 if TYPE_CHECKING:
+    from kvrag.store.http import HttpStore
     from kvrag.store.objects import ObjectStore
     from kvrag.store.redis import RedisStore
 
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 _OBJECT_SCHEMES = ("s3", "gs", "az")
+_HTTP_SCHEMES = ("http", "https")
 _EXPECTED = (
     "a store is file:PATH, file:///PATH, memory:, redis://HOST:PORT/DB, s3://BUCKET/PREFIX, "
-    "gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or tiered:URL|URL"
+    "gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, http://HOST:PORT or tiered:URL|URL"
 )
 
 
@@ -40,7 +42,8 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
         ``file:PATH`` (or ``file:///PATH``) for a folder, ``memory:`` for a new, empty store
         in this process; ``redis://``, ``rediss://`` and ``unix://`` for Redis, with options
         ``?prefix=NAME&timeout=SECONDS``; ``s3://``, ``gs://`` and ``az://`` for a bucket, with
-        ``?endpoint=URL&region=NAME&timeout=SECONDS``.
+        ``?endpoint=URL&region=NAME&timeout=SECONDS``; ``http://`` and ``https://`` for a server
+        of ``kvrag serve-kv``, with ``?token_file=PATH&ca=PATH&timeout=SECONDS``.
 
         Each takes ``limit=BYTES`` (``20GB``, ``512MiB``), beyond which what was used least
         recently is removed, and ``key_file=PATH`` of a key with which records are encrypted.
@@ -83,6 +86,12 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
         place, _, query = url.partition("?")
         own, options = _parse(url, query, {"endpoint": str, "region": str, "timeout": _seconds})
         return _remote(ObjectStore(place, must_answer=must_answer, **own), query, options)
+    if scheme in _HTTP_SCHEMES and rest.startswith("//"):
+        from kvrag.store.http import HttpStore
+
+        place, _, query = url.partition("?")
+        own, options = _parse(url, query, {"token_file": _path, "ca": _path, "timeout": _seconds})
+        return _remote(HttpStore(place, must_answer=must_answer, **own), query, options)
     raise ParameterError(f"{_EXPECTED}; found {without_password(url)!r}")
 
 
@@ -105,7 +114,9 @@ def _open_tiers(urls: list[str], must_answer: bool) -> Store:
         raise
 
 
-def _remote(store: RedisStore | ObjectStore, query: str, options: dict[str, Any]) -> Store:
+def _remote(
+    store: RedisStore | ObjectStore | HttpStore, query: str, options: dict[str, Any]
+) -> Store:
     if query:
         store.url += f"?{query}"
     return _wrap(GuardedStore(store), options)

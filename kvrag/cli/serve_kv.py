@@ -1,0 +1,129 @@
+"""`kvrag serve-kv`: the records of a store, for other machines."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+from kvrag.errors import ParameterError
+from kvrag.store.http_protocol import TOKEN_VARIABLE, read_token
+from kvrag.store.server import DEFAULT_PORT, MAX_CONNECTIONS, RecordServer, tls_context
+
+
+def serve_kv(
+    index: Annotated[
+        Path | None,
+        typer.Option(
+            "--index",
+            "-i",
+            metavar="DIR",
+            help="Folder of an index whose store is served.",
+            show_default=False,
+        ),
+    ] = None,
+    store: o.StoreOption = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")
+    ] = DEFAULT_PORT,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with the token that clients must bring; others may not read it. Default: "
+            f"the environment's {TOKEN_VARIABLE}; without one, only 127.0.0.1 is served.",
+            show_default=False,
+        ),
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Certificate in PEM format, to serve HTTPS.", show_default=False
+        ),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Its key. Default: in the file of the certificate.",
+            show_default=False,
+        ),
+    ] = None,
+    writable: Annotated[
+        bool, typer.Option("--writable", help="Let clients write and delete records, too.")
+    ] = False,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Connections at the same time; more are sent away.")
+    ] = MAX_CONNECTIONS,
+) -> None:
+    """Serve stored KV over HTTP; other machines open it as http://HOST:PORT."""
+    if tls_key is not None and tls_certificate is None:
+        raise ParameterError("--tls-key is the key of --tls-certificate: give both")
+    token = read_token(token_file)
+    tls = None
+    if tls_certificate is not None:
+        tls = tls_context(str(tls_certificate), None if tls_key is None else str(tls_key))
+    from kvrag.store.registry import open_store, without_password
+
+    url = store or _store_of(index)
+    opened = open_store(url)
+    try:
+        server = RecordServer(
+            opened,
+            host,
+            port,
+            token=token,
+            is_writable=writable,
+            tls=tls,
+            max_connections=max_connections,
+        )
+    except BaseException as error:
+        opened.close()
+        if isinstance(error, OSError):
+            why = error.strerror or str(error)
+            raise ParameterError(f"cannot listen at {host}, port {port}: {why}") from error
+        raise
+    _until_told(server)
+    opened.close()
+    counts = server.counts()
+    console.note(
+        f"served {sum(counts['answers'].values())} requests, "
+        f"{console.format_bytes(counts['bytes_sent'])}"
+        f" of {without_password(url)}"
+    )
+
+
+def _store_of(index: Path | None) -> str:
+    if index is None:
+        raise ParameterError("what is to be served? Give --index DIR, or --store URL")
+    from kvrag.ingest.config import IndexConfig
+    from kvrag.ingest.making import KV_FOLDER
+
+    folder = index.expanduser().resolve()
+    return IndexConfig.load(folder).store or f"file:{folder / KV_FOLDER}"
+
+
+def _until_told(server: RecordServer) -> None:
+    """Serve until the process is asked to end; answers that have begun are finished."""
+    told = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: told.set())
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="kvrag-serve")
+    thread.start()
+    try:
+        rights = "reading and writing" if server.is_writable else "reading"
+        console.write(f"{server.url} ({rights})\n")
+        told.wait()
+    finally:
+        server.stop()
+        thread.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,447 @@
+"""Records of another machine's store, over HTTP: the client of ``kvrag serve-kv``."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import ParameterError, StoreError, StoreUnreachableError
+from kvrag.store.base import check_range
+from kvrag.store.http_protocol import (
+    PROTOCOL,
+    RECORDS,
+    ROOT,
+    SERVICE,
+    TOKEN_VARIABLE,
+    read_token,
+)
+from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, CountedStore, StoreMetrics
+
+SCHEMES = ("http", "https")
+DEFAULT_TIMEOUT_SECONDS = 5.0
+
+# The header of most records; a small record whole. It comes with the answer that opens the record.
+_HEAD_BYTES = 16 << 10
+_PIECE_BYTES = 256 << 10
+_MAX_IDLE = 8
+_MAX_REASON_BYTES = 300
+_CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19})")
+_LINE = re.compile(r"([0-9a-f]{40}) (\d{1,19})\n?")
+
+
+class HttpRecord:
+    """An opened record of an `HttpStore`; its head is in memory already."""
+
+    def __init__(
+        self, store: HttpStore, key: ChunkKey, size_bytes: int, tag: str, head: bytes
+    ) -> None:
+        self._store = store
+        self._key = key
+        self._size_bytes = size_bytes
+        self._tag = tag
+        self._head = head
+        self._reading: set[http.client.HTTPConnection] = set()
+        self._is_cancelled = False
+        self._lock = threading.Lock()
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the record."""
+        return self._size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on, in one request at the most.
+
+        Raises
+        ------
+        StoreError
+            When the server does not deliver, the record was deleted or replaced, or `cancel` was
+            called.
+        RecordError
+            When the record ends before the buffer is full.
+        """
+        check_range(self._key, self._size_bytes, offset, buffer.nbytes)
+        known = self._head[offset : offset + buffer.nbytes]
+        buffer[: len(known)] = known
+        if len(known) < buffer.nbytes:
+            self._store.read_range(
+                self._key,
+                offset + len(known),
+                buffer[len(known) :],
+                self._size_bytes,
+                self._tag,
+                self,
+            )
+        self._store.metrics.read(buffer.nbytes)
+
+    def cancel(self) -> None:
+        """Break off what other threads are reading: it is no longer wanted. They get StoreError."""
+        with self._lock:
+            self._is_cancelled = True
+            for connection in self._reading:
+                if connection.sock is not None:
+                    with contextlib.suppress(OSError):
+                        connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Do nothing: connections are the store's."""
+
+    @contextlib.contextmanager
+    def reading(self, connection: http.client.HTTPConnection) -> Iterator[None]:
+        """Let `cancel` break off what the block reads."""
+        with self._lock:
+            if self._is_cancelled:
+                self._raise_cancelled()
+            self._reading.add(connection)
+        try:
+            yield
+        except (OSError, http.client.HTTPException, StoreError):
+            if self._is_cancelled:
+                self._raise_cancelled()
+            raise
+        finally:
+            with self._lock:
+                self._reading.discard(connection)
+
+    def _raise_cancelled(self) -> NoReturn:
+        raise StoreError(f"record {self._key}: reading it was broken off")
+
+
+class HttpStore(CountedStore):
+    """Records behind a server of ``kvrag serve-kv``.
+
+    Parameters
+    ----------
+    url
+        ``http://HOST:PORT[/PREFIX]`` or ``https://...``; a prefix where a proxy adds one.
+    token_file
+        File with the server's token; None takes that of the environment (`TOKEN_VARIABLE`), if any.
+    ca
+        File of certificates to trust, in PEM format; None trusts those the system trusts.
+    timeout_seconds
+        After which a server that sends nothing counts as unreachable.
+    must_answer
+        Raise when it is unreachable now; otherwise it may become reachable later.
+
+    Raises
+    ------
+    ParameterError
+        When URL, token or certificates cannot be understood.
+    StoreUnreachableError
+        When the server does not answer.
+    StoreError
+        When it refuses the token, or is no server of kvrag's.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token_file: str | None = None,
+        ca: str | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        must_answer: bool = True,
+    ) -> None:
+        self._scheme, self._host, self._port, self._prefix = _parts(url)
+        self.url = url.rstrip("/")
+        self._timeout_seconds = timeout_seconds
+        self._headers = {"User-Agent": SERVICE}
+        if token := read_token(token_file):
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._tls = _trusting(ca) if self._scheme == "https" else None
+        if ca is not None and self._tls is None:
+            raise ParameterError(f"{url}: 'ca' is of https:// only: http:// is not encrypted")
+        self._idle: list[http.client.HTTPConnection] = []
+        self._lock = threading.Lock()
+        self.metrics = StoreMetrics(self._scheme)
+        try:
+            self._greet()
+        except StoreUnreachableError:
+            if must_answer:
+                raise
+
+    def put(self, key: ChunkKey, record: bytes) -> None:
+        """Write a record; a key that is present keeps its record. Raises StoreError."""
+        self._write(key, record, {"If-None-Match": "*"})
+
+    def replace(self, key: ChunkKey, record: bytes) -> None:
+        """Write a record in place of the one `key` has. Raises StoreError."""
+        self._write(key, record, {})
+
+    def open(self, key: ChunkKey) -> HttpRecord | None:
+        """Open a record for reading, or return None where there is none. Raises StoreError."""
+        try:
+            headers = {"Range": f"bytes=0-{_HEAD_BYTES - 1}"}
+            with self._asking("GET", f"{RECORDS}/{key}", headers) as answer:
+                if answer.status == HTTPStatus.NOT_FOUND:
+                    self.metrics.miss(MISS_ABSENT)
+                    return None
+                is_empty = answer.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+                if not is_empty:
+                    self._require(answer, HTTPStatus.PARTIAL_CONTENT)
+                first, end, size = self._content_range(answer)
+                tag = answer.getheader("ETag", "")
+                expected = (0, 0, 0) if is_empty else (0, min(_HEAD_BYTES, size), size)
+                if (first, end, size) != expected or not tag:
+                    self._refuse_answer(answer, "the beginning of a record, and its tag")
+                head = bytearray(end)
+                _read_exactly(answer, memoryview(head))
+        except StoreError:
+            self.metrics.miss(MISS_UNREADABLE)
+            raise
+        self.metrics.hit()
+        return HttpRecord(self, key, size, tag, bytes(head))
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Say whether there is a record of `key`. Raises StoreError."""
+        with self._asking("HEAD", f"{RECORDS}/{key}") as answer:
+            if answer.status != HTTPStatus.NOT_FOUND:
+                self._require(answer, HTTPStatus.OK)
+            return answer.status == HTTPStatus.OK
+
+    def delete(self, key: ChunkKey) -> bool:
+        """Remove a record; say whether there was one. Raises StoreError."""
+        with self._asking("DELETE", f"{RECORDS}/{key}") as answer:
+            if answer.status != HTTPStatus.NOT_FOUND:
+                self._require(answer, HTTPStatus.NO_CONTENT)
+            return answer.status == HTTPStatus.NO_CONTENT
+
+    def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
+        """Return keys and the bytes of their records, in no particular order. Raises StoreError."""
+        found = []
+        with self._asking("GET", RECORDS) as answer:
+            self._require(answer, HTTPStatus.OK)
+            while line := answer.readline(100):
+                match = _LINE.fullmatch(line.decode("ascii", "replace"))
+                if match is None:
+                    self._refuse_answer(answer, "a list of records")
+                found.append((ChunkKey(match[1]), int(match[2])))
+        return iter(found)
+
+    def keys(self) -> Iterator[ChunkKey]:
+        """Iterate over the keys, in no particular order."""
+        return (key for key, _ in self.sizes())
+
+    def size_bytes(self) -> int:
+        """Bytes held by all records."""
+        return sum(size for _, size in self.sizes())
+
+    def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
+        """Return 0: what is behind the server is its own to clean up."""
+        del min_age_seconds
+        return 0
+
+    def close(self) -> None:
+        """Close the connections that wait for their next use."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def read_range(
+        self,
+        key: ChunkKey,
+        first: int,
+        buffer: memoryview,
+        size_bytes: int,
+        tag: str,
+        record: HttpRecord,
+    ) -> None:
+        """Fill `buffer` from the record that had `tag`. Raises StoreError."""
+        end = first + buffer.nbytes
+        headers = {"Range": f"bytes={first}-{end - 1}", "If-Match": tag}
+        with self._asking("GET", f"{RECORDS}/{key}", headers, record=record) as answer:
+            if answer.status in (HTTPStatus.NOT_FOUND, HTTPStatus.PRECONDITION_FAILED):
+                raise StoreError(
+                    f"cannot read record {key} in {self.url}: it was deleted or replaced since it "
+                    "was opened; open it again"
+                )
+            self._require(answer, HTTPStatus.PARTIAL_CONTENT)
+            found = self._content_range(answer)
+            if found != (first, end, size_bytes) or answer.getheader("ETag") != tag:
+                self._refuse_answer(answer, f"bytes {first}-{end - 1}/{size_bytes} of {tag}")
+            _read_exactly(answer, buffer)
+
+    # -- private -----------------------------------------------------------------------------
+
+    def _greet(self) -> None:
+        with self._asking("GET", ROOT) as answer:
+            if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                self._require(answer, HTTPStatus.OK)
+            try:
+                about = json.loads(answer.read(4096)) if answer.status == HTTPStatus.OK else {}
+                service, protocol = about["service"], about["protocol"]
+            except (ValueError, KeyError, TypeError):
+                service = protocol = None
+        if service != SERVICE or protocol != PROTOCOL:
+            found = f"protocol {protocol}" if service == SERVICE else f"an answer {answer.status}"
+            raise StoreError(
+                f"{self.url} is no server of this kvrag: expected protocol {PROTOCOL}, found "
+                f"{found}; check the URL, and start the server with 'kvrag serve-kv'"
+            )
+
+    def _write(self, key: ChunkKey, record: bytes, headers: dict[str, str]) -> None:
+        with self._asking("PUT", f"{RECORDS}/{key}", headers, body=record) as answer:
+            self._require(answer, HTTPStatus.NO_CONTENT)
+        self.metrics.wrote(len(record))
+
+    @contextlib.contextmanager
+    def _asking(
+        self,
+        method: str,
+        path: str,
+        headers: dict[str, str] | None = None,
+        *,
+        body: bytes | None = None,
+        record: HttpRecord | None = None,
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Yield the answer to a request; its connection serves again if all of it was read."""
+        connection: http.client.HTTPConnection | None = None
+        answer: http.client.HTTPResponse | None = None
+        try:
+            while True:
+                connection, is_used = self._take()
+                watching = record.reading(connection) if record else contextlib.nullcontext()
+                with watching:
+                    try:
+                        connection.request(
+                            method,
+                            self._prefix + path,
+                            body,
+                            {**self._headers, **(headers or {})},
+                        )
+                        answer = connection.getresponse()
+                    except (ConnectionError, http.client.BadStatusLine):
+                        if not is_used:
+                            raise
+                        # The server had closed it while it waited here; all requests may repeat.
+                        connection.close()
+                        continue
+                    if answer.status == HTTPStatus.UNAUTHORIZED:
+                        self._raise_unauthorized()
+                    yield answer
+                break
+            answer.read(_MAX_REASON_BYTES)
+            if answer.isclosed() and not answer.will_close:
+                self._give_back(connection)
+                connection = None
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, ssl.SSLCertVerificationError):
+                raise StoreError(
+                    f"cannot ask {self.url}: its certificate is not trusted "
+                    f"({error.verify_message}); name the file of who signed it: ?ca=FILE"
+                ) from error
+            why = str(error) or type(error).__name__
+            raise StoreUnreachableError(
+                f"cannot ask {self.url}: {why}; check that 'kvrag serve-kv' runs there, and the "
+                "network, then try again"
+            ) from error
+        finally:
+            if answer is not None:
+                # A connection that the server ends belongs to its last answer.
+                answer.close()
+            if connection is not None:
+                connection.close()
+
+    def _take(self) -> tuple[http.client.HTTPConnection, bool]:
+        """Return a connection, and whether it has been used before."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop(), True
+        if self._tls is not None:
+            return (
+                http.client.HTTPSConnection(
+                    self._host, self._port, timeout=self._timeout_seconds, context=self._tls
+                ),
+                False,
+            )
+        return http.client.HTTPConnection(
+            self._host, self._port, timeout=self._timeout_seconds
+        ), False
+
+    def _give_back(self, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            if len(self._idle) < _MAX_IDLE:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _raise_unauthorized(self) -> NoReturn:
+        given = "the token is not this server's" if "Authorization" in self._headers else "no token"
+        raise StoreError(
+            f"{self.url} refuses access: {given}; put the server's token in {TOKEN_VARIABLE}, or "
+            "in a file: ?token_file=PATH"
+        )
+
+    def _require(self, answer: http.client.HTTPResponse, status: HTTPStatus) -> None:
+        if answer.status == status:
+            return
+        reason = answer.read(_MAX_REASON_BYTES).decode("utf-8", "replace")
+        said = f"{self.url} answers {answer.status}: {' '.join(reason.split()) or answer.reason}"
+        if answer.status == HTTPStatus.FORBIDDEN:
+            raise StoreError(said)
+        raise StoreUnreachableError(said)
+
+    def _content_range(self, answer: http.client.HTTPResponse) -> tuple[int, int, int]:
+        """Return the first byte that came, the one behind the last, and the record's length."""
+        match = _CONTENT_RANGE.fullmatch(answer.getheader("Content-Range", ""))
+        if match is None:
+            self._refuse_answer(answer, "a range of a record")
+        first, last, size = match.groups()
+        return (0, 0, int(size)) if first is None else (int(first), int(last) + 1, int(size))
+
+    def _refuse_answer(self, answer: http.client.HTTPResponse, expected: str) -> NoReturn:
+        raise StoreError(
+            f"{self.url}: expected {expected}, found an answer {answer.status} with "
+            f"{answer.getheader('Content-Range')!r}, {answer.getheader('ETag')!r}; it is no server "
+            "of this kvrag, or what is between changes its answers"
+        )
+
+
+def _read_exactly(answer: http.client.HTTPResponse, buffer: memoryview) -> None:
+    """Fill a buffer. Raises StoreUnreachableError where the answer ends before."""
+    num_read = 0
+    while num_read < buffer.nbytes:
+        found = answer.readinto(buffer[num_read : num_read + _PIECE_BYTES])
+        if not found:
+            raise StoreUnreachableError(
+                f"the answer ended after {num_read} of {buffer.nbytes} bytes; try again"
+            )
+        num_read += found
+
+
+def _parts(url: str) -> tuple[str, str, int, str]:
+    """Return scheme, host, port and prefix of a URL."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ParameterError(f"{url!r} is no URL: {error}") from error
+    if parts.scheme not in SCHEMES or not host or parts.query or parts.fragment:
+        raise ParameterError(f"a server is http://HOST:PORT or https://HOST:PORT; found {url!r}")
+    if parts.username is not None or parts.password is not None:
+        raise ParameterError(
+            f"{parts.scheme}://{host}: a URL is seen by others: put the token in {TOKEN_VARIABLE}, "
+            "or in a file: ?token_file=PATH"
+        )
+    default = http.client.HTTPS_PORT if parts.scheme == "https" else http.client.HTTP_PORT
+    return parts.scheme, host, port or default, parts.path.rstrip("/")
+
+
+def _trusting(ca: str | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ParameterError(
+            f"{ca}: no certificates in PEM format ({getattr(error, 'strerror', None) or error})"
+        ) from error
