@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 from kvrag.codec.base import Destination, EncodedChunk
 from kvrag.errors import IndexFormatError, ProfileError, RecordError, StoreError
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.kvcache import FusedKV
+from kvrag.loading import threads
 from kvrag.loading.prefetch import LayerPrefetch
 from kvrag.positions.rotary import RotaryTable
 
@@ -108,11 +108,9 @@ class SpanLoader:
             except _DAMAGE as error:
                 return error
 
-        if min(self._num_threads, len(wanted)) < 2:
-            return {record_id: opened(record_id) for record_id in wanted}
         # Each costs a round trip at least.
-        with ThreadPoolExecutor(min(self._num_threads, len(wanted)), "kvrag-open") as pool:
-            return dict(zip(wanted, pool.map(opened, wanted), strict=True))
+        found = threads.each(opened, wanted, max(self._num_threads, 1))
+        return dict(zip(wanted, found, strict=True))
 
     @property
     def num_records(self) -> int:

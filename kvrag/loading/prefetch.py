@@ -9,12 +9,14 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from kvrag.loading import threads
+
 Work = Callable[[int, int], None]
 """From a lane and a layer: brings that layer of that lane."""
 
 
 class LayerPrefetch:
-    """Brings layer after layer of every lane in threads of its own, ahead of who computes them.
+    """Brings layer after layer of every lane in other threads, ahead of who computes them.
 
     A lane is one record: its layers are brought one after the other, those of different lanes at
     the same time, the lowest layer first. Nothing bounds how far ahead the threads run: what they
@@ -38,7 +40,7 @@ class LayerPrefetch:
 
     Notes
     -----
-    The threads are this object's own and are gone after `close`, which must be called.
+    Nothing of it is at work after `close`, which must be called.
     """
 
     def __init__(
@@ -65,12 +67,7 @@ class LayerPrefetch:
         # Modes are a thread's own: the work is to see those of the caller.
         self._inference_mode = torch.is_inference_mode_enabled()
         self._caller_stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._threads = [
-            threading.Thread(target=self._run, name=f"kvrag-load-{number}", daemon=True)
-            for number in range(min(num_threads, num_lanes))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [threads.start(self._run) for _ in range(min(num_threads, num_lanes))]
 
     @property
     def busy_seconds(self) -> float:
@@ -102,8 +99,7 @@ class LayerPrefetch:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        threads.end(self._threads)
 
     def _run(self) -> None:
         with torch.inference_mode(self._inference_mode), torch.no_grad(), self._streaming():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 import time
 from collections.abc import Callable
 
@@ -54,8 +56,14 @@ def watched(index: Index, monkeypatch: pytest.MonkeyPatch):
     return put
 
 
-def load_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("kvrag-")]
+def load_threads() -> list[int]:
+    """Threads that are at it; others are kept for the next prompt."""
+    return [
+        number
+        for number, frame in sys._current_frames().items()
+        if number != threading.get_ident()
+        and any("/kvrag/" in one.filename for one in traceback.extract_stack(frame))
+    ]
 
 
 @pytest.mark.parametrize("policy", ["none", "deviation", "two_stage"])

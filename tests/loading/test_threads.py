@@ -1,0 +1,70 @@
+"""Threads that are kept: what they make, and that nothing of it goes on behind the caller's back."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from kvrag.loading import threads
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 7])
+def test_each_keeps_the_order(num_threads: int) -> None:
+    most, running, lock = 0, 0, threading.Lock()
+
+    def work(number: int) -> int:
+        nonlocal most, running
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.002)
+        with lock:
+            running -= 1
+        return number * number
+
+    assert threads.each(work, range(20), num_threads) == [n * n for n in range(20)]
+    assert threads.each(work, [], num_threads) == []
+    assert most <= num_threads
+
+
+@pytest.mark.parametrize("broken", [0, 5])
+def test_an_exception_comes_when_all_that_has_begun_has_ended(broken: int) -> None:
+    running = []
+
+    def work(number: int) -> None:
+        running.append(number)
+        time.sleep(0.01)
+        running.remove(number)
+        if number == broken:
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        threads.each(work, range(6), 3)
+    assert running == []
+
+
+def test_a_thread_is_used_again() -> None:
+    used = set()
+
+    def note() -> None:
+        used.add(threading.get_ident())
+
+    for _ in range(10):
+        started = threads.start(note)
+        started.result()
+        threads.end([started])
+        time.sleep(0.002)
+    assert len(used) < 10
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    threads.start(lambda: None).result()
+    child = os.fork()
+    if not child:
+        os._exit(0 if threads.each(lambda n: n + 1, [1, 2, 3], 3) == [2, 3, 4] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
