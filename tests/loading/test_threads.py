@@ -1,4 +1,4 @@
-"""Threads that are kept: what they make, and that nothing of it goes on behind the caller's back."""
+"""Threads that are kept: what they make, and that nothing of it goes on behind the caller."""
 
 from __future__ import annotations
 
