@@ -16,11 +16,12 @@ STAMP := $(VENV)/.kvrag-installed
 NATIVE := CMakeLists.txt $(wildcard cuda/include/kvrag/*.h cuda/host/*.h cuda/host/*.cpp)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format install clean sanitize train-tiny
+.PHONY: help demo test test-vllm check format install clean sanitize train-tiny
 
 help:
 	@echo "make demo     index a few text files and answer questions about them"
 	@echo "make test     lint, types, layers and all tests"
+	@echo "make test-vllm  the tests that need vLLM, in an environment of its own (2.5 GB)"
 	@echo "make check    lint, types and layers only"
 	@echo "make format   rewrite the sources in the house's style"
 	@echo "make sanitize run the compiled kernels under address, undefined and thread sanitizers"
@@ -32,6 +33,18 @@ demo: $(STAMP)
 
 test: check
 	$(BIN)/pytest
+
+# vLLM pins a torch of its own. The script ends with 75 where the machine cannot have the wheel.
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.kvrag-installed
+
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest -W default tests/vllm
+
+$(VLLM_STAMP): tests/vllm/install.sh pyproject.toml $(NATIVE)
+	@echo "kvrag: installing vLLM into $(VLLM_VENV) (once; some minutes, 2.5 GB)"
+	tests/vllm/install.sh $(VLLM_VENV) $(TORCH_FLAGS)
+	@touch $@
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -75,4 +88,4 @@ $(STAMP): pyproject.toml constraints-dev.txt $(NATIVE) | $(BIN)/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

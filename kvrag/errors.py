@@ -86,3 +86,11 @@ class IndexMismatchError(KVRagError):
 
 class IndexLockedError(KVRagError):
     """Another process is writing to the index."""
+
+
+class EngineVersionError(KVRagError):
+    """A serving engine is missing, or of a version that kvrag was not tested with."""
+
+
+class EngineError(KVRagError):
+    """A serving engine refused a request, does not answer, or is set up for something else."""

@@ -315,6 +315,23 @@ class Catalog:
             return self.generation()
 
     @_checked
+    def each_head(self, num_tokens: int, use: Callable[[str, bytes, int], None]) -> int:
+        """Call `use` for every chunk with its id, its first token ids and how many it has.
+
+        The token ids come as the row holds them (`kvrag.ingest.rows.pack_ids`), `num_tokens` of
+        them or fewer. Returns the generation.
+        """
+        with self._snapshot():
+            for chunk_id, head, length in self._connection.execute(
+                "SELECT chunk_id, substr(token_ids, 1, ?), num_tokens FROM chunks ORDER BY row",
+                (4 * num_tokens,),
+            ):
+                if not isinstance(head, bytes) or not isinstance(length, int):
+                    raise self._damaged(f"the tokens of chunk {chunk_id!r}")
+                use(chunk_id, head, length)
+            return self.generation()
+
+    @_checked
     def vectors(self, dim: int) -> tuple[int, NDArray[np.int64], NDArray[np.float32]]:
         """Return the generation, the row numbers ``[n]`` and vectors ``[n, dim]`` of all chunks."""
         with self._snapshot():

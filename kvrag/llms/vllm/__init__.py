@@ -1,0 +1,1 @@
+"""vLLM, unpatched, serving prompts whose KV kvrag has fused (docs/vllm.md)."""

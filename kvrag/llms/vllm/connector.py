@@ -1,0 +1,149 @@
+"""`KVRagConnector`: fused prompts offered to vLLM as external prefix hits.
+
+A stock vLLM takes it by module path::
+
+    KVTransferConfig(
+        kv_connector="KVRagConnector",
+        kv_connector_module_path="kvrag.llms.vllm.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"index": "my-index"},
+    )
+
+`kvrag.llms.vllm.options.engine_options` writes all of that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+)
+
+from kvrag.llms.vllm.checks import check_engine
+from kvrag.llms.vllm.scheduler_side import SchedulerSide
+from kvrag.llms.vllm.settings import ConnectorSettings
+from kvrag.llms.vllm.transfer import StepMetadata, StepOutcome
+from kvrag.llms.vllm.versions import require_tested
+from kvrag.llms.vllm.weights import fusing_model
+from kvrag.llms.vllm.worker_side import Pages, WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class KVRagConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """vLLM's interface over the two sides; see `SchedulerSide` and `WorkerSide`.
+
+    Raises
+    ------
+    EngineVersionError
+        For a version of vLLM that was not tested.
+    EngineError
+        When the engine is set up in a way that stored KV does not fit.
+    IndexMismatchError
+        When its model is not that of the index.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        settings = ConnectorSettings.from_extra_config(extra)
+        require_tested(any_version=settings.any_version)
+        index_config = check_engine(vllm_config, kv_cache_config, settings)
+        self._scheduler_side: SchedulerSide | None = None
+        self._worker_side: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler_side = SchedulerSide(settings)
+        else:
+            model = fusing_model(vllm_config, index_config)
+            self._worker_side = WorkerSide(settings, model)
+
+    def shutdown(self) -> None:
+        for side in (self._scheduler_side, self._worker_side):
+            if side is not None:
+                side.close()
+        self._scheduler_side = self._worker_side = None
+
+    # -- the worker's ------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._worker_side is not None
+        layers = self._vllm_config.compilation_config.static_forward_context
+        (group,) = self._kv_cache_config.kv_cache_groups
+        self._worker_side.use_pages(Pages(layers, kv_caches, group.kv_cache_spec.block_size))
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        assert self._worker_side is not None
+        step = self._get_connector_metadata()
+        assert isinstance(step, StepMetadata)
+        self._worker_side.start(step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request is scheduled when all its rows are there."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is taken out of the engine."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is taken out of the engine."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        assert self._worker_side is not None
+        return None, self._worker_side.finish(finished_req_ids) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._worker_side is not None
+        return self._worker_side.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> StepOutcome | None:
+        assert self._worker_side is not None
+        return self._worker_side.take_outcome()
+
+    # -- the scheduler's ---------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        assert self._scheduler_side is not None
+        self._scheduler_side.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        assert self._scheduler_side is not None
+        num_matched = self._scheduler_side.num_matched(request, num_computed_tokens)
+        return num_matched, num_matched > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        assert self._scheduler_side is not None
+        self._scheduler_side.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        assert self._scheduler_side is not None
+        return self._scheduler_side.metadata(scheduler_output.total_num_scheduled_tokens)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        assert self._scheduler_side is not None
+        outcome = connector_output.kv_connector_worker_meta
+        if isinstance(outcome, StepOutcome):
+            self._scheduler_side.note(outcome)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler_side is not None
+        return False, self._scheduler_side.finished(request)

@@ -1,0 +1,23 @@
+"""vLLM's own worker, which lets the connector use the weights that it has loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from kvrag.llms.vllm.weights import lend_model
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as _Worker
+
+
+class KVRagWorker(_Worker):  # type: ignore[misc]
+    """The platform's worker; named by vLLM's option ``worker_cls``."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, and lend it to the connector that is made next in this process."""
+        super().load_model(*args, **kwargs)
+        lend_model(self.vllm_config, self.model_runner.get_model())

@@ -1,0 +1,150 @@
+"""Known chunks in the token ids of a prompt, wherever they stand.
+
+A server is handed token ids, not text. The first ids of every chunk are in a table; where a
+prompt's ids agree with an entry, the chunk's own ids are compared, one by one, and the longest
+agreement is taken. No separators are needed, and none are looked for. The text around a chunk may
+have changed its first tokens: a chunk is also found from its second or third token on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvrag.chunk import Chunk
+from kvrag.fusion.layout import MAX_EDGE_TOKENS, Layout, ReusedSpan
+from kvrag.fusion.records import FoundText, choose_records
+from kvrag.ingest.index import Index
+from kvrag.ingest.rows import pack_ids
+
+HEAD_TOKENS = 8
+"""Tokens that are looked up at every place of a prompt; shorter chunks are never found."""
+
+MIN_CUT_TOKENS = 16
+"""Tokens that must agree for the beginning of a chunk to count, where it is not there whole."""
+
+MISS_UNCLEAR = "text of several chunks, encoded behind different text"
+
+# Where very many chunks begin alike, comparing all of them would cost more than it saves.
+_MAX_CANDIDATES = 64
+
+
+class TokenFinder:
+    """Lays an index's chunks over the token ids of prompts.
+
+    Safe to use from several threads; follows the index as it changes.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._lock = threading.Lock()
+        self._generation = -1
+        self._heads: dict[bytes, list[tuple[str, int]]] = {}
+
+    def find(self, token_ids: Sequence[int]) -> Layout:
+        """Return the layout of a prompt: its token ids, and the spans that stored KV can fill.
+
+        Raises
+        ------
+        IndexFormatError, StoreError
+            When the catalog cannot be read.
+        """
+        ids = tuple(token_ids)
+        prefix = self._index.prefix_ids
+        has_prefix = ids[: len(prefix)] == prefix
+        start = len(prefix) if has_prefix else 0
+        layout = Layout(ids, (), start, has_prefix)
+        found = self._search(ids, start)
+        spans = [span for span, _ in found]
+        chosen = choose_records(
+            [text for _, text in found],
+            lambda number, context: layout.is_exact(replace(spans[number], context_ids=context)),
+        )
+        standing = []
+        for span, record in zip(spans, chosen, strict=True):
+            if record is not None:
+                chunk, context_ids = record
+                standing.append(replace(span, chunk_id=chunk.chunk_id, context_ids=context_ids))
+        num_unclear = len(spans) - len(standing)
+        return replace(
+            layout,
+            spans=tuple(standing),
+            misses={MISS_UNCLEAR: num_unclear} if num_unclear else {},
+            chunk_ids=tuple(dict.fromkeys(span.chunk_id for span in standing)),
+        )
+
+    def _search(self, ids: tuple[int, ...], start: int) -> list[tuple[ReusedSpan, FoundText]]:
+        heads = self._table()
+        packed = pack_ids(ids)
+        end = len(ids) - 1  # the last token is always computed
+        hits = {
+            place: heads[head]
+            for place in range(start, end - HEAD_TOKENS + 1)
+            if (head := packed[4 * place : 4 * (place + HEAD_TOKENS)]) in heads
+        }
+        wanted = {chunk_id for some in hits.values() for chunk_id, _ in some[:_MAX_CANDIDATES]}
+        chunks = {chunk.chunk_id: chunk for chunk in self._index.get_chunks(sorted(wanted))}
+        found = []
+        free = start
+        for place, candidates in hits.items():
+            if place < free:
+                continue
+            best = _longest(ids[:end], place, candidates[:_MAX_CANDIDATES], chunks)
+            if best is not None:
+                found.append(best)
+                free = best[0].prompt_end
+        return found
+
+    def _table(self) -> dict[bytes, list[tuple[str, int]]]:
+        with self._lock:
+            if self._generation != self._index.catalog.generation():
+                # Made anew rather than altered: other threads may be searching with the old one.
+                heads: dict[bytes, list[tuple[str, int]]] = {}
+
+                def add(chunk_id: str, first: bytes, length: int) -> None:
+                    for offset in range(min(MAX_EDGE_TOKENS, length - HEAD_TOKENS) + 1):
+                        head = first[4 * offset : 4 * (offset + HEAD_TOKENS)]
+                        heads.setdefault(head, []).append((chunk_id, offset))
+
+                catalog = self._index.catalog
+                self._generation = catalog.each_head(HEAD_TOKENS + MAX_EDGE_TOKENS, add)
+                self._heads = heads
+            return self._heads
+
+
+def _longest(
+    ids: tuple[int, ...],
+    place: int,
+    candidates: Sequence[tuple[str, int]],
+    chunks: dict[str, Chunk],
+) -> tuple[ReusedSpan, FoundText] | None:
+    """Return the longest run of a candidate's tokens at `place`, and all chunks that have it."""
+    best = ReusedSpan("", place, 0, 0)
+    owners: list[Chunk] = []
+    for chunk_id, offset in candidates:
+        chunk = chunks.get(chunk_id)
+        if chunk is None:
+            continue
+        length = _num_equal(ids, place, chunk.token_ids, offset)
+        if length > best.length:
+            best, owners = ReusedSpan(chunk_id, place, offset, length), [chunk]
+        elif length == best.length and offset == best.chunk_start:
+            owners.append(chunk)
+    if not owners:
+        return None
+    is_whole = best.length >= len(owners[0].token_ids) - MAX_EDGE_TOKENS
+    if best.length < (HEAD_TOKENS if is_whole else MIN_CUT_TOKENS):
+        return None
+    return best, FoundText(owners, is_whole, has_more=len(candidates) == _MAX_CANDIDATES)
+
+
+def _num_equal(ids: tuple[int, ...], place: int, others: tuple[int, ...], offset: int) -> int:
+    """Return how many of `others`, from `offset` on, stand at `place` of `ids`."""
+    length = min(len(ids) - place, len(others) - offset)
+    if ids[place : place + length] == others[offset : offset + length]:
+        return length
+    for index in range(length):
+        if ids[place + index] != others[offset + index]:
+            return index
+    return length

@@ -1,0 +1,155 @@
+"""What the operator says to both sides of the connector, and a client with each request.
+
+The operator's part travels in vLLM's ``kv_connector_extra_config``, a client's in the
+``kv_transfer_params`` of a request, under the key `PARAMS`. A client names policies and opaque ids,
+never a path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from kvrag.errors import ParameterError
+from kvrag.fusion.policies import DEFAULT_POLICY
+from kvrag.fusion.policies.base import RecomputePolicy
+from kvrag.fusion.policies.registry import make_policy
+from kvrag.llms.vllm.artefacts import ArtefactName
+
+PARAMS = "kvrag"
+"""The key of our part in a request's ``kv_transfer_params``, and in those of its response."""
+
+
+@dataclass(frozen=True)
+class ConnectorSettings:
+    """The operator's settings.
+
+    Attributes
+    ----------
+    index
+        The folder of the index.
+    store
+        URL of where its KV is kept, in place of the one recorded.
+    artefacts
+        URL of the store of fused artefacts; None means a folder in the index's own.
+    policy, ratio, boundary_tokens
+        What is computed again, unless a request says otherwise; see `kvrag.KVEngine`.
+    find_chunks
+        Whether known chunks are looked for in prompts that say nothing of kvrag.
+    any_version
+        Whether versions of vLLM that were not tested are taken.
+
+    Raises
+    ------
+    ParameterError
+        For a policy that is unknown, or that vLLM's own attention cannot answer with.
+    """
+
+    index: str
+    store: str | None = None
+    artefacts: str | None = None
+    policy: str = DEFAULT_POLICY
+    ratio: float | None = None
+    boundary_tokens: int | None = None
+    find_chunks: bool = True
+    any_version: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.index, str) or not self.index:
+            raise ParameterError("kv_connector_extra_config: 'index' names the index's folder")
+        self.make_policy()
+
+    @classmethod
+    def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
+        """Return the settings in vLLM's configuration. Raises ParameterError."""
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(extra) - set(known))
+        if unknown or "index" not in extra:
+            what = f"unknown {', '.join(unknown)}" if unknown else "'index' is missing"
+            raise ParameterError(f"kv_connector_extra_config: {what}; it takes {', '.join(known)}")
+        return cls(**extra)
+
+    def to_extra_config(self) -> dict[str, Any]:
+        """Return what differs from the defaults, as vLLM's configuration holds it."""
+        return {
+            field.name: value
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        }
+
+    def make_policy(self) -> RecomputePolicy:
+        """Return the policy of requests that name none. Raises ParameterError."""
+        return servable_policy(self.policy, self.ratio, self.boundary_tokens)
+
+
+@dataclass(frozen=True)
+class RequestParams:
+    """A client's wishes for one request.
+
+    Attributes
+    ----------
+    policy, ratio, boundary_tokens
+        What is computed again; None leaves it to the operator's settings.
+    reuse
+        Whether anything may be reused; False is plain prefill.
+    artefact
+        KV that was fused before, in place of fusing now.
+    """
+
+    policy: str | None = None
+    ratio: float | None = None
+    boundary_tokens: int | None = None
+    reuse: bool = True
+    artefact: ArtefactName | None = None
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Any] | None) -> RequestParams | None:
+        """Return what a request's ``kv_transfer_params`` say to kvrag, or None.
+
+        Raises
+        ------
+        ParameterError
+            When they say something that it does not know. Values are checked where they are used.
+        """
+        if not params or PARAMS not in params:
+            return None
+        given = params[PARAMS]
+        known = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping) or not set(given) <= set(known):
+            raise ParameterError(
+                f"kv_transfer_params[{PARAMS!r}]: expected a mapping of {', '.join(known)}"
+            )
+        values = dict(given)
+        if values.get("artefact") is not None:
+            values["artefact"] = ArtefactName.parse(values["artefact"])
+        if not isinstance(values.get("reuse", True), bool):
+            raise ParameterError(f"kv_transfer_params[{PARAMS!r}]: reuse is true or false")
+        return cls(**values)
+
+    def to_params(self) -> dict[str, Any]:
+        """Return the ``kv_transfer_params`` that say this."""
+        said = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.reuse:
+            del said["reuse"]
+        return {PARAMS: said}
+
+    def make_policy(self, settings: ConnectorSettings) -> RecomputePolicy:
+        """Return the policy of this request. Raises ParameterError."""
+        if self.policy is None and self.ratio is None and self.boundary_tokens is None:
+            return settings.make_policy()
+        name = self.policy if self.policy is not None else settings.policy
+        return servable_policy(name, self.ratio, self.boundary_tokens)
+
+
+def servable_policy(
+    name: str, ratio: float | None = None, boundary_tokens: int | None = None
+) -> RecomputePolicy:
+    """Return a policy. Raises ParameterError where there is none, or vLLM cannot answer with it."""
+    policy = make_policy(name, ratio=ratio, boundary_tokens=boundary_tokens)
+    if policy.scaling() is not None:
+        raise ParameterError(
+            f"policy {name!r} attends to reused keys with a temperature or scale, which vLLM's "
+            "attention does not know; leave both out"
+        )
+    return policy

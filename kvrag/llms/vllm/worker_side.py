@@ -1,0 +1,227 @@
+"""The connector's half in vLLM's worker: fuse, and write the rows into the engine's cache.
+
+Prompts are fused in a thread of their own, one after another, while the engine goes on with its
+batch; the rows are written between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvrag.engine.engine import KVEngine, PlacedPrompt
+from kvrag.errors import EngineError
+from kvrag.ingest.index import Index
+from kvrag.llms.vllm.artefacts import ArtefactStore
+from kvrag.llms.vllm.plan import LoadPlan
+from kvrag.llms.vllm.settings import ConnectorSettings
+from kvrag.llms.vllm.transfer import Load, StepMetadata, StepOutcome
+from kvrag.models.kv_model import KVModel
+
+logger = logging.getLogger("kvrag")
+
+_IDLE_WAIT_SECONDS = 0.02
+"""How long a step without work waits for a fused prompt, so that an idle engine does not spin."""
+
+
+@dataclass(frozen=True)
+class Brought:
+    """Rows from the first of a prompt on, on their way into the engine's cache.
+
+    Attributes
+    ----------
+    keys, values
+        For each layer ``[H, n, D]``; keys are placed.
+    report
+        What fusing did; None of what was fused before.
+    release
+        Gives the memory back once the rows are written.
+    """
+
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    report: dict[str, Any] | None
+    release: Callable[[], None]
+
+
+class Pages:
+    """The engine's cache, as far as rows are written into it.
+
+    Parameters
+    ----------
+    layers
+        Attention layers by name, as vLLM's forward context holds them.
+    caches
+        Each layer's cache, by the same names.
+    block_size
+        Tokens of a block.
+
+    Attributes
+    ----------
+    block_size
+        As given.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, Any], caches: Mapping[str, torch.Tensor], block_size: int
+    ) -> None:
+        self._layers = layers
+        self._caches = {name: caches[name] for name in sorted(caches, key=_layer_index)}
+        self.block_size = block_size
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self._caches)
+
+    @torch.no_grad()
+    def write(self, load: Load, brought: Brought) -> None:
+        """Write a request's rows, layer by layer.
+
+        The layout of a cache is its backend's own business, and differs from one to the next: the
+        backend writes.
+        """
+        rows = torch.arange(load.start, load.end)
+        blocks = torch.tensor(load.block_ids)
+        slots = blocks[rows // self.block_size] * self.block_size + rows % self.block_size
+        for index, (name, cache) in enumerate(self._caches.items()):
+            layer = self._layers[name]
+            # [H, n, D] -> [n, H, D], as the engine's own projections come.
+            keys, values = (
+                one[index][:, load.start : load.end].transpose(0, 1).contiguous().to(cache.device)
+                for one in (brought.keys, brought.values)
+            )
+            layer.impl.do_kv_cache_update(layer, keys, values, cache, slots.to(cache.device))
+
+
+def _layer_index(name: str) -> int:
+    """Return the number in a layer's name, as in ``model.layers.7.self_attn.attn``."""
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    if len(numbers) != 1:
+        raise EngineError(f"layer {name!r}: expected one number in its name, its place in order")
+    return numbers[0]
+
+
+class WorkerSide:
+    """Brings what the scheduler has promised.
+
+    Parameters
+    ----------
+    settings
+        The operator's.
+    model
+        The model that fuses.
+
+    Raises
+    ------
+    IndexMismatchError
+        When it is not the model that the index was made with.
+    """
+
+    def __init__(self, settings: ConnectorSettings, model: KVModel) -> None:
+        self._index = Index.open(Path(settings.index), model=model, store=settings.store)
+        self._engine = KVEngine(self._index, links="off", load_threads=2)
+        self._artefacts = ArtefactStore(self._index, settings.artefacts)
+        self._pages: Pages | None = None
+        self._threads = ThreadPoolExecutor(1, "kvrag-fuse", initializer=_use_all_cores)
+        self._running: dict[str, tuple[Load, Future[Brought]]] = {}
+        self._failed_blocks: set[int] = set()
+        self._outcome = StepOutcome()
+
+    def use_pages(self, pages: Pages) -> None:
+        """Take the engine's cache. Raises EngineError when it is not this model's."""
+        expected = self._index.config.num_layers
+        if pages.num_layers != expected:
+            raise EngineError(
+                f"the engine caches KV of {pages.num_layers} layers, the index was made with a "
+                f"model of {expected}: serve the model of the index"
+            )
+        self._pages = pages
+
+    def close(self) -> None:
+        """Finish what runs, and close index and artefacts."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._artefacts.close()
+        self._index.close()
+
+    def start(self, step: StepMetadata) -> None:
+        """Begin the loads of a step; where the engine has nothing else to do, wait a little."""
+        for load in step.loads:
+            self._running[load.request_id] = (load, self._threads.submit(self._bring, load.plan))
+        if step.is_idle and self._running:
+            futures = [future for _, future in self._running.values()]
+            wait(futures, timeout=_IDLE_WAIT_SECONDS, return_when=FIRST_COMPLETED)
+
+    def finish(self, abandoned: Iterable[str]) -> set[str]:
+        """Write what is ready; return the requests whose loading has ended.
+
+        Parameters
+        ----------
+        abandoned
+            Requests that nobody waits for any more.
+        """
+        for request_id in abandoned:
+            if request_id in self._running:
+                self._running[request_id][1].cancel()
+        ended = {name for name, (_, future) in self._running.items() if future.done()}
+        for request_id in ended:
+            load, future = self._running.pop(request_id)
+            try:
+                if not future.cancelled():
+                    self._write(load, future.result())
+            except Exception as error:
+                # Whatever it was, the engine can compute the prompt; it must not go down with it.
+                logger.warning("request %s is computed: %s", request_id, error)
+                # Those before are the engine's own, and others may be using them.
+                self._failed_blocks.update(self._own_blocks(load))
+                self._outcome.failures[request_id] = f"{type(error).__name__}: {error}"
+        return ended
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return blocks that were to be written and are not, once."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_outcome(self) -> StepOutcome | None:
+        """Return what became of loads since the last call, None for nothing."""
+        outcome, self._outcome = self._outcome, StepOutcome()
+        return outcome if outcome.reports or outcome.failures else None
+
+    def _own_blocks(self, load: Load) -> tuple[int, ...]:
+        assert self._pages is not None
+        return load.block_ids[load.start // self._pages.block_size :]
+
+    def _write(self, load: Load, brought: Brought) -> None:
+        try:
+            assert self._pages is not None
+            self._pages.write(load, brought)
+            self._outcome.reports[load.request_id] = brought.report
+        finally:
+            brought.release()
+
+    def _bring(self, plan: LoadPlan) -> Brought:
+        if plan.artefact is not None:
+            kv = self._artefacts.load(plan.artefact, plan.num_tokens)
+            return Brought(list(kv.keys), list(kv.values), None, lambda: None)
+        assert plan.layout is not None
+        prompt = PlacedPrompt(plan.layout, self._index.open_kv)
+        fused = self._engine.fuse(prompt, policy=plan.policy, max_tokens=1)
+        return Brought(
+            [layer[0] for layer in fused.kv.keys],
+            [layer[0] for layer in fused.kv.values],
+            fused.report.to_dict(),
+            lambda: self._engine.give_back(fused),
+        )
+
+
+def _use_all_cores() -> None:
+    """Let this thread run where the process may: vLLM binds its own to a core, and they inherit."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -1,0 +1,324 @@
+"""vLLM, unpatched, over fused prompts: Transformers' answers, and nothing else changed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import StoreError
+from kvrag.fusion.policies.registry import POLICIES
+from kvrag.ingest.index import Index
+from kvrag.llms.vllm.artefacts import ArtefactStore
+from kvrag.llms.vllm.settings import RequestParams
+from tests.vllm.conftest import TEXTS, make_prompt, running
+from tests.vllm.reference import (
+    Given,
+    assert_same,
+    expected,
+    given,
+    reused,
+    sampling,
+)
+
+PLAIN = RequestParams(reuse=False)
+MEASURED = tuple(name for name in POLICIES if name != "auto")  # which needs a calibration
+
+
+@pytest.fixture(scope="module")
+def llm(vllm: Any, served: Index) -> Iterator[Any]:
+    """One engine: prefix caching on, and prefill in pieces of 256 tokens."""
+    with running(vllm, served, max_num_batched_tokens=256) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(request: pytest.FixtureRequest) -> None:
+    if "llm" in request.fixturenames:
+        assert request.getfixturevalue("llm").reset_prefix_cache()
+
+
+def ask(llm: Any, oracle: KVEngine, prompt: str, request: RequestParams | None = None) -> Any:
+    ids = list(oracle.prompt_ids(prompt))
+    return llm.generate({"prompt_token_ids": ids}, sampling(request), use_tqdm=False)[0]
+
+
+@pytest.mark.parametrize("policy", MEASURED)
+def test_answers_are_those_of_transformers(llm: Any, oracle: KVEngine, policy: str) -> None:
+    prompt = make_prompt(3, 1, 7)
+    output = ask(llm, oracle, prompt, RequestParams(policy=policy))
+    assert reused(output)["num_loaded"] > sum(len(text) for text in TEXTS[:1]) // 8
+    assert_same(given(output), expected(oracle, prompt, policy))
+    # It is not plain prefill that was compared.
+    plain = expected(oracle, prompt)
+    assert (given(output).logprobs - plain.logprobs).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("num_chunks", range(1, 11))
+def test_any_number_of_chunks(llm: Any, oracle: KVEngine, num_chunks: int) -> None:
+    order = [(7 * place + num_chunks) % 10 for place in range(num_chunks)]
+    prompt = make_prompt(*order)
+    output = ask(llm, oracle, prompt, RequestParams(policy="none"))
+    assert reused(output)["report"]["num_chunks"] == num_chunks
+    assert_same(given(output), expected(oracle, prompt, "none"))
+
+
+def test_an_exact_prefix_is_plain_prefill(llm: Any, oracle: KVEngine) -> None:
+    prompt = make_prompt(5)
+    output = ask(llm, oracle, prompt)
+    assert reused(output)["report"]["num_exact"] > 0
+    assert reused(output)["report"]["num_reused"] == 0
+    assert_same(given(output), expected(oracle, prompt))
+
+
+def test_the_report_is_the_same(llm: Any, oracle: KVEngine) -> None:
+    prompt = make_prompt(2, 8)
+    report = reused(ask(llm, oracle, prompt, RequestParams(policy="two_stage")))["report"]
+    wanted = oracle.fuse(prompt, policy="two_stage").report.to_dict()
+    for name in ("policy", "num_tokens", "num_exact", "num_reused", "num_recomputed", "num_chunks"):
+        assert report[name] == wanted[name], name
+
+
+def test_eight_requests_at_once_fused_and_plain(llm: Any, oracle: KVEngine) -> None:
+    asked = [
+        (make_prompt(0, 1), RequestParams(policy="none")),
+        (make_prompt(2), PLAIN),
+        (make_prompt(3, 4, 5), RequestParams(policy="boundary")),
+        (make_prompt(9, 8, 7, 6), PLAIN),
+        (make_prompt(4, 2), RequestParams(policy="two_stage")),
+        (make_prompt(question="Ines keeps the old bridge."), RequestParams(policy="none")),
+        (make_prompt(6, 0, 9), RequestParams(policy="deviation", ratio=0.3)),
+        (make_prompt(1, 7), RequestParams(policy="none")),
+    ]
+    outputs = llm.generate(
+        [{"prompt_token_ids": list(oracle.prompt_ids(prompt))} for prompt, _ in asked],
+        [sampling(request) for _, request in asked],
+        use_tqdm=False,
+    )
+    for (prompt, request), output in zip(asked, outputs, strict=True):
+        if request is PLAIN or "\n\n" not in prompt:
+            wanted = expected(oracle, prompt)
+        elif request.ratio is not None:
+            wanted = expected(oracle, prompt, f"{request.policy}:ratio={request.ratio}")
+        else:
+            wanted = expected(oracle, prompt, request.policy)
+        assert_same(given(output), wanted)
+
+
+def test_a_prompt_that_says_nothing_of_kvrag_is_fused(llm: Any, oracle: KVEngine) -> None:
+    prompt = make_prompt(6, 2)
+    output = ask(llm, oracle, prompt)
+    assert reused(output)["num_loaded"] > 0
+    assert_same(given(output), expected(oracle, prompt, "two_stage"))
+
+
+def test_a_prompt_without_chunks_is_the_engines_own(llm: Any, oracle: KVEngine) -> None:
+    prompt = make_prompt(question="The quick brown fox jumps over the lazy dog each morning.")
+    output = ask(llm, oracle, prompt)
+    assert output.kv_transfer_params is None
+    assert_same(given(output), expected(oracle, prompt))
+
+
+# -- trap 1: the engine's own cache --------------------------------------------------------------
+
+
+def _plain_after_fused(llm: Any, oracle: KVEngine) -> tuple[Given, Given]:
+    prompt = make_prompt(3, 1)
+    fresh = given(ask(llm, oracle, prompt, PLAIN))
+    assert llm.reset_prefix_cache()
+    ask(llm, oracle, prompt, RequestParams(policy="none"))
+    return fresh, given(ask(llm, oracle, prompt, PLAIN))
+
+
+def test_a_plain_request_never_gets_fused_blocks(llm: Any, oracle: KVEngine) -> None:
+    fresh, after = _plain_after_fused(llm, oracle)
+    assert after.tokens == fresh.tokens
+    assert torch.equal(after.logprobs, fresh.logprobs)
+
+
+def test_without_the_salt_it_would(
+    llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrag.llms.vllm.scheduler_side._add_salt", lambda request, salt: None)
+    fresh, after = _plain_after_fused(llm, oracle)
+    assert not torch.equal(after.logprobs, fresh.logprobs)
+
+
+def test_policies_do_not_share_blocks(llm: Any, oracle: KVEngine) -> None:
+    prompt = make_prompt(3, 1)
+    for policy in ("none", "boundary", "none"):
+        output = ask(llm, oracle, prompt, RequestParams(policy=policy))
+        assert_same(given(output), expected(oracle, prompt, policy))
+
+
+# -- trap 2: local hits --------------------------------------------------------------------------
+
+
+def test_the_same_prompt_again_is_served_from_the_engines_cache(llm: Any, oracle: KVEngine) -> None:
+    prompt = make_prompt(3, 1, 7)
+    request = RequestParams(policy="none")
+    first, again = (ask(llm, oracle, prompt, request) for _ in range(2))
+    assert reused(again)["num_loaded"] < 32 < reused(first)["num_loaded"]
+    assert_same(given(again), given(first))
+
+
+def test_a_plain_request_before_leaves_fused_ones_alone(llm: Any, oracle: KVEngine) -> None:
+    prompt = make_prompt(5, 6)
+    ask(llm, oracle, prompt, PLAIN)
+    output = ask(llm, oracle, prompt, RequestParams(policy="none"))
+    assert_same(given(output), expected(oracle, prompt, "none"))
+
+
+# -- trap 3: requests that read no cache ---------------------------------------------------------
+
+
+def test_prompt_logprobs_are_computed(llm: Any, oracle: KVEngine) -> None:
+    prompt = make_prompt(3, 1)
+    ids = list(oracle.prompt_ids(prompt))
+    output = llm.generate({"prompt_token_ids": ids}, sampling(prompt_logprobs=1), use_tqdm=False)[0]
+    assert len(output.prompt_logprobs) == len(ids)
+    assert_same(given(output), expected(oracle, prompt))
+    # Nor did it leave anything under a salt, or fused.
+    after = ask(llm, oracle, prompt, PLAIN)
+    assert_same(given(after), expected(oracle, prompt))
+
+
+# -- traps 4, 6 and 7, and faults ----------------------------------------------------------------
+
+
+def _assert_computed(llm: Any, oracle: KVEngine, request: RequestParams, why: str) -> None:
+    prompt = make_prompt(3, 1)
+    output = ask(llm, oracle, prompt, request)
+    assert reused(output)["num_loaded"] == 0
+    assert why in reused(output)["computed_because"]
+    assert_same(given(output), expected(oracle, prompt))
+
+
+def test_what_fails_while_fusing_is_computed(
+    llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patching:
+        patching.setattr(KVEngine, "fuse", fail)
+        _assert_computed(llm, oracle, RequestParams(policy="none"), "no room")
+    prompt = make_prompt(3, 1)
+    again = ask(llm, oracle, prompt, RequestParams(policy="none"))
+    assert_same(given(again), expected(oracle, prompt, "none"))
+
+
+def test_a_store_that_goes_down_in_mid_load_costs_prefill_only(
+    llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens: list[str] = []
+    of_index = Index.open_kv
+
+    def open_kv(self: Index, chunk_id: str, context_ids: Any = None) -> Any:
+        opens.append(chunk_id)
+        if len(opens) > 1:
+            raise StoreError("the store is gone")
+        return of_index(self, chunk_id, context_ids)
+
+    monkeypatch.setattr(Index, "open_kv", open_kv)
+    prompt = make_prompt(4, 5, 6)
+    output = ask(llm, oracle, prompt, RequestParams(policy="none"))
+    report = reused(output)["report"]
+    assert report["misses"] == {"store unreadable": 2}
+    assert report["num_chunks"] == 1
+    # The chunk that is left stands where it was encoded: nothing is approximate any more.
+    assert_same(given(output), expected(oracle, prompt))
+
+
+def test_an_unknown_policy_is_computed(llm: Any, oracle: KVEngine) -> None:
+    _assert_computed(llm, oracle, RequestParams(policy="magic"), "unknown policy")
+
+
+@pytest.fixture
+def artefacts(served: Index) -> Iterator[ArtefactStore]:
+    store = ArtefactStore(served)
+    yield store
+    store.close()
+
+
+def test_an_artefact_is_served(llm: Any, oracle: KVEngine, artefacts: ArtefactStore) -> None:
+    prompt = make_prompt(3, 1)
+    name = artefacts.put(oracle.fuse(prompt, policy="boundary"))
+    output = ask(llm, oracle, prompt, RequestParams(artefact=name))
+    assert reused(output)["num_loaded"] == name.num_tokens
+    assert_same(given(output), expected(oracle, prompt, "boundary"))
+
+
+def test_somebody_elses_artefact_is_refused(
+    llm: Any, oracle: KVEngine, artefacts: ArtefactStore
+) -> None:
+    other = artefacts.put(oracle.fuse(make_prompt(8, 9), policy="none"))
+    _assert_computed(llm, oracle, RequestParams(artefact=other), "not of this prompt")
+
+
+def test_a_missing_artefact_is_computed(
+    llm: Any, oracle: KVEngine, artefacts: ArtefactStore
+) -> None:
+    name = artefacts.put(oracle.fuse(make_prompt(3, 1), policy="seam"))
+    for path in (artefacts._index.path / "artefacts").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    _assert_computed(llm, oracle, RequestParams(artefact=name), "is not in")
+
+
+def test_a_damaged_artefact_is_computed(
+    llm: Any, oracle: KVEngine, artefacts: ArtefactStore
+) -> None:
+    name = artefacts.put(oracle.fuse(make_prompt(3, 1), policy="gradual"))
+    record = artefacts._store.open(artefacts.check(name, oracle.prompt_ids(make_prompt(3, 1))))
+    assert record is not None
+    whole = bytearray(record.size_bytes)
+    record.read_into(0, memoryview(whole))
+    whole[-100] ^= 1
+    artefacts._store.replace(
+        artefacts.check(name, oracle.prompt_ids(make_prompt(3, 1))), bytes(whole)
+    )
+    _assert_computed(llm, oracle, RequestParams(artefact=name), "RecordError")
+
+
+def test_an_artefact_that_says_more_tokens_than_it_has_is_refused(
+    llm: Any, oracle: KVEngine, artefacts: ArtefactStore
+) -> None:
+    name = artefacts.put(oracle.fuse(make_prompt(3, 1), policy="none"))
+    longer = replace(name, num_tokens=name.num_tokens + 1)
+    _assert_computed(llm, oracle, RequestParams(artefact=longer), "not of this prompt")
+
+
+def test_a_request_that_is_given_up_while_it_is_fused(
+    llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    begun = threading.Event()
+    of_engine = KVEngine.fuse
+
+    def slow(self: KVEngine, *args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        go_on.wait(20)
+        return of_engine(self, *args, **kwargs)
+
+    engine = llm.llm_engine
+    prompt = make_prompt(3, 1)
+    ids = list(oracle.prompt_ids(prompt))
+    with monkeypatch.context() as patching:
+        patching.setattr(KVEngine, "fuse", slow)
+        request = sampling(RequestParams(policy="none"))
+        engine.add_request("given-up", {"prompt_token_ids": ids}, request)
+        while not begun.is_set():
+            engine.step()
+        engine.abort_request(["given-up"])
+        # Others go on meanwhile.
+        plain = given(ask(llm, oracle, prompt, PLAIN))
+        assert_same(plain, expected(oracle, prompt))
+        go_on.set()
+    again = ask(llm, oracle, prompt, RequestParams(policy="none"))
+    assert_same(given(again), expected(oracle, prompt, "none"))
