@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from kvrag.bench.prices import fit_prices
 from kvrag.errors import ParameterError
 from kvrag.loading.cost import LoadingCost, pipelined_seconds
+from kvrag.loading.prices import fit_prices
 
 
 def test_what_loading_costs() -> None:

@@ -9,7 +9,6 @@ from statistics import median
 from kvrag.bench.load.cost import measure_loading
 from kvrag.bench.load.prompts import LoadPrompt, check_speeds, indexed
 from kvrag.bench.load.throttled import ThrottledStore
-from kvrag.bench.prices import fit_prices
 from kvrag.engine.answer import Answer
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
@@ -18,6 +17,7 @@ from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.registry import make_policy, takes_ratio
 from kvrag.ingest.index import Index
+from kvrag.loading.prices import fit_prices
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 
-from kvrag.bench.prices import fit_prices
 from kvrag.chunk import Chunk
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.loader import SpanLoader, SpanLostError
@@ -14,6 +13,7 @@ from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.loading import LOAD_THREADS
 from kvrag.loading.cost import LoadingCost
+from kvrag.loading.prices import fit_prices
 from kvrag.store.registry import without_password
 
 # Prompts loaded: enough for a fit, few enough that a slow store takes seconds.

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 
 from kvrag.bench.load.cost import measure_loading
-from kvrag.bench.prices import fit_prices
 from kvrag.bench.quality.bootstrap import mean_interval
 from kvrag.bench.quality.contest import Contestant, QualityOptions, judge_questions
 from kvrag.bench.quality.datasets import load_questions
@@ -20,6 +19,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.chosen_links import LINKS_OFF
 from kvrag.ingest.index import Index
+from kvrag.loading.prices import fit_prices
 
 POLICIES = (
     "none",
