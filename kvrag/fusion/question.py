@@ -19,8 +19,7 @@ class QuestionAttention:
 
     An observer of `KVModel.forward_rows`: what each question token takes from each key is its
     attention weight times the L2 norm of the key's value, the sum over query heads and question
-    tokens. Soft-capping is left out. Memory grows with the keys of one head, never with the square
-    of the prompt.
+    tokens. Memory grows with the keys of one head, never with the square of the prompt.
 
     Parameters
     ----------

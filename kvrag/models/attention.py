@@ -9,9 +9,8 @@ model meanwhile brings an ordinary mask and gets ordinary attention.
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,17 +19,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask, sdpa_mask
 
-from kvrag.models.scaling import ScaledKeys, plain_implementation
+from kvrag.models.implementations import attending_by, eager_function, register_attention
+from kvrag.models.scaling import ScaledKeys
 
 # Observed weights of so many rows of one key head are held at a time: 4 MB a query head
 # at 32,000 keys.
 _ROWS_OBSERVED = 32
 
-_OVER_SDPA, _OVER_EAGER = "kvrag_rows", "kvrag_rows_eager"
+_NAME = "kvrag_rows"
 
 _locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 _making_locks = threading.Lock()
@@ -132,8 +131,9 @@ def _row_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if attention_mask.observer is not None:
-        output = _attend_observed(query, key, value, attention_mask, scaling)
-        if attention_mask.scaled is None and kwargs.get("softcap") is None:
+        softcap = kwargs.get("softcap")
+        output = _attend_observed(query, key, value, attention_mask, scaling, softcap)
+        if attention_mask.scaled is None and softcap is None:
             return output, None
     if attention_mask.scaled is not None:
         return attention_mask.attend(query, key, value, scaling, kwargs.get("softcap")), None
@@ -165,8 +165,9 @@ def _attend_observed(
     value: torch.Tensor,
     mask: RowMask,
     scaling: float | None,
+    softcap: float | None,
 ) -> torch.Tensor:
-    """Attend without soft-capping, showing the weights to the mask's observer.
+    """Attend, showing the weights to the mask's observer.
 
     Returns ``[1, n, H * G, D]``. Weights are held for some rows of one key head at a time.
     """
@@ -183,6 +184,8 @@ def _attend_observed(
             rows = slice(begin, begin + _ROWS_OBSERVED)
             asking = queries[head][:, rows].float() * scale
             weights = (asking.flatten(0, 1) @ keys).view(*asking.shape[:2], num_keys)
+            if softcap is not None:
+                weights = torch.tanh(weights / softcap) * softcap
             # All see the keys before the first of them; there is nothing to hide there.
             tail = 0 if mask.window else int(mask.positions[begin]) - mask.first_key
             weights[..., tail:].masked_fill_(hidden[rows, tail:], float("-inf"))
@@ -204,27 +207,22 @@ def _row_attention_eager(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend as the family's own eager function does: only it knows its soft-capping."""
-    eager: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = sys.modules[
-        type(module).__module__
-    ].__dict__["eager_attention_forward"]
     if isinstance(attention_mask, RowMask):
         if attention_mask.observer is not None:
-            _attend_observed(query, key, value, attention_mask, scaling)
+            softcap = kwargs.get("softcap")
+            _attend_observed(query, key, value, attention_mask, scaling, softcap)
         if attention_mask.scaled is not None:
             return attention_mask.attend(query, key, value, scaling, kwargs.get("softcap")), None
         mask = attention_mask.dense(key.shape[2])
         additive = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
         additive.masked_fill_(~mask, torch.finfo(query.dtype).min)
         attention_mask = additive[None, None]
-    return eager(
+    return eager_function(module)(
         module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
     )
 
 
-AttentionInterface.register(_OVER_SDPA, _row_attention)
-AttentionMaskInterface.register(_OVER_SDPA, sdpa_mask)
-AttentionInterface.register(_OVER_EAGER, _row_attention_eager)
-AttentionMaskInterface.register(_OVER_EAGER, eager_mask)
+register_attention(_NAME, _row_attention, _row_attention_eager)
 
 
 def lock_of(model: PreTrainedModel) -> threading.RLock:
@@ -236,14 +234,5 @@ def lock_of(model: PreTrainedModel) -> threading.RLock:
 @contextmanager
 def row_attention(model: PreTrainedModel) -> Iterator[None]:
     """Make `model` use row attention inside the block. Hold `lock_of` the model."""
-    config = model.config
-    original = config._attn_implementation
-    # Inside `scaled_answers` the model's own is hidden behind a name of ours.
-    plain = plain_implementation(original)
-    # Flash and flex kernels know soft-capping; of ours only the eager one does.
-    capped = plain != "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None
-    config._attn_implementation = _OVER_EAGER if plain == "eager" or capped else _OVER_SDPA
-    try:
+    with attending_by(model, _NAME):
         yield
-    finally:
-        config._attn_implementation = original

@@ -116,6 +116,8 @@ class RowWriter:
         The positions of the first and last key shown.
     deviation
         Where to note how far what is written is from what stood there; None: nowhere.
+    writes
+        False leaves the buffer as it is: the rows attend to what stands there.
     """
 
     def __init__(
@@ -125,7 +127,9 @@ class RowWriter:
         first_key: int,
         last_key: int,
         deviation: Deviation | None = None,
+        writes: bool = True,
     ) -> None:
+        self._writes = writes
         self._fused = fused
         self._rows = rows
         self._shown = slice(first_key, last_key + 1)
@@ -148,8 +152,9 @@ class RowWriter:
             self._deviation.note(
                 keys[0, :, self._rows], values[0, :, self._rows], key_states[0], value_states[0]
             )
-        keys.index_copy_(2, self._rows, key_states)
-        values.index_copy_(2, self._rows, value_states)
+        if self._writes:
+            keys.index_copy_(2, self._rows, key_states)
+            values.index_copy_(2, self._rows, value_states)
         return keys[:, :, self._shown], values[:, :, self._shown]
 
 

@@ -401,6 +401,7 @@ class KVModel:
         deviation: Deviation | None = None,
         scaled: ScaledKeys | None = None,
         visible: torch.Tensor | None = None,
+        writes: bool = True,
     ) -> None:
         """Run one layer over selected rows; their K/V replace what the buffer held.
 
@@ -430,6 +431,8 @@ class KVModel:
             ``[n, K]`` bool: which of the buffer's first K rows each row sees, among them only such
             as stand before it in `rows` or are there already. None: all before it, as said above.
             With it rows need not ascend, and no window of the layer is looked at.
+        writes
+            False leaves the buffer as it is, which then holds the rows' own K/V already.
         """
         layer = self._layers[layer_index]
         window = self._windows[layer_index]
@@ -448,7 +451,7 @@ class KVModel:
                 seen, first, last, window = visible[block], 0, visible.shape[1] - 1, None
             first_key = 0 if window is None else max(0, first - window + 1)
             noted = None if deviation is None else deviation[block]
-            writer = RowWriter(fused, positions, first_key, last, noted)
+            writer = RowWriter(fused, positions, first_key, last, noted, writes)
             self._rows_at_hand = positions
             mask = RowMask(positions, first_key, window, observer, scaled, seen)
             output = layer(

@@ -10,22 +10,24 @@ stands where it was encoded, nor rows computed again.
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers import PreTrainedModel
 
 from kvrag.kvcache import FusedKV
+from kvrag.models.implementations import (
+    AttentionFunction,
+    attending_by,
+    register_around,
+)
 
-_OVER_SDPA, _OVER_EAGER = "kvrag_scaled", "kvrag_scaled_eager"
+_NAME = "kvrag_scaled"
 # Scores of one key head that are held at a time, 8 MB: the fewest rows at very many keys.
 _SCORES_AT_ONCE = 1 << 21
 
@@ -120,11 +122,6 @@ class ScaledKeys:
         return torch.where(reused, cooled + shift, scores)
 
 
-def plain_implementation(name: str) -> str:
-    """Return the attention implementation that stands behind a name of ours, or the name."""
-    return {_OVER_SDPA: "sdpa", _OVER_EAGER: "eager"}.get(name, name)
-
-
 @contextmanager
 def scaled_answers(
     model: PreTrainedModel, fused: FusedKV, layers: tuple[ScaledKeys, ...]
@@ -144,21 +141,17 @@ def scaled_answers(
     if not layers:
         yield
         return
-    config = model.config
-    original = config._attn_implementation
     before = getattr(_present, "prompt", None)
     _present.prompt = fused, layers
-    is_eager = plain_implementation(original) == "eager"
-    config._attn_implementation = _OVER_EAGER if is_eager else _OVER_SDPA
     try:
-        yield
+        with attending_by(model, _NAME):
+            yield
     finally:
-        config._attn_implementation = original
         _present.prompt = before
 
 
 def _attend(
-    ordinary: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    ordinary: AttentionFunction,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -190,34 +183,4 @@ def _is_part(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
-def _over_sdpa(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _attend(
-        sdpa_attention_forward, module, query, key, value, attention_mask, scaling, kwargs
-    )
-
-
-def _over_eager(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    eager = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
-    return _attend(eager, module, query, key, value, attention_mask, scaling, kwargs)
-
-
-AttentionInterface.register(_OVER_SDPA, _over_sdpa)
-AttentionMaskInterface.register(_OVER_SDPA, sdpa_mask)
-AttentionInterface.register(_OVER_EAGER, _over_eager)
-AttentionMaskInterface.register(_OVER_EAGER, eager_mask)
+register_around(_NAME, _attend)

@@ -1,0 +1,196 @@
+"""Attention over what an evicting cache has left, inside unmodified decoder layers.
+
+The model's configuration names our implementation meanwhile (Transformers' own extension point).
+A layer hands its cache the fresh keys, gets them back as they came, and hands them on to
+attention, which tells by them whose turn it is: prompts attend by the model's own implementation,
+and show the weights of their last queries; tokens behind them attend to what each head has left.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvrag.eviction.ragged import RaggedKV
+from kvrag.models.implementations import (
+    AttentionFunction,
+    attending_by,
+    register_around,
+)
+
+_NAME = "kvrag_evicting"
+# Weights of a prompt's last queries that are held at a time, 8 MB: the fewest queries at very many
+# keys.
+_WEIGHTS_AT_ONCE = 1 << 21
+
+
+class EvictingLayer(Protocol):
+    """What attention asks of a layer of a cache."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the prompt is yet to come."""
+        ...
+
+    def take_prompt(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor | None,
+        score: Score,
+    ) -> None:
+        """Keep what the policy leaves of a prompt's keys and values."""
+        ...
+
+    def step(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Score
+    ) -> torch.Tensor:
+        """Add tokens one after another; return ``[B, n, heads, D]``, what they attend to."""
+        ...
+
+
+class Score:
+    """How a model's layer weighs keys: scaling and soft-capping."""
+
+    def __init__(self, scaling: float, softcap: float | None) -> None:
+        self.scaling = scaling
+        self._softcap = softcap
+
+    def cap(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores soft-capped, where the model does so."""
+        if self._softcap is None:
+            return scores
+        return torch.tanh(scores / self._softcap) * self._softcap
+
+
+class _Present(threading.local):
+    """What this thread's model is at."""
+
+    depth = 0
+    layer: EvictingLayer | None = None
+    keys: torch.Tensor | None = None
+
+
+_present = _Present()
+
+
+@contextmanager
+def evicting_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Make the model's forwards of this thread serve evicting caches. Hold the model's lock."""
+    _present.depth += 1
+    try:
+        with attending_by(model, _NAME):
+            yield
+    finally:
+        _present.depth -= 1
+        _present.layer = _present.keys = None
+
+
+def is_serving() -> bool:
+    """Whether this thread is inside `evicting_attention`."""
+    return _present.depth > 0
+
+
+def hand_on(layer: EvictingLayer, keys: torch.Tensor) -> None:
+    """Say that the next attention to these keys is the layer's business."""
+    _present.layer, _present.keys = layer, keys
+
+
+def observed_queries(
+    query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor, score: Score
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the attention weights of some queries of one prompt, few at a time.
+
+    Parameters
+    ----------
+    query
+        ``[G * H, r, D]``, in order.
+    key
+        ``[H, N, D]``.
+    visible
+        ``[r, N]`` bool.
+
+    Yields
+    ------
+    tensor, tensor
+        ``[H, G, q, N]`` float32, and ``[q]``: how many keys each sees.
+    """
+    num_kv_heads, num_keys, head_dim = key.shape
+    grouped = query.view(num_kv_heads, -1, *query.shape[1:])
+    at_once = max(1, _WEIGHTS_AT_ONCE // (len(query) * num_keys))
+    keys = key.float().transpose(1, 2) * score.scaling
+    for seen, asking in zip(
+        torch.split(visible, at_once), torch.split(grouped, at_once, dim=2), strict=True
+    ):
+        rows = asking.float().reshape(num_kv_heads, -1, head_dim) @ keys
+        weights = score.cap(rows.view(*asking.shape[:3], num_keys))
+        yield weights.masked_fill_(~seen, float("-inf")).softmax(-1), seen.sum(-1)
+
+
+def attend_ragged(
+    query: torch.Tensor, kv: RaggedKV, score: Score
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with one query a query head to all that each key head holds.
+
+    Parameters
+    ----------
+    query
+        ``[A, G, D]``.
+
+    Returns
+    -------
+    tensor, tensor
+        The output ``[A, G, D]``, and the weights ``[A, G, k]`` float32 over the first k slots, as
+        many as the fullest head holds.
+    """
+    num_heads, num_groups, _ = query.shape
+    asking = (query * score.scaling).transpose(1, 2)
+    most, fewest = max(kv.counts), min(kv.counts)
+    scores = query.new_empty(num_heads, most, num_groups)
+    heads = [kv.head(head) for head in range(num_heads)]
+    for head, (keys, _values) in enumerate(heads):
+        torch.mm(keys, asking[head], out=scores[head, : len(keys)])
+    if fewest < most:
+        scores.masked_fill_(~kv.notes.held[:, :most, None], float("-inf"))
+    weights = score.cap(scores.transpose(1, 2).float()).softmax(-1)
+    taken = weights.to(query.dtype)
+    output = torch.empty_like(query)
+    for head, (_keys, values) in enumerate(heads):
+        torch.mm(taken[head, :, : len(values)], values, out=output[head])
+    return output, weights
+
+
+def _attend(
+    ordinary: AttentionFunction,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    layer = _present.layer if _present.keys is key else None
+    if layer is None:
+        # A forward in another thread, or over another cache.
+        return ordinary(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    _present.layer = _present.keys = None
+    score = Score(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
+    if not layer.is_empty:
+        return layer.step(query, key, value, score), None
+    output = ordinary(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    allowed = attention_mask
+    if allowed is not None and allowed.dtype != torch.bool:
+        allowed = allowed == 0
+    layer.take_prompt(query, key, value, None if allowed is None else allowed[:, 0], score)
+    return output
+
+
+register_around(_NAME, _attend)

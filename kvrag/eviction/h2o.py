@@ -1,0 +1,76 @@
+"""The keys that drew most attention so far, and the most recent ones, within a budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvrag.errors import ParameterError
+from kvrag.eviction.base import (
+    EvictionPolicy,
+    HeldKeys,
+    budget_of,
+    check_counts,
+    check_share,
+    lowest,
+)
+
+
+@dataclass(frozen=True)
+class H2OPolicy(EvictionPolicy):
+    """Keep heavy hitters and recent keys.
+
+    Source: Zhang et al., H2O (arXiv 2306.14048) §4: a key's score is the attention it has drawn
+    from all queries; beyond the budget the lowest goes, at every step.
+
+    Deviations: of the prompt the last `window` queries count, not all, so that no prompt of any
+    length needs all its weights, and prompts of reused chunks have them at all. Query heads that
+    share a key head count by their mean.
+
+    Parameters
+    ----------
+    heavy
+        Keys kept for their score, 1 or more; 768 where no share is given.
+    recent
+        Last keys kept, 1 or more; 256 where no share is given.
+    share
+        In place of both: keys kept as a share of the prompt's tokens, half of them the last ones.
+    window
+        Last queries of the prompt that count, 1 or more.
+    """
+
+    name: ClassVar[str] = "h2o"
+    heavy: int | None = None
+    recent: int | None = None
+    share: float | None = None
+    window: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share(self, self.share)
+        if self.share is None:
+            object.__setattr__(self, "heavy", 768 if self.heavy is None else self.heavy)
+            object.__setattr__(self, "recent", 256 if self.recent is None else self.recent)
+            check_counts(self, heavy=self.heavy or 0, recent=self.recent or 0)
+        elif (self.heavy, self.recent) != (None, None):
+            raise ParameterError(
+                f"eviction 'h2o': share={self.share} stands in place of heavy and recent: leave "
+                "them out"
+            )
+        check_counts(self, window=self.window)
+
+    @property
+    def num_queries(self) -> int:
+        return self.window
+
+    def note(self, keys: HeldKeys, weights: torch.Tensor, num_visible: torch.Tensor) -> None:  # noqa: ARG002
+        keys.marks.add_(weights.mean(1).sum(1))
+
+    def after_prompt(self, keys: HeldKeys) -> torch.Tensor | None:
+        budget = budget_of(keys, self.share, (self.heavy or 0) + (self.recent or 0))
+        recent = budget // 2 if self.recent is None else self.recent
+        spared = keys.is_recent(recent).logical_or_(~keys.held)
+        scores = keys.marks.masked_fill(spared, float("inf"))
+        return lowest(scores, keys.held.sum(1, keepdim=True) - budget.clamp(min=1))

@@ -1,0 +1,53 @@
+"""Eviction policies by name, for callers that hold strings."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from kvrag.errors import ParameterError
+from kvrag.eviction import NO_EVICTION
+from kvrag.eviction.base import EvictionPolicy
+from kvrag.eviction.corm import CormPolicy
+from kvrag.eviction.h2o import H2OPolicy
+from kvrag.eviction.snapkv import SnapKVPolicy
+from kvrag.eviction.streaming import StreamingPolicy
+from kvrag.parameters import parse_spec
+
+_CLASSES: dict[str, type[EvictionPolicy]] = {
+    policy.name: policy for policy in (CormPolicy, StreamingPolicy, H2OPolicy, SnapKVPolicy)
+}
+
+EVICTIONS: tuple[str, ...] = (NO_EVICTION, *_CLASSES)
+
+
+def make_eviction(spec: str | EvictionPolicy | None) -> EvictionPolicy | None:
+    """Return the policy that `spec` names, as ``"corm"`` or ``"corm:window=256:recent=256"``.
+
+    Parameters
+    ----------
+    spec
+        A name of `EVICTIONS`, and behind colons values of its parameters; a policy is returned as
+        it is. ``"none"`` and None stand for the full cache.
+
+    Raises
+    ------
+    ParameterError
+        For an unknown name, a value out of range, or a parameter that the policy does not have.
+    """
+    if spec is None or isinstance(spec, EvictionPolicy):
+        return spec
+    name, given = parse_spec(spec, EVICTIONS, "eviction")
+    if name == NO_EVICTION:
+        if given:
+            raise ParameterError(f"eviction {spec!r}: {NO_EVICTION!r} takes no parameters")
+        return None
+    policy: Any = _CLASSES[name]
+    accepted = [field.name for field in fields(policy)]
+    for key in given:
+        if key not in accepted:
+            raise ParameterError(
+                f"eviction {name!r} takes no {key}; it takes {', '.join(sorted(accepted))}"
+            )
+    made: EvictionPolicy = policy(**given)
+    return made

@@ -1,0 +1,55 @@
+"""The first keys and the most recent ones: where a key stands decides, whatever looks at it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvrag.errors import ParameterError
+from kvrag.eviction.base import EvictionPolicy, HeldKeys, budget_of, check_counts, check_share
+
+
+@dataclass(frozen=True)
+class StreamingPolicy(EvictionPolicy):
+    """Keep attention sinks and a window of recent keys.
+
+    Source: Xiao et al., StreamingLLM (arXiv 2309.17453) §3. Deviation: keys keep the positions that
+    they were computed at; the paper numbers what is left anew, for texts longer than the model's
+    context.
+
+    Parameters
+    ----------
+    sinks
+        First keys kept, 0 or more.
+    recent
+        Last keys kept, 1 or more.
+    share
+        In place of `recent`: sinks and recent keys together as a share of the prompt's tokens.
+    """
+
+    name: ClassVar[str] = "streaming"
+    sinks: int = 4
+    recent: int | None = None
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recent is None and self.share is None:
+            object.__setattr__(self, "recent", 1020)
+        if self.recent is not None:
+            check_counts(self, recent=self.recent)
+            if self.share is not None:
+                raise ParameterError(
+                    f"eviction 'streaming': recent={self.recent} and share={self.share}: expected "
+                    "one of the two"
+                )
+        check_share(self, self.share)
+        if self.sinks < 0:
+            raise ParameterError(f"eviction 'streaming': sinks={self.sinks}: expected 0 or more")
+
+    def after_prompt(self, keys: HeldKeys) -> torch.Tensor:
+        budget = budget_of(keys, self.share, self.sinks + (self.recent or 0))
+        recent = (budget - self.sinks).clamp(min=1)
+        return keys.held & (keys.places >= self.sinks) & ~keys.is_recent(recent)

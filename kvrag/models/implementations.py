@@ -1,0 +1,100 @@
+"""Attention implementations of our own, in place of a model's for a while.
+
+Transformers looks its attention up by the name that the model's configuration holds. Ours are
+registered under two names each: one that falls back on `sdpa`, and one on the family's own eager
+function, which alone knows its soft-capping.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+_plain: dict[str, str] = {}
+
+
+def register_attention(
+    name: str, over_sdpa: AttentionFunction, over_eager: AttentionFunction
+) -> None:
+    """Make known an implementation, as `name` and as ``name_eager``."""
+    for own, plain, function, mask in (
+        (name, "sdpa", over_sdpa, sdpa_mask),
+        (f"{name}_eager", "eager", over_eager, eager_mask),
+    ):
+        _plain[own] = plain
+        AttentionInterface.register(own, function)
+        AttentionMaskInterface.register(own, mask)
+
+
+def register_around(name: str, attend: AttentionFunction) -> None:
+    """Make known an implementation that may leave the work to the plain one.
+
+    Parameters
+    ----------
+    attend
+        Takes the plain function first, then what every attention function takes: module, query,
+        key, value, mask and scaling, then the rest as a mapping.
+    """
+
+    def over_sdpa(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        plain = sdpa_attention_forward
+        return attend(plain, module, query, key, value, attention_mask, scaling, kwargs)
+
+    def over_eager(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        plain = eager_function(module)
+        return attend(plain, module, query, key, value, attention_mask, scaling, kwargs)
+
+    register_attention(name, over_sdpa, over_eager)
+
+
+def plain_implementation(name: str) -> str:
+    """Return the attention implementation that stands behind a name of ours, or the name."""
+    return _plain.get(name, name)
+
+
+@contextmanager
+def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Make `model` attend by the implementation that was registered as `name`. Hold its lock."""
+    config = model.config
+    original = config._attn_implementation
+    plain = plain_implementation(original)
+    # Flash and flex kernels know soft-capping; of ours only the eager one does.
+    capped = plain != "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None
+    config._attn_implementation = f"{name}_eager" if plain == "eager" or capped else name
+    try:
+        yield
+    finally:
+        config._attn_implementation = original
+
+
+def eager_function(module: nn.Module) -> AttentionFunction:
+    """Return the eager attention of the family that an attention module belongs to."""
+    found: Any = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
+    function: AttentionFunction = found
+    return function
