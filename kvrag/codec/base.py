@@ -75,6 +75,29 @@ class EncodedChunk(Protocol):
         """
         ...
 
+    @property
+    def plane_bytes(self) -> tuple[int, ...]:
+        """Bytes of each plane, from coarse to fine, the header left out.
+
+        The first planes are a coarser chunk by themselves; codecs without planes have one.
+        """
+        ...
+
+    def fetch(self, num_planes: int) -> None:
+        """Bring so many planes into memory, as far as they are not there, in one read.
+
+        Raises as `read_layer` does. Layers are decoded from memory afterwards, with `use`.
+        """
+        ...
+
+    def use(self, num_planes: int) -> None:
+        """Decode so many planes from now on, in place of all. No layer may be being decoded."""
+        ...
+
+    def cancel(self) -> None:
+        """Break off what other threads fetch, where the store can; they get StoreError."""
+        ...
+
 
 class Codec(Protocol):
     """Turns the KV of chunks into records and back."""

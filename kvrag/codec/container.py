@@ -255,6 +255,7 @@ class RecordReader:
     def __init__(self, source: ByteSource, key: ChunkKey) -> None:
         self._source = source
         self._key = key
+        self._fetched: list[tuple[int, bytearray]] = []
         self.bytes_read = 0
         self.header = self._read_header()
 
@@ -321,8 +322,9 @@ class RecordReader:
             When the source cannot deliver the bytes.
         """
         block = self.header.blocks[block_index]
-        self._source.read_into(block.offset, buffer)
-        self.bytes_read += buffer.nbytes
+        if not self._take_fetched(block, buffer):
+            self._source.read_into(block.offset, buffer)
+            self.bytes_read += buffer.nbytes
         found = xxhash.xxh3_64_intdigest(buffer)
         if found != block.checksum:
             self.refuse(
@@ -331,6 +333,41 @@ class RecordReader:
                 f"{block.checksum:016x}",
                 f"{found:016x}",
             )
+
+    def fetch(self, blocks: range) -> None:
+        """Bring blocks that follow one another into memory, in one read.
+
+        `read_block` takes them from there, and compares their checksums only then.
+
+        Raises
+        ------
+        RecordError
+            When the record ends before.
+        StoreError
+            When the source cannot deliver the bytes.
+        """
+        if not blocks:
+            return
+        first, last = self.header.blocks[blocks[0]], self.header.blocks[blocks[-1]]
+        content = bytearray(last.offset + last.padded_bytes - first.offset)
+        self._source.read_into(first.offset, memoryview(content))
+        self.bytes_read += len(content)
+        self._fetched.append((first.offset, content))
+
+    def cancel(self) -> None:
+        """Break off what other threads fetch, where the source can; they get StoreError."""
+        cancel = getattr(self._source, "cancel", None)
+        if cancel is not None:
+            cancel()
+
+    def _take_fetched(self, block: Block, buffer: memoryview) -> bool:
+        """Fill a buffer with a block that is in memory; say whether it is."""
+        for offset, content in self._fetched:
+            begin = block.offset - offset
+            if 0 <= begin and begin + block.padded_bytes <= len(content):
+                buffer[:] = memoryview(content)[begin : begin + block.padded_bytes]
+                return True
+        return False
 
     def _read_header(self) -> RecordHeader:
         size = self._source.size_bytes

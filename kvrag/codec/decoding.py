@@ -39,6 +39,23 @@ class PipelineChunk(OpenedRecord):
         self._on_device: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._lock = threading.Lock()
 
+    @property
+    def plane_bytes(self) -> tuple[int, ...]:
+        """Bytes of each plane that the record has, from coarse to fine."""
+        blocks = self._reader.header.blocks
+        size = len(self._coder.profile.transform.plans)
+        return tuple(
+            sum(block.padded_bytes for block in blocks[begin : begin + size])
+            for begin in range(0, len(blocks), size)
+        )
+
+    def use(self, num_planes: int) -> None:
+        """Decode so many planes from now on, in place of all. No layer may be being decoded."""
+        with self._lock:
+            self._num_planes = num_planes
+            self._blocks.clear()
+            self._on_device.clear()
+
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.
 

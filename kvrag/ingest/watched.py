@@ -58,3 +58,24 @@ class WatchedChunk:
         except RecordError:
             self._store.note_damage(self._key)
             raise
+
+    @property
+    def plane_bytes(self) -> tuple[int, ...]:
+        """Bytes of each plane; see `EncodedChunk.plane_bytes`."""
+        return self._inner.plane_bytes
+
+    def fetch(self, num_planes: int) -> None:
+        """Bring planes into memory; see `EncodedChunk.fetch`."""
+        try:
+            self._inner.fetch(num_planes)
+        except RecordError:
+            self._store.note_damage(self._key)
+            raise
+
+    def use(self, num_planes: int) -> None:
+        """Decode so many planes from now on."""
+        self._inner.use(num_planes)
+
+    def cancel(self) -> None:
+        """Break off what other threads fetch."""
+        self._inner.cancel()

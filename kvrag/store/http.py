@@ -31,7 +31,7 @@ SCHEMES = ("http", "https")
 DEFAULT_TIMEOUT_SECONDS = 5.0
 
 # The header of most records; a small record whole. It comes with the answer that opens the record.
-_HEAD_BYTES = 16 << 10
+_HEAD_BYTES = 4096
 _PIECE_BYTES = 256 << 10
 _MAX_IDLE = 8
 _MAX_REASON_BYTES = 300

@@ -1,0 +1,113 @@
+"""What requests know of the link they share: how fast it is, and who else is on it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from kvrag.loading.stream_plan import LinkState
+
+# Less tells of the request, not of the link.
+_LEAST_BYTES = 2048
+
+
+class Share:
+    """One request on a link.
+
+    Attributes
+    ----------
+    num_left
+        Chunks that it still has to bring.
+    """
+
+    def __init__(self, num_left: int) -> None:
+        self.num_left = num_left
+
+
+class Link:
+    """The way to one store, shared by all requests of an engine; safe to use from many threads.
+
+    Parameters
+    ----------
+    clock
+        Seconds, ever rising.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._shares: list[Share] = []
+        self._bytes_carried = 0
+        self._bytes_per_second: float | None = None
+        self._request_seconds: float | None = None
+        self._levels: Counter[str] = Counter()
+        self._deadlines: Counter[str] = Counter()
+
+    def expect(self, bytes_per_second: float, request_seconds: float) -> None:
+        """Take what was measured earlier for what is not known yet."""
+        with self._lock:
+            if self._bytes_per_second is None and bytes_per_second > 0.0:
+                self._bytes_per_second = bytes_per_second
+            if self._request_seconds is None:
+                self._request_seconds = request_seconds
+
+    def note_request(self, seconds: float) -> None:
+        """Take note of what a request for next to nothing took."""
+        with self._lock:
+            self._request_seconds = seconds
+
+    @contextmanager
+    def shared(self, num_chunks: int) -> Iterator[Share]:
+        """Have a share of the link for so many chunks."""
+        share = Share(num_chunks)
+        with self._lock:
+            self._shares.append(share)
+        try:
+            yield share
+        finally:
+            with self._lock:
+                self._shares.remove(share)
+
+    @property
+    def state(self) -> LinkState:
+        """What is known now."""
+        with self._lock:
+            left = [share.num_left for share in self._shares]
+            return LinkState(
+                self._bytes_per_second,
+                self._request_seconds or 0.0,
+                lambda ahead: max(1, sum(one > ahead for one in left)),
+            )
+
+    @contextmanager
+    def carrying(self, num_bytes: int) -> Iterator[None]:
+        """Measure the link while the block brings so many bytes.
+
+        What other requests have received meanwhile was carried as well: what is measured is the
+        throughput of the link, not this request's share of it.
+        """
+        with self._lock:
+            before, started = self._bytes_carried, self._clock()
+        yield
+        with self._lock:
+            self._bytes_carried += num_bytes
+            seconds = self._clock() - started
+            # The request itself is not the link's speed; it is measured roughly.
+            seconds -= min(self._request_seconds or 0.0, 0.5 * seconds)
+            if num_bytes >= _LEAST_BYTES and seconds > 0.0:
+                self._bytes_per_second = (self._bytes_carried - before) / seconds
+
+    def count(self, levels: Mapping[str, int], is_met: bool) -> None:
+        """Count what a request got of each level, and whether it was in time."""
+        with self._lock:
+            self._levels.update(levels)
+            self._deadlines["met" if is_met else "missed"] += 1
+
+    def counts(self) -> Mapping[str, Any]:
+        """Return chunks by level (``text``, ``1/3`` and so on) and deadlines met and missed."""
+        with self._lock:
+            return {"levels": dict(self._levels), "deadlines": dict(self._deadlines)}
