@@ -27,6 +27,7 @@ from kvrag.cli.ls import ls
 from kvrag.cli.profile import profile
 from kvrag.cli.query import query
 from kvrag.cli.recode import recode
+from kvrag.cli.serve import serve
 from kvrag.cli.serve_kv import serve_kv
 from kvrag.cli.stats import stats
 from kvrag.cli.train_anchors import train_anchors
@@ -73,6 +74,9 @@ app.command("gc")(guarded(gc))
 app.command("profile")(guarded(profile))
 app.command("calibrate")(guarded(calibrate))
 app.command("recode")(guarded(recode))
+# What it does not know itself it hands on to vLLM.
+_HAND_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command("serve", context_settings=_HAND_ON)(guarded(serve))
 app.command("serve-kv")(guarded(serve_kv))
 app.command("doctor")(guarded(doctor))
 app.command("demo")(guarded(demo))

@@ -6,7 +6,7 @@ by their text, so any chain works unchanged and no retriever of ours is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 try:
@@ -122,6 +122,10 @@ class KVRagLLM(_LangChainSettings, BaseLLM):
         model, rest = self._for_call(kwargs)
         return await super(KVRagLLM, model).agenerate(prompts, stop, callbacks, **rest)
 
+    def answers(self, prompts: Sequence[str], call: Mapping[str, Any]) -> list[Answer]:
+        """Return the answers to several prompts, in order."""
+        return [self.answer(prompt, call) for prompt in prompts]
+
     def _for_call(self, options: dict[str, Any]) -> tuple[KVRagLLM, dict[str, Any]]:
         """Return a copy of the model with the call's parameters, and the other options.
 
@@ -142,7 +146,7 @@ class KVRagLLM(_LangChainSettings, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         call = self._call(stop, kwargs)
-        answers = [self.answer(prompt, call) for prompt in prompts]
+        answers = self.answers(prompts, call)
         usage = [token_usage(answer) for answer in answers]
         return LLMResult(
             generations=[

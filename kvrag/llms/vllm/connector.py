@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
+from kvrag.errors import EngineError
 from kvrag.llms.vllm.checks import check_engine
 from kvrag.llms.vllm.scheduler_side import SchedulerSide
 from kvrag.llms.vllm.settings import ConnectorSettings
@@ -88,6 +89,12 @@ class KVRagConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._worker_side is not None
         step = self._get_connector_metadata()
         assert isinstance(step, StepMetadata)
+        if step.engine_id != self._kv_transfer_config.engine_id:
+            raise EngineError(
+                "another engine of this process has taken vLLM's only connector: shut it down "
+                "first, or let engines run in processes of their own "
+                "(VLLM_ENABLE_V1_MULTIPROCESSING=1)"
+            )
         self._worker_side.start(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -134,7 +141,11 @@ class KVRagConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         assert self._scheduler_side is not None
-        return self._scheduler_side.metadata(scheduler_output.total_num_scheduled_tokens)
+        return StepMetadata(
+            self._scheduler_side.take_loads(),
+            is_idle=scheduler_output.total_num_scheduled_tokens == 0,
+            engine_id=self._kv_transfer_config.engine_id,
+        )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self._scheduler_side is not None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvrag.ingest.config import IndexConfig
 from kvrag.llms.vllm.settings import ConnectorSettings
+from kvrag.llms.vllm.versions import require_tested
 from kvrag.models.loading import resolve_model
 
 
@@ -39,3 +43,43 @@ def engine_options(settings: ConnectorSettings) -> dict[str, Any]:
             "kv_connector_extra_config": settings.to_extra_config() | {"index": str(folder)},
         },
     }
+
+
+def serve_command(
+    settings: ConnectorSettings, *, host: str, port: int, more: Sequence[str] = ()
+) -> list[str]:
+    """Return the command that serves an index over vLLM's OpenAI-compatible API.
+
+    Parameters
+    ----------
+    settings
+        The operator's.
+    host, port
+        Where it listens.
+    more
+        Further options of ``vllm serve``; they come last, and so count where one comes twice.
+
+    Raises
+    ------
+    EngineVersionError
+        When vLLM is not installed, or of a version that was not tested.
+    IndexNotFoundError, IndexFormatError, ModelLoadError
+        As `engine_options` does.
+    """
+    require_tested(any_version=settings.any_version)
+    options = engine_options(settings)
+    return [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        options["model"],
+        f"--dtype={options['dtype']}",
+        f"--worker-cls={options['worker_cls']}",
+        f"--kv-transfer-config={json.dumps(options['kv_transfer_config'])}",
+        # How many tokens came from the cache is in every answer, streamed ones too.
+        "--enable-prompt-tokens-details",
+        f"--host={host}",
+        f"--port={port}",
+        *more,
+    ]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvrag.fusion.report import FusionReport
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.plan import LoadPlan, NoPlan, Planner
 from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings
-from kvrag.llms.vllm.transfer import Load, StepMetadata, StepOutcome
+from kvrag.llms.vllm.transfer import Load, StepOutcome
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -24,7 +25,7 @@ class _Known:
     request: Request
     plan: LoadPlan | None
     reason: str = ""
-    report: dict[str, Any] | None = None
+    report: FusionReport | None = None
     num_loaded: int = 0
 
 
@@ -88,10 +89,10 @@ class SchedulerSide:
         self._loads.append(Load(request.request_id, known.plan, block_ids, end - num_external, end))
         known.num_loaded = num_external
 
-    def metadata(self, num_scheduled: int) -> StepMetadata:
+    def take_loads(self) -> list[Load]:
         """Return what the worker begins in this step."""
         loads, self._loads = self._loads, []
-        return StepMetadata(loads, is_idle=num_scheduled == 0)
+        return loads
 
     def note(self, outcome: StepOutcome) -> None:
         """Take what the worker says of loads that have ended."""
@@ -110,13 +111,25 @@ class SchedulerSide:
         known = self._known.pop(request.request_id, None)
         if known is None:
             return None
+        report = known.report
         return {
             PARAMS: {
                 "num_loaded": known.num_loaded,
-                "report": known.report,
+                "report": None if report is None else _whole(report, request).to_dict(),
                 "computed_because": known.reason,
             }
         }
+
+
+def _whole(report: FusionReport, request: Request) -> FusionReport:
+    """Return the report of a whole prompt: what was not fused was computed by the engine."""
+    num_more = request.num_prompt_tokens - report.num_tokens
+    return replace(
+        report,
+        num_tokens=request.num_prompt_tokens,
+        num_fresh=report.num_fresh + num_more,
+        rows_by_layer=tuple(rows + num_more for rows in report.rows_by_layer),
+    )
 
 
 def _add_salt(request: Request, salt: str) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
 
+from kvrag.fusion.report import FusionReport
 from kvrag.llms.vllm.plan import LoadPlan
 
 
@@ -34,10 +34,14 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
         To be begun in this step.
     is_idle
         Whether the engine computes nothing in this step.
+    engine_id
+        Whose step it is. vLLM keeps one connector a process: a second engine in one process would
+        be handed the first one's.
     """
 
     loads: list[Load]
     is_idle: bool
+    engine_id: str
 
 
 @dataclass
@@ -47,12 +51,12 @@ class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
     Attributes
     ----------
     reports
-        What fusing did (`kvrag.FusionReport`), as plain values; None for what was fused before.
+        What fusing did; None for what was fused before.
     failures
         Why nothing was loaded: these are computed.
     """
 
-    reports: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    reports: dict[str, FusionReport | None] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:

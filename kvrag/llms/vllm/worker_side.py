@@ -18,6 +18,7 @@ import torch
 
 from kvrag.engine.engine import KVEngine, PlacedPrompt
 from kvrag.errors import EngineError
+from kvrag.fusion.report import FusionReport
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.plan import LoadPlan
@@ -47,7 +48,7 @@ class Brought:
 
     keys: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
-    report: dict[str, Any] | None
+    report: FusionReport | None
     release: Callable[[], None]
 
 
@@ -216,7 +217,7 @@ class WorkerSide:
         return Brought(
             [layer[0] for layer in fused.kv.keys],
             [layer[0] for layer in fused.kv.values],
-            fused.report.to_dict(),
+            fused.report,
             lambda: self._engine.give_back(fused),
         )
 

@@ -1,0 +1,102 @@
+"""What the framework classes over vLLM add to `EngineSettings`, and the engines they share."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.shared import shared_index
+from kvrag.errors import ParameterError
+from kvrag.llms.settings import EngineSettings
+from kvrag.llms.vllm.engine import VLLMEngine
+from kvrag.llms.vllm.http import HTTPServer
+from kvrag.llms.vllm.in_process import InProcess
+from kvrag.llms.vllm.options import engine_options
+from kvrag.llms.vllm.settings import ConnectorSettings, servable_policy
+from kvrag.llms.vllm.transports import Transport
+from kvrag.llms.vllm.versions import require_tested
+
+_started: dict[str, InProcess] = {}
+_starting = threading.Lock()
+
+
+class VLLMSettings(EngineSettings):
+    """Parameters of a language model that vLLM answers for.
+
+    Attributes
+    ----------
+    base_url
+        Address of a server that ``kvrag serve`` has started, such as
+        ``http://127.0.0.1:8000/v1``; None starts vLLM here, with the first call, once for all
+        objects with the same index and arguments.
+    engine_args
+        Further arguments of ``vllm.LLM`` where it is started here.
+    any_version
+        Whether a vLLM started here may be of a version that was not tested.
+
+    Notes
+    -----
+    ``links``, ``schemas`` and ``device`` are refused: vLLM counts one row a token, knows no gaps
+    between positions, and has a device of its own.
+    """
+
+    base_url: str | None = None
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    any_version: bool = False
+
+    @model_validator(mode="after")
+    def _as_vllm_takes_them(self) -> Self:
+        servable_policy(self.policy, self.ratio, self.boundary_tokens)
+        if self.links not in (None, "off") or self.schemas or self.device is not None:
+            raise ParameterError("vLLM takes no links, schemas or device; leave them out")
+        if self.base_url is not None and self.engine_args:
+            raise ParameterError("engine_args are for a vLLM started here: leave out base_url")
+        return self
+
+    def engine(self, model: str | None = None) -> KVEngine:
+        """Return the engine that answers; vLLM is started or asked with the first prompt."""
+        index = shared_index(self.index)
+        name = model or self.model
+        engine = self._engines.get(name)
+        if engine is None or engine.index is not index:
+            engine = self._engines[name] = VLLMEngine(index, lambda: self._connect(name))
+        return engine
+
+    def _connect(self, model: str | None) -> Transport:
+        if self.base_url is not None:
+            return HTTPServer(self.base_url, model=model)
+        settings = ConnectorSettings(
+            str(shared_index(self.index).path), any_version=self.any_version
+        )
+        return start_engine(settings, {"model": model, **self.engine_args})
+
+
+def start_engine(settings: ConnectorSettings, engine_args: dict[str, Any]) -> InProcess:
+    """Return the process's engine for these settings, starting it if there is none.
+
+    Parameters
+    ----------
+    settings
+        The connector's.
+    engine_args
+        Arguments of ``vllm.LLM``; those that are None are left out.
+
+    Raises
+    ------
+    EngineVersionError
+        When vLLM is not installed, or of a version that was not tested.
+    """
+    require_tested(any_version=settings.any_version)
+    given = {name: value for name, value in engine_args.items() if value is not None}
+    options = {**engine_options(settings), **given}
+    key = json.dumps(options, sort_keys=True, default=str)
+    with _starting:
+        if key not in _started:
+            from vllm import LLM
+
+            _started[key] = InProcess(LLM(**options))
+        return _started[key]

@@ -1,0 +1,203 @@
+"""`VLLMEngine`: `kvrag.KVEngine`'s questions, answered by vLLM."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
+from kvrag.engine.engine import KVEngine, PlacedPrompt, Prompt, _as_source
+from kvrag.engine.sampling import Sampling
+from kvrag.errors import ParameterError, PromptTooLongError
+from kvrag.fusion.policies import DEFAULT_POLICY
+from kvrag.fusion.policies.base import RecomputePolicy
+from kvrag.fusion.report import FusionReport
+from kvrag.ingest.index import Index
+from kvrag.llms.vllm.http import HTTPServer
+from kvrag.llms.vllm.settings import RequestParams, servable_policy
+from kvrag.llms.vllm.transports import EngineRequest, Piece, Transport
+
+
+class VLLMEngine(KVEngine):
+    """Answers prompts over an index, fused and computed by a vLLM.
+
+    Parameters and answers are those of `KVEngine`. The server finds the chunks itself; here they
+    are found to name an answer's sources. No weights are loaded in this process unless vLLM runs
+    in it.
+
+    Parameters
+    ----------
+    index
+        The index that the engine serves.
+    connect
+        Makes the way to the engine; called once, with the first prompt.
+    policy, ratio, boundary_tokens, max_tokens
+        As of `KVEngine`.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        connect: Callable[[], Transport],
+        *,
+        policy: str = DEFAULT_POLICY,
+        ratio: float | None = None,
+        boundary_tokens: int | None = None,
+        max_tokens: int = 256,
+    ) -> None:
+        super().__init__(
+            index,
+            policy=policy,
+            ratio=ratio,
+            boundary_tokens=boundary_tokens,
+            links="off",
+            max_tokens=max_tokens,
+        )
+        self._connect = connect
+        self._connecting = threading.Lock()
+        self._connected: Transport | None = None
+
+    @property
+    def transport(self) -> Transport:
+        """The way to the engine, made at first use."""
+        with self._connecting:
+            if self._connected is None:
+                self._connected = self._connect()
+            return self._connected
+
+    def generate(self, prompt: Prompt, **options: Any) -> Answer:
+        """Answer a prompt; see `KVEngine.generate`."""
+        *_, last = self._answer(prompt, is_streamed=False, **options)
+        assert last.answer is not None
+        return last.answer
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[AnswerDelta]:
+        """Answer a prompt piece by piece; see `KVEngine.stream`."""
+        return self._answer(prompt, is_streamed=True, **options)
+
+    def _answer(
+        self,
+        prompt: Prompt,
+        *,
+        is_streamed: bool,
+        policy: str | RecomputePolicy | None = None,
+        ratio: float | None = None,
+        boundary_tokens: int | None = None,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        timeout_seconds: float | None = None,
+        hints: Sequence[str] = (),
+        reuse: bool = True,
+    ) -> Iterator[AnswerDelta]:
+        started = time.perf_counter()
+        if isinstance(prompt, PlacedPrompt):
+            raise ParameterError(
+                "a prompt laid out here (markup) cannot be handed to vLLM: answer it with KVEngine"
+            )
+        if isinstance(policy, RecomputePolicy):
+            raise ParameterError(f"policy {policy}: name it, as 'gradual:spread=0.8'")
+        sampling = Sampling(temperature, top_p, top_k, repetition_penalty, seed)
+        params = self._params(policy, ratio, boundary_tokens, reuse)
+        room = self._room(max_tokens)
+        laid_out = self._lay_out(prompt, hints, reuse)
+        layout = laid_out.layout
+        if reuse:
+            self._warn_if_nothing_matched(laid_out)
+        num_prompt = len(layout.token_ids)
+        left = self.index.config.max_positions - num_prompt
+        if left < 1:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt} tokens, but the model holds "
+                f"{self.index.config.max_positions} with at least one to answer in; retrieve fewer "
+                "chunks"
+            )
+        request = EngineRequest(
+            layout.token_ids, params.to_params(), min(room, left), sampling, tuple(stop)
+        )
+
+        def run() -> Iterator[AnswerDelta]:
+            text, num_tokens, ttft = "", 0, 0.0
+            finish: str | None = None
+            last = Piece("")
+            for last in self._pieces(request, is_streamed):
+                ttft = ttft or time.perf_counter() - started
+                text += last.text
+                num_tokens += last.num_tokens
+                finish = last.finish_reason
+                if last.text and finish is None:
+                    yield AnswerDelta(last.text)
+                is_late = (
+                    timeout_seconds is not None and time.perf_counter() - started > timeout_seconds
+                )
+                if is_late and finish is None:
+                    finish = "timeout"
+                    break
+            report = _report(last, params, num_prompt, self.index.config.num_layers)
+            answer = Answer(
+                text=text,
+                sources=tuple(_as_source(chunk) for chunk in laid_out.chunks),
+                report=report,
+                usage=Usage(num_prompt, report.num_cached, num_tokens),
+                finish_reason=_finish(finish),
+                ttft_seconds=ttft,
+                total_seconds=time.perf_counter() - started,
+            )
+            yield AnswerDelta(last.text if last.finish_reason else "", answer)
+
+        return run()
+
+    def _pieces(self, request: EngineRequest, is_streamed: bool) -> Iterator[Piece]:
+        transport = self.transport
+        if isinstance(transport, HTTPServer) and not is_streamed:
+            yield transport.answer(request)  # which brings the report, streams do not
+        else:
+            yield from transport.stream(request)
+
+    def _params(
+        self,
+        policy: str | None,
+        ratio: float | None,
+        boundary_tokens: int | None,
+        reuse: bool,
+    ) -> RequestParams:
+        name = policy if policy is not None else self._policy
+        if name == self._policy and ratio is None and boundary_tokens is None:
+            ratio, boundary_tokens = self._ratio, self._boundary_tokens
+        servable_policy(name, ratio, boundary_tokens)
+        return RequestParams(name, ratio, boundary_tokens, reuse)
+
+
+def _finish(reason: str | None) -> FinishReason:
+    return "stop" if reason == "stop" else "timeout" if reason == "timeout" else "length"
+
+
+def _report(last: Piece, params: RequestParams, num_prompt: int, num_layers: int) -> FusionReport:
+    """Return the server's report, or what the engine's own count of cached tokens says."""
+    given: Mapping[str, Any] | None = (last.said or {}).get("report")
+    if given is not None:
+        known = {field.name for field in fields(FusionReport)}
+        values = {name: value for name, value in given.items() if name in known}
+        return FusionReport(**values | {"rows_by_layer": tuple(values["rows_by_layer"])})
+    because = (last.said or {}).get("computed_because")
+    num_cached = 0 if because else min(last.num_cached, num_prompt - 1)
+    return FusionReport(
+        policy=str(params.policy),
+        num_tokens=num_prompt,
+        num_exact=0,
+        num_reused=num_cached if params.reuse else 0,
+        num_recomputed=0,
+        num_fresh=num_prompt - (num_cached if params.reuse else 0),
+        num_chunks=0,
+        bytes_loaded=0,
+        seconds={},
+        rows_by_layer=(num_prompt - num_cached,) * num_layers,
+        misses={because: 1} if because else {},
+    )

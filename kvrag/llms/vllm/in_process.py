@@ -1,0 +1,87 @@
+"""vLLM in this process: one engine, whose steps are taken by whoever waits for an answer."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from kvrag.errors import EngineError
+from kvrag.llms.vllm.settings import PARAMS
+from kvrag.llms.vllm.transports import EngineRequest, Piece
+
+
+class InProcess:
+    """Requests of several threads, batched by one engine.
+
+    Parameters
+    ----------
+    llm
+        A ``vllm.LLM``, made with `kvrag.llms.vllm.options.engine_options`.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._engine = llm.llm_engine
+        self._stepping = threading.Lock()
+        self._outputs: dict[str, queue.SimpleQueue[Any]] = {}
+        self._numbers = itertools.count()
+
+    def stream(self, request: EngineRequest) -> Iterator[Piece]:
+        """Yield an answer piece by piece; see `Transport`."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        name = f"kvrag-{id(self):x}-{next(self._numbers)}"
+        params = SamplingParams(
+            **request.sampling_values(),
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={"kv_transfer_params": dict(request.params)},
+        )
+        mine = self._outputs[name] = queue.SimpleQueue()
+        is_done = False
+        try:
+            with self._stepping:
+                try:
+                    prompt = {"prompt_token_ids": list(request.token_ids)}
+                    self._engine.add_request(name, prompt, params)
+                except ValueError as error:  # vLLM's own for what a request may not be
+                    is_done = True
+                    raise EngineError(f"vLLM refuses the request: {error}") from error
+            while not is_done:
+                output = self._next(mine)
+                is_done = output.finished
+                yield _piece(output)
+        finally:
+            del self._outputs[name]
+            if not is_done:
+                with self._stepping:
+                    self._engine.abort_request([name])
+
+    def _next(self, mine: queue.SimpleQueue[Any]) -> Any:
+        """Return the next output of one request, taking steps for all while there is none."""
+        while True:
+            # Whoever had the lock before may have left something.
+            with self._stepping:
+                try:
+                    return mine.get_nowait()
+                except queue.Empty:
+                    pass
+                for output in self._engine.step():
+                    waiting = self._outputs.get(output.request_id)
+                    if waiting is not None:
+                        waiting.put(output)
+
+
+def _piece(output: Any) -> Piece:
+    completion = output.outputs[0]
+    if completion.finish_reason not in (None, "stop", "length"):
+        raise EngineError(f"vLLM ended the request: {completion.finish_reason}")
+    return Piece(
+        text=completion.text,
+        num_tokens=len(completion.token_ids),
+        finish_reason=completion.finish_reason,
+        said=(output.kv_transfer_params or {}).get(PARAMS),
+        num_cached=output.num_cached_tokens or 0,
+    )
