@@ -139,12 +139,14 @@ def _print_controller(rows: Sequence[ControllerRow]) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("auto", no_wrap=True)
-    for name in ("GB/s", "took", "expected", "load", "expected", "best", "took", "x best"):
+    names = ("GB/s", "computed", "took", "expected", "load", "expected", "best", "took", "x best")
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             f"{row.policy} {row.ratio:.0%}",
             f"{row.gigabytes_per_second:g}",
+            f"{row.num_computed}",
             console.format_seconds(row.seconds),
             console.format_seconds(row.expected_seconds),
             console.format_seconds(row.load_seconds),

@@ -96,8 +96,9 @@ def _print(found: Calibration) -> None:
     if found.loading is None:
         console.write("loading: not measured, the store delivered nothing\n")
     else:
-        console.write(
-            f"loading from {found.loading.store}: "
-            f"{console.format_seconds(found.loading.seconds_per_record)} a chunk and "
-            f"{console.format_seconds(1000 * found.loading.seconds_per_token)} a thousand tokens\n"
-        )
+        for tier in found.loading.tiers:
+            console.write(
+                f"loading from {tier.store}: "
+                f"{console.format_seconds(tier.seconds_per_record)} a chunk and "
+                f"{console.format_seconds(1000 * tier.seconds_per_token)} a thousand tokens\n"
+            )

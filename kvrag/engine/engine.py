@@ -299,6 +299,7 @@ class KVEngine:
                 buffer,
                 self._links.on_model if layout.links else None,
                 self._load_threads,
+                self.index.tier_of if open_kv is None else None,
             )
         except CompressedLostError:
             self._buffers.give_back(buffer)

@@ -14,7 +14,7 @@ from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
 from kvrag.fusion.policies.registry import make_policy
 from kvrag.loading.cost import LoadingCost, pipelined_seconds
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Calibration:
         compute = self.cost.of(planned_rows(policy, prompt, num_fresh), prompt.num_reused)
         if self.loading is None:
             return Estimate(compute)
-        load = self.loading.of(prompt.num_records, prompt.num_loaded)
+        load = sum(self.loading.tier(one.tier).of(one.num_rows) for one in prompt.records)
         # The question looks at so many layers before any of them is computed again.
         looked = load * num_asked / prompt.num_layers
         seconds = pipelined_seconds(load - looked, compute - asked, prompt.num_layers)
@@ -188,7 +188,7 @@ class Calibration:
                 num_questions=int(fields["num_questions"]),
                 policies=tuple(Measured(**policy) for policy in fields["policies"]),
                 cost=Cost(**fields["cost"]),
-                loading=LoadingCost(**loading) if loading is not None else None,
+                loading=LoadingCost.from_dict(loading) if loading is not None else None,
             )
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise IndexFormatError(

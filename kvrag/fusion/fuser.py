@@ -19,14 +19,22 @@ import torch
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.links import LinkedRows, Links
-from kvrag.fusion.loader import OpenKV, SpanLoader, SpanLostError
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, mean_count
+from kvrag.fusion.loader import (
+    OpenKV,
+    RecordId,
+    SpanLoader,
+    SpanLostError,
+    TierOf,
+    record_id_of,
+)
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, StoredRows, mean_count
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.question import QuestionAttention, ask
 from kvrag.fusion.report import FusionReport
 from kvrag.fusion.selection import Selection
 from kvrag.kvcache import FusedKV
-from kvrag.loading import LOAD_THREADS
+from kvrag.loading import LOAD_THREADS, threads
+from kvrag.loading.cost import ChunkDecision
 from kvrag.models.adapter import resting
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
@@ -129,6 +137,7 @@ def fuse(
     fused: FusedKV,
     links: Links | None = None,
     load_threads: int = LOAD_THREADS,
+    tier_of: TierOf | None = None,
 ) -> FusedPrompt:
     """Fill a buffer with the KV of a whole prompt, computing only what is not stored.
 
@@ -149,6 +158,9 @@ def fuse(
     load_threads
         Records read at the same time while layers are computed; 0 reads each layer before it is
         computed.
+    tier_of
+        Tells where a record is, without reading it, so that a policy may have chunks computed that
+        are quicker to compute than to load; None loads all.
 
     Raises
     ------
@@ -163,8 +175,11 @@ def fuse(
     tables = model.tables(len(layout.token_ids), layout.positions)
     layout = _without_misplaced(model, layout)
     linked = LinkedRows(model, layout, links)
+    decisions = _decide(model, layout, policy, tier_of, load_threads)
     clock.lap("select")
-    loader = SpanLoader(layout.spans, open_kv, linked.write_kv, load_threads)
+    computed = {record for record, decision in decisions.items() if decision.is_computed}
+    wanted = [span for span in layout.spans if record_id_of(span) not in computed]
+    loader = SpanLoader(wanted, open_kv, linked.write_kv, load_threads)
     clock.lap("load")
     try:
         while True:
@@ -172,7 +187,7 @@ def fuse(
             try:
                 # Before the model is free: another prompt may be at it.
                 loader.begin(fused, tables)
-                made = _fuse(model, layout, linked, loader, policy, fused, tables, clock)
+                made = _fuse(model, layout, linked, loader, policy, fused, tables, clock, decisions)
                 break
             except SpanLostError:
                 # Rows computed so far have seen that chunk: begin again without it. Each round has
@@ -181,8 +196,71 @@ def fuse(
     finally:
         # Nothing may be written behind the back of whom the buffer goes to next.
         loader.end()
-    report = replace(made.report, hidden_load_seconds=loader.hidden_seconds)
+    report = replace(
+        made.report,
+        hidden_load_seconds=loader.hidden_seconds,
+        decisions=tuple(_with_outcomes(decisions, loader, made.report)),
+    )
     return replace(made, report=report)
+
+
+def _decide(
+    model: KVModel,
+    layout: Layout,
+    policy: RecomputePolicy,
+    tier_of: TierOf | None,
+    load_threads: int,
+) -> dict[RecordId, ChunkDecision]:
+    """Return of each record whether it is loaded or computed; nothing where all are loaded."""
+    spans = layout.spans
+    # Rows that stand for a compressed chunk are no tokens that could be computed.
+    if tier_of is None or not policy.weighs_loading or any(span.num_compressed for span in spans):
+        return {}
+    where = tier_of
+
+    def find(record: RecordId) -> int | None:
+        return where(*record)
+
+    records = list(dict.fromkeys(map(record_id_of, spans)))
+    # A tier may be far away.
+    found = threads.each(find, records, max(load_threads, 1))
+    prompt = _prompt_rows(model, layout, spans, dict(zip(records, found, strict=True)))
+    num_fresh = len(layout.token_ids) - sum(span.length for span in spans)
+    return dict(zip(records, policy.decide(prompt, num_fresh), strict=False))
+
+
+def _prompt_rows(
+    model: KVModel,
+    layout: Layout,
+    spans: Sequence[ReusedSpan],
+    tiers: Mapping[RecordId, int | None],
+) -> PromptRows:
+    """Return what a policy may know of a prompt of which these spans are loaded."""
+    num_rows: dict[RecordId, int] = {}
+    for span in spans:
+        record = record_id_of(span)
+        num_rows[record] = num_rows.get(record, 0) + span.length
+    return PromptRows(
+        len(layout.token_ids),
+        model.spec.num_layers,
+        # Compressed chunks have no tokens that a policy could compute again.
+        tuple(span for span in spans if not (span.num_compressed or layout.is_exact(span))),
+        records=tuple(StoredRows(*one, rows, tiers.get(one)) for one, rows in num_rows.items()),
+    )
+
+
+def _with_outcomes(
+    decisions: Mapping[RecordId, ChunkDecision], loader: SpanLoader, report: FusionReport
+) -> Iterator[ChunkDecision]:
+    num_rows = sum(report.rows_by_layer)
+    seconds_per_row = report.seconds["compute"] / num_rows if num_rows else 0.0
+    for record, decision in decisions.items():
+        seconds: float | None
+        if decision.is_computed:
+            seconds = seconds_per_row * len(report.rows_by_layer) * decision.num_tokens
+        else:
+            seconds = None if record[0] in loader.lost else loader.record_seconds[record]
+        yield replace(decision, seconds=seconds)
 
 
 def _fuse(
@@ -194,21 +272,14 @@ def _fuse(
     fused: FusedKV,
     tables: Sequence[RotaryTable],
     clock: _Clock,
+    decisions: Mapping[RecordId, ChunkDecision],
 ) -> FusedPrompt:
     num_tokens = len(layout.token_ids)
     exact = [span for span in loader.spans if layout.is_exact(span)]
-    # Compressed chunks have no tokens that a policy could compute again.
     compressed = [span for span in loader.spans if span.num_compressed]
-    inexact = tuple(
-        span for span in loader.spans if not (span.num_compressed or layout.is_exact(span))
-    )
-    prompt = PromptRows(
-        num_tokens,
-        model.spec.num_layers,
-        inexact,
-        num_records=loader.num_records,
-        num_loaded=sum(span.length for span in loader.spans),
-    )
+    tiers = {record: decision.tier for record, decision in decisions.items()}
+    prompt = _prompt_rows(model, layout, loader.spans, tiers)
+    inexact = prompt.spans
     fresh = linked.without_stored(_complement(num_tokens, loader.spans).to(model.device))
     resolved = policy.resolve(prompt, len(fresh))
     policy = resolved.policy
@@ -221,7 +292,8 @@ def _fuse(
         asked = policy.question_layers(model.spec.num_layers) if inexact else range(0)
         if asked:
             reused = prompt.reused().to(model.device)
-            attention = QuestionAttention(reused, _question_start(layout, inexact[-1]), asked)
+            last = max(inexact[-1].prompt_end, _end_of_computed(layout, decisions))
+            attention = QuestionAttention(reused, _question_start(layout, last), asked)
             ask(model, linked.embed, fresh, attention, asked, loader, fused, tables, clock.lap)
             prompt = replace(prompt, relevance=attention.relevance)
             num_loaded = asked.stop
@@ -326,9 +398,21 @@ def _require_compressed(layout: Layout, loader: SpanLoader) -> None:
         raise CompressedLostError(lost)
 
 
-def _question_start(layout: Layout, last: ReusedSpan) -> int:
-    """Return the first position behind the last reused span and its links."""
-    return max([last.prompt_end, *(link.position + 1 for link in layout.links)])
+def _question_start(layout: Layout, last_end: int) -> int:
+    """Return the first position behind the last chunk, which ends there, and its links."""
+    return max([last_end, *(link.position + 1 for link in layout.links)])
+
+
+def _end_of_computed(layout: Layout, decisions: Mapping[RecordId, ChunkDecision]) -> int:
+    """Return where the last chunk ends that is computed by decision; 0 where none is."""
+    return max(
+        (
+            span.prompt_end
+            for span in layout.spans
+            if (decision := decisions.get(record_id_of(span))) and decision.is_computed
+        ),
+        default=0,
+    )
 
 
 class _Clock:

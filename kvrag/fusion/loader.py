@@ -20,14 +20,21 @@ MISS_DAMAGED = "record damaged"
 MISS_UNREADABLE = "store unreadable"
 MISS_PROFILE = "codec profile missing"
 
-_DAMAGE = (RecordError, StoreError, IndexFormatError, ProfileError)
+DAMAGE = (RecordError, StoreError, IndexFormatError, ProfileError)
+"""What the state of a store or a record may raise: the span is then computed, and counted."""
 
 OpenKV = Callable[[str, tuple[int, ...]], EncodedChunk | None]
 """From a chunk id, and the tokens that the chunk was encoded behind, to the opened record, or None
 where the store has none.
 """
 
-_RecordId = tuple[str, tuple[int, ...]]
+RecordId = tuple[str, tuple[int, ...]]
+"""A chunk's id, and the tokens that the record meant was encoded behind."""
+
+TierOf = Callable[[str, tuple[int, ...]], int | None]
+"""From the same, the number of the store's tier that would deliver the record, 0 the fastest, or
+None where that is not known; nothing is read.
+"""
 
 WriteKV = Callable[[int, FusedKV, RotaryTable], None]
 """Writes rows of one layer, by its index and rotary table, into a buffer."""
@@ -66,6 +73,9 @@ class SpanLoader:
         The same of each chunk: id to reason.
     hidden_seconds
         Wall seconds in which layers were read and nobody waited for them; complete after `end`.
+    record_seconds
+        Of each record, the seconds in which a thread opened and read it: chunk id and context to
+        seconds.
     """
 
     def __init__(
@@ -78,44 +88,43 @@ class SpanLoader:
         self._write_more = write_more
         self._num_threads = num_threads
         self._prefetch: LayerPrefetch | None = None
-        self._lanes: tuple[_RecordId, ...] = ()
+        self._lanes: tuple[RecordId, ...] = ()
         self._waited_seconds = 0.0
         self.hidden_seconds = 0.0
+        self.record_seconds: dict[RecordId, float] = {}
         self.spans: list[ReusedSpan] = []
         self.misses: Counter[str] = Counter()
         self.lost: dict[str, str] = {}
         self._bytes_of_dropped = 0
-        self._records: dict[_RecordId, EncodedChunk] = {}
-        opened = self._open(list(dict.fromkeys(map(_record_id, spans))), open_kv)
+        self._records: dict[RecordId, EncodedChunk] = {}
+        opened = self._open(list(dict.fromkeys(map(record_id_of, spans))), open_kv)
         for span in spans:
-            record = opened[_record_id(span)]
+            record = opened[record_id_of(span)]
             if isinstance(record, Exception):
-                self._miss(span, _reason(record))
+                self._miss(span, reason_of(record))
             elif record is None:
                 self._miss(span, MISS_ABSENT)
             elif span.chunk_end > record.num_tokens:
                 self._miss(span, MISS_DAMAGED)
             else:
-                self._records[_record_id(span)] = record
+                self._records[record_id_of(span)] = record
                 self.spans.append(span)
 
     def _open(
-        self, wanted: Sequence[_RecordId], open_kv: OpenKV
-    ) -> dict[_RecordId, EncodedChunk | Exception | None]:
-        def opened(record_id: _RecordId) -> EncodedChunk | Exception | None:
+        self, wanted: Sequence[RecordId], open_kv: OpenKV
+    ) -> dict[RecordId, EncodedChunk | Exception | None]:
+        def opened(record_id: RecordId) -> EncodedChunk | Exception | None:
+            started = time.perf_counter()
             try:
                 return open_kv(*record_id)
-            except _DAMAGE as error:
+            except DAMAGE as error:
                 return error
+            finally:
+                self.record_seconds[record_id] = time.perf_counter() - started
 
         # Each costs a round trip at least.
         found = threads.each(opened, wanted, max(self._num_threads, 1))
         return dict(zip(wanted, found, strict=True))
-
-    @property
-    def num_records(self) -> int:
-        """Records that can be had."""
-        return len(self._records)
 
     @property
     def bytes_loaded(self) -> int:
@@ -131,7 +140,9 @@ class SpanLoader:
         if not self._num_threads or not self.spans:
             return
         self._lanes = lanes = tuple(self._records)
-        spans = {lane: [span for span in self.spans if _record_id(span) == lane] for lane in lanes}
+        spans = {
+            lane: [span for span in self.spans if record_id_of(span) == lane] for lane in lanes
+        }
 
         def bring(lane: int, layer_index: int) -> None:
             for span in spans[lanes[lane]]:
@@ -150,7 +161,6 @@ class SpanLoader:
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is not None:
             prefetch.close()
-            # Whoever waits waits for a thread at work.
             self.hidden_seconds += max(0.0, prefetch.busy_seconds - self._waited_seconds)
             self._waited_seconds = 0.0
 
@@ -165,9 +175,9 @@ class SpanLoader:
             must be computed again.
         """
         if self._prefetch is not None:
-            started = time.perf_counter()
+            busy_before = self._prefetch.busy_seconds
             failures = self._prefetch.wait(layer_index)
-            self._waited_seconds += time.perf_counter() - started
+            self._waited_seconds += self._prefetch.busy_seconds - busy_before
             if failures:
                 # One new beginning is enough: let the other records show their damage too.
                 self._lose({self._lanes[i]: e for i, e in self._prefetch.drain().items()})
@@ -175,8 +185,8 @@ class SpanLoader:
             for span in self.spans:
                 try:
                     self._place(span, layer_index, fused, table)
-                except _DAMAGE as error:
-                    lost = _record_id(span)
+                except DAMAGE as error:
+                    lost = record_id_of(span)
                     self._lose({lost: error, **self._other_damage(lost, len(fused.keys))})
         if self._write_more is not None:
             self._write_more(layer_index, fused, table)
@@ -192,46 +202,55 @@ class SpanLoader:
             table=table,
             rows=rows,
         )
-        self._records[_record_id(span)].place_layer(layer_index, into)
+        record_id = record_id_of(span)
+        started = time.perf_counter()
+        self._records[record_id].place_layer(layer_index, into)
+        # By one thread at a time for each record.
+        self.record_seconds[record_id] += time.perf_counter() - started
 
-    def _lose(self, failures: Mapping[_RecordId, Exception]) -> NoReturn:
+    def _lose(self, failures: Mapping[RecordId, Exception]) -> NoReturn:
         """Leave out records, and raise what that means for the caller."""
         self.end()
         for record_id, error in failures.items():
-            if not isinstance(error, _DAMAGE):
+            if not isinstance(error, DAMAGE):
                 raise error
-            self._drop(record_id, _reason(error))
+            self._drop(record_id, reason_of(error))
         first, error = next(iter(failures.items()))
-        raise SpanLostError(f"chunk {first[0]}: {_reason(error)}") from error
+        raise SpanLostError(f"chunk {first[0]}: {reason_of(error)}") from error
 
     def _miss(self, span: ReusedSpan, reason: str) -> None:
         self.misses[reason] += 1
         self.lost[span.chunk_id] = reason
 
-    def _drop(self, lost: _RecordId, reason: str) -> None:
+    def _drop(self, lost: RecordId, reason: str) -> None:
         for span in self.spans:
-            if _record_id(span) == lost:
+            if record_id_of(span) == lost:
                 self._miss(span, reason)
-        self.spans = [span for span in self.spans if _record_id(span) != lost]
-        self._bytes_of_dropped += self._records.pop(lost).bytes_read
+        self._leave_out(lost)
 
-    def _other_damage(self, lost: _RecordId, num_layers: int) -> dict[_RecordId, Exception]:
+    def _leave_out(self, record_id: RecordId) -> None:
+        self.spans = [span for span in self.spans if record_id_of(span) != record_id]
+        self._bytes_of_dropped += self._records.pop(record_id).bytes_read
+
+    def _other_damage(self, lost: RecordId, num_layers: int) -> dict[RecordId, Exception]:
         """Read every layer of the other records, so that one new beginning is enough."""
-        failures: dict[_RecordId, Exception] = {}
+        failures: dict[RecordId, Exception] = {}
         for record_id, record in self._records.items():
             try:
                 for layer_index in range(num_layers if record_id != lost else 0):
                     record.read_layer(layer_index)
-            except _DAMAGE as error:
+            except DAMAGE as error:
                 failures[record_id] = error
         return failures
 
 
-def _record_id(span: ReusedSpan) -> _RecordId:
+def record_id_of(span: ReusedSpan) -> RecordId:
+    """Return which record a span is taken from."""
     return span.chunk_id, span.context_ids
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Return why a span could not be had, for a report."""
     if isinstance(error, ProfileError):
         return MISS_PROFILE
     return MISS_UNREADABLE if isinstance(error, StoreError) else MISS_DAMAGED

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvrag.loading.cost import ChunkDecision
+
 
 @dataclass(frozen=True)
 class FusionReport:
@@ -60,6 +62,10 @@ class FusionReport:
         What ``auto`` expects fusing to take, and the loading in it, hidden or not; None of other
         policies, and of loading that was not measured. It took the sum of `seconds`, and
         `load_seconds`.
+    decisions
+        Of policy ``auto`` with loading that was measured: whether each stored chunk was loaded or
+        computed, what was expected of the one and the other, and what it took. A chunk that is
+        computed by decision is no miss; its tokens are fresh.
     misses
         Why chunks found in the prompt were prefilled instead: reason to number of chunks.
     """
@@ -85,6 +91,12 @@ class FusionReport:
     num_compressed: int = 0
     num_compressed_rows: int = 0
     misses: Mapping[str, int] = field(default_factory=dict)
+    decisions: tuple[ChunkDecision, ...] = ()
+
+    @property
+    def num_computed(self) -> int:
+        """Of the fresh tokens, those of stored chunks that were quicker to compute than to load."""
+        return sum(one.num_tokens for one in self.decisions if one.is_computed)
 
     @property
     def num_cached(self) -> int:
@@ -115,6 +127,7 @@ class FusionReport:
             **asdict(self),
             "rows_by_layer": list(self.rows_by_layer),
             "num_cached": self.num_cached,
+            "num_computed": self.num_computed,
             "load_seconds": self.load_seconds,
             "recomputed_share": self.recomputed_share,
             "work_share": self.work_share,
@@ -137,6 +150,11 @@ class FusionReport:
             parts.insert(1, f"{self.num_links} link tokens")
         if self.num_unlinked:
             parts.append(f"{self.num_unlinked} chunks without link tokens")
+        if self.num_computed:
+            num_chunks = sum(one.is_computed for one in self.decisions)
+            parts.insert(
+                1, f"{num_chunks} chunks of {self.num_computed} tokens computed, slower to load"
+            )
         if self.misses:
             parts.append(
                 "misses: " + ", ".join(f"{count} {why}" for why, count in self.misses.items())

@@ -659,6 +659,27 @@ class Index(IndexUpkeep):
             raise
         return WatchedChunk(encoded, key, self.store)
 
+    def tier_of(self, chunk_id: str, context_ids: tuple[int, ...] | None = None) -> int | None:
+        """Return the number of the store's tier that would deliver a chunk's KV, 0 the fastest.
+
+        Nothing is read of it. None where the catalog does not tell which record is meant.
+
+        Parameters
+        ----------
+        chunk_id, context_ids
+            As for `open_kv`.
+        """
+        if not isinstance(self.store, TieredStore):
+            return 0
+        try:
+            found = self.catalog.chunk_and_keys(chunk_id)
+        except (IndexFormatError, StoreError):
+            return None
+        for one in found[0].encodings() if found is not None else ():
+            if context_ids is None or one.contexts[0] == context_ids:
+                return self.store.tier_of(self.key_of(one))
+        return None
+
     def pin(self, sources: Sequence[str]) -> int:
         """Keep the KV of documents in every tier it is in, until the index is closed.
 

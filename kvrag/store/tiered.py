@@ -139,6 +139,17 @@ class TieredStore:
                     return True
         return False
 
+    def tier_of(self, key: ChunkKey) -> int:
+        """Return the number of the tier that would deliver a record; nothing is read of it.
+
+        The last one is not asked: what is in none of the others is there or nowhere.
+        """
+        for number, tier in enumerate(self.tiers[:-1]):
+            with contextlib.suppress(StoreError):
+                if tier.contains(key):
+                    return number
+        return len(self.tiers) - 1
+
     def delete(self, key: ChunkKey) -> bool:
         """Remove a record from every tier; say whether there was one."""
         self._outdate(key)

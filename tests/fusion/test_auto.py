@@ -11,14 +11,14 @@ from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.policies.auto import AutoPolicy, planned_rows
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, Resolved
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, Resolved, StoredRows
 from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.query import QueryPolicy
 from kvrag.fusion.policies.scaled import ScaledPolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
-from kvrag.loading.cost import LoadingCost
+from kvrag.loading.cost import LoadingCost, TierCost
 from kvrag.models.kv_model import KVModel
 from tests.support.bench_top import Bench
 from tests.support.models import make_model, make_tokenizer
@@ -41,6 +41,10 @@ CALIBRATION = Calibration(
     # A row in a layer costs a millisecond.
     cost=Cost(0.0, 0.001, 0.0),
 )
+
+
+def _store(per_record: float, per_token: float) -> LoadingCost:
+    return LoadingCost("file:x", (TierCost("file:x", per_record, per_token),))
 
 
 def _chosen(**budget: float) -> tuple[RecomputePolicy, float | None]:
@@ -105,9 +109,9 @@ def _loading(seconds: float, **budget: float) -> Resolved:
             Measured("boundary", ratio, 0.1 - ratio / 10, 0.0, 1.0)
             for ratio in (0.1, 0.3, 0.5, 1.0)
         ),
-        loading=LoadingCost("memory:", 0.0, seconds / 1000),
+        loading=_store(0.0, seconds / 1000),
     )
-    prompt = replace(PROMPT, num_records=1, num_loaded=1000)
+    prompt = replace(PROMPT, records=(StoredRows("a", (), 1000),))
     return AutoPolicy(calibration=calibration, **budget).resolve(prompt, NUM_FRESH)
 
 
@@ -138,9 +142,9 @@ def test_a_time_bounds_loading_too() -> None:
 
 
 def test_a_policy_that_asks_first_hides_nothing_of_its_computing() -> None:
-    loading = LoadingCost("memory:", 0.0, 0.01)
+    loading = _store(0.0, 0.01)
     calibration = replace(CALIBRATION, loading=loading)
-    prompt = replace(PROMPT, num_records=1, num_loaded=1000)
+    prompt = replace(PROMPT, records=(StoredRows("a", (), 1000),))
     # 10 s of loading, 1 s of asking in its shadow, then 1 s + 1.5 s of computing in the light.
     found = calibration.estimate(QueryPolicy(0.15, depth=1.0), prompt, NUM_FRESH)
     rows = planned_rows(QueryPolicy(0.15, depth=1.0), prompt, NUM_FRESH)
@@ -149,7 +153,7 @@ def test_a_policy_that_asks_first_hides_nothing_of_its_computing() -> None:
 
 
 def test_loading_is_kept_and_older_calibrations_have_none() -> None:
-    with_loading = replace(CALIBRATION, loading=LoadingCost("file:x", 0.5, 0.25))
+    with_loading = replace(CALIBRATION, loading=_store(0.5, 0.25))
     assert Calibration.from_json(with_loading.to_json(), "here") == with_loading
     fields = json.loads(CALIBRATION.to_json())
     del fields["loading"]
@@ -246,3 +250,73 @@ def test_a_damaged_calibration_is_refused(change: dict[str, object]) -> None:
 def test_what_is_no_calibration_is_refused(text: str) -> None:
     with pytest.raises(IndexFormatError, match="here"):
         Calibration.from_json(text, "here")
+
+
+# -- load or compute --------------------------------------------------------------------------
+
+NEAR, FAR = TierCost("memory:", 0.0, 0.001), TierCost("s3://b", 0.5, 0.02)
+TWO_TIERS = LoadingCost("tiered:memory:|s3://b", (NEAR, FAR))
+
+
+def _prompt(*tiers: int | None) -> PromptRows:
+    """Chunks of 100 tokens each, one behind the other."""
+    spans = tuple(ReusedSpan(str(n), 50 + 100 * n, 0, 100) for n in range(len(tiers)))
+    records = tuple(StoredRows(str(n), (), 100, tier) for n, tier in enumerate(tiers))
+    return PromptRows(60 + 100 * len(tiers), 10, spans, records=records)
+
+
+def _computed(prompt: PromptRows, loading: LoadingCost | None = TWO_TIERS) -> list[str]:
+    # 10 layers of 100 rows take a second; a chunk loads in 0.1 s or in 2.5 s.
+    policies = (Measured("boundary", 0.1, 0.0, 0.0, 0.0),)
+    auto = AutoPolicy(calibration=replace(CALIBRATION, policies=policies, loading=loading))
+    decisions = auto.decide(prompt, 60)
+    assert not decisions or len(decisions) == len(prompt.records)
+    return [one.chunk_id for one in decisions if one.is_computed]
+
+
+def test_what_is_far_is_computed_and_what_is_near_is_loaded() -> None:
+    assert _computed(_prompt(0, 1, 0, 1, 0)) == ["1", "3"]
+    assert _computed(_prompt(0, 0, 0)) == []
+    assert _computed(_prompt(0, None)) == ["1"]  # not known where: at home, which is far
+
+
+def test_as_many_are_computed_as_hide_behind_the_loading_of_the_others() -> None:
+    # Alone each is quicker to load (0.9 s) than to compute (1 s); together half and half is best.
+    loading = LoadingCost("file:x", (TierCost("file:x", 0.9, 0.0),))
+    computed = _computed(_prompt(*[0] * 8), loading)
+    assert 2 <= len(computed) <= 5
+
+
+def test_what_hides_behind_computing_is_loaded_though_it_is_slower() -> None:
+    # 0.6 s of computing the question hide half a second of loading; computing would take longer.
+    loading = LoadingCost("file:x", (TierCost("file:x", 0.55, 0.0),))
+    prompt = replace(_prompt(0), spans=(ReusedSpan("0", 50, 0, 50),))
+    prompt = replace(prompt, records=(StoredRows("0", (), 50, 0),))
+    assert _computed(prompt, loading) == []
+
+
+def test_without_a_measurement_all_is_loaded() -> None:
+    assert _computed(_prompt(1, 1), None) == []
+    auto = AutoPolicy(calibration=CALIBRATION)
+    assert not auto.weighs_loading
+    assert auto.decide(_prompt(1), 60) == ()
+    assert ScaledPolicy(QueryPolicy(0.3), temperature=0.9).decide(_prompt(1), 60) == ()
+
+
+def test_a_modified_auto_decides_as_well() -> None:
+    auto = AutoPolicy(calibration=replace(CALIBRATION, loading=TWO_TIERS))
+    scaled = ScaledPolicy(auto, temperature=0.9)
+    assert scaled.weighs_loading
+    assert scaled.decide(_prompt(0, 1), 60) == auto.decide(_prompt(0, 1), 60)
+
+
+def test_a_decision_tells_what_was_expected() -> None:
+    policies = (Measured("boundary", 0.1, 0.0, 0.0, 0.0),)
+    auto = AutoPolicy(calibration=replace(CALIBRATION, policies=policies, loading=TWO_TIERS))
+    near, far = auto.decide(_prompt(0, 1), 60)
+    assert (near.tier, near.num_tokens, near.is_computed) == (0, 100, False)
+    assert (far.tier, far.num_tokens, far.is_computed) == (1, 100, True)
+    assert near.expected_load_seconds == pytest.approx(0.1)
+    assert far.expected_load_seconds == pytest.approx(2.5)
+    assert far.expected_compute_seconds == pytest.approx(1.0)
+    assert near.seconds is None

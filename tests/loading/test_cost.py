@@ -1,24 +1,36 @@
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict
 
 import pytest
 
 from kvrag.errors import ParameterError
-from kvrag.loading.cost import LoadingCost, pipelined_seconds
+from kvrag.loading.cost import LoadingCost, TierCost, pipelined_seconds
 from kvrag.loading.prices import fit_prices
 
 
 def test_what_loading_costs() -> None:
-    cost = LoadingCost("memory:", 0.01, 0.001)
-    assert cost.of(5, 2000) == pytest.approx(2.05)
+    cost = TierCost("memory:", 0.01, 0.001)
+    assert cost.of(2000, 5) == pytest.approx(2.05)
+    assert cost.of(100) == pytest.approx(0.11)
     assert cost.of(0, 0) == 0.0
+
+
+def test_where_it_is_not_known_where_a_record_is_it_is_at_home() -> None:
+    near, far = TierCost("memory:", 0.0, 0.1), TierCost("file:x", 0.0, 0.2)
+    cost = LoadingCost("tiered:memory:|file:x", (near, far))
+    assert [cost.tier(number) for number in (0, 1, None)] == [near, far, far]
+    assert LoadingCost.from_dict(json.loads(json.dumps(asdict(cost)))) == cost
+    with pytest.raises(ParameterError, match="what a tier costs"):
+        LoadingCost("memory:", ())
 
 
 @pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf, "fast", None])
 def test_prices_that_are_none(wrong: object) -> None:
     with pytest.raises(ParameterError, match="0 or more seconds"):
-        LoadingCost("memory:", 0.0, wrong)
+        TierCost("memory:", 0.0, wrong)
 
 
 def test_the_shorter_hides_but_for_one_layer() -> None:

@@ -69,8 +69,9 @@ class ControllerRow:
     ----------
     policy, floor, gigabytes_per_second
         What was measured.
-    ratio, seconds
-        The share that ``auto`` took, and its time to first token.
+    ratio, num_computed, seconds
+        The share that ``auto`` took of what it loaded, the chunks that it computed in place of
+        loading them, and its time to first token.
     expected_seconds, expected_load_seconds, load_seconds
         What it expected that to be, and its loading; and what that was.
     best_ratio, best_seconds
@@ -83,6 +84,7 @@ class ControllerRow:
     floor: float
     gigabytes_per_second: float
     ratio: float
+    num_computed: int
     seconds: float
     expected_seconds: float
     expected_load_seconds: float
@@ -120,6 +122,7 @@ def measure_controller(
                 floor=options.floor,
                 gigabytes_per_second=speed,
                 ratio=round(1.0 - report.expected_loss, 9),
+                num_computed=sum(one.is_computed for one in report.decisions),
                 seconds=seconds[0],
                 expected_seconds=report.expected_seconds,
                 expected_load_seconds=report.expected_load_seconds,

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from itertools import cycle, islice
 
 from kvrag.chunk import Chunk
+from kvrag.errors import RecordError, StoreError
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.loader import SpanLoader, SpanLostError
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.loading import LOAD_THREADS
-from kvrag.loading.cost import LoadingCost
+from kvrag.loading.cost import LoadingCost, TierCost
 from kvrag.loading.prices import fit_prices
+from kvrag.store.base import Store
 from kvrag.store.registry import without_password
+from kvrag.store.tiered import TieredStore
+from kvrag.store.wrapper import read_whole
 
 # Prompts loaded: enough for a fit, few enough that a slow store takes seconds.
 _NUM_PROMPTS = 10
@@ -25,8 +31,9 @@ def measure_loading(
 ) -> LoadingCost | None:
     """Load prompts of one chunk and of several, and fit what a chunk and a token cost.
 
-    Chunks are spread over the index, and none is read again before all have been: what tiers of
-    the store hold is then what they hold for prompts.
+    Each tier of the store is measured by itself, with chunks spread over the index, none of which
+    is read again before all have been. A tier that holds none of them is given a few. One that
+    delivers nothing is taken to cost what the tier below it does.
 
     Parameters
     ----------
@@ -36,15 +43,67 @@ def measure_loading(
     Returns
     -------
     LoadingCost or None
-        None where the store delivered nothing.
+        None where the last tier, or a store without tiers, delivered nothing.
     """
+    store = index.store
+    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
+    costs: list[TierCost] = []
+    for number, tier in reversed(list(enumerate(tiers))):
+        chunks = _spread(index, num_chunks)
+        if number < len(tiers) - 1:
+            chunks = _held(index, tier, chunks) or _given(index, tier, chunks[: 2 * num_chunks])
+        with _reading_from(index, tier):
+            found = _measure_tier(index, chunks, num_chunks, say)
+        if found is None and not costs:
+            return None
+        name = without_password(tier.url)
+        costs.insert(0, TierCost(name, *found) if found else replace(costs[0], store=name))
+    return LoadingCost(without_password(store.url), tuple(costs))
+
+
+@contextmanager
+def _reading_from(index: Index, tier: Store) -> Iterator[None]:
+    whole, index.store = index.store, tier
+    try:
+        yield
+    finally:
+        index.store = whole
+
+
+def _spread(index: Index, num_chunks: int) -> list[Chunk]:
+    """Return chunks from all over the index, enough for all prompts if it has so many."""
     ids: list[str] = []
     index.catalog.each_text(lambda chunk_id, _: ids.append(chunk_id))
+    return index.get_chunks(ids[:: max(1, len(ids) // (_NUM_PROMPTS * num_chunks))])
+
+
+def _held(index: Index, tier: Store, chunks: Sequence[Chunk]) -> list[Chunk]:
+    with suppress(StoreError):
+        return [chunk for chunk in chunks if tier.contains(index.key_of(chunk))]
+    return []
+
+
+def _given(index: Index, tier: Store, chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Copy chunks' records to a tier, as reading them often would; return those it has taken."""
+    given = []
+    for chunk in chunks:
+        with suppress(StoreError, RecordError):
+            record = index.store.open(index.key_of(chunk))
+            if record is not None:
+                with closing(record):
+                    tier.put(index.key_of(chunk), read_whole(record))
+                given.append(chunk)
+    return given
+
+
+def _measure_tier(
+    index: Index, chunks: Sequence[Chunk], num_chunks: int, say: Callable[[str], None]
+) -> tuple[float, float] | None:
+    """Return the seconds of a record and of a token, or None where nothing was delivered."""
     sizes = [
         num_chunks if number % 2 else max(1, num_chunks // 4) for number in range(_NUM_PROMPTS)
     ]
-    step = max(1, len(ids) // (sum(sizes) + num_chunks))
-    chosen = cycle(index.get_chunks(ids[::step]))
+    chosen = cycle(chunks)
     amounts, seconds = [], []
     for number, size in enumerate([num_chunks, *sizes]):
         say(f"loading prompt {number + 1} of {len(sizes) + 1}")
@@ -57,7 +116,7 @@ def measure_loading(
     if not amounts:
         return None
     per_record, per_token = fit_prices(amounts, seconds)
-    return LoadingCost(without_password(index.store.url), per_record, per_token)
+    return per_record, per_token
 
 
 def _load(index: Index, chunks: Sequence[Chunk]) -> tuple[list[ReusedSpan], float]:

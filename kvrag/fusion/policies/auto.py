@@ -19,6 +19,7 @@ from kvrag.fusion.policies.base import (
     share_of,
 )
 from kvrag.fusion.policies.none import NonePolicy
+from kvrag.loading.cost import ChunkDecision
 
 if TYPE_CHECKING:
     from kvrag.fusion.calibration import Calibration, Estimate, Measured
@@ -81,18 +82,77 @@ class AutoPolicy(RecomputePolicy):
         found.require_calibration()
         return found
 
+    @property
+    def weighs_loading(self) -> bool:
+        return self.calibration is not None and self.calibration.loading is not None
+
+    def decide(self, prompt: PromptRows, num_fresh: int) -> Sequence[ChunkDecision]:
+        """Compute the chunks without whose loading the prompt is expected to be done sooner.
+
+        They are taken in the order of what computing saves, as many as make the estimate of the
+        whole prompt least: a chunk that is slower to load than to compute is loaded all the same
+        where that hides behind what is computed anyway.
+
+        Source: CacheBlend §5.1 weighs loading against computing for a whole prompt. Deviation:
+        chunk by chunk, by where each of them is.
+        """
+        calibration = self.require_calibration()
+        loading = calibration.loading
+        if loading is None or not prompt.records:
+            return ()
+        records = prompt.records
+        per_token = calibration.cost.seconds_per_row * prompt.num_layers
+        decisions = [
+            ChunkDecision(
+                chunk_id=record.chunk_id,
+                tier=len(loading.tiers) - 1 if record.tier is None else record.tier,
+                num_tokens=record.num_rows,
+                is_computed=False,
+                expected_load_seconds=loading.tier(record.tier).of(record.num_rows),
+                expected_compute_seconds=per_token * record.num_rows,
+            )
+            for record in records
+        ]
+        saved = [one.expected_load_seconds - one.expected_compute_seconds for one in decisions]
+        order = sorted(range(len(saved)), key=saved.__getitem__, reverse=True)
+        policy = self._choose(prompt, num_fresh, is_free=False)[1]
+        seconds = [calibration.estimate(policy, prompt, num_fresh).seconds]
+        for number in order:
+            prompt = prompt.without(records[number])
+            num_fresh += records[number].num_rows
+            repairing = policy if prompt.spans else NonePolicy()
+            seconds.append(calibration.estimate(repairing, prompt, num_fresh).seconds)
+        num_computed = min(range(len(seconds)), key=seconds.__getitem__)
+        if _SAME * seconds[num_computed] < seconds[0]:
+            for number in order[:num_computed]:
+                decisions[number] = replace(decisions[number], is_computed=True)
+        return decisions
+
     def resolve(self, prompt: PromptRows, num_fresh: int) -> Resolved:
+        # What hides behind loading is free: the least loss for the same time is taken.
+        is_free = self.weighs_loading
+        loss, policy, found = self._choose(prompt, num_fresh, is_free=is_free)
+        return Resolved(policy, loss, found.seconds, found.load_seconds)
+
+    def _choose(
+        self, prompt: PromptRows, num_fresh: int, *, is_free: bool
+    ) -> tuple[float, RecomputePolicy, Estimate]:
+        """Return the loss, the policy and its estimate that the budget allows.
+
+        With `is_free`, what is as fast as the cheapest may be taken in its place.
+        """
         calibration = self.require_calibration()
         if not prompt.spans:
             # Nothing is off, so nothing is lost.
-            estimate = calibration.estimate(NonePolicy(), prompt, num_fresh)
-            return Resolved(NonePolicy(), 0.0, estimate.seconds, estimate.load_seconds)
+            nothing = NonePolicy()
+            return 0.0, nothing, calibration.estimate(nothing, prompt, num_fresh)
         most_tokens = math.inf if self.ratio is None else share_of(self.ratio, prompt.num_reused)
         most_seconds = math.inf if self.ttft is None else self.ttft
         estimates: dict[Measured, Estimate] = {}
+        policies: dict[Measured, RecomputePolicy] = {}
         allowed = []
         for measured in calibration.policies:
-            policy = measured.make()
+            policy = policies[measured] = measured.make()
             estimates[measured] = calibration.estimate(policy, prompt, num_fresh)
             num_tokens = mean_count(planned_counts(policy, prompt))
             if num_tokens <= most_tokens and estimates[measured].seconds <= most_seconds:
@@ -100,8 +160,7 @@ class AutoPolicy(RecomputePolicy):
         good = [measured for measured in allowed if measured.loss <= self.loss]
         if good:
             chosen = min(good, key=lambda measured: (estimates[measured].seconds, measured.loss))
-            if calibration.loading is not None:
-                # What hides behind loading is free: take the least loss for the same time.
+            if is_free:
                 limit = _SAME * estimates[chosen].seconds
                 free = [measured for measured in good if estimates[measured].seconds <= limit]
                 chosen = min(free, key=lambda one: (one.loss, estimates[one].seconds))
@@ -109,8 +168,7 @@ class AutoPolicy(RecomputePolicy):
             chosen = min(allowed, key=lambda one: (one.loss, estimates[one].seconds))
         else:
             chosen = min(estimates, key=lambda measured: estimates[measured].seconds)
-        found = estimates[chosen]
-        return Resolved(chosen.make(), chosen.loss, found.seconds, found.load_seconds)
+        return chosen.loss, policies[chosen], estimates[chosen]
 
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         raise NotImplementedError("auto names no tokens itself: it is resolved first")

@@ -5,18 +5,39 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import ReusedSpan
+from kvrag.loading.cost import ChunkDecision
 from kvrag.models.scaling import KeyScaling
 from kvrag.parameters import check_fields, describe
 
 if TYPE_CHECKING:
     from kvrag.fusion.calibration import Calibration
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """A record of a prompt, and what the prompt takes of it.
+
+    Attributes
+    ----------
+    chunk_id, context_ids
+        Which record: the chunk's that was encoded behind these tokens.
+    num_rows
+        Rows that the prompt takes.
+    tier
+        Of the store, where it would be loaded from, 0 the fastest; None where that is not known.
+    """
+
+    chunk_id: str
+    context_ids: tuple[int, ...]
+    num_rows: int
+    tier: int | None = None
 
 
 @dataclass(frozen=True)
@@ -34,16 +55,27 @@ class PromptRows:
     relevance
         ``[M, n]`` float32, over the tokens of `reused`: what the question gathers from each in the
         M layers that the policy looks at (see `QuestionAttention`); None where it looks at none.
-    num_records, num_loaded
-        Records that are loaded for the prompt, exact ones too, and their rows.
+    records
+        What is loaded for the prompt, exact ones too.
     """
 
     num_tokens: int
     num_layers: int
     spans: tuple[ReusedSpan, ...]
     relevance: torch.Tensor | None = None
-    num_records: int = 0
-    num_loaded: int = 0
+    records: tuple[StoredRows, ...] = ()
+
+    def without(self, record: StoredRows) -> PromptRows:
+        """Return the prompt with a record's tokens computed."""
+        return replace(
+            self,
+            spans=tuple(
+                span
+                for span in self.spans
+                if (span.chunk_id, span.context_ids) != (record.chunk_id, record.context_ids)
+            ),
+            records=tuple(one for one in self.records if one is not record),
+        )
 
     def reused(self) -> torch.Tensor:
         """Return the ascending positions ``[n]`` of all tokens in `spans`."""
@@ -127,6 +159,29 @@ class RecomputePolicy(ABC):
         Raises ParameterError where nothing was measured.
         """
         return self
+
+    @property
+    def weighs_loading(self) -> bool:
+        """Whether `decide` has something to say; only then is it asked where records are."""
+        return False
+
+    def decide(
+        self,
+        prompt: PromptRows,  # noqa: ARG002
+        num_fresh: int,  # noqa: ARG002
+    ) -> Sequence[ChunkDecision]:
+        """Return of each of the prompt's records whether it is loaded or computed.
+
+        Nothing means that all are loaded. Computing instead of loading is always right.
+
+        Parameters
+        ----------
+        prompt
+            Without the question's look, and before any record was opened.
+        num_fresh
+            Tokens that are computed in any case.
+        """
+        return ()
 
     def resolve(
         self,

@@ -10,6 +10,7 @@ import torch
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, Resolved, Seen
+from kvrag.loading.cost import ChunkDecision
 from kvrag.models.scaling import KeyScaling
 
 if TYPE_CHECKING:
@@ -59,6 +60,13 @@ class ScaledPolicy(RecomputePolicy):
 
     def calibrated(self, load: Callable[[], Calibration | None]) -> RecomputePolicy:
         return replace(self, policy=self.policy.calibrated(load))
+
+    @property
+    def weighs_loading(self) -> bool:
+        return self.policy.weighs_loading
+
+    def decide(self, prompt: PromptRows, num_fresh: int) -> Sequence[ChunkDecision]:
+        return self.policy.decide(prompt, num_fresh)
 
     def question_layers(self, num_layers: int) -> range:
         return self.policy.question_layers(num_layers)
