@@ -27,14 +27,18 @@ from kvrag.fusion.loader import (
     TierOf,
     record_id_of,
 )
+from kvrag.fusion.policies.auto import planned_rows
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, StoredRows, mean_count
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.question import QuestionAttention, ask
 from kvrag.fusion.report import FusionReport
 from kvrag.fusion.selection import Selection
+from kvrag.fusion.streamed_loader import PlannedRows, StreamedLoader
 from kvrag.kvcache import FusedKV
 from kvrag.loading import LOAD_THREADS, threads
 from kvrag.loading.cost import ChunkDecision
+from kvrag.loading.stream_report import StreamReport
+from kvrag.loading.streaming import Streaming
 from kvrag.models.adapter import resting
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
@@ -138,6 +142,7 @@ def fuse(
     links: Links | None = None,
     load_threads: int = LOAD_THREADS,
     tier_of: TierOf | None = None,
+    streaming: Streaming | None = None,
 ) -> FusedPrompt:
     """Fill a buffer with the KV of a whole prompt, computing only what is not stored.
 
@@ -161,6 +166,9 @@ def fuse(
     tier_of
         Tells where a record is, without reading it, so that a policy may have chunks computed that
         are quicker to compute than to load; None loads all.
+    streaming
+        Stream the records towards a time to first token, as finely as there is time for, before
+        anything is computed; `tier_of` is then of no use. None loads them whole.
 
     Raises
     ------
@@ -175,11 +183,18 @@ def fuse(
     tables = model.tables(len(layout.token_ids), layout.positions)
     layout = _without_misplaced(model, layout)
     linked = LinkedRows(model, layout, links)
-    decisions = _decide(model, layout, policy, tier_of, load_threads)
+    decisions = _decide(model, layout, policy, tier_of if streaming is None else None, load_threads)
     clock.lap("select")
     computed = {record for record, decision in decisions.items() if decision.is_computed}
     wanted = [span for span in layout.spans if record_id_of(span) not in computed]
-    loader = SpanLoader(wanted, open_kv, linked.write_kv, load_threads)
+    stream: StreamReport | None = None
+    if streaming is None:
+        loader = SpanLoader(wanted, open_kv, linked.write_kv, load_threads)
+    else:
+        loader = streamed = StreamedLoader(
+            wanted, open_kv, linked.write_kv, load_threads, streaming
+        )
+        stream = streamed.stream(fused, tables, _planned_rows_with(model, layout, policy))
     clock.lap("load")
     try:
         while True:
@@ -196,12 +211,32 @@ def fuse(
     finally:
         # Nothing may be written behind the back of whom the buffer goes to next.
         loader.end()
+    if streaming is not None and stream is not None:
+        stream = streaming.closing(stream, computing_seconds(clock.seconds))
     report = replace(
         made.report,
         hidden_load_seconds=loader.hidden_seconds,
+        stream=stream,
         decisions=tuple(_with_outcomes(decisions, loader, made.report)),
     )
     return replace(made, report=report)
+
+
+def computing_seconds(seconds: Mapping[str, float]) -> float:
+    """Return what of a report's seconds computing took."""
+    return sum(seconds.get(stage, 0.0) for stage in ("ask", "select", "compute"))
+
+
+def _planned_rows_with(model: KVModel, layout: Layout, policy: RecomputePolicy) -> PlannedRows:
+    """Return what tells how many rows a prompt will cost when only some spans are loaded."""
+
+    def planned(loaded: Sequence[ReusedSpan]) -> int:
+        prompt = _prompt_rows(model, layout, loaded, {})
+        num_fresh = len(layout.token_ids) - sum(span.length for span in loaded)
+        chosen = policy.resolve(prompt, num_fresh).policy if prompt.spans else NonePolicy()
+        return planned_rows(chosen, prompt, num_fresh)
+
+    return planned
 
 
 def _decide(

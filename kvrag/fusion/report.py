@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvrag.eviction.report import EvictionReport
 from kvrag.loading.cost import ChunkDecision
+from kvrag.loading.stream_report import StreamReport
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,13 @@ class FusionReport:
         Of policy ``auto`` with loading that was measured: whether each stored chunk was loaded or
         computed, what was expected of the one and the other, and what it took. A chunk that is
         computed by decision is no miss; its tokens are fresh.
+    eviction
+        What an eviction policy kept while the answer was written; None where there was none, or the
+        answer had one token.
     misses
         Why chunks found in the prompt were prefilled instead: reason to number of chunks.
+    stream
+        What streaming towards a time to first token came to; None where the KV was loaded whole.
     """
 
     policy: str
@@ -91,6 +98,8 @@ class FusionReport:
     num_compressed: int = 0
     num_compressed_rows: int = 0
     misses: Mapping[str, int] = field(default_factory=dict)
+    eviction: EvictionReport | None = None
+    stream: StreamReport | None = None
     decisions: tuple[ChunkDecision, ...] = ()
 
     @property
@@ -125,6 +134,7 @@ class FusionReport:
         """Return plain JSON values, the derived figures included."""
         return {
             **asdict(self),
+            "stream": None if self.stream is None else self.stream.to_dict(),
             "rows_by_layer": list(self.rows_by_layer),
             "num_cached": self.num_cached,
             "num_computed": self.num_computed,
@@ -155,6 +165,10 @@ class FusionReport:
             parts.insert(
                 1, f"{num_chunks} chunks of {self.num_computed} tokens computed, slower to load"
             )
+        if self.stream is not None:
+            parts.append(f"streamed in {self.stream.one_line()}")
+        if self.eviction is not None:
+            parts.append(self.eviction.one_line())
         if self.misses:
             parts.append(
                 "misses: " + ", ".join(f"{count} {why}" for why, count in self.misses.items())

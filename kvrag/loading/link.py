@@ -47,13 +47,11 @@ class Link:
         self._levels: Counter[str] = Counter()
         self._deadlines: Counter[str] = Counter()
 
-    def expect(self, bytes_per_second: float, request_seconds: float) -> None:
-        """Take what was measured earlier for what is not known yet."""
+    def expect(self, bytes_per_second: float) -> None:
+        """Take what was measured earlier for a speed that is not known yet."""
         with self._lock:
-            if self._bytes_per_second is None and bytes_per_second > 0.0:
+            if self._bytes_per_second is None:
                 self._bytes_per_second = bytes_per_second
-            if self._request_seconds is None:
-                self._request_seconds = request_seconds
 
     def note_request(self, seconds: float) -> None:
         """Take note of what a request for next to nothing took."""

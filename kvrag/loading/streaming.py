@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,12 +18,28 @@ from kvrag.codec.base import EncodedChunk
 from kvrag.loading.link import Link
 from kvrag.loading.pace import Pace
 from kvrag.loading.stream_plan import TEXT, ChunkSize, LinkState, Step, StreamPlan
-from kvrag.loading.stream_report import StreamedChunk
+from kvrag.loading.stream_report import StreamedChunk, StreamReport
+
+
+@dataclass(frozen=True)
+class Known:
+    """What requests of one engine learn for those after them.
+
+    Attributes
+    ----------
+    link, computing, decoding
+        What is known of the way to the store, of computing rows (summed over layers), and of
+        decoding tokens.
+    """
+
+    link: Link = field(default_factory=Link)
+    computing: Pace = field(default_factory=Pace)
+    decoding: Pace = field(default_factory=Pace)
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """What streaming towards a time to first token knows and learns.
+    """A time to first token to stream towards.
 
     Attributes
     ----------
@@ -31,20 +47,29 @@ class Streaming:
         Seconds to the first token that are aimed at.
     started
         When they began, on the clock of `time.perf_counter`.
-    link, computing, decoding
-        What is known of the way to the store, of computing rows, and of decoding tokens.
+    known
+        What is known, and learnt.
+    load_seconds_per_token
+        What was once measured for loading a token whole, for a link of which nothing is known; None
+        where that was not.
     """
 
     ttft: float
     started: float
-    link: Link
-    computing: Pace
-    decoding: Pace
+    known: Known
+    load_seconds_per_token: float | None = None
 
     @property
     def deadline(self) -> float:
         """When the first token is due."""
         return self.started + self.ttft
+
+    def closing(self, report: StreamReport, compute_seconds: float) -> StreamReport:
+        """Return a report with what it came to now that the first token is there, and count it."""
+        seconds = time.perf_counter() - self.started
+        closed = replace(report, seconds=seconds, compute_seconds=compute_seconds)
+        self.known.link.count(closed.levels, closed.is_met)
+        return closed
 
 
 @dataclass(frozen=True)
@@ -109,13 +134,13 @@ class ChunkStream:
             StreamedChunk(item.chunk_id, TEXT, len(item.chunk.plane_bytes), 0, 0.0, 0.0, None)
             for item in items
         ]
-        self._decoder = _Decoder(items, streaming.decoding, errors, device)
+        self._decoder = _Decoder(items, streaming.known.decoding, errors, device)
         self.computed: set[int] = set()
         self.lost: dict[int, Exception] = {}
 
     def run(self) -> tuple[StreamedChunk, ...]:
         """Stream, and return what was streamed, in order; lost items are left out."""
-        link, plan, decoder = self._streaming.link, self._plan, self._decoder
+        link, plan, decoder = self._streaming.known.link, self._plan, self._decoder
         with (
             link.shared(len(self._items)) as share,
             ThreadPoolExecutor(1, "kvrag-fetch") as fetcher,
@@ -181,7 +206,7 @@ class ChunkStream:
         return is_here
 
     def _fetch(self, number: int, num_planes: int, num_bytes: int) -> None:
-        with self._streaming.link.carrying(num_bytes):
+        with self._streaming.known.link.carrying(num_bytes):
             self._items[number].chunk.fetch(num_planes)
 
     def _wait(self, future: Future[None], step: Step) -> bool:
