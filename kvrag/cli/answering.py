@@ -33,6 +33,7 @@ class Settings:
     temperature: float = 0.0
     seed: int | None = None
     use_chat_template: bool = True
+    ttft: float | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def make_engine(index: Index, settings: Settings) -> KVEngine:
         boundary_tokens=settings.boundary_tokens,
         links=settings.links,
         max_tokens=settings.max_tokens,
+        ttft=settings.ttft,
     )
 
 

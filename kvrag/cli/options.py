@@ -87,6 +87,16 @@ LinksOption = Annotated[
         show_default=False,
     ),
 ]
+TTFTOption = Annotated[
+    float | None,
+    typer.Option(
+        "--ttft",
+        metavar="SECONDS",
+        help="Time to first token to stream stored KV towards: as much of each chunk is loaded as "
+        "there is time for. Default: all of it.",
+        show_default=False,
+    ),
+]
 NamedModelOption = Annotated[
     str, typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.")
 ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,11 +18,17 @@ from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Source, Usage
 from kvrag.engine.buffers import BufferPool
 from kvrag.engine.sampling import Sampler, Sampling
 from kvrag.engine.text_stream import TextStream
-from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError, StoreError
+from kvrag.errors import (
+    IndexFormatError,
+    KVRagError,
+    ParameterError,
+    PromptTooLongError,
+    StoreError,
+)
 from kvrag.fusion.chosen_links import ChosenLinks
 from kvrag.fusion.compression.compacting import compact, without_chunks
 from kvrag.fusion.decoding import RowDecoder
-from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, fuse
+from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, computing_seconds, fuse
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.links import Links
 from kvrag.fusion.loader import OpenKV
@@ -32,6 +40,7 @@ from kvrag.fusion.segments import Match
 from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag.ingest.index import Index
 from kvrag.loading import LOAD_THREADS, MAX_LOAD_THREADS
+from kvrag.loading.streaming import Known, Streaming
 from kvrag.models.adapter import resting
 from kvrag.models.caches import FusedCache
 
@@ -59,6 +68,9 @@ class PlacedPrompt:
 Prompt = str | Sequence[Message] | PlacedPrompt
 
 MISS_CATALOG = "catalog damaged"
+
+# A question, and a context: amounts between which a calibration's prices are a line.
+_PRIOR_TOKENS = (30, 1000)
 
 
 class KVEngine:
@@ -92,6 +104,10 @@ class KVEngine:
     load_threads
         Chunks whose KV is read at the same time, while what is not stored is computed layer by
         layer; 0 reads each layer before it is computed.
+    ttft
+        Seconds to the first token that stored KV is streamed towards: of each chunk as much is
+        loaded as there is time for, or it is computed where that is quicker or as quick. None loads
+        all of it.
 
     Raises
     ------
@@ -115,6 +131,7 @@ class KVEngine:
         links: Links | str | Path | None = None,
         max_tokens: int = 256,
         load_threads: int = LOAD_THREADS,
+        ttft: float | None = None,
     ) -> None:
         self.index = index
         self._links = ChosenLinks(links, lambda: index.model_folder, lambda: index.model)
@@ -127,6 +144,8 @@ class KVEngine:
                 f"load_threads {load_threads!r}: expected a whole number, 0 to {MAX_LOAD_THREADS}"
             )
         self._load_threads = load_threads
+        self._ttft = _checked_ttft(ttft)
+        self._known = Known()
         self._buffers = BufferPool()
         self._watching = True  # for retrieved chunks that never arrive in a prompt
         self._resolve_policy(None, None, None)
@@ -225,6 +244,7 @@ class KVEngine:
         boundary_tokens: int | None = None,
         max_tokens: int | None = None,
         hints: Sequence[str] = (),
+        ttft: float | None = None,
     ) -> FusedPrompt:
         """Return the prompt's KV and first logits, without generating.
 
@@ -234,32 +254,46 @@ class KVEngine:
 
         Parameters
         ----------
-        prompt, policy, ratio, boundary_tokens, hints
+        prompt, policy, ratio, boundary_tokens, hints, ttft
             As in `generate`; a policy object is taken as it is.
         max_tokens
             Room left in the buffer behind the prompt.
         """
         started = time.perf_counter()
         chosen = self._resolve_policy(policy, ratio, boundary_tokens)
+        aim = self._aim(ttft)
         laid_out = self._lay_out(prompt, hints, reuse=True)
         room = self._room(max_tokens)
-        return self._fuse(laid_out, chosen, room, time.perf_counter() - started)
+        return self._fuse(laid_out, chosen, room, time.perf_counter() - started, aim)
 
     def give_back(self, fused: FusedPrompt) -> None:
         """Let the next prompt have the memory of one that is done with; use it no more."""
         self._buffers.give_back(fused.kv)
 
+    @property
+    def stream_counts(self) -> Mapping[str, Any]:
+        """Streamed chunks by level, and deadlines met and missed, since the engine was made."""
+        return self._known.link.counts()
+
     def _fuse(
-        self, laid_out: _LaidOut, policy: RecomputePolicy, max_tokens: int, layout_seconds: float
+        self,
+        laid_out: _LaidOut,
+        policy: RecomputePolicy,
+        max_tokens: int,
+        layout_seconds: float,
+        ttft: float | None,
     ) -> FusedPrompt:
         layout = laid_out.layout
+        streaming = None if ttft is None else self._streaming(ttft, layout_seconds)
         if laid_out.open_kv is not None:
             # It stands as it was laid out: link tokens would move what comes behind them.
-            return self._fuse_once(layout, policy, max_tokens, layout_seconds, laid_out.open_kv)
+            return self._fuse_once(
+                layout, policy, max_tokens, layout_seconds, streaming, laid_out.open_kv
+            )
         while True:
             arranged = self._links.insert(self._compacted(layout, laid_out.chunks), max_tokens)
             try:
-                return self._fuse_once(arranged, policy, max_tokens, layout_seconds)
+                return self._fuse_once(arranged, policy, max_tokens, layout_seconds, streaming)
             except CompressedLostError as error:
                 # What stood for these chunks has no tokens to compute instead: lay their own out.
                 # Each round has a chunk less, so this ends.
@@ -277,6 +311,7 @@ class KVEngine:
         policy: RecomputePolicy,
         max_tokens: int,
         layout_seconds: float,
+        streaming: Streaming | None,
         open_kv: OpenKV | None = None,
     ) -> FusedPrompt:
         model = self.index.model
@@ -300,12 +335,36 @@ class KVEngine:
                 self._links.on_model if layout.links else None,
                 self._load_threads,
                 self.index.tier_of if open_kv is None else None,
+                streaming,
             )
         except CompressedLostError:
             self._buffers.give_back(buffer)
             raise
-        seconds = {"layout": layout_seconds, **fused.report.seconds}
-        return replace(fused, report=replace(fused.report, seconds=seconds))
+        report = fused.report
+        num_rows = sum(report.rows_by_layer) + report.rows_asked
+        self._known.computing.observe(num_rows, computing_seconds(report.seconds))
+        seconds = {"layout": layout_seconds, **report.seconds}
+        return replace(fused, report=replace(report, seconds=seconds))
+
+    def _aim(self, ttft: float | None) -> float | None:
+        return self._ttft if ttft is None else _checked_ttft(ttft)
+
+    def _streaming(self, ttft: float, layout_seconds: float) -> Streaming:
+        """Return what a prompt is streamed towards, and with what knowledge."""
+        started = time.perf_counter() - layout_seconds
+        try:
+            calibration = self.index.calibration
+        except KVRagError:
+            calibration = None  # it is learnt without, from the second prompt on
+        if calibration is None:
+            return Streaming(ttft, started, self._known)
+        if not self._known.computing.is_known:
+            for num_tokens in _PRIOR_TOKENS:
+                num_rows = num_tokens * self.index.config.num_layers
+                self._known.computing.observe(num_rows, calibration.cost.of(num_rows, 0))
+        loading = calibration.loading
+        prior = None if loading is None else loading.tier(None).seconds_per_token
+        return Streaming(ttft, started, self._known, prior)
 
     def _resolve_policy(
         self,
@@ -367,6 +426,7 @@ class KVEngine:
         timeout_seconds: float | None = None,
         hints: Sequence[str] = (),
         reuse: bool = True,
+        ttft: float | None = None,
     ) -> Answer:
         """Answer a prompt.
 
@@ -390,6 +450,8 @@ class KVEngine:
             text apart where what stands in the prompt does not.
         reuse
             False computes every token, as a plain pipeline would: for comparison.
+        ttft
+            Overrides the engine's (see the class).
 
         Raises
         ------
@@ -414,6 +476,7 @@ class KVEngine:
             timeout_seconds=timeout_seconds,
             hints=hints,
             reuse=reuse,
+            ttft=ttft,
         ):
             answer = delta.answer
         assert answer is not None
@@ -436,6 +499,7 @@ class KVEngine:
         timeout_seconds: float | None = None,
         hints: Sequence[str] = (),
         reuse: bool = True,
+        ttft: float | None = None,
     ) -> Iterator[AnswerDelta]:
         """Answer a prompt piece by piece; parameters and errors as in `generate`.
 
@@ -453,12 +517,15 @@ class KVEngine:
         if timeout_seconds is not None and timeout_seconds <= 0:
             raise ParameterError(f"timeout_seconds {timeout_seconds}: expected more than 0")
         chosen = self._resolve_policy(policy, ratio, boundary_tokens)
+        aim = self._aim(ttft)
         room = self._room(max_tokens)
         laid_out = self._lay_out(prompt, hints, reuse)
         if reuse and laid_out.open_kv is None:
             self._warn_if_nothing_matched(laid_out)
         layout_seconds = time.perf_counter() - started
-        return self._stream(laid_out, chosen, room, sampling, stop, timeout_seconds, layout_seconds)
+        return self._stream(
+            laid_out, chosen, room, sampling, stop, timeout_seconds, layout_seconds, aim
+        )
 
     def _stream(
         self,
@@ -469,10 +536,11 @@ class KVEngine:
         stop: Sequence[str],
         timeout_seconds: float | None,
         layout_seconds: float,
+        ttft: float | None,
     ) -> Iterator[AnswerDelta]:
         # This runs when the first piece is asked for; time that passed before is the caller's.
         started = time.perf_counter() - layout_seconds
-        fused = self._fuse(laid_out, policy, room, layout_seconds)
+        fused = self._fuse(laid_out, policy, room, layout_seconds, ttft)
         try:
             yield from self._continue(
                 laid_out, fused, room, sampling, stop, timeout_seconds, started
@@ -576,6 +644,12 @@ class _LaidOut:
         self.layout = layout
         self.chunks = chunks
         self.open_kv = open_kv
+
+
+def _checked_ttft(ttft: float | None) -> float | None:
+    if ttft is not None and not (isinstance(ttft, int | float) and 0.0 < ttft < math.inf):
+        raise ParameterError(f"ttft {ttft!r}: expected seconds above 0, and finite")
+    return ttft
 
 
 def _checked_max_tokens(max_tokens: int) -> int:

@@ -87,6 +87,9 @@ class EngineSettings(BaseModel):
     links
         Link tokens put behind reused chunks: a file, or ``"off"``; None takes those of the model's
         folder; see `kvrag.KVEngine`.
+    ttft
+        Seconds to the first token that stored KV is streamed towards; None loads all of it; see
+        `kvrag.KVEngine`.
     schemas
         Files of prompt markup schemas. A prompt string that is a ``<prompt>`` of one of them, as
         `PMLPromptTemplate` makes them, is answered from the schema's modules.
@@ -118,6 +121,7 @@ class EngineSettings(BaseModel):
     ratio: float | None = Field(default=None, ge=0.0, le=1.0)
     boundary_tokens: int | None = Field(default=None, ge=1)
     links: str | Path | None = None
+    ttft: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     schemas: list[str] = Field(default_factory=list)
     temperature: float = Field(default=0.0, ge=0.0)
     max_tokens: int = Field(default=256, ge=1)
@@ -260,7 +264,7 @@ class EngineSettings(BaseModel):
         engine = self._engines.get(model)
         if engine is None or engine.index is not index:
             # Two threads may both get here; their engines are interchangeable.
-            engine = self._engines[model] = KVEngine(index, links=self.links)
+            engine = self._engines[model] = KVEngine(index, links=self.links, ttft=self.ttft)
         return engine
 
     def _placed(self, prompt: Prompt, engine: KVEngine) -> Prompt | PlacedPrompt:
@@ -312,6 +316,7 @@ class EngineSettings(BaseModel):
         identity["timeout"] = self.timeout
         identity["device"] = self.device
         identity["links"] = self.links
+        identity["ttft"] = self.ttft
         identity["schemas"] = [_file_digest(schema) for schema in self.schemas]
         try:
             identity |= recorded_identity(shared_index(self.index))

@@ -40,8 +40,8 @@ class VLLMSettings(EngineSettings):
 
     Notes
     -----
-    ``links``, ``schemas`` and ``device`` are refused: vLLM counts one row a token, knows no gaps
-    between positions, and has a device of its own.
+    ``links``, ``schemas``, ``device`` and ``ttft`` are refused: vLLM counts one row a token, knows
+    no gaps between positions, has a device of its own, and loads a record whole.
     """
 
     base_url: str | None = None
@@ -51,8 +51,9 @@ class VLLMSettings(EngineSettings):
     @model_validator(mode="after")
     def _as_vllm_takes_them(self) -> Self:
         servable_policy(self.policy, self.ratio, self.boundary_tokens)
-        if self.links not in (None, "off") or self.schemas or self.device is not None:
-            raise ParameterError("vLLM takes no links, schemas or device; leave them out")
+        others = (self.schemas or None, self.device, self.ttft)
+        if self.links not in (None, "off") or others != (None, None, None):
+            raise ParameterError("vLLM takes no links, schemas, device or ttft; leave them out")
         if self.base_url is not None and self.engine_args:
             raise ParameterError("engine_args are for a vLLM started here: leave out base_url")
         return self
