@@ -124,6 +124,11 @@ class FusedKV:
         """Return the elements a buffer of that capacity needs."""
         return 2 * spec.num_layers * spec.num_kv_heads * capacity * spec.head_dim
 
+    def release(self) -> None:
+        """Let go of the memory: the buffer cannot be read or written any more."""
+        self.storage = self.storage.new_empty(0)
+        self.keys, self.values = [], []
+
     @property
     def capacity(self) -> int:
         """C."""

@@ -25,9 +25,14 @@ from kvrag.errors import (
     PromptTooLongError,
     StoreError,
 )
+from kvrag.eviction.base import EvictionPolicy
+from kvrag.eviction.cache import check_evictable
+from kvrag.eviction.registry import make_eviction
+from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.chosen_links import ChosenLinks
 from kvrag.fusion.compression.compacting import compact, without_chunks
-from kvrag.fusion.decoding import RowDecoder
+from kvrag.fusion.decoding import CacheDecoder, Decoder, RowDecoder
+from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, computing_seconds, fuse
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.links import Links
@@ -42,7 +47,7 @@ from kvrag.ingest.index import Index
 from kvrag.loading import LOAD_THREADS, MAX_LOAD_THREADS
 from kvrag.loading.streaming import Known, Streaming
 from kvrag.models.adapter import resting
-from kvrag.models.caches import FusedCache
+from kvrag.models.kv_model import KVModel
 
 logger = logging.getLogger("kvrag")
 
@@ -95,6 +100,10 @@ class KVEngine:
         default.
     boundary_tokens
         In place of it, tokens a chunk that ``"boundary"`` and ``"seam"`` compute again.
+    eviction
+        What is forgotten while an answer is written: a name of
+        `kvrag.eviction.registry.EVICTIONS` with parameters, as in ``"corm:window=256:recent=256"``,
+        or a policy; None and ``"none"`` keep the full cache.
     links
         Link tokens put behind reused chunks (KVLink): a file that ``kvrag train links`` wrote, or
         ``"off"``; None takes ``links.safetensors`` from the model's folder, where it lies there
@@ -128,6 +137,7 @@ class KVEngine:
         policy: str = DEFAULT_POLICY,
         ratio: float | None = None,
         boundary_tokens: int | None = None,
+        eviction: str | EvictionPolicy | None = None,
         links: Links | str | Path | None = None,
         max_tokens: int = 256,
         load_threads: int = LOAD_THREADS,
@@ -138,6 +148,7 @@ class KVEngine:
         self._policy = policy
         self._ratio = ratio
         self._boundary_tokens = boundary_tokens
+        self._eviction = make_eviction(eviction)
         self._max_tokens = _checked_max_tokens(max_tokens)
         if not isinstance(load_threads, int) or not 0 <= load_threads <= MAX_LOAD_THREADS:
             raise ParameterError(
@@ -399,6 +410,20 @@ class KVEngine:
             )
         return policy
 
+    def _resolve_eviction(
+        self, eviction: str | EvictionPolicy | None, policy: RecomputePolicy
+    ) -> EvictionPolicy | None:
+        chosen = self._eviction if eviction is None else make_eviction(eviction)
+        if chosen is None:
+            return None
+        if policy.scaling() is not None:
+            raise ParameterError(
+                f"policy {policy} scales attention to reused keys, which eviction does not: leave "
+                "out temperature and scale, or eviction"
+            )
+        check_evictable(self.index.model.hf)
+        return chosen
+
     @property
     def links_digest(self) -> str:
         """Digest of the link tokens put behind chunks, "" without any; loads no weights."""
@@ -416,6 +441,7 @@ class KVEngine:
         policy: str | RecomputePolicy | None = None,
         ratio: float | None = None,
         boundary_tokens: int | None = None,
+        eviction: str | EvictionPolicy | None = None,
         max_tokens: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -434,7 +460,7 @@ class KVEngine:
         ----------
         prompt
             One string, or messages (``{"role": ..., "content": ...}``) for the chat template.
-        policy, ratio, boundary_tokens
+        policy, ratio, boundary_tokens, eviction
             Override the engine's (see the class).
         max_tokens
             Tokens of the answer at the most; the context window may end it earlier.
@@ -459,6 +485,8 @@ class KVEngine:
             For a value out of range or an unknown policy.
         PromptTooLongError
             When the prompt leaves no room in the context window.
+        UnsupportedModelError
+            For eviction from a model that attends in code of its own.
         """
         answer = None
         for delta in self.stream(
@@ -466,6 +494,7 @@ class KVEngine:
             policy=policy,
             ratio=ratio,
             boundary_tokens=boundary_tokens,
+            eviction=eviction,
             max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -489,6 +518,7 @@ class KVEngine:
         policy: str | RecomputePolicy | None = None,
         ratio: float | None = None,
         boundary_tokens: int | None = None,
+        eviction: str | EvictionPolicy | None = None,
         max_tokens: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -518,19 +548,21 @@ class KVEngine:
             raise ParameterError(f"timeout_seconds {timeout_seconds}: expected more than 0")
         chosen = self._resolve_policy(policy, ratio, boundary_tokens)
         aim = self._aim(ttft)
+        evicts = self._resolve_eviction(eviction, chosen)
         room = self._room(max_tokens)
         laid_out = self._lay_out(prompt, hints, reuse)
         if reuse and laid_out.open_kv is None:
             self._warn_if_nothing_matched(laid_out)
         layout_seconds = time.perf_counter() - started
         return self._stream(
-            laid_out, chosen, room, sampling, stop, timeout_seconds, layout_seconds, aim
+            laid_out, chosen, evicts, room, sampling, stop, timeout_seconds, layout_seconds, aim
         )
 
     def _stream(
         self,
         laid_out: _LaidOut,
         policy: RecomputePolicy,
+        eviction: EvictionPolicy | None,
         room: int,
         sampling: Sampling,
         stop: Sequence[str],
@@ -543,7 +575,7 @@ class KVEngine:
         fused = self._fuse(laid_out, policy, room, layout_seconds, ttft)
         try:
             yield from self._continue(
-                laid_out, fused, room, sampling, stop, timeout_seconds, started
+                laid_out, fused, eviction, room, sampling, stop, timeout_seconds, started
             )
         finally:
             self._buffers.give_back(fused.kv)
@@ -552,6 +584,7 @@ class KVEngine:
         self,
         laid_out: _LaidOut,
         fused: FusedPrompt,
+        eviction: EvictionPolicy | None,
         room: int,
         sampling: Sampling,
         stop: Sequence[str],
@@ -560,13 +593,11 @@ class KVEngine:
     ) -> Iterator[AnswerDelta]:
         model = self.index.model
         layout = fused.layout
-        num_prompt = len(layout.token_ids)
         limit = min(room, model.max_positions - layout.end_position)
         ends = end_ids(model.hf.generation_config, model.tokenizer)
         sampler = Sampler(sampling, fused.logits.device)
         text = TextStream(model.tokenizer, stop)
-        cache = FusedCache(fused.kv, num_prompt)
-        decoder = None if layout.positions is None else RowDecoder(model, layout, fused.kv)
+        decoder: Decoder | None = None
         # Only what was said: no penalty may count link tokens, or miss a compressed chunk's.
         token_ids = torch.tensor(layout.plain_token_ids, device=fused.logits.device)
 
@@ -589,14 +620,9 @@ class KVEngine:
                 finish = "timeout"
                 break
             token_ids = torch.cat([token_ids, token_ids.new_tensor([token])])
-            if decoder is not None:
-                logits = decoder.step(token, fused.scaled)
-            else:
-                with fused.answering(model), torch.no_grad():
-                    output = model.hf(
-                        input_ids=token_ids[None, -1:], past_key_values=cache, use_cache=True
-                    )
-                logits = output.logits[0, -1]
+            # Behind the first token, which needs nothing of it.
+            decoder = decoder or _decoder_behind(model, fused, eviction)
+            logits = decoder.step(token)
             token = sampler.next_token(logits, token_ids)
             num_generated += 1
 
@@ -604,7 +630,7 @@ class KVEngine:
         answer = Answer(
             text=text.text,
             sources=tuple(_as_source(chunk) for chunk in laid_out.chunks),
-            report=fused.report,
+            report=replace(fused.report, eviction=_kept_by(decoder)),
             usage=Usage(fused.report.num_tokens, fused.report.num_cached, num_generated),
             finish_reason=finish,
             ttft_seconds=ttft_seconds,
@@ -635,6 +661,18 @@ class KVEngine:
             "the repr of the documents), a template that escapes characters (mustache turns & "
             "into &amp;), or chunks rewritten before they reach the prompt."
         )
+
+
+def _decoder_behind(model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy | None) -> Decoder:
+    if eviction is not None:
+        return EvictingDecoder(model, fused, eviction)
+    if fused.layout.positions is not None:
+        return RowDecoder(model, fused)
+    return CacheDecoder(model, fused)
+
+
+def _kept_by(decoder: Decoder | None) -> EvictionReport | None:
+    return decoder.report() if isinstance(decoder, EvictingDecoder) else None
 
 
 class _LaidOut:

@@ -1,0 +1,146 @@
+"""Generation behind a fused prompt from a cache that forgets.
+
+Behind the prompt, its last tokens are computed once more, layer by layer, over the fused keys and
+values as they are, which stay as they are: stored chunks bring no queries, and it is queries that
+say which keys are needed. With everything recomputed these are the queries of a plain prefill.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvrag.errors import ParameterError
+from kvrag.eviction.base import EvictionPolicy
+from kvrag.eviction.cache import EvictingCache
+from kvrag.eviction.report import EvictionReport
+from kvrag.fusion.fuser import FusedPrompt
+from kvrag.fusion.links import LinkedRows
+from kvrag.models.attention import RowMask
+from kvrag.models.kv_model import KVModel
+
+
+def evict_prompt(model: KVModel, fused: FusedPrompt, policy: str | EvictionPolicy) -> EvictingCache:
+    """Return a cache that holds what a policy leaves of a fused prompt.
+
+    Rows of the buffer are its tokens: link tokens count, and so do rows of compressed chunks;
+    neither is asked what it attends to. The buffer is left as it is.
+
+    Raises
+    ------
+    ParameterError
+        Where reused keys are attended to with a temperature or scale, or as `make_eviction` does.
+    UnsupportedModelError
+        As `EvictingCache` does.
+    """
+    if fused.scaled:
+        raise ParameterError(
+            f"policy {fused.report.policy} scales attention to reused keys, which an evicting "
+            "cache does not: leave out temperature and scale, or eviction"
+        )
+    cache = EvictingCache(model.hf, policy)
+    layout, kv = fused.layout, fused.kv
+    num_rows = len(layout.token_ids)
+    linked = LinkedRows(model, layout, fused.links)
+    tokens = [row for row, token_id in enumerate(layout.token_ids) if token_id >= 0]
+    asking = torch.tensor(
+        tokens[len(tokens) - min(len(tokens), cache.policy.num_queries) :],
+        dtype=torch.long,
+        device=model.device,
+    )
+    everything = torch.ones(1, num_rows, dtype=torch.bool, device=model.device)
+    layers: list[Any] = cache.layers
+    with model.computing_rows(linked.adapter, fused.fresh):
+        hidden = linked.embed(asking)
+        tables = model.tables(num_rows, layout.positions) if len(asking) else []
+        for layer_index, layer in enumerate(layers):
+            layer.begin(everything, model.spec.num_kv_heads)
+            if len(asking):
+                observer = _Observer(layer, model.spec.num_kv_heads)
+                model.forward_rows(
+                    layer_index,
+                    hidden,
+                    asking,
+                    kv,
+                    tables[layer_index],
+                    observer=observer,
+                    writes=False,
+                )
+            layer.keep(
+                kv.keys[layer_index][:, :, :num_rows], kv.values[layer_index][:, :, :num_rows]
+            )
+    cache.besides(kv.storage.numel() * kv.storage.element_size())
+    return cache
+
+
+class _Observer:
+    """Hands on what rows attend with; key heads come in their order, each with all of a block."""
+
+    def __init__(self, layer: Any, num_kv_heads: int) -> None:
+        self._layer = layer
+        self._num_kv_heads = num_kv_heads
+        self._head = -1
+
+    def __call__(
+        self,
+        mask: RowMask,
+        rows: slice,
+        weights: torch.Tensor,
+        value: torch.Tensor,  # noqa: ARG002
+    ) -> None:
+        if rows.start == 0:
+            self._head = (self._head + 1) % self._num_kv_heads
+        num_keys = weights.shape[-1]
+        visible = mask.dense(num_keys)[rows].sum(-1)
+        shown = slice(mask.first_key, mask.first_key + num_keys)
+        self._layer.observe(slice(self._head, self._head + 1), shown, weights[None], visible)
+
+
+class EvictingDecoder:
+    """Computes one token after the other behind a fused prompt, forgetting as a policy says.
+
+    Parameters
+    ----------
+    model
+        The model.
+    fused
+        The prompt; its buffer is let go of.
+    policy
+        What is forgotten.
+
+    Raises
+    ------
+    ParameterError, UnsupportedModelError
+        As `evict_prompt` does.
+    """
+
+    def __init__(self, model: KVModel, fused: FusedPrompt, policy: str | EvictionPolicy) -> None:
+        self._cache = evict_prompt(model, fused, policy)
+        fused.kv.release()
+        self._model = model
+        self._fused = fused
+        self._position = fused.layout.end_position
+
+    def step(self, token_id: int) -> torch.Tensor:
+        """Write a token's KV; return the logits ``[vocabulary]`` of what follows it."""
+        model = self._model
+        with (
+            self._fused.answering(model),
+            self._cache.attending(model.hf),
+            torch.no_grad(),
+        ):
+            output = model.hf(
+                input_ids=torch.tensor([[token_id]], device=model.device),
+                # The prompt may leave positions out.
+                position_ids=torch.tensor([[self._position]], device=model.device),
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+        self._position += 1
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits
+
+    def report(self) -> EvictionReport:
+        """Return what was kept so far."""
+        return self._cache.report()

@@ -1,0 +1,197 @@
+"""Eviction in the engine: behind fused prompts of every kind, reported, refused where it must."""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import ParameterError, UnsupportedModelError
+from kvrag.eviction.cache import EvictingCache
+from kvrag.fusion.evicting import evict_prompt
+from kvrag.fusion.links import FILE_NAME
+from kvrag.ingest.index import Index
+from kvrag.kvcache import FusedKV
+from kvrag.models.kv_model import KVModel
+from kvrag.pml.engine import PMLEngine
+from tests.engine.test_links import PROMPT
+from tests.eviction.policies import KeepAll
+from tests.fusion.test_links import make_links
+from tests.pml.test_engine import GAPPED, WHOLE
+from tests.support.bench_top import TEXTS
+from tests.support.models import make_model, make_tokenizer
+
+CORM = "corm:window=9:recent=6"
+
+
+def make_index(folder: Path, family: str, **options: str) -> Index:
+    index = Index.create(
+        folder,
+        model=KVModel(make_model(family), make_tokenizer()),
+        embedding="hashing",
+        **options,
+    )
+    index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
+    return index
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2", "gpt2", "phi3"])
+@pytest.mark.parametrize("policy", ["none", "two_stage"])
+def test_what_evicts_nothing_answers_as_the_full_cache(
+    tmp_path: Path, family: str, policy: str
+) -> None:
+    with make_index(tmp_path / "index", family) as index:
+        engine = KVEngine(index, policy=policy, max_tokens=12)
+        full, evicting = engine.generate(PROMPT), engine.generate(PROMPT, eviction=KeepAll())
+    assert evicting.text == full.text
+    assert evicting.usage == full.usage
+    assert full.report.eviction is None
+    assert evicting.report.eviction is not None
+
+
+@pytest.mark.parametrize("way", ["embeddings", "kv", "adapter"])
+def test_behind_link_tokens(index: Index, tmp_path: Path, way: str) -> None:
+    make_links(index.model, way).save(tmp_path / FILE_NAME)
+    engine = KVEngine(index, policy="none", max_tokens=10, links=tmp_path / FILE_NAME)
+    assert engine.generate(PROMPT, eviction=KeepAll()).text == engine.generate(PROMPT).text
+    report = engine.generate(PROMPT, eviction=CORM).report
+    assert report.eviction is not None
+    # Link tokens are rows that may be kept like any other.
+    assert report.eviction.num_prompt == report.num_tokens + report.num_links
+
+
+def test_behind_compressed_chunks(tmp_path: Path) -> None:
+    with make_index(tmp_path / "index", "llama", compression="drop:0.5") as index:
+        engine = KVEngine(index, max_tokens=10)
+        assert engine.generate(PROMPT, eviction=KeepAll()).text == engine.generate(PROMPT).text
+        report = engine.generate(PROMPT, eviction=CORM).report
+    assert report.eviction is not None
+    assert report.eviction.num_prompt < report.num_tokens
+    assert report.eviction.kept_share < 1.0
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_behind_modules_with_gaps_in_their_positions(tmp_path: Path, family: str) -> None:
+    with make_index(tmp_path / "index", family) as index:
+        engine = KVEngine(index, max_tokens=12)
+        pml = PMLEngine(engine)
+        pml.encode(WHOLE)
+        placed = pml.place(GAPPED)
+        assert placed.layout.positions is not None
+        assert engine.generate(placed, eviction=KeepAll()).text == engine.generate(placed).text
+
+
+@pytest.mark.parametrize("spec", [CORM, "h2o:share=0.4:window=11", "snapkv:share=0.3:window=7"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+def test_a_prompt_recomputed_whole_is_pruned_as_a_plain_prefill(
+    tmp_path: Path, family: str, spec: str
+) -> None:
+    """The queries that stored chunks do not bring are those that a prefill would have had."""
+    with make_index(tmp_path / "index", family) as index:
+        model = index.model
+        engine = KVEngine(index, policy="deviation", ratio=1.0)
+        fused = engine.fuse(PROMPT)
+        cache = evict_prompt(model, fused, spec)
+        plain = EvictingCache(model.hf, spec)
+        ids = torch.tensor([engine.prompt_ids(PROMPT)])
+        with torch.no_grad(), plain.attending(model.hf):
+            model.hf(ids, past_key_values=plain)
+        for layer_index in range(model.spec.num_layers):
+            for one, other in zip(cache.kept(layer_index), plain.kept(layer_index), strict=True):
+                assert torch.equal(one, other)
+        assert cache.report().prompt_share < 1.0
+        answer = engine.generate(PROMPT, eviction=spec, max_tokens=10)
+        with plain.attending(model.hf):
+            output = model.hf.generate(
+                ids,
+                past_key_values=EvictingCache(model.hf, spec),
+                max_new_tokens=10,
+                do_sample=False,
+                pad_token_id=2,
+            )
+        generated = output[0, ids.shape[1] :]
+        assert model.tokenizer.decode(generated, skip_special_tokens=True) == answer.text
+
+
+def test_observing_leaves_the_fused_keys_alone(index: Index) -> None:
+    fused = KVEngine(index, policy="none").fuse(PROMPT)
+    rows = [kv[:, :, : fused.kv.num_tokens] for kv in (*fused.kv.keys, *fused.kv.values)]
+    before = [kv.clone() for kv in rows]
+    evict_prompt(index.model, fused, "corm:window=50")
+    assert all(map(torch.equal, rows, before))
+
+
+def test_the_report_says_what_was_kept(index: Index) -> None:
+    answer = KVEngine(index, eviction=CORM, max_tokens=10).generate(PROMPT)
+    eviction = answer.report.eviction
+    assert eviction is not None
+    assert eviction.policy == "corm(window=9, recent=6)"
+    assert eviction.num_prompt == answer.usage.prompt_tokens
+    assert eviction.num_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens - 1
+    assert 0.0 < eviction.prompt_share < 1.0
+    assert len(eviction.kept_by_layer) == index.model.spec.num_layers
+    assert eviction.peak_bytes > eviction.size_bytes
+    shown = f"{eviction.kept_share:.0%} of the KV kept by corm(window=9, recent=6)"
+    assert shown in answer.report.one_line()
+    assert json.loads(json.dumps(answer.to_dict()))["report"]["eviction"]["num_prompt"] > 0
+
+
+def test_a_call_overrides_the_engine(index: Index) -> None:
+    engine = KVEngine(index, eviction=CORM, max_tokens=3)
+    assert engine.generate(PROMPT, eviction="none").report.eviction is None
+    streaming = engine.generate(PROMPT, eviction="streaming:recent=9").report.eviction
+    assert streaming is not None
+    assert streaming.policy == "streaming(sinks=4, recent=9)"
+    # The first token needs nothing of the cache.
+    assert engine.generate(PROMPT, max_tokens=1).report.eviction is None
+
+
+def test_prompts_go_on_behind_one_that_forgot(index: Index) -> None:
+    """The buffer that was let go of is never anybody's memory again."""
+    engine = KVEngine(index, max_tokens=6)
+    expected = engine.generate(PROMPT).text
+    for _ in range(2):
+        engine.generate(PROMPT, eviction=CORM)
+        assert engine.generate(PROMPT).text == expected
+    stream = engine.stream(PROMPT, eviction=CORM)
+    next(stream)
+    stream.close()
+    assert engine.generate(PROMPT).text == expected
+
+
+def test_the_prompts_buffer_leaves_memory(index: Index) -> None:
+    """Of a tensor over a mapping, the mapping lives as long as anything looks at it."""
+    elements = FusedKV.storage_elements(index.model.spec, 1000)
+    for eviction in (CORM, "none"):
+        memory = mmap.mmap(-1, 4 * elements)
+        engine = KVEngine(index, eviction=eviction, max_tokens=3)
+        engine._buffers._spare = torch.frombuffer(memory, dtype=torch.float32)
+        alive = weakref.ref(memory)
+        del memory
+        answer = engine.generate(PROMPT)
+        assert answer.usage.completion_tokens == 3
+        gc.collect()
+        assert (alive() is None) == (eviction == CORM)
+
+
+def test_refusals(index: Index, tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="unknown eviction 'lru'"):
+        KVEngine(index, eviction="lru")
+    engine = KVEngine(index)
+    with pytest.raises(ParameterError, match="takes no budget"):
+        engine.generate(PROMPT, eviction="corm:budget=3")
+    for policy in ("none:temperature=0.9", "two_stage:scale=0.8"):
+        with pytest.raises(ParameterError, match="leave out temperature and scale, or eviction"):
+            engine.stream(PROMPT, policy=policy, eviction=CORM)
+    with (
+        make_index(tmp_path / "bloom", "bloom") as bloom,
+        pytest.raises(UnsupportedModelError, match="leave eviction out"),
+    ):
+        KVEngine(bloom).stream(PROMPT, eviction=CORM)
