@@ -33,6 +33,13 @@ def peak_bytes(work: Callable[[], object]) -> int:
     return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale - before)
 
 
+def resident_bytes() -> int:
+    """Return this process's resident memory, without what the allocator merely keeps (Linux)."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return _status_bytes("VmRSS")
+
+
 def _status_bytes(field: str) -> int:
     for line in _STATUS.read_text().splitlines():
         if line.startswith(field + ":"):

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
@@ -24,6 +29,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    # What serving is timed with. A Llama: saved to a folder, a Qwen2 would be given Qwen2's own
+    # tokenizer by Transformers when it is loaded, whatever lies beside it.
+    "100m": {
+        "model_type": "llama",
+        "vocab_size": 8192,
+        "hidden_size": 640,
+        "intermediate_size": 2560,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     # Small enough for a test: every code path, no figure worth quoting.
     "test": {
@@ -52,7 +71,9 @@ def random_model(shape: str, seed: int = 0) -> KVModel:
     """
     if shape not in SHAPES:
         raise ParameterError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
-    config = Qwen2Config(**SHAPES[shape], bos_token_id=0, eos_token_id=1)
+    values = dict(SHAPES[shape])
+    make_config = LlamaConfig if values.pop("model_type", "qwen2") == "llama" else Qwen2Config
+    config = make_config(**values, bos_token_id=0, eos_token_id=1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from kvrag.cli.bench_load import bench_load
 from kvrag.cli.bench_pml import bench_pml
 from kvrag.cli.bench_quality import bench_quality
 from kvrag.cli.bench_store import bench_store
+from kvrag.cli.bench_vllm import bench_vllm
 from kvrag.cli.calibrate import calibrate
 from kvrag.cli.chat import chat
 from kvrag.cli.demo import demo
@@ -88,6 +89,7 @@ bench_app.command("codec")(guarded(bench_codec))
 bench_app.command("store")(guarded(bench_store))
 bench_app.command("load")(guarded(bench_load))
 bench_app.command("pml")(guarded(bench_pml))
+bench_app.command("vllm")(guarded(bench_vllm))
 app.add_typer(bench_app, name="bench")
 pml_app.command("check")(guarded(pml.check))
 pml_app.command("encode")(guarded(pml.encode))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from kvrag.errors import EngineError
@@ -20,6 +20,12 @@ class InProcess:
     ----------
     llm
         A ``vllm.LLM``, made with `kvrag.llms.vllm.options.engine_options`.
+
+    Attributes
+    ----------
+    num_cached
+        Prompt tokens of the request answered last that the engine did not compute, by its own
+        count.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -27,8 +33,15 @@ class InProcess:
         self._stepping = threading.Lock()
         self._outputs: dict[str, queue.SimpleQueue[Any]] = {}
         self._numbers = itertools.count()
+        self.num_cached = 0
 
-    def stream(self, request: EngineRequest) -> Iterator[Piece]:
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache. Raises EngineError while requests are under way."""
+        with self._stepping:
+            if not self._engine.reset_prefix_cache():
+                raise EngineError("vLLM keeps its prefix cache while requests are under way")
+
+    def stream(self, request: EngineRequest) -> Generator[Piece, None, None]:
         """Yield an answer piece by piece; see `Transport`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -52,6 +65,8 @@ class InProcess:
             while not is_done:
                 output = self._next(mine)
                 is_done = output.finished
+                if is_done:
+                    self.num_cached = output.num_cached_tokens or 0
                 yield _piece(output)
         finally:
             del self._outputs[name]

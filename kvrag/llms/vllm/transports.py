@@ -21,6 +21,8 @@ class EngineRequest:
         Its ``kv_transfer_params`` (`kvrag.llms.vllm.settings.RequestParams`).
     max_tokens, sampling, stop
         As of `kvrag.KVEngine.generate`.
+    ignore_end
+        Whether the answer goes on behind the model's own end of text.
     """
 
     token_ids: Sequence[int]
@@ -28,6 +30,7 @@ class EngineRequest:
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop: Sequence[str] = ()
+    ignore_end: bool = False
 
     def sampling_values(self) -> dict[str, Any]:
         """Return how tokens are drawn, in the names that vLLM and its server share."""
@@ -40,6 +43,7 @@ class EngineRequest:
             "repetition_penalty": sampling.repetition_penalty,
             "seed": sampling.seed,
             "stop": list(self.stop),
+            "ignore_eos": self.ignore_end,
         }
 
 

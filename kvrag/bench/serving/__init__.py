@@ -1,0 +1,1 @@
+"""`kvrag bench vllm`: fused prompts served by vLLM, beside its own prefill and prefix caching."""

@@ -1,0 +1,63 @@
+"""Time to first token against vLLM's own prefill of the same prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from kvrag.bench.serving.served import Served, ServingOptions
+
+POLICIES = ("none", "two_stage:ratio=0.15", "deviation:ratio=0.15", "boundary:ratio=0.15")
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """One policy on prompts of one length.
+
+    Attributes
+    ----------
+    plain_seconds, seconds
+        Time to first token, from the prompt's text on: computed by vLLM, and fused, medians.
+    fuse_seconds
+        Of `seconds`, loading and fusing.
+    speedup
+        Of both, round by round: the median of their ratios.
+    """
+
+    policy: str
+    context_tokens: int
+    plain_seconds: float
+    seconds: float
+    fuse_seconds: float
+    speedup: float
+
+
+def measure_speed(
+    served: Served, options: ServingOptions, say: Callable[[str], None]
+) -> Iterator[SpeedRow]:
+    """Yield a row per length and policy; plain and fused prompts take turns."""
+    for context_tokens in options.context_tokens:
+        say(f"indexing {context_tokens} tokens")
+        texts = served.add(
+            options.num_chunks, context_tokens // options.num_chunks, f"speed-{context_tokens}"
+        )
+        prompt = served.prompt(texts)
+        rounds = []
+        for number in range(options.repeats + 1):
+            say(f"{context_tokens} tokens, round {number}")
+            plain = served.ask(prompt, None)
+            rounds.append((plain, [served.ask(prompt, policy) for policy in POLICIES]))
+        timed = rounds[1:]
+        for place, policy in enumerate(POLICIES):
+            answers = [fused[place] for _, fused in timed]
+            yield SpeedRow(
+                policy=policy,
+                context_tokens=context_tokens,
+                plain_seconds=median(plain.ttft_seconds for plain, _ in timed),
+                seconds=median(answer.ttft_seconds for answer in answers),
+                fuse_seconds=median(sum(answer.report.seconds.values()) for answer in answers),
+                speedup=median(
+                    plain.ttft_seconds / fused[place].ttft_seconds for plain, fused in timed
+                ),
+            )

@@ -1,0 +1,76 @@
+"""Many queries, each with documents in a new order: hits, speed and memory stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from statistics import median
+
+from kvrag.bench.memory import resident_bytes
+from kvrag.bench.serving.served import Served, ServingOptions, novel_orders
+
+_SAMPLE = 100
+
+
+@dataclass(frozen=True)
+class SteadyRow:
+    """A long run.
+
+    Attributes
+    ----------
+    num_queries
+        Queries.
+    hit_rate
+        Of the document tokens in the prompts behind the first pass over the documents, those that
+        came
+        from the store.
+    first_seconds, last_seconds
+        Median time to first token of the first 100 queries behind that pass, and of the last 100.
+    resident_bytes, growth
+        Resident memory at the end, and by which share it grew since the first 200 queries.
+    """
+
+    num_queries: int
+    hit_rate: float
+    first_seconds: float
+    last_seconds: float
+    resident_bytes: int
+    growth: float
+
+
+def measure_steady(
+    served: Served, options: ServingOptions, say: Callable[[str], None]
+) -> SteadyRow:
+    """Return the figures of the run; nothing the engine caches is forgotten on the way."""
+    texts = served.add(options.num_documents, options.document_tokens, "steady")
+    orders = islice(
+        novel_orders(options.num_documents, options.documents_each, seed=11),
+        options.steady_queries,
+    )
+    # The caches fill first, the engine's own among them: what they take is given, not growth.
+    first = options.num_documents
+    seconds: list[float] = []
+    num_hits = num_wanted = 0
+    warm_bytes = 0
+    for number, order in enumerate(orders):
+        say(f"query {number + 1} of {options.steady_queries}")
+        prompt = served.prompt([texts[document] for document in order], number)
+        answer = served.ask(prompt, "none", is_fresh=False)
+        seconds.append(answer.ttft_seconds)
+        if number >= first:
+            num_hits += min(
+                answer.usage.cached_tokens, options.documents_each * options.document_tokens
+            )
+            num_wanted += options.documents_each * options.document_tokens
+        if number == 2 * _SAMPLE:
+            warm_bytes = resident_bytes()
+    last_bytes = resident_bytes()
+    return SteadyRow(
+        num_queries=options.steady_queries,
+        hit_rate=num_hits / num_wanted,
+        first_seconds=median(seconds[first : first + _SAMPLE]),
+        last_seconds=median(seconds[-_SAMPLE:]),
+        resident_bytes=last_bytes,
+        growth=last_bytes / warm_bytes - 1.0,
+    )

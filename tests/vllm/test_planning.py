@@ -1,0 +1,353 @@
+"""What is decided without vLLM: chunks in token ids, plans, names, versions, views of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import (
+    EngineError,
+    EngineVersionError,
+    KVRagError,
+    ParameterError,
+    RecordError,
+)
+from kvrag.ingest.index import Index
+from kvrag.llms.vllm import versions
+from kvrag.llms.vllm.artefacts import ArtefactName, ArtefactStore
+from kvrag.llms.vllm.checks import check_engine
+from kvrag.llms.vllm.finding import TokenFinder
+from kvrag.llms.vllm.options import engine_options, serve_command
+from kvrag.llms.vllm.plan import MAX_ASKED_TOKENS, LoadPlan, NoPlan, Planner
+from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings, RequestParams
+from kvrag.llms.vllm.weights import NotShareableError, share_weights
+from kvrag.models.loading import model_fingerprint
+from tests.support.models import make_model, make_tokenizer
+from tests.vllm.conftest import TEXTS, make_prompt
+
+
+@pytest.fixture
+def finder(served: Index) -> TokenFinder:
+    return TokenFinder(served)
+
+
+@pytest.fixture
+def planner(served: Index) -> Iterator[Planner]:
+    artefacts = ArtefactStore(served)
+    yield Planner(served, ConnectorSettings(str(served.path)), artefacts)
+    artefacts.close()
+
+
+# -- finding -------------------------------------------------------------------------------------
+
+
+def test_chunks_are_found_where_the_text_engine_finds_them(
+    finder: TokenFinder, oracle: KVEngine
+) -> None:
+    for prompt in (
+        make_prompt(3, 1, 7),
+        make_prompt(2, 2),
+        TEXTS[4] + "\n" + TEXTS[0] + " Why?",
+        f"[INST] <<{TEXTS[8]}>> [/INST] and more",
+        "Nothing of the kind stands here.",
+    ):
+        wanted = oracle._lay_out(prompt, (), reuse=True).layout
+        found = finder.find(oracle.prompt_ids(prompt))
+        assert found.token_ids == wanted.token_ids
+        assert found.spans == wanted.spans
+
+
+def test_a_chunk_that_was_cut_is_found_as_far_as_it_goes(
+    finder: TokenFinder, oracle: KVEngine
+) -> None:
+    whole = oracle.prompt_ids(TEXTS[3])
+    (span,) = finder.find([*whole[:40], 5, 6, 7, 8]).spans
+    assert (span.prompt_start, span.chunk_start, span.length) == (1, 0, 39)
+    # A few tokens alike are nobody's beginning.
+    assert not finder.find([*whole[:12], 5, 6, 7, 8]).spans
+
+
+def test_the_last_token_is_never_reused(finder: TokenFinder, oracle: KVEngine) -> None:
+    ids = oracle.prompt_ids(TEXTS[3])
+    (span,) = finder.find(ids).spans
+    assert span.prompt_end == len(ids) - 1
+
+
+def test_chunks_added_later_are_found(tmp_path: Any) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    with Index.create(tmp_path / "i", model=tmp_path / "model", embedding="hashing") as index:
+        index.add([Document(source="a", text=TEXTS[0])])
+        finder = TokenFinder(index)
+        ids = KVEngine(index).prompt_ids(make_prompt(0, 1))
+        assert len(finder.find(ids).spans) == 1
+        index.add([Document(source="b", text=TEXTS[1])])
+        assert len(finder.find(ids).spans) == 2
+        index.delete(sources=["a", "b"])
+        assert not finder.find(ids).spans
+
+
+# -- plans ---------------------------------------------------------------------------------------
+
+
+def test_rows_end_with_the_last_chunk_or_with_what_is_asked(
+    planner: Planner, oracle: KVEngine
+) -> None:
+    ids = oracle.prompt_ids(make_prompt(3, 1, question="Question: " + "who? " * 400))
+    ends = {}
+    for policy in ("none", "two_stage"):
+        plan = planner.plan(ids, RequestParams(policy=policy).to_params())
+        assert isinstance(plan, LoadPlan)
+        assert plan.layout is not None
+        ends[policy] = plan.num_tokens
+        assert len(plan.layout.token_ids) == plan.num_tokens + 1
+    last = plan.layout.spans[-1].prompt_end
+    assert ends == {"none": last, "two_stage": last + MAX_ASKED_TOKENS - 1}
+
+
+def test_every_plan_has_a_salt_of_its_own(planner: Planner, oracle: KVEngine) -> None:
+    plans = [
+        planner.plan(oracle.prompt_ids(make_prompt(*order)), params.to_params())
+        for order in ((3, 1), (1, 3))
+        for params in (RequestParams(policy="none"), RequestParams(policy="boundary"))
+    ]
+    again = planner.plan(
+        oracle.prompt_ids(make_prompt(3, 1)), RequestParams(policy="none").to_params()
+    )
+    salts = [plan.salt for plan in plans if isinstance(plan, LoadPlan)]
+    assert len(set(salts)) == 4
+    assert isinstance(again, LoadPlan)
+    assert again.salt == salts[0]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {PARAMS: {"policy": "magic"}},
+        {PARAMS: {"policy": "none", "ratio": 2.0}},
+        {PARAMS: {"path": "/etc/passwd"}},
+        {PARAMS: {"policy": "none:temperature=0.5"}},
+        {PARAMS: {"policy": 7}},
+        {PARAMS: {"reuse": "yes"}},
+        {PARAMS: "two_stage"},
+        {PARAMS: {"artefact": "../../index"}},
+        {PARAMS: {"artefact": {"key": "..", "num_tokens": 3, "label": ""}}},
+        {PARAMS: {"artefact": {"key": "0" * 40, "num_tokens": 0, "label": ""}}},
+        {PARAMS: {"artefact": {"key": "0" * 40, "num_tokens": 9, "label": "x"}}},
+        {PARAMS: {"policy": "auto"}},
+    ],
+)
+def test_what_a_client_gets_wrong_is_computed_and_said(
+    planner: Planner, oracle: KVEngine, params: dict[str, Any]
+) -> None:
+    plan = planner.plan(oracle.prompt_ids(make_prompt(3, 1)), params)
+    assert isinstance(plan, NoPlan)
+    assert plan.reason
+
+
+def test_others_params_are_not_ours(planner: Planner, oracle: KVEngine) -> None:
+    plan = planner.plan(oracle.prompt_ids(make_prompt(3, 1)), {"do_remote_prefill": True})
+    assert isinstance(plan, LoadPlan)
+
+
+def test_nothing_is_looked_for_where_that_is_off(served: Index, oracle: KVEngine) -> None:
+    artefacts = ArtefactStore(served)
+    planner = Planner(served, ConnectorSettings(str(served.path), find_chunks=False), artefacts)
+    ids = oracle.prompt_ids(make_prompt(3, 1))
+    assert planner.plan(ids, None) == NoPlan()
+    assert isinstance(planner.plan(ids, RequestParams().to_params()), LoadPlan)
+    artefacts.close()
+
+
+def test_params_travel_as_plain_values() -> None:
+    name = ArtefactName("0" * 40, 7, "none")
+    for params in (
+        RequestParams(),
+        RequestParams("boundary", boundary_tokens=3),
+        RequestParams(reuse=False),
+        RequestParams(artefact=name),
+    ):
+        assert RequestParams.parse(params.to_params()) == params
+
+
+# -- artefacts -----------------------------------------------------------------------------------
+
+
+def test_an_artefact_is_what_was_fused(served: Index, oracle: KVEngine) -> None:
+    store = ArtefactStore(served, "memory:")
+    prompt = make_prompt(3, 1)
+    fused = oracle.fuse(prompt, policy="deviation")
+    name = store.put(fused)
+    kv = store.load(store.check(name, oracle.prompt_ids(prompt)), name.num_tokens)
+    assert name.num_tokens == len(oracle.prompt_ids(prompt)) - 1
+    for layer in range(served.config.num_layers):
+        assert torch.equal(kv.keys[layer], fused.kv.keys[layer][0, :, : name.num_tokens])
+        assert torch.equal(kv.values[layer], fused.kv.values[layer][0, :, : name.num_tokens])
+    store.close()
+
+
+def test_names_hold_for_their_prompt_alone(served: Index, oracle: KVEngine) -> None:
+    store = ArtefactStore(served, "memory:")
+    ids = oracle.prompt_ids(make_prompt(3, 1))
+    name = store.put(oracle.fuse(make_prompt(3, 1), policy="none"))
+    store.check(name, [*ids, 5, 6])  # more may follow
+    for wrong, prompt in (
+        (name, (*ids[:5], 9, *ids[6:])),
+        (name, ids[:10]),
+        (replace(name, label="boundary"), ids),
+        (replace(name, num_tokens=name.num_tokens - 1), ids),
+        (replace(name, key="0" * 40), ids),
+    ):
+        with pytest.raises(RecordError, match="not of this prompt"):
+            store.check(wrong, prompt)
+    store.close()
+
+
+# -- versions and set-ups ------------------------------------------------------------------------
+
+
+def test_only_tested_versions_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda: versions.TESTED_VERSIONS[0])
+    assert versions.require_tested() == versions.TESTED_VERSIONS[0]
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.11.0")
+    with pytest.raises(EngineVersionError, match=r"0\.11\.0 was not tested.*0\.32\.0"):
+        versions.require_tested()
+    assert versions.require_tested(any_version=True) == "0.11.0"
+    monkeypatch.setattr(versions, "installed_version", lambda: None)
+    with pytest.raises(EngineVersionError, match="not installed"):
+        versions.require_tested(any_version=True)
+
+
+def _engine(**changes: Any) -> tuple[Any, Any]:
+    """Return an engine's configuration as far as it is looked at."""
+    values = {
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "dtype": torch.float32,
+        "cache_dtype": "auto",
+        "groups": 1,
+        "kv_load_failure_policy": "recompute",
+        **changes,
+    }
+    whole = SimpleNamespace(**values)
+    config = SimpleNamespace(
+        parallel_config=whole, model_config=whole, cache_config=whole, kv_transfer_config=whole
+    )
+    return config, SimpleNamespace(kv_cache_groups=[None] * values["groups"])
+
+
+def test_a_set_up_that_stored_kv_does_not_fit_is_refused(served: Index) -> None:
+    settings = ConnectorSettings(str(served.path))
+    assert check_engine(*_engine(), settings).dtype == "float32"
+    for changes, why in (
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"dtype": torch.bfloat16}, "dtype='float32'"),
+        ({"cache_dtype": "fp8"}, "'fp8'"),
+        ({"groups": 2}, "disable_hybrid_kv_cache_manager"),
+        ({"kv_load_failure_policy": "fail"}, "recompute"),
+    ):
+        with pytest.raises(EngineError, match=why):
+            check_engine(*_engine(**changes), settings)
+
+
+def test_settings_travel_through_vllms_configuration(served: Index) -> None:
+    settings = ConnectorSettings(str(served.path), policy="boundary", boundary_tokens=4)
+    options = engine_options(settings)
+    extra = options["kv_transfer_config"]["kv_connector_extra_config"]
+    assert ConnectorSettings.from_extra_config(extra) == settings
+    assert options["dtype"] == "float32"
+    for wrong in ({}, {"index": "x", "pat": 1}, {"index": 3}, {"index": "x", "policy": "magic"}):
+        with pytest.raises(ParameterError):
+            ConnectorSettings.from_extra_config(wrong)
+
+
+def test_the_command_that_serves(served: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda: versions.TESTED_VERSIONS[0])
+    settings = ConnectorSettings(str(served.path))
+    command = serve_command(settings, host="::1", port=99, more=["--api-key", "k"])
+    assert command[1:4] == ["-m", "vllm.entrypoints.cli.main", "serve"]
+    assert command[-2:] == ["--api-key", "k"]
+    assert "--port=99" in command
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.11.0")
+    with pytest.raises(KVRagError, match="was not tested"):
+        serve_command(settings, host="::1", port=99)
+
+
+# -- views of an engine's weights ----------------------------------------------------------------
+
+
+class _EngineModel(torch.nn.Module):
+    """A model's weights as vLLM holds them: q, k, v in one matrix, gate and up in one, padding."""
+
+    packed_modules_mapping = {  # noqa: RUF012  # as vLLM declares it
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        packed: dict[str, list[torch.Tensor]] = {}
+        for name, weight in weights.items():
+            for one, parts in self.packed_modules_mapping.items():
+                for part in parts:
+                    name = name.replace(f".{part}.", f".{one}.")
+            packed.setdefault(name, []).append(weight)
+        self.held = {name: torch.cat(parts) for name, parts in packed.items()}
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            if name in self.held:
+                self.held[name] = torch.cat([self.held[name], torch.zeros(64, 64)])
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:  # type: ignore[override]
+        return iter(self.held.items())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "llama-llama3", "mistral-sliding", "qwen2", "qwen3"])
+def test_views_of_an_engines_weights_are_the_model(
+    tmp_path: Any, family: str, is_tied: bool
+) -> None:
+    hf = make_model(family, tie_word_embeddings=is_tied)
+    hf.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    engine = _EngineModel(dict(hf.named_parameters()))
+    shared = share_weights(engine, str(tmp_path), torch.float32, torch.device("cpu"))
+    assert shared.fingerprint == model_fingerprint(hf)
+    with torch.no_grad():
+        ids = torch.randint(3, 300, (1, 40), generator=torch.Generator().manual_seed(0))
+        assert torch.equal(shared.hf(ids).logits, hf(ids).logits)
+    addresses = {held.untyped_storage().data_ptr() for held in engine.held.values()}
+    for parameter in shared.hf.parameters():
+        assert parameter.untyped_storage().data_ptr() in addresses
+
+
+def test_repacked_weights_are_noticed(tmp_path: Any) -> None:
+    hf = make_model("llama")
+    hf.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    for name, change, why in (
+        ("model.layers.1.mlp.down_proj.weight", lambda held: held[:0], "repacked"),
+        ("model.layers.1.self_attn.qkv_proj.weight", lambda held: held[:10], "repacked"),
+        ("model.layers.1.mlp.down_proj.weight", lambda held: held.T, "repacked|expected"),
+        ("model.norm.weight", lambda held: held.bfloat16(), "bfloat16"),
+        ("model.norm.weight", lambda held: None, "has no"),
+    ):
+        engine = _EngineModel(dict(hf.named_parameters()))
+        changed = change(engine.held.pop(name))
+        if changed is not None:
+            engine.held[name] = changed
+        with pytest.raises(NotShareableError, match=why):
+            share_weights(engine, str(tmp_path), torch.float32, torch.device("cpu"))
+    # What has the right shape and other values is told by its hash.
+    engine = _EngineModel(dict(hf.named_parameters()))
+    engine.held["model.layers.1.self_attn.qkv_proj.weight"] *= 1.5
+    shared = share_weights(engine, str(tmp_path), torch.float32, torch.device("cpu"))
+    assert shared.fingerprint != model_fingerprint(hf)
