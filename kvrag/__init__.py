@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvrag.chunk import Chunk, Document
     from kvrag.engine.answer import Answer
     from kvrag.engine.engine import KVEngine
+    from kvrag.engine.metrics import serve_metrics
     from kvrag.fusion.report import FusionReport
     from kvrag.ingest.index import Index
     from kvrag.models.kv_model import KVModel
@@ -30,9 +31,19 @@ _PUBLIC = {
     "Index": "kvrag.ingest.index",
     "KVEngine": "kvrag.engine.engine",
     "KVModel": "kvrag.models.kv_model",
+    "serve_metrics": "kvrag.engine.metrics",
 }
 
-__all__ = ["Answer", "Chunk", "Document", "FusionReport", "Index", "KVEngine", "KVModel"]
+__all__ = [
+    "Answer",
+    "Chunk",
+    "Document",
+    "FusionReport",
+    "Index",
+    "KVEngine",
+    "KVModel",
+    "serve_metrics",
+]
 
 
 def __getattr__(name: str) -> Any:

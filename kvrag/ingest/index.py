@@ -40,6 +40,7 @@ from kvrag.ingest.coding import (
 )
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, context_limit, encoded_behind
+from kvrag.ingest.counting import IndexCounters
 from kvrag.ingest.embedding import Embedding, get_embedding
 from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.making import (
@@ -101,6 +102,8 @@ class Index(IndexUpkeep):
         What it was made with.
     catalog, store, coding
         Where chunks and their KV are, and how the KV is encoded.
+    counters
+        What is counted while it is used.
     """
 
     def __init__(
@@ -127,6 +130,7 @@ class Index(IndexUpkeep):
         self._vectors: VectorIndex | None = None
         self._matcher: tuple[int, ChunkMatcher] | None = None
         self._recent: deque[str] = deque(maxlen=_MAX_RECENT)
+        self.counters = IndexCounters(path, lambda: self.store.counts())
 
     # -- making and opening ------------------------------------------------------------------
 
@@ -332,7 +336,8 @@ class Index(IndexUpkeep):
         return index
 
     def close(self) -> None:
-        """Close the catalog and the store."""
+        """Close the catalog and the store, and keep what was counted."""
+        self.counters.keep()
         self.catalog.close()
         self.store.close()
 

@@ -11,7 +11,7 @@ from kvrag.errors import IndexMismatchError, ParameterError
 from kvrag.fusion.compression.spec import parse_compression
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import config as configs
-from kvrag.ingest import lock, profiles, vectors
+from kvrag.ingest import counting, lock, profiles, vectors
 from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
 from kvrag.ingest.coding import check_profile
 from kvrag.ingest.config import IndexConfig
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 KV_FOLDER = "kv"
 _OUR_FILES = {
     configs.FILE_NAME,
+    counting.FILE_NAME,
     lock.FILE_NAME,
     vectors.FILE_NAME,
     KV_FOLDER,

@@ -107,6 +107,7 @@ class GuardedStore(StoreWrapper):
 
     def __init__(self, inner: RedisStore | ObjectStore | HttpStore) -> None:
         super().__init__(inner)
+        self._metrics = inner.metrics
         self._breaker = Breaker(inner.url, inner.metrics)
 
     def put(self, key: ChunkKey, record: bytes) -> None:
@@ -121,9 +122,9 @@ class GuardedStore(StoreWrapper):
 
     def open(self, key: ChunkKey) -> StoredRecord | None:
         """Open a record for reading, or return None where there is none. Raises StoreError."""
-        with self._breaker.guarding():
+        with self._breaker.guarding(), self._metrics.timing():
             record = self.inner.open(key)
-        return None if record is None else _GuardedRecord(record, self._breaker)
+        return None if record is None else _GuardedRecord(record, self._breaker, self._metrics)
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether there is a record of `key`."""
@@ -132,10 +133,11 @@ class GuardedStore(StoreWrapper):
 
 
 class _GuardedRecord(RecordWrapper):
-    def __init__(self, inner: StoredRecord, breaker: Breaker) -> None:
+    def __init__(self, inner: StoredRecord, breaker: Breaker, metrics: StoreMetrics) -> None:
         super().__init__(inner)
         self._breaker = breaker
+        self._metrics = metrics
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        with self._breaker.guarding():
+        with self._breaker.guarding(), self._metrics.timing():
             self.inner.read_into(offset, buffer)

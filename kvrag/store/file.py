@@ -116,7 +116,8 @@ class FileStore(CountedStore):
             When there is one that cannot be opened.
         """
         try:
-            record = self._open_packed(key) or self._open_loose(key)
+            with self.metrics.timing():
+                record = self._open_packed(key) or self._open_loose(key)
         except StoreError:
             self.metrics.miss(MISS_UNREADABLE)
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import StoreError
@@ -30,7 +31,8 @@ class MemoryRecord:
         if self._bytes is None:
             raise StoreError(f"record {self._key} in memory: it was closed; open it again")
         check_range(self._key, self._size_bytes, offset, buffer.nbytes)
-        buffer[:] = self._bytes[offset : offset + buffer.nbytes]
+        with nullcontext() if self._metrics is None else self._metrics.timing():
+            buffer[:] = self._bytes[offset : offset + buffer.nbytes]
         if self._metrics is not None:
             self._metrics.read(buffer.nbytes)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from kvrag.chunk import ChunkKey
@@ -11,6 +14,24 @@ from kvrag.chunk import ChunkKey
 MISS_ABSENT = "absent"
 MISS_UNREADABLE = "unreadable"
 MISS_DAMAGED = "damaged"
+
+
+Labels = tuple[tuple[str, str], ...]
+Counts = dict[tuple[str, Labels], float]
+"""Name and labels of a counter to its value."""
+MetricsOf = Mapping[str, tuple[str, tuple[str, ...]]]
+"""Name of a counter to what it counts, and the names of its labels."""
+
+_PLACE = ("tier", "store")
+METRICS: MetricsOf = {
+    "store_hits": ("Records opened.", _PLACE),
+    "store_misses": ("Records that could not be had or used.", (*_PLACE, "reason")),
+    "store_read_bytes": ("Bytes of records read.", _PLACE),
+    "store_written_bytes": ("Bytes of records written.", _PLACE),
+    "store_seconds": ("Seconds of opening and reading records, by all threads.", _PLACE),
+    "store_evictions": ("Records removed to keep within a limit.", _PLACE),
+    "store_evicted_bytes": ("Bytes of records removed to keep within a limit.", _PLACE),
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +52,8 @@ class StoreCounts:
         Bytes of records.
     evictions, bytes_evicted
         Records removed to keep within a limit, and their bytes.
+    seconds
+        Spent opening and reading records, by all threads.
     """
 
     name: str
@@ -40,6 +63,7 @@ class StoreCounts:
     bytes_written: int
     evictions: int
     bytes_evicted: int
+    seconds: float
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON values."""
@@ -64,6 +88,7 @@ class StoreMetrics:
         self._bytes_written = 0
         self._evictions = 0
         self._bytes_evicted = 0
+        self._seconds = 0.0
 
     def hit(self) -> None:
         """Count a record that was opened."""
@@ -91,6 +116,16 @@ class StoreMetrics:
             self._evictions += 1
             self._bytes_evicted += num_bytes
 
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Count the seconds that opening or reading a record takes."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._seconds += time.perf_counter() - started
+
     def counts(self) -> StoreCounts:
         """Return the counts so far."""
         with self._lock:
@@ -102,6 +137,7 @@ class StoreMetrics:
                 bytes_written=self._bytes_written,
                 evictions=self._evictions,
                 bytes_evicted=self._bytes_evicted,
+                seconds=self._seconds,
             )
 
 
@@ -124,3 +160,22 @@ class CountedStore:
     def counts(self) -> tuple[StoreCounts]:
         """Return what was counted so far."""
         return (self.metrics.counts(),)
+
+
+def labelled(counts: Sequence[StoreCounts]) -> Counts:
+    """Return what the tiers of a store have counted, by the names of `METRICS`.
+
+    Labels are ``tier`` (0 is the fastest) and ``store`` (``file``, ``redis``).
+    """
+    found: Counts = {}
+    for number, one in enumerate(counts):
+        place: Labels = (("tier", str(number)), ("store", one.name))
+        found["store_hits", place] = one.hits
+        found["store_read_bytes", place] = one.bytes_read
+        found["store_written_bytes", place] = one.bytes_written
+        found["store_seconds", place] = one.seconds
+        found["store_evictions", place] = one.evictions
+        found["store_evicted_bytes", place] = one.bytes_evicted
+        for reason, count in sorted(one.misses.items()):
+            found["store_misses", (*place, ("reason", reason))] = count
+    return found

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrag.store.base import Store
 from kvrag.store.extras import require
+from kvrag.store.metrics import METRICS, Counts, MetricsOf, labelled
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -18,7 +19,8 @@ class StoreCollector:
     Metrics, each with the labels ``tier`` (0 is the fastest) and ``store`` (``file``, ``redis``):
     ``kvrag_store_hits_total``, ``kvrag_store_misses_total`` (with ``reason``),
     ``kvrag_store_read_bytes_total``, ``kvrag_store_written_bytes_total``,
-    ``kvrag_store_evictions_total`` and ``kvrag_store_evicted_bytes_total``.
+    ``kvrag_store_seconds_total``, ``kvrag_store_evictions_total`` and
+    ``kvrag_store_evicted_bytes_total``.
 
     Parameters
     ----------
@@ -51,26 +53,22 @@ class StoreCollector:
 
     def collect(self) -> Iterator[Any]:
         """Yield the metrics as they are now; called by the registry."""
-        labels = ["tier", "store"]
+        yield from families(self._core, METRICS, labelled(self._store.counts()))
 
-        def counter(name: str, what: str, *more: str) -> Any:
-            return self._core.CounterMetricFamily(
-                f"kvrag_store_{name}", what, labels=[*labels, *more]
-            )
 
-        hits = counter("hits", "Records opened.")
-        misses = counter("misses", "Records that could not be had or used.", "reason")
-        read = counter("read_bytes", "Bytes of records read.")
-        written = counter("written_bytes", "Bytes of records written.")
-        evictions = counter("evictions", "Records removed to keep within a limit.")
-        evicted = counter("evicted_bytes", "Bytes of records removed to keep within a limit.")
-        for number, counts in enumerate(self._store.counts()):
-            place = [str(number), counts.name]
-            hits.add_metric(place, counts.hits)
-            for reason, count in sorted(counts.misses.items()):
-                misses.add_metric([*place, reason], count)
-            read.add_metric(place, counts.bytes_read)
-            written.add_metric(place, counts.bytes_written)
-            evictions.add_metric(place, counts.evictions)
-            evicted.add_metric(place, counts.bytes_evicted)
-        yield from (hits, misses, read, written, evictions, evicted)
+def families(core: Any, metrics: MetricsOf, counts: Counts) -> Iterator[Any]:
+    """Yield counts as Prometheus' metric families.
+
+    Parameters
+    ----------
+    core
+        The module ``prometheus_client.core``.
+    metrics
+        What is counted; counts of anything else are left out.
+    """
+    for name, (what, labels) in metrics.items():
+        family = core.CounterMetricFamily(f"kvrag_{name}", what, labels=labels)
+        for (counted, values), count in counts.items():
+            if counted == name:
+                family.add_metric([value for _, value in values], count)
+        yield family

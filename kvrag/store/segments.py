@@ -126,7 +126,8 @@ class FileRecord:
         file = self._file  # kept by this reference even if another thread closes the record
         if file is None:
             raise StoreError(f"cannot read {self._path}: the record was closed; open it again")
-        file.read_into(self._key, self._offset + offset, buffer)
+        with self._metrics.timing():
+            file.read_into(self._key, self._offset + offset, buffer)
         self._metrics.read(buffer.nbytes)
 
     def close(self) -> None:

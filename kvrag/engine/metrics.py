@@ -1,0 +1,113 @@
+"""What an index's use comes to, for Prometheus (extra ``metrics``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvrag.engine.shared import shared_index
+from kvrag.errors import ParameterError
+from kvrag.ingest.counting import METRICS
+from kvrag.ingest.index import Index
+from kvrag.store.extras import require
+from kvrag.store.prometheus import StoreCollector, families
+
+DEFAULT_PORT = 9464
+
+
+class IndexCollector:
+    """Gives Prometheus what this process has counted of an index, whenever it asks.
+
+    Beside the metrics of `StoreCollector`: ``kvrag_prompts_total``, ``kvrag_tokens_total`` (label
+    ``kind``), ``kvrag_chunks_total`` (``outcome``: loaded, or computed by decision),
+    ``kvrag_misses_total`` (``reason``), ``kvrag_seconds_total`` (``stage``),
+    ``kvrag_stream_chunks_total`` (``level``) and ``kvrag_stream_deadlines_total`` (``outcome``).
+
+    Parameters
+    ----------
+    index
+        The index; the counts of its store are read anew each time.
+
+    Raises
+    ------
+    ParameterError
+        When the library ``prometheus-client`` is not installed.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._core = require("prometheus_client.core", "metrics")
+        self._index = index
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metrics as they are now; called by a Prometheus registry."""
+        yield from families(self._core, METRICS, self._index.counters.counts())
+        yield from StoreCollector(self._index.store).collect()
+
+
+class MetricsServer:
+    """Answers Prometheus over HTTP until it is closed.
+
+    Attributes
+    ----------
+    port
+        Where it listens.
+    """
+
+    def __init__(self, server: Any, thread: Any) -> None:
+        self._server = server
+        self._thread = thread
+        self.port: int = server.server_port
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def serve_metrics(
+    index: Index | str | Path, port: int = DEFAULT_PORT, host: str = "127.0.0.1"
+) -> MetricsServer:
+    """Let Prometheus ask this process what it has counted, at ``http://HOST:PORT/metrics``.
+
+    Parameters
+    ----------
+    index
+        An opened index, or the folder that the process's language models and retrievers name.
+    port
+        0 takes a free one.
+    host
+        ``0.0.0.0`` to be asked by other machines; the counts are then seen by all who reach it.
+
+    Raises
+    ------
+    ParameterError
+        When the port cannot be had, or the library ``prometheus-client`` is not installed.
+
+    Examples
+    --------
+    >>> kvrag.serve_metrics("my-index")                     # doctest: +SKIP
+    """
+    client = require("prometheus_client", "metrics")
+    registry = client.CollectorRegistry()
+    registry.register(IndexCollector(shared_index(index)))
+    try:
+        server, thread = client.start_http_server(port, addr=host, registry=registry)
+    except (OSError, OverflowError) as error:
+        raise ParameterError(
+            f"metrics cannot be served at {host}:{port}: {error}; choose another port"
+        ) from error
+    return MetricsServer(server, thread)
