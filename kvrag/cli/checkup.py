@@ -35,6 +35,7 @@ _OPTIONAL = {
     "pypdf": "kvrag[ingest]",
     "python-docx": "kvrag[ingest]",
     "matplotlib": "kvrag[bench]",
+    "accelerate": "kvrag[train]",
 }
 _LOW_DISK_BYTES = 2 * 1024**3
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
-from kvrag.cli import console, lists
+from kvrag.cli import lists, training_run
 from kvrag.cli import options as o
 from kvrag.cli import training_options as t
-from kvrag.cli.train_links import print_scores
 
 
 def train_anchors(
@@ -59,9 +58,7 @@ def train_anchors(
     checkpoint.safetensors. Started again, a run goes on. 'kvrag ingest --model DIR --compress
     anchors:0.5' uses it; 'kvrag train links --model DIR --anchors 0.5,0.75' trains links on it.
     """
-    from kvrag.cli.opening import quiet_libraries
     from kvrag.training.links.options import LinkTrainingOptions
-    from kvrag.training.links.trainer import train_links as train
 
     options = LinkTrainingOptions(
         out=out.expanduser(),
@@ -85,7 +82,4 @@ def train_anchors(
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
     )
-    quiet_libraries()
-    with console.err().status("preparing") as status:
-        trainer = train(options, status.update)
-    print_scores(trainer, as_json)
+    training_run.run(options, as_json)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from kvrag.cli import console, lists
+from kvrag.cli import lists, training_run
 from kvrag.cli import options as o
 from kvrag.cli import training_options as t
-
-if TYPE_CHECKING:
-    from kvrag.training.links.trainer import LinkTrainer
 
 
 def train_links(
@@ -95,9 +92,7 @@ def train_links(
     Writes log.jsonl, checkpoint.safetensors and links.safetensors into --out, and in mode tuned
     the model. Started again, a run goes on.
     """
-    from kvrag.cli.opening import quiet_libraries
     from kvrag.training.links.options import LinkTrainingOptions
-    from kvrag.training.links.trainer import train_links as train
 
     if way is None:
         way = "adapter" if mode == "frozen" else "embeddings"
@@ -127,20 +122,4 @@ def train_links(
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
     )
-    quiet_libraries()
-    with console.err().status("preparing") as status:
-        trainer = train(options, status.update)
-    print_scores(trainer, as_json)
-
-
-def print_scores(trainer: LinkTrainer, as_json: bool) -> None:
-    """Print where a finished run's result lies, and what it scores on questions held out."""
-    scores = trainer.evaluate()
-    path = trainer.result_path
-    if as_json:
-        what = "links" if trainer.header.num_links else "anchors"
-        console.print_json({what: str(path), "steps": trainer.step, "scores": scores})
-        return
-    console.write(f"{path}\n")
-    for name, score in scores.items():
-        console.write(f"{name.replace('/', ', ').replace('_', ' ')}: {score:.1%}\n")
+    training_run.run(options, as_json)

@@ -29,7 +29,8 @@ from kvrag.training.links.batch import Packer
 from kvrag.training.links.data import FileSource, GeneratedSource, LinkItem
 from kvrag.training.links.memory import chosen_precision
 from kvrag.training.links.options import LinkTrainingOptions
-from kvrag.training.links.student import LinkParameters, Student, training_mode
+from kvrag.training.links.parameters import LinkParameters
+from kvrag.training.links.student import Student, training_mode
 from kvrag.training.links.trainer import LinkTrainer
 from tests.fusion.test_anchors import make_anchors
 from tests.support.bench_top import TEXTS, Bench, relative_difference
@@ -295,7 +296,7 @@ def test_the_teacher_answers_as_the_plain_pipeline_does(tmp_path: Path) -> None:
         tmp_path, mode="frozen", way="adapter", loss="distill", teacher_answers=True
     )
     items = [item((1,)), item()]
-    answers = trainer.answers_of_teacher(items)
+    answers = trainer.teacher.answers(items)
     model, end = trainer.model, trainer.model.tokenizer.eos_token_id
     prompts = [prompt for one in items for prompt in one.prompts]
     for prompt, answer in zip(prompts, answers, strict=True):

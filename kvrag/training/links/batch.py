@@ -159,7 +159,16 @@ class Packer:
                 answer = own if given is None else next(given)
                 row.put_question(tail, answer, len(item.layout.token_ids), number)
                 number += 1
+        if linked and not chunks:
+            # Nothing was found, so nobody sees it; but processes that share a model take one way
+            # through it, whatever falls to each.
+            chunks.append(([*self._prefix, 0], 0))
+            if compression is not None:
+                laid = anchored_rows(self._prefix, (0,), compression, self._rates)
+                chunks[0] = (list(laid.token_ids), 0)
+                anchored.append(laid)
         width = max((len(tokens) for tokens, _ in chunks), default=0)
+        num_stored = max(*(len(row.stored) for row in rows), int(linked))
         positions = [list(range(start, start + width)) for _, start in chunks]
         if compression is not None:
             positions = [list(laid.positions) for laid in anchored]
@@ -172,9 +181,11 @@ class Packer:
             chunk_slots=_padded([list(laid.slots) for laid in anchored], width, -1)
             if anchored
             else None,
-            stored=_padded([[c * width + at for c, at in row.stored] for row in rows], None, 0),
-            stored_positions=_padded([row.stored_positions for row in rows], None, 0),
-            stored_segments=_padded([[0] * len(row.stored) for row in rows], None, NOBODY),
+            stored=_padded(
+                [[c * width + at for c, at in row.stored] for row in rows], num_stored, 0
+            ),
+            stored_positions=_padded([row.stored_positions for row in rows], num_stored, 0),
+            stored_segments=_padded([[0] * len(row.stored) for row in rows], num_stored, NOBODY),
             input_ids=_padded([row.input_ids for row in rows], None, 0),
             link_rows=_padded([row.link_rows for row in rows], None, -1),
             positions=_padded([row.positions for row in rows], None, 0),

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from kvrag.errors import ParameterError
+from kvrag.training.links.sharding import own_rows, whole
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -23,8 +24,12 @@ def save_checkpoint(
     step: int,
     trained: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
+    *,
+    is_main: bool = True,
 ) -> None:
-    """Write a checkpoint, atomically.
+    """Write a checkpoint of whole tensors, atomically.
+
+    Of several processes all call this, so that each gives its parts of the tensors.
 
     Parameters
     ----------
@@ -38,6 +43,8 @@ def save_checkpoint(
         What is trained, by name; the optimizer's parameters.
     optimizer
         AdamW.
+    is_main
+        Whether this is the process that writes.
 
     Raises
     ------
@@ -46,15 +53,22 @@ def save_checkpoint(
     """
     tensors = {}
     for name, weight in trained.items():
-        if not weight.isfinite().all():
+        gathered = whole(weight.detach())
+        if not gathered.isfinite().all():
             raise ParameterError(
                 f"train links: after {step} steps {name} is no longer finite: the training has "
                 "diverged; begin anew with a lower learning rate"
             )
-        tensors[f"weight/{name}"] = weight.detach().contiguous()
+        found = {"weight": gathered}
         for moment in _MOMENTS:
             if moment in optimizer.state.get(weight, {}):
-                tensors[f"{moment}/{name}"] = optimizer.state[weight][moment].contiguous()
+                found[moment] = whole(optimizer.state[weight][moment])
+        if is_main:
+            for kind, tensor in found.items():
+                # The device of one process may have no room for all that its part is of.
+                tensors[f"{kind}/{name}"] = tensor.cpu().contiguous()
+    if not is_main:
+        return
     metadata = {"step": str(step), "run": json.dumps(run)}
     partial = path.with_suffix(".partial")
     save_file(_without_shared(tensors), str(partial), metadata=metadata)
@@ -115,14 +129,19 @@ def _restore(
 
 
 def _copy(file: Any, path: Path, name: str, target: torch.Tensor) -> None:
-    tensor = file.get_tensor(name)
-    if tensor.shape != target.shape or not tensor.isfinite().all():
-        raise ParameterError(
-            f"{path}: {name} of shape {list(tensor.shape)}, expected finite numbers of shape "
-            f"{list(target.shape)}; delete it to begin anew"
-        )
     with torch.no_grad():
-        target.copy_(tensor)
+        part, rows = own_rows(target)
+        stored = file.get_slice(name)
+        shape = stored.get_shape()
+        tensor = None
+        if shape == list(target.shape):
+            tensor = file.get_tensor(name) if part is target else stored[rows]
+        if tensor is None or not tensor.isfinite().all():
+            raise ParameterError(
+                f"{path}: {name} of shape {shape}, expected finite numbers of shape "
+                f"{list(target.shape)}; delete it to begin anew"
+            )
+        part.copy_(tensor)
 
 
 def _without_shared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

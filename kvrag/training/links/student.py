@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvrag.fusion.compression.anchors import Anchors, anchor_mask
-from kvrag.fusion.links import Links, LinksHeader
-from kvrag.models.adapter import RowAdapter, linear_layers
+from kvrag.fusion.compression.anchors import anchor_mask
 from kvrag.models.caches import CaptureCache
 from kvrag.models.families import project_logits
 from kvrag.models.kv_model import KVModel
@@ -26,97 +24,8 @@ from kvrag.positions.rotary import RotaryTable
 from kvrag.training.batches import IGNORED
 from kvrag.training.links.batch import NOBODY, LinkBatch
 from kvrag.training.links.memory import checkpointed_layers
-
-
-class LinkParameters(nn.Module):
-    """What is trained beside the model, or instead of it.
-
-    Parameters
-    ----------
-    model
-        The model; its own embeddings say how large new ones are.
-    header
-        What to make.
-    rank
-        Of the adapter in way ``adapter``.
-    seed
-        Of the random beginning.
-    anchors
-        Anchors to go on from; None: there are none. Learned with the model, or left as they are.
-    """
-
-    def __init__(
-        self,
-        model: KVModel,
-        header: LinksHeader,
-        rank: int,
-        seed: int,
-        anchors: Anchors | None = None,
-    ) -> None:
-        super().__init__()
-        self.header = header
-        self.anchors: nn.Parameter | None = None
-        if anchors is not None:
-            is_learned = header.mode == "tuned"
-            self.anchors = nn.Parameter(anchors.embeddings.clone().float(), is_learned)
-        self.embeddings: nn.Parameter | None = None
-        self.keys: nn.Parameter | None = None
-        self.values: nn.Parameter | None = None
-        self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
-        random = torch.Generator().manual_seed(seed)
-        spec = model.spec
-        if header.way == "kv":
-            shape = (spec.num_layers, header.num_rows, spec.num_kv_heads, spec.head_dim)
-            self.keys = nn.Parameter(0.1 * torch.randn(shape, generator=random))
-            self.values = nn.Parameter(0.1 * torch.randn(shape, generator=random))
-            return
-        if not header.num_links:
-            return
-        embedding: Any = model.hf.get_input_embeddings()
-        with torch.no_grad():
-            # Through the module: some families scale what they look up.
-            some = torch.randint(embedding.num_embeddings, (256,), generator=random)
-            known = embedding(some.to(model.device)).float().cpu()
-        drawn = torch.randn(header.num_rows, known.shape[1], generator=random)
-        self.embeddings = nn.Parameter(known.mean(dim=0) + known.std(dim=0) * drawn)
-        if header.way == "adapter":
-            for name, layer in linear_layers(model.hf).items():
-                drawn = torch.randn(rank, layer.in_features, generator=random)
-                key = _key(name)
-                self.down[key] = nn.Parameter(drawn / layer.in_features**0.5)
-                self.up[key] = nn.Parameter(torch.zeros(layer.out_features, rank))
-        self._names = {_key(name): name for name in linear_layers(model.hf)}
-
-    def adapter(self) -> RowAdapter | None:
-        """Return the adapter as it is now; gradients flow into it."""
-        if not self.down:
-            return None
-        return RowAdapter(
-            {self._names[key]: weight for key, weight in self.down.items()},
-            {self._names[key]: weight for key, weight in self.up.items()},
-            self.header.scale,
-        )
-
-    def links(self, header: LinksHeader) -> Links:
-        """Return a copy to be saved, under a header that may name another model."""
-
-        def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.detach().clone()
-
-        adapter = self.adapter()
-        if adapter is not None:
-            adapter = RowAdapter(
-                {name: weight.detach().clone() for name, weight in adapter.down.items()},
-                {name: weight.detach().clone() for name, weight in adapter.up.items()},
-                adapter.scale,
-            )
-        return Links(
-            header, copied(self.embeddings), copied(self.keys), copied(self.values), adapter
-        )
-
-
-def _key(name: str) -> str:
-    return name.replace(".", "/")  # torch allows no dots in names of parameters
+from kvrag.training.links.parameters import LinkParameters
+from kvrag.training.links.sharding import Running
 
 
 class Student:
@@ -130,16 +39,30 @@ class Student:
         Its links.
     trains_model
         Whether gradients go to the model's own weights, documents included (mode ``tuned``).
+    running
+        Calls each forward, where the model is shared among processes.
     """
 
-    def __init__(self, model: KVModel, parameters: LinkParameters, trains_model: bool) -> None:
+    def __init__(
+        self,
+        model: KVModel,
+        parameters: LinkParameters,
+        trains_model: bool,
+        running: Running | None = None,
+    ) -> None:
         self._model = model
+        self._running = running
         self._base: Any = model.hf.base_model
         self._parameters = parameters
         self._trains_model = trains_model
 
     def logits(self, batch: LinkBatch) -> torch.Tensor:
         """Return logits ``[answer tokens, vocabulary]``, in the order of the batch's targets."""
+        if self._running is None:
+            return self._forward(batch)
+        return self._running(partial(self._forward, batch))
+
+    def _forward(self, batch: LinkBatch) -> torch.Tensor:
         is_linked = batch.stored.shape[1] > 0
         model = self._model
         batch = _to(batch, model.device)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.compression.anchors import FILE_NAME as ANCHORS_NAME
-from kvrag.fusion.compression.anchors import Anchors, num_slots
+from kvrag.fusion.compression.anchors import Anchors
 from kvrag.fusion.compression.spec import ANCHORS, Compression
 from kvrag.fusion.links import FILE_NAME, LinksHeader
 from kvrag.models.kv_model import KVModel
@@ -26,12 +25,27 @@ from kvrag.training.links.batch import LinkBatch, Packer
 from kvrag.training.links.checkpoint import load_checkpoint, save_checkpoint
 from kvrag.training.links.data import LinkItem, Source, open_source
 from kvrag.training.links.memory import chosen_precision, computing_in
+from kvrag.training.links.optimizer import average_and_clip, new_optimizer, rate_factor
 from kvrag.training.links.options import LinkTrainingOptions
-from kvrag.training.links.student import LinkParameters, Student, training_mode
-from kvrag.training.model import questions_right
+from kvrag.training.links.parameters import LinkParameters, first_anchors
+from kvrag.training.links.processes import ALONE, Processes
+from kvrag.training.links.scoring import right, score
+from kvrag.training.links.sharding import whole_state
+from kvrag.training.links.student import training_mode
+from kvrag.training.links.teaching import make_students
 
 CHECKPOINT = "checkpoint.safetensors"
 LOG = "log.jsonl"
+
+
+class _Counts(NamedTuple):
+    """What came of some items: their loss, summed, and how many of everything there were."""
+
+    lost: float = 0.0
+    tokens: float = 0
+    right: float = 0
+    asked: float = 0
+    links: float = 0
 
 
 class LinkTrainer:
@@ -43,11 +57,13 @@ class LinkTrainer:
         What to train; a folder that holds a checkpoint of the same run is continued.
     model, source
         To use instead of what `options` name. A model given is trained itself in mode ``tuned``.
+    processes
+        Those that train together, each with a trainer of the same options (`launched`).
 
     Raises
     ------
     ParameterError
-        For data that cannot be read, or a folder that holds another run.
+        For data that cannot be read, a folder that holds another run, or processes without work.
     ModelLoadError, UnsupportedModelError
     """
 
@@ -56,11 +72,18 @@ class LinkTrainer:
         options: LinkTrainingOptions,
         model: KVModel | None = None,
         source: Source | None = None,
+        processes: Processes = ALONE,
     ) -> None:
+        if options.rows < processes.count:
+            raise ParameterError(
+                f"train links: {options.rows} rows a step for {processes.count} processes: "
+                "expected at least one for each; give --rows, or launch fewer"
+            )
         self.options = options
+        self.processes = processes
         self.step = 0
         is_tuned = options.mode == "tuned"
-        self.model = model or _load(options)
+        self.model = model or _load(options, processes)
         self.source = source or open_source(
             options.data,
             self.model.tokenizer,
@@ -70,72 +93,55 @@ class LinkTrainer:
         if self.model.tokenizer.eos_token_id is None:
             raise ParameterError(f"{self.model.name}: its tokenizer names no end token")
         scale = 1.0 if options.way == "adapter" else 0.0
+        # Not the model's own property, which would outlive what training changes.
+        base_fingerprint = self._base_fingerprint()
         self.header = LinksHeader(
             mode=options.mode,
             way=options.way,
             num_links=options.num_links,
             max_documents=options.max_documents,
-            model_fingerprint="" if is_tuned else self.model.fingerprint,
+            model_fingerprint="" if is_tuned else base_fingerprint,
             scale=scale,
         )
-        # Not the model's own property, which would outlive what training changes.
-        base_fingerprint = model_fingerprint(self.model.hf)
-        first_anchors = self._first_anchors()
+        anchors = first_anchors(self.model, options.anchor_rates, checked=self._has_weights)
         self.parameters = LinkParameters(
-            self.model, self.header, options.rank, options.seed, first_anchors
+            self.model, self.header, options.rank, options.seed, anchors
         )
-        self.parameters.to(self.model.device)
+        device = processes.device or self.model.device
+        self.parameters.to(device)
+        if processes.is_sharded:
+            for parameter in self.parameters.parameters():
+                parameter.data = processes.tensor_of_main(parameter.data)
+        self.precision = chosen_precision(options.precision, device)
         self.packer = Packer(self.model, self.header, options.anchor_rates)
-        self.student = Student(self.model, self.parameters, is_tuned)
-        self.teacher: Student | None = None
-        if options.loss == "distill":
-            teacher = self.model
-            if is_tuned:
-                teacher = KVModel(copy.deepcopy(self.model.hf), self.model.tokenizer)
-            self.teacher = Student(teacher, self.parameters, False)
-        weights = {
-            name: weight
+        self.student, self.teacher = make_students(
+            self.model, self.parameters, self.packer, options, processes, self.precision
+        )
+        self._trained = {
+            f"links/{name}": weight
             for name, weight in self.parameters.named_parameters()
             if weight.requires_grad
         }
-        own = {"embeddings", "keys", "values", "anchors"}
-        self._trained = {f"links/{name}": weight for name, weight in weights.items()}
         if is_tuned:
             named = self.model.hf.named_parameters()
             self._trained |= {f"model/{name}": weight for name, weight in named}
-        groups = [
-            {"params": [weights[name] for name in weights if name in own], "rate": 0.0},
-            {
-                "params": [
-                    weight
-                    for name, weight in self._trained.items()
-                    if name.removeprefix("links/") not in own
-                ],
-                "rate": 0.0,
-            },
-        ]
-        groups[0]["rate"], groups[1]["rate"] = options.link_learning_rate, options.rate
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=options.rate,
-            betas=(0.9, 0.999),
-            weight_decay=0.0,
-        )
-        self.precision = chosen_precision(options.precision, self.model.device)
+        self.optimizer = new_optimizer(self._trained, options)
         self.checkpoint = options.out / CHECKPOINT
         # By what they are, not only by what they are called: files change under their names.
         self._run: dict[str, object] = {
             **options.identity(),
             "model_fingerprint": base_fingerprint,
             "data_digest": self.source.digest,
-            "anchors_digest": None if first_anchors is None else first_anchors.digest,
+            "anchors_digest": None if anchors is None else anchors.digest,
         }
         try:
             options.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ParameterError(f"--out {options.out}: no folder can be made ({error})") from error
+        processes.check_same({**vars(options), **self._run})
         if self.checkpoint.exists():
             self.step = load_checkpoint(self.checkpoint, self._run, self._trained, self.optimizer)
+        processes.check_same({"step": self.step})
 
     def run(self, on_progress: Callable[[str], None] = lambda _: None) -> None:
         """Train until the last step, and write what was trained into the folder.
@@ -171,69 +177,77 @@ class LinkTrainer:
         if options.anchor_rates:
             compression = Compression(ANCHORS, rng.choice(options.anchor_rates))
         num_plain = options.num_plain_rows
-        factor = _factor(self.step, options.steps, options.warmup_steps)
+        factor = rate_factor(self.step, options.steps, options.warmup_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = group["rate"] * factor
         record: dict[str, float] = {"step": self.step, "rate": options.rate * factor}
-        parts = (("linked", items[num_plain:], True), ("plain", items[:num_plain], False))
-        num_tokens = 0
-        losses = []
-        for name, part, linked in parts:
-            if not part:
-                continue
-            answers = self.answers_of_teacher(part) if options.teacher_answers else None
-            batch = self.packer.pack(
-                part,
-                linked=linked,
-                answers=answers,
-                compression=compression if linked else None,
+        parts = [
+            (name, part, linked)
+            for name, part, linked in (
+                ("linked", items[num_plain:], True),
+                ("plain", items[:num_plain], False),
             )
-            with computing_in(self.precision, self.model.device):
-                logits = self.student.logits(batch)
-            loss = self._loss(logits, batch, part, answers)
-            losses.append(loss)
-            num_tokens += len(logits)
-            record[f"loss/{name}"] = round(float(loss.detach()) / len(logits), 5)
-            record[f"accuracy/{name}"] = round(float(_right(logits, batch).float().mean()), 4)
-        total = torch.stack(losses).sum() / num_tokens
-        if not total.requires_grad:
+            if part
+        ]
+        learned = [self._learn(part, linked, compression) for _, part, linked in parts]
+        counts = self._totals([found for _, found in learned])
+        for (name, _, _), found in zip(parts, counts, strict=True):
+            record[f"loss/{name}"] = round(found.lost / found.tokens, 5)
+            record[f"accuracy/{name}"] = round(found.right / found.asked, 4)
+        if options.mode == "frozen" and not any(found.links for found in counts):
             raise ParameterError(
                 f"train links: step {self.step} has nothing to learn from: none of its "
                 f"{options.rows} sets of documents holds one that is found in its prompts, so no "
                 "link stands in them; give longer documents, or more rows a step"
             )
-        if not total.isfinite():
+        lost = sum(found.lost for found in counts)
+        if not math.isfinite(lost):
             raise ParameterError(
-                f"train links: the loss of step {self.step} is {float(total.detach())}: the "
+                f"train links: the loss of step {self.step} is {lost}: the "
                 "training has diverged; begin anew with a lower learning rate"
             )
+        # Gradients are averaged, and the loss is one over all tokens, whoever has them.
+        num_tokens = sum(found.tokens for found in counts)
+        total = torch.stack([loss for loss, _ in learned]).sum() * self.processes.count / num_tokens
         total.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(list(self._trained.values()), 1.0)
+        average_and_clip(list(self._trained.values()), self.processes, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
         return record
 
-    @torch.no_grad()
-    def answers_of_teacher(self, items: Sequence[LinkItem]) -> list[list[int]]:
-        """Return what the teacher answers greedily to plain prompts, ends included."""
-        assert self.teacher is not None
-        end = int(self.model.tokenizer.eos_token_id)
-        num_questions = sum(len(item.prompts) for item in items)
-        answers: list[list[int]] = [[] for _ in range(num_questions)]
-        for _ in range(self.options.answer_tokens - 1):
-            # What stands last is what is predicted; it is fed to nobody.
-            asked = [answer if answer[-1:] == [end] else [*answer, end] for answer in answers]
-            batch = self.packer.pack(items, linked=False, answers=asked)
-            likeliest = self.teacher.logits(batch).argmax(-1).tolist()
-            numbers = batch.question_ids[batch.targets != IGNORED].tolist()
-            last = dict(zip(numbers, likeliest, strict=True))
-            open_ones = [i for i, answer in enumerate(answers) if answer[-1:] != [end]]
-            if not open_ones:
-                break
-            for number in open_ones:
-                answers[number].append(last[number])
-        return [answer if answer[-1:] == [end] else [*answer, end] for answer in answers]
+    def _learn(
+        self, items: Sequence[LinkItem], linked: bool, compression: Compression | None
+    ) -> tuple[torch.Tensor, _Counts]:
+        """Return the loss of this process's share of some items, summed, and what came of it."""
+        own, counts = self.processes.share(items)
+        answers = None
+        if self.options.teacher_answers:
+            assert self.teacher is not None
+            answers = self.teacher.answers(own)
+        batch = self.packer.pack(
+            own, linked=linked, answers=answers, compression=compression if linked else None
+        )
+        with computing_in(self.precision, self.model.device):
+            logits = self.student.logits(batch)
+        loss = self._loss(logits, batch, own, answers)
+        if not counts:
+            return 0.0 * loss, _Counts()
+        results = right(logits, batch)
+        found = _Counts(
+            lost=float(loss.detach()),
+            tokens=len(logits),
+            right=int(results.sum()),
+            asked=len(results),
+            links=int((batch.link_rows >= 0).sum()),
+        )
+        return loss, found
+
+    def _totals(self, counts: Sequence[_Counts]) -> list[_Counts]:
+        """Return counts over all processes."""
+        flat = self.processes.total(value for found in counts for value in found)
+        width = len(_Counts._fields)
+        return [_Counts(*flat[at : at + width]) for at in range(0, len(flat), width)]
 
     def _loss(
         self,
@@ -246,8 +260,7 @@ class LinkTrainer:
         targets = batch.targets[batch.targets != IGNORED].to(logits.device)
         if self.teacher is None:
             return functional.cross_entropy(logits.float(), targets, reduction="sum")
-        with torch.no_grad():
-            taught = self.teacher.logits(self.packer.pack(items, linked=False, answers=answers))
+        taught = self.teacher.logits(items, answers)
         return functional.kl_div(
             logits.float().log_softmax(-1),
             taught.float().log_softmax(-1),
@@ -255,41 +268,30 @@ class LinkTrainer:
             log_target=True,
         )
 
-    @torch.no_grad()
-    def evaluate(self, rows_per_batch: int = 16) -> dict[str, float]:
-        """Return exact match on questions held out, by type: linked, and of plain prompts; where
-        documents are stored as anchors, linked for each rate.
-
-        Each answer token is predicted behind the right ones, which is exact match of greedy
-        decoding.
-        """
+    def evaluate(self) -> dict[str, float]:
+        """Return exact match on questions held out (see `score`)."""
         items = self.source.held_out(self.options.evaluate_questions)
-        found: dict[str, float] = {}
-        rates = self.options.anchor_rates
-        ways: list[tuple[str, bool, Compression | None]] = [
-            (f"{ANCHORS}:{rate:g}/linked", True, Compression(ANCHORS, rate)) for rate in rates
-        ] or [("linked", True, None)]
-        for name, linked, compression in (*ways, ("plain", False, None)):
-            right: dict[str, list[bool]] = {}
-            for start in range(0, len(items), rows_per_batch):
-                batch = self.packer.pack(
-                    items[start : start + rows_per_batch], linked=linked, compression=compression
-                )
-                results = _right(self.student.logits(batch), batch).tolist()
-                for kind, result in zip(batch.types, results, strict=True):
-                    for label in {kind, "overall"} - {""}:
-                        right.setdefault(label, []).append(result)
-            for label, results in sorted(right.items()):
-                found[f"{name}/{label}"] = round(sum(results) / len(results), 4)
-        return found
+        with computing_in(self.precision, self.model.device):
+            return score(
+                self.student, self.packer, items, self.options.anchor_rates, self.processes
+            )
 
     def export(self) -> Path:
         """Write the links or anchors, and of mode ``tuned`` the model's folder, and return the
         file of links, or of anchors where there are no links.
         """
+        state = None
+        if self.processes.is_sharded and self.options.mode == "tuned":
+            state = whole_state(self.model.hf, self.processes.is_main)
+        if self.processes.is_main:
+            self._write(state)
+        self.processes.wait()
+        return self.result_path
+
+    def _write(self, state: dict[str, torch.Tensor] | None) -> None:
         out, header = self.options.out, self.header
         if self.options.mode == "tuned":
-            self.model.hf.save_pretrained(str(out))
+            self.model.hf.save_pretrained(str(out), state_dict=state)
             self.model.tokenizer.save_pretrained(str(out))
             # As it will be loaded: what saving changes is part of the fingerprint.
             written = KVModel(load_weights(out, None, None), load_tokenizer(out))
@@ -300,60 +302,45 @@ class LinkTrainer:
         if anchors is not None and self.options.mode == "tuned":
             rates = self.options.anchor_rates
             Anchors(rates, header.model_fingerprint, anchors.detach()).save(out / ANCHORS_NAME)
-        return self.result_path
 
     @property
     def result_path(self) -> Path:
         """The file of links, or of anchors where there are no links."""
         return self.options.out / (FILE_NAME if self.header.num_links else ANCHORS_NAME)
 
-    def _first_anchors(self) -> Anchors | None:
-        """Return the anchors to begin with: those in the model's folder, or rows of zero, which
-        make an anchor the token at which it stands.
-        """
-        rates = self.options.anchor_rates
-        if not rates:
-            return None
-        folder = Path(getattr(self.model.hf, "name_or_path", ""))
-        if not folder.is_absolute() or not (folder / ANCHORS_NAME).exists():
-            width = self.model.hf.config.hidden_size
-            return Anchors(rates, "", torch.zeros(num_slots(rates), width))
-        found = Anchors.load(folder / ANCHORS_NAME)
-        for rate in rates:
-            found.check(self.model, Compression(ANCHORS, rate))
-        if found.rates != rates:
-            raise ParameterError(
-                f"{folder / ANCHORS_NAME} holds anchors of the rates {found.rates}: train with all "
-                f"of them, found {rates}"
-            )
-        return found
+    @property
+    def _has_weights(self) -> bool:
+        """Whether the model's weights are here: one that is shared may be loaded by one process."""
+        return self.processes.is_main or not self.processes.is_sharded
+
+    def _base_fingerprint(self) -> str:
+        own = model_fingerprint(self.model.hf) if self._has_weights else ""
+        return self.processes.of_main(own) if self.processes.is_sharded else own
 
     def _log(self, record: dict[str, float]) -> None:
+        if not self.processes.is_main:
+            return
         with (self.options.out / LOG).open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def _save_checkpoint(self) -> None:
-        save_checkpoint(self.checkpoint, self._run, self.step, self._trained, self.optimizer)
+        save_checkpoint(
+            self.checkpoint,
+            self._run,
+            self.step,
+            self._trained,
+            self.optimizer,
+            is_main=self.processes.is_main,
+        )
 
 
-def _load(options: LinkTrainingOptions) -> KVModel:
+def _load(options: LinkTrainingOptions, processes: Processes) -> KVModel:
     """Load a model of its own: weights that change must not be anyone else's."""
     dtype = torch.float32 if options.mode == "tuned" else None
-    weights = load_weights(options.model, dtype, options.device)
+    device = options.device if processes.device is None else str(processes.device)
+    # One that is shared may have no room on one device; its parts go there.
+    weights = load_weights(options.model, dtype, None if processes.is_sharded else device)
     return KVModel(weights, load_tokenizer(options.model), name=options.model)
-
-
-def _factor(step: int, steps: int, warmup_steps: int) -> float:
-    """Return the share of the peak rate: a linear rise, then half a cosine."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def _right(logits: torch.Tensor, batch: LinkBatch) -> torch.Tensor:
-    wanted = batch.targets != IGNORED
-    return questions_right(logits.cpu(), batch.targets[wanted], batch.question_ids[wanted])
 
 
 def _line(record: dict[str, float], steps: int) -> str:
@@ -369,9 +356,11 @@ def _line(record: dict[str, float], steps: int) -> str:
 
 
 def train_links(
-    options: LinkTrainingOptions, on_progress: Callable[[str], None] = lambda _: None
+    options: LinkTrainingOptions,
+    on_progress: Callable[[str], None] = lambda _: None,
+    processes: Processes = ALONE,
 ) -> LinkTrainer:
     """Train as `options` say and return the trainer, its folder written."""
-    trainer = LinkTrainer(options)
+    trainer = LinkTrainer(options, processes=processes)
     trainer.run(on_progress)
     return trainer
