@@ -25,6 +25,7 @@ from kvrag.cli.gc import gc
 from kvrag.cli.ingest import ingest
 from kvrag.cli.inspect import inspect
 from kvrag.cli.ls import ls
+from kvrag.cli.place import place
 from kvrag.cli.profile import profile
 from kvrag.cli.query import query
 from kvrag.cli.recode import recode
@@ -74,6 +75,7 @@ app.command("verify")(guarded(verify))
 app.command("gc")(guarded(gc))
 app.command("profile")(guarded(profile))
 app.command("calibrate")(guarded(calibrate))
+app.command("place")(guarded(place))
 app.command("recode")(guarded(recode))
 # What it does not know itself it hands on to vLLM.
 _HAND_ON = {"allow_extra_args": True, "ignore_unknown_options": True}

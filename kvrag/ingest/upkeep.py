@@ -33,11 +33,13 @@ from kvrag.ingest.coding import (
 )
 from kvrag.ingest.config import IndexConfig, write_atomically
 from kvrag.ingest.maintenance import collect_garbage, verify_records
+from kvrag.ingest.making import KV_FOLDER, check_limit
+from kvrag.ingest.moving import MoveReport, copy_records
 from kvrag.ingest.passages import kept_keys
 from kvrag.ingest.report import GcReport, IndexStats, RecodeReport, VerifyReport
 from kvrag.kvcache import ChunkKV
 from kvrag.store.base import Store
-from kvrag.store.registry import without_password
+from kvrag.store.registry import open_store, without_password
 
 CALIBRATION_NAME = "calibration.json"
 
@@ -324,6 +326,52 @@ class IndexUpkeep(ABC):
         if best is None or best.num_tokens < min(SAMPLE_TOKENS, num_tokens) / 2:
             return None
         return best
+
+    def move(
+        self, store: str, *, on_progress: Callable[[int, int], None] | None = None
+    ) -> MoveReport:
+        """Keep the index's KV in another store from now on; what is whole is copied there.
+
+        Records in the index's own folder are then removed; what was kept elsewhere stays, since
+        others may need it. Questions are answered meanwhile; whoever has the index open goes on
+        with the old store until it is opened again. A second call completes one that was killed.
+
+        Parameters
+        ----------
+        store
+            Its URL; it is recorded without its password.
+        on_progress
+            Called with the number of records done, and of how many.
+
+        Raises
+        ------
+        ParameterError
+            When the URL is wrong, or the store is limited to less than a chunk.
+        StoreError
+            When a store refuses; the index then stays where it is.
+        IndexLockedError
+            When another process is writing to the index.
+        """
+        with lock.writer_lock(self.path):
+            self._reload_codec()
+            target = open_store(store)
+            check_limit(target, self.config)
+            try:
+                needed = {ChunkKey(one) for one in kept_keys(self.path) | self.catalog.keys()}
+                report = copy_records(needed, self.store, target, on_progress)
+                own = f"file:{self.path / KV_FOLDER}"
+                url = "" if target.url == own else target.url
+                # Not what this object was opened with: that may be another store than recorded.
+                was_own = not self.config.store and self.store.url == own and url
+                self.config = replace(self.config, store=url)
+                self.config.save(self.path)
+            except BaseException:
+                target.close()
+                raise
+            source, self.store = self.store, target
+            num_removed = sum(map(source.delete, needed)) if was_own else 0
+            source.close()
+            return replace(report, store=without_password(report.store), num_removed=num_removed)
 
     def gc(self, *, delete_shared: bool = False) -> GcReport:
         """Remove records that no chunk needs, codec profiles that no record needs, and what killed

@@ -49,11 +49,11 @@ def measure_loading(
     tiers = store.tiers if isinstance(store, TieredStore) else (store,)
     costs: list[TierCost] = []
     for number, tier in reversed(list(enumerate(tiers))):
-        chunks = _spread(index, num_chunks)
+        chunks = spread(index, num_chunks)
         if number < len(tiers) - 1:
-            chunks = _held(index, tier, chunks) or _given(index, tier, chunks[: 2 * num_chunks])
-        with _reading_from(index, tier):
-            found = _measure_tier(index, chunks, num_chunks, say)
+            chunks = held(index, tier, chunks) or given(index, tier, chunks[: 2 * num_chunks])
+        with reading_from(index, tier):
+            found = measure_tier(index, chunks, num_chunks, say)
         if found is None and not costs:
             return None
         name = without_password(tier.url)
@@ -62,7 +62,7 @@ def measure_loading(
 
 
 @contextmanager
-def _reading_from(index: Index, tier: Store) -> Iterator[None]:
+def reading_from(index: Index, tier: Store) -> Iterator[None]:
     whole, index.store = index.store, tier
     try:
         yield
@@ -70,20 +70,20 @@ def _reading_from(index: Index, tier: Store) -> Iterator[None]:
         index.store = whole
 
 
-def _spread(index: Index, num_chunks: int) -> list[Chunk]:
+def spread(index: Index, num_chunks: int) -> list[Chunk]:
     """Return chunks from all over the index, enough for all prompts if it has so many."""
     ids: list[str] = []
     index.catalog.each_text(lambda chunk_id, _: ids.append(chunk_id))
     return index.get_chunks(ids[:: max(1, len(ids) // (_NUM_PROMPTS * num_chunks))])
 
 
-def _held(index: Index, tier: Store, chunks: Sequence[Chunk]) -> list[Chunk]:
+def held(index: Index, tier: Store, chunks: Sequence[Chunk]) -> list[Chunk]:
     with suppress(StoreError):
         return [chunk for chunk in chunks if tier.contains(index.key_of(chunk))]
     return []
 
 
-def _given(index: Index, tier: Store, chunks: Sequence[Chunk]) -> list[Chunk]:
+def given(index: Index, tier: Store, chunks: Sequence[Chunk]) -> list[Chunk]:
     """Copy chunks' records to a tier, as reading them often would; return those it has taken."""
     given = []
     for chunk in chunks:
@@ -96,7 +96,7 @@ def _given(index: Index, tier: Store, chunks: Sequence[Chunk]) -> list[Chunk]:
     return given
 
 
-def _measure_tier(
+def measure_tier(
     index: Index, chunks: Sequence[Chunk], num_chunks: int, say: Callable[[str], None]
 ) -> tuple[float, float] | None:
     """Return the seconds of a record and of a token, or None where nothing was delivered."""

@@ -1,0 +1,100 @@
+"""`kvrag place`: the cheapest store from which an index's KV comes in time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+from kvrag.errors import ParameterError
+
+if TYPE_CHECKING:
+    from kvrag.loading.placing import Placement
+
+
+def place(
+    index: o.IndexOption,
+    stores: Annotated[
+        str, typer.Option(metavar="URL|URL", help="The stores to choose from (quote them).")
+    ],
+    prices: Annotated[
+        Path | None,
+        typer.Option(
+            help="Table of what stores cost. Default: prices.toml of the index, written with "
+            "examples where it is missing.",
+            show_default=False,
+        ),
+    ] = None,
+    loss: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Share of quality that may be lost, as of 'auto'."),
+    ] = 0.01,
+    reads: Annotated[
+        float, typer.Option(min=0.0, help="How often a chunk is read in a month.")
+    ] = 30.0,
+    move: Annotated[
+        bool, typer.Option("--move", help="Move the index's KV there, and record it.")
+    ] = False,
+    model: o.ModelOption = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Choose the cheapest store whose loading hides behind what is computed again anyway.
+
+    Each store is measured; what computing costs is known from 'kvrag calibrate'.
+    """
+    from kvrag.bench.load.placing import place as choose
+    from kvrag.cli.opening import open_index
+    from kvrag.loading.price_list import EXAMPLES, FILE_NAME, read_prices
+
+    urls = stores.split("|")
+    if any(url.startswith("tiered:") for url in urls):
+        raise ParameterError("--stores: give the tiers themselves, with | between them")
+    with open_index(index, model) as opened:
+        path = prices or opened.path / FILE_NAME
+        if prices is None and not path.exists():
+            path.write_text(EXAMPLES, encoding="utf-8")
+            console.note(f"{path} holds example prices: edit them to yours")
+        table = read_prices(path)
+        moved = None
+        with console.err().status("measuring") as status:
+            found = choose(
+                opened, urls, table, str(path), loss=loss, reads=reads, say=status.update
+            )
+            if move:
+                moved = opened.move(
+                    urls[found.offers.index(found.chosen)],
+                    on_progress=lambda done, total: status.update(f"{done:,} of {total:,} records"),
+                )
+    if as_json:
+        console.print_json({**found.to_dict(), "moved": None if moved is None else moved.to_dict()})
+        return
+    _print(found)
+    if moved is not None:
+        size = console.format_bytes(moved.size_bytes)
+        lost = f", {moved.num_lost:,} could not be had" if moved.num_lost else ""
+        console.write(
+            f"moved: {moved.num_records:,} records ({size}), {moved.num_present:,} were there"
+            f"{lost}; 'kvrag calibrate' measures anew what loading costs\n"
+        )
+
+
+def _print(found: Placement) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("store", overflow="fold")
+    for name in ("load a chunk", "hidden", "a month"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for offer in found.offers:
+        table.add_row(
+            Text(console.harmless(offer.store)),
+            console.format_seconds(offer.load_seconds),
+            f"{offer.hidden_share:.0%}",
+            f"{offer.month:.3g}",
+        )
+    console.out().print(table)
+    console.write(console.harmless(f"{found.chosen.store}: {found.reason}\n"))

@@ -1,0 +1,141 @@
+"""What stores cost: a table that its reader edits."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kvrag.errors import ParameterError
+
+FILE_NAME = "prices.toml"
+
+EXAMPLES = """\
+# What stores cost, in one currency. THESE ARE EXAMPLES: rounded list prices, in US dollars, of
+# the kind that large providers publish for one region. Yours differ: edit them.
+#
+# A name is what a store's URL begins with; of several that fit, the longest counts.
+#   gb_month         keeping a gigabyte (10^9 bytes) for a month
+#   gb_read          reading a gigabyte: transfer, where it is charged
+#   thousand_reads   a thousand requests; a chunk takes one for its header and one for each layer
+
+["file:"]
+gb_month = 0.08
+
+["memory:"]
+gb_month = 3.0
+
+["redis:"]
+gb_month = 10.0
+
+["rediss:"]
+gb_month = 10.0
+
+["unix:"]
+gb_month = 10.0
+
+["s3:"]
+gb_month = 0.023
+thousand_reads = 0.0004
+
+["gs:"]
+gb_month = 0.020
+thousand_reads = 0.0004
+
+["az:"]
+gb_month = 0.018
+thousand_reads = 0.0005
+
+["http:"]
+gb_month = 0.08
+
+["https:"]
+gb_month = 0.08
+gb_read = 0.09
+"""
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a store costs, in one currency.
+
+    Attributes
+    ----------
+    gb_month
+        Keeping 10^9 bytes for a month.
+    gb_read
+        Reading 10^9 bytes.
+    thousand_reads
+        A thousand requests.
+    """
+
+    gb_month: float = 0.0
+    gb_read: float = 0.0
+    thousand_reads: float = 0.0
+
+    def month(self, size_bytes: int, num_requests: int, reads: float) -> float:
+        """Return what a month costs.
+
+        Parameters
+        ----------
+        size_bytes
+            Kept.
+        num_requests
+            That reading all of it once takes.
+        reads
+            How often all of it is read in a month.
+        """
+        size = size_bytes / 1e9
+        requests = num_requests * self.thousand_reads / 1000
+        return size * self.gb_month + reads * (size * self.gb_read + requests)
+
+
+def parse_prices(text: str, where: str) -> Mapping[str, Price]:
+    """Return a price table: beginnings of URLs to prices.
+
+    Raises
+    ------
+    ParameterError
+        When the text is no such table; `where` says what to call it.
+    """
+    known = [field.name for field in fields(Price)]
+    try:
+        table: dict[str, Any] = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ParameterError(f"{where}: not a table of prices: {error}") from error
+    prices = {}
+    for name, entries in table.items():
+        if not isinstance(entries, dict) or not entries or entries.keys() - set(known):
+            raise ParameterError(
+                f'{where}: expected ["{name}"] with some of {", ".join(known)}; found {entries!r}'
+            )
+        for what, price in entries.items():
+            is_number = isinstance(price, int | float) and not isinstance(price, bool)
+            if not is_number or not 0.0 <= price < math.inf:
+                raise ParameterError(
+                    f"{where}: {what} of {name!r} is 0 or more, and finite; found {price!r}"
+                )
+        prices[name] = Price(**entries)
+    return prices
+
+
+def read_prices(path: Path) -> Mapping[str, Price]:
+    """Return the price table in a file. Raises ParameterError as `parse_prices` does."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParameterError(f"{path}: the table of prices cannot be read: {error}") from error
+    return parse_prices(text, str(path))
+
+
+def price_of(url: str, prices: Mapping[str, Price], where: str) -> Price:
+    """Return what a store costs. Raises ParameterError when the table does not say."""
+    fitting = [name for name in prices if url.startswith(name)]
+    if not fitting:
+        raise ParameterError(
+            f"{where} has no price of {url}: give one under a name that it begins with"
+        )
+    return prices[max(fitting, key=len)]

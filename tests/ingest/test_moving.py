@@ -1,0 +1,97 @@
+"""An index's KV in another store: nothing lost, and nothing damaged taken along."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvrag.errors import ParameterError, StoreError
+from kvrag.ingest.index import Index
+from kvrag.store.file import FileStore
+from kvrag.store.registry import open_store
+from tests.ingest.conftest import stored_bytes
+
+
+@pytest.fixture
+def filled(index: Index, docs: Path) -> Index:
+    index.add([docs])
+    return index
+
+
+def test_records_go_to_another_folder_and_back(filled: Index, tmp_path: Path) -> None:
+    before = stored_bytes(filled)
+    seen: list[tuple[int, int]] = []
+    report = filled.move(
+        f"file:{tmp_path / 'elsewhere'}", on_progress=lambda *progress: seen.append(progress)
+    )
+    assert report.num_records == len(before) == report.num_removed
+    assert report.size_bytes == sum(map(len, before.values()))
+    assert seen == [(number, len(before)) for number in range(len(before))]
+    assert stored_bytes(filled) == before
+    assert list(FileStore(filled.path / "kv").keys()) == []
+    assert filled.is_store_shared
+
+    again = Index.open(filled.path, model=filled.model)
+    assert again.store.url == f"file:{tmp_path / 'elsewhere'}"
+    assert again.verify().ok
+    back = again.move(f"file:{filled.path / 'kv'}")
+    assert back.num_records == len(before)
+    assert back.num_removed == 0  # others may need what is elsewhere
+    assert not again.is_store_shared
+    assert stored_bytes(again) == before
+    again.close()
+
+
+def test_what_is_damaged_or_gone_stays_behind_and_is_told(filled: Index, tmp_path: Path) -> None:
+    first, second, *_ = sorted(filled.store.keys())
+    filled.store.replace(first, b"x" * 500)
+    filled.store.delete(second)
+    report = filled.move(f"file:{tmp_path / 'elsewhere'}")
+    assert report.num_lost == 2
+    assert not filled.store.contains(first)
+    assert filled.verify(repair=True).num_repaired == 2
+
+
+def test_a_move_that_was_broken_off_is_completed(
+    filled: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = stored_bytes(filled)
+    put = FileStore.put
+    left = [1]
+
+    def fail(store: FileStore, key, record: bytes) -> None:
+        if not left:
+            raise StoreError("the disk is full")
+        left.pop()
+        put(store, key, record)
+
+    url = f"file:{tmp_path / 'elsewhere'}"
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "put", fail)
+        with pytest.raises(StoreError, match="full"):
+            filled.move(url)
+    assert not filled.is_store_shared
+    assert stored_bytes(filled) == before
+    report = filled.move(url)
+    assert report.num_present == 1
+    assert report.num_records == len(before) - 1
+    assert stored_bytes(filled) == before
+
+
+def test_a_store_that_cannot_be_used(filled: Index, tmp_path: Path) -> None:
+    before = stored_bytes(filled)
+    with pytest.raises(ParameterError, match="holds no chunk"):
+        filled.move(f"file:{tmp_path / 'small'}?limit=100")
+    with pytest.raises(ParameterError, match="a store is"):
+        filled.move("nowhere")
+    assert stored_bytes(filled) == before
+    assert Index.open(filled.path, model=filled.model).store.url == f"file:{filled.path / 'kv'}"
+
+
+def test_into_tiers(filled: Index, tmp_path: Path) -> None:
+    before = stored_bytes(filled)
+    filled.move(f"tiered:file:{tmp_path / 'disk'}?limit=100MB|file:{tmp_path / 'home'}")
+    home = open_store(f"file:{tmp_path / 'home'}")
+    assert {key.digest for key, _ in home.sizes()} == set(before)
+    filled.close()
