@@ -50,8 +50,11 @@ def place(
     from kvrag.loading.price_list import EXAMPLES, FILE_NAME, read_prices
 
     urls = stores.split("|")
-    if any(url.startswith("tiered:") for url in urls):
-        raise ParameterError("--stores: give the tiers themselves, with | between them")
+    if any(not url or url.startswith(("tiered:", "memory:")) for url in urls):
+        raise ParameterError(
+            "--stores: give stores that last, not tiers of them, with | between them; memory may "
+            "be a tier before the one chosen"
+        )
     with open_index(index, model) as opened:
         path = prices or opened.path / FILE_NAME
         if prices is None and not path.exists():

@@ -19,7 +19,9 @@ from kvrag.ingest.contexts import context_limit
 from kvrag.ingest.embedding import Embedding
 from kvrag.store.base import Store
 from kvrag.store.limited import LimitedStore
+from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
+from kvrag.store.wrapper import innermost
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +59,16 @@ def check_limit(store: Store, config: IndexConfig) -> None:
                 f"{tier.url} holds no chunk of {config.chunk_tokens} tokens, which take about "
                 f"{needed:,} bytes; raise its limit, or choose fewer chunk_tokens or another codec"
             )
+
+
+def check_lasting(store: Store) -> None:
+    """Raise ParameterError when what is kept in a store is gone with the process."""
+    home = innermost(store.tiers[-1] if isinstance(store, TieredStore) else store)
+    if isinstance(home, MemoryStore):
+        raise ParameterError(
+            f"{store.url} is gone when the process ends: choose a store that lasts; memory may be a "
+            "tier before it"
+        )
 
 
 def check_device(device: str | None, model: KVModel | None = None) -> None:

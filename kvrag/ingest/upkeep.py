@@ -33,7 +33,7 @@ from kvrag.ingest.coding import (
 )
 from kvrag.ingest.config import IndexConfig, write_atomically
 from kvrag.ingest.maintenance import collect_garbage, verify_records
-from kvrag.ingest.making import KV_FOLDER, check_limit
+from kvrag.ingest.making import KV_FOLDER, check_lasting, check_limit
 from kvrag.ingest.moving import MoveReport, copy_records
 from kvrag.ingest.passages import kept_keys
 from kvrag.ingest.report import GcReport, IndexStats, RecodeReport, VerifyReport
@@ -346,7 +346,7 @@ class IndexUpkeep(ABC):
         Raises
         ------
         ParameterError
-            When the URL is wrong, or the store is limited to less than a chunk.
+            When the URL is wrong, or the store is limited to less than a chunk, or in memory.
         StoreError
             When a store refuses; the index then stays where it is.
         IndexLockedError
@@ -357,6 +357,7 @@ class IndexUpkeep(ABC):
             target = open_store(store)
             check_limit(target, self.config)
             try:
+                check_lasting(target)
                 needed = {ChunkKey(one) for one in kept_keys(self.path) | self.catalog.keys()}
                 report = copy_records(needed, self.store, target, on_progress)
                 own = f"file:{self.path / KV_FOLDER}"
@@ -369,7 +370,10 @@ class IndexUpkeep(ABC):
                 target.close()
                 raise
             source, self.store = self.store, target
-            num_removed = sum(map(source.delete, needed)) if was_own else 0
+            num_removed = 0
+            if was_own:
+                num_removed = sum(map(source.delete, needed))
+                source.collect_garbage()  # gives back their room
             source.close()
             return replace(report, store=without_password(report.store), num_removed=num_removed)
 

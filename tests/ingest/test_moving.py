@@ -30,6 +30,7 @@ def test_records_go_to_another_folder_and_back(filled: Index, tmp_path: Path) ->
     assert seen == [(number, len(before)) for number in range(len(before))]
     assert stored_bytes(filled) == before
     assert list(FileStore(filled.path / "kv").keys()) == []
+    assert list((filled.path / "kv").rglob("*.seg")) == []
     assert filled.is_store_shared
 
     again = Index.open(filled.path, model=filled.model)
@@ -85,6 +86,9 @@ def test_a_store_that_cannot_be_used(filled: Index, tmp_path: Path) -> None:
         filled.move(f"file:{tmp_path / 'small'}?limit=100")
     with pytest.raises(ParameterError, match="a store is"):
         filled.move("nowhere")
+    for url in ("memory:", f"tiered:file:{tmp_path / 'disk'}|memory:?limit=1GB"):
+        with pytest.raises(ParameterError, match="gone when the process ends"):
+            filled.move(url)
     assert stored_bytes(filled) == before
     assert Index.open(filled.path, model=filled.model).store.url == f"file:{filled.path / 'kv'}"
 
