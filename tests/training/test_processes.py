@@ -227,7 +227,7 @@ def test_the_command_line_trains_in_two_processes(tmp_path: Path) -> None:
     ("told", "message"),
     [
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "found one: launch several"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP 1, which it lacks: add --fsdp_version 2"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP 1, not served here: add --fsdp_version 2"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed, .* use --use_fsdp --fsdp_version 2"),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "--mixed_precision fp16.* --precision bfloat16"),
         (

@@ -52,11 +52,14 @@ def average_and_clip(
     replicated = [weight for weight in weights if not isinstance(weight, DTensor)]
     sharded = [weight for weight in weights if isinstance(weight, DTensor)]
     processes.average_gradients(replicated)
-    parts = [part for part in (replicated, sharded) if part]
+    # One by one where the scale is one tensor and gradients are in parts: no kernel takes both.
+    parts = [(part, foreach) for part, foreach in ((replicated, None), (sharded, False)) if part]
     norms = [
-        whole(nn.utils.get_total_norm([w.grad for w in part if w.grad is not None]))
-        for part in parts
+        whole(
+            nn.utils.get_total_norm([w.grad for w in part if w.grad is not None], foreach=foreach)
+        )
+        for part, foreach in parts
     ]
     norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
-    for part in parts:
-        nn.utils.clip_grads_with_norm_(part, max_norm, norm)
+    for part, foreach in parts:
+        nn.utils.clip_grads_with_norm_(part, max_norm, norm, foreach)

@@ -154,8 +154,8 @@ def _joined(device: str | None) -> Processes:
     if count == 1:
         if is_sharded:
             raise ParameterError(
-                "train links: FSDP shards a model over processes, found one: launch several with "
-                "--num_processes (on a machine without GPUs accelerate starts one: use torchrun)"
+                "train links: FSDP shares a model among processes, found one: launch several with "
+                "--num_processes"
             )
         return ALONE
     if device not in (None, "cpu"):
@@ -217,7 +217,7 @@ def _check_launch() -> None:
         ]
     for is_found, what, remedy in refused:
         if is_found:
-            raise ParameterError(f"train links: launched with {what}, which it lacks: {remedy}")
+            raise ParameterError(f"train links: launched with {what}, not served here: {remedy}")
 
 
 def _is_on(name: str, default: str = "false") -> bool:
