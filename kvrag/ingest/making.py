@@ -66,8 +66,8 @@ def check_lasting(store: Store) -> None:
     home = innermost(store.tiers[-1] if isinstance(store, TieredStore) else store)
     if isinstance(home, MemoryStore):
         raise ParameterError(
-            f"{store.url} is gone when the process ends: choose a store that lasts; memory may be a "
-            "tier before it"
+            f"{store.url} is gone when the process ends: choose a store that lasts; memory may be "
+            "a tier before it"
         )
 
 
