@@ -88,9 +88,10 @@ def ingest(
     compress: Annotated[
         str | None,
         typer.Option(
-            help="Store fewer rows of KV than a chunk has tokens: drop:RATE (leave out the tokens "
-            "that say least) or anchors:RATE (those of 'kvrag train anchors'), RATE the share "
-            f"left out, or none (new index: {_DEFAULT_COMPRESSION}).",
+            help="Store fewer rows of KV than a chunk has tokens: kvzip:RATE (each head keeps what "
+            "it needs to say the chunk again), drop:RATE (leave out the tokens that say least) or "
+            "anchors:RATE (those of 'kvrag train anchors'), RATE the share left out, or none (new "
+            f"index: {_DEFAULT_COMPRESSION}).",
             show_default=False,
         ),
     ] = None,

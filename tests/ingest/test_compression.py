@@ -31,7 +31,11 @@ QUESTION = "Question: who wrote the book?\nAnswer:"
 
 @pytest.fixture
 def dropped(make_index: MakeIndex) -> Index:
-    index = make_index(compression="drop:0.5")
+    return filled(make_index, "drop:0.5")
+
+
+def filled(make_index: MakeIndex, compression: str) -> Index:
+    index = make_index(compression=compression)
     index.add(DOCUMENTS)
     return index
 
@@ -133,9 +137,11 @@ def reference(index: Index, model: KVModel, order: tuple[int, ...]) -> torch.Ten
 
 
 @pytest.mark.parametrize("order", [(0,), (1, 0, 2), (2, 2)])
+@pytest.mark.parametrize("compression", ["drop:0.5", "kvzip:0.5"])
 def test_stored_rows_stand_side_by_side(
-    dropped: Index, model: KVModel, order: tuple[int, ...]
+    make_index: MakeIndex, model: KVModel, order: tuple[int, ...], compression: str
 ) -> None:
+    dropped = filled(make_index, compression)
     engine = KVEngine(dropped)
     prompt = prompt_of(*(PARTS[i] for i in order))
     fused = engine.fuse(prompt)
@@ -230,18 +236,19 @@ def test_nothing_is_computed_again_beside_compressed_chunks(dropped: Index) -> N
 def test_kv_of_different_compressions_never_mix(make_index: MakeIndex) -> None:
     indexes = [
         make_index(name, compression=name)
-        for name in ("none", "drop:0.5", "drop:0.75", "drop:0.25")
+        for name in ("none", "drop:0.5", "drop:0.75", "drop:0.25", "kvzip:0.5")
     ]
     for index in indexes:
         index.add(DOCUMENTS)
     for one, other in itertools.combinations(indexes, 2):
         assert not set(stored_bytes(one)) & set(stored_bytes(other))
     sizes = [index.stats().size_bytes for index in indexes]
-    assert sizes[0] > sizes[3] > sizes[1] > sizes[2]
+    assert sizes[0] > sizes[3] > sizes[1] == sizes[4] > sizes[2]
 
 
-def test_the_order_of_indexing_changes_no_byte(make_index: MakeIndex) -> None:
-    one, other = (make_index(name, compression="drop:0.5") for name in ("one", "other"))
+@pytest.mark.parametrize("compression", ["drop:0.5", "kvzip:0.5"])
+def test_the_order_of_indexing_changes_no_byte(make_index: MakeIndex, compression: str) -> None:
+    one, other = (make_index(name, compression=compression) for name in ("one", "other"))
     one.add(DOCUMENTS)
     for document in reversed(DOCUMENTS):
         other.add(document)
@@ -301,7 +308,7 @@ def test_an_index_from_before_compression_opens_as_uncompressed(
     "text", ["drop", "drop:", "drop:0", "drop:1", "drop:nan", "drop:2", "squeeze:0.5", "0.5", ""]
 )
 def test_unknown_compression_is_refused(make_index: MakeIndex, text: str, tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match="expected none, or drop or anchors"):
+    with pytest.raises(ParameterError, match="expected none, or one of kvzip, drop, anchors"):
         make_index(compression=text)
     index = make_index("sound")
     path = index.path / "index.json"

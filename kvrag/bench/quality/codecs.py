@@ -9,6 +9,8 @@ from kvrag.codec.fitting import fit_profile
 from kvrag.codec.presets import choose_codec
 from kvrag.codec.profile import Profile
 from kvrag.codec.registry import get_codec
+from kvrag.fusion.compression.encoding import Compressor
+from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.ingest.coding import spread_evenly
 from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
@@ -19,6 +21,7 @@ def fit_codecs(
     names: Sequence[str],
     texts: Sequence[str],
     on_progress: Callable[[str], None] = lambda _: None,
+    compression: str = NO_COMPRESSION,
 ) -> list[Codec]:
     """Return codecs by name, each once, their profiles fitted to a sample of texts.
 
@@ -30,6 +33,8 @@ def fit_codecs(
         What the model's KV is sampled on.
     on_progress
         Receives a line whenever there is something new to say.
+    compression
+        How the sample is stored as fewer rows: codecs are fitted to what they are given.
     """
     choices = {choice.label: choice for choice in map(choose_codec, names)}
     profiles: dict[str, Profile] = {}
@@ -40,7 +45,7 @@ def fit_codecs(
         if choice.config is not None:
             written = choice.config.to_json()
             if written not in profiles:
-                sample = sample or prefill_sample(model, texts, on_progress)
+                sample = sample or prefill_sample(model, texts, on_progress, compression)
                 on_progress(f"fitting codec {choice.label}")
                 profiles[written] = fit_profile(
                     choice.config, model.spec, model.fingerprint, sample
@@ -51,9 +56,14 @@ def fit_codecs(
 
 
 def prefill_sample(
-    model: KVModel, texts: Sequence[str], on_progress: Callable[[str], None] = lambda _: None
+    model: KVModel,
+    texts: Sequence[str],
+    on_progress: Callable[[str], None] = lambda _: None,
+    compression: str = NO_COMPRESSION,
 ) -> list[ChunkKV]:
     """Return the KV of texts spread evenly over `texts`, each computed behind the prefix alone."""
+    chosen_compression = parse_compression(compression)
+    compressor = None if chosen_compression is None else Compressor(model, chosen_compression)
     prefix = model.default_prefix_ids()
     encoded = model.tokenizer(list(dict.fromkeys(texts)), add_special_tokens=False)["input_ids"]
     chosen = spread_evenly([len(ids) for ids in encoded])
@@ -61,5 +71,8 @@ def prefill_sample(
     for done, number in enumerate(chosen):
         if done % 32 == 0:
             on_progress(f"computing chunk {done + 1:,} of {len(chosen):,} of the codecs' sample")
-        sample.append(model.prefill(prefix, [encoded[number]])[0])
+        if compressor is None:
+            sample += model.prefill(prefix, [encoded[number]])
+        else:
+            sample.append(compressor.encode(prefix, encoded[number]))
     return sample

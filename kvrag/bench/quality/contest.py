@@ -271,12 +271,16 @@ def judge_questions(
     )
     passages = [passage for question, _ in prompts for passage in question.passages]
     texts = [passage.text for passage in passages]
-    codecs = fit_codecs(model, options.codecs, _texts_to_fit(options, texts), say)
+    to_fit = _texts_to_fit(options, texts)
+    codecs = {
+        compression: fit_codecs(model, options.codecs, to_fit, say, compression)
+        for compression in dict.fromkeys(one.compression for one in entered)
+    }
     banks = {
         (context, compression): ChunkBank(
             model,
             passages,
-            codecs,
+            codecs[compression],
             lambda done, total: say(f"computing chunk {done:,} of {total:,}"),
             context,
             compression,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvrag.errors import UnsupportedModelError
 from kvrag.fusion.compression.anchors import Anchors, encode_anchors, find_anchors
 from kvrag.fusion.compression.dropping import drop_tokens
-from kvrag.fusion.compression.spec import ANCHORS, Compression, key_options
+from kvrag.fusion.compression.kvzip import keep_rebuilding
+from kvrag.fusion.compression.spec import ANCHORS, KVZIP, Compression, key_options
 from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
 
@@ -25,6 +27,8 @@ class Compressor:
 
     Raises
     ------
+    UnsupportedModelError
+        When the model's KV holds for the positions alone that it was computed at.
     AnchorsError
         When anchors are wanted and there are none, or they are of another model or other rates.
     """
@@ -32,6 +36,11 @@ class Compressor:
     def __init__(
         self, model: KVModel, compression: Compression, anchors: Anchors | None = None
     ) -> None:
+        if model.is_position_bound:
+            raise UnsupportedModelError(
+                f"{model.name} learned its positions, so rows of a chunk cannot move together; "
+                "store its chunks uncompressed"
+            )
         self._model = model
         self.compression = compression
         self._anchors: Anchors | None = None
@@ -52,5 +61,6 @@ class Compressor:
     def encode(self, prefix_ids: Sequence[int], token_ids: Sequence[int]) -> ChunkKV:
         """Return the position-free KV of the rows that stand for a chunk."""
         if self._anchors is None:
-            return drop_tokens(self._model, prefix_ids, token_ids, self.compression)
+            keep = keep_rebuilding if self.compression.kind == KVZIP else drop_tokens
+            return keep(self._model, prefix_ids, token_ids, self.compression)
         return encode_anchors(self._model, prefix_ids, token_ids, self.compression, self._anchors)

@@ -1,4 +1,4 @@
-"""How chunks are compressed at ingestion, by name: ``drop:0.5``, ``anchors:0.75``, ``none``."""
+"""How chunks are compressed at ingestion, by name: ``kvzip:0.5``, ``anchors:0.75``, ``none``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ DROP = "drop"
 """The tokens that say most are kept (LLMLingua's family; KVLink §2.4, option 1)."""
 ANCHORS = "anchors"
 """Trained tokens stand for blocks of the chunk (improved ANLLMs; KVLink §2.4, option 2)."""
-KINDS = (DROP, ANCHORS)
+KVZIP = "kvzip"
+"""Each head keeps the keys that it needs most to say the chunk again (KVzip)."""
+KINDS = (KVZIP, DROP, ANCHORS)
 
 BLOCK_TOKENS = 100
 """Tokens of a block that has anchors of its own (KVLink §2.4: s = 100)."""
@@ -44,9 +46,9 @@ class Compression:
     def num_rows(self, num_tokens: int) -> int:
         """Return the rows stored of a chunk of so many tokens, at least 1.
 
-        Rounded up: for the whole chunk where tokens are dropped, for each block with anchors.
+        Rounded up: for each block with anchors, else for the whole chunk.
         """
-        if self.kind == DROP:
+        if self.kind != ANCHORS:
             return self._rows_of(num_tokens)
         full, rest = divmod(num_tokens, BLOCK_TOKENS)
         return full * self._rows_of(BLOCK_TOKENS) + (self._rows_of(rest) if rest else 0)
@@ -68,7 +70,7 @@ class Compression:
 
 
 def parse_compression(text: str) -> Compression | None:
-    """Return what ``"drop:0.5"`` or ``"anchors:0.75"`` names, or None for ``"none"``.
+    """Return what ``"kvzip:0.5"`` or ``"anchors:0.75"`` names, or None for ``"none"``.
 
     Raises
     ------
@@ -84,8 +86,8 @@ def parse_compression(text: str) -> Compression | None:
         rate = math.nan
     if kind not in KINDS or not colon or not 0.0 < rate < 1.0:
         raise ParameterError(
-            f"compression {text!r}: expected {NO_COMPRESSION}, or {' or '.join(KINDS)} with the "
-            f"share of rows that is not stored, above 0 and below 1, as in '{DROP}:0.5'"
+            f"compression {text!r}: expected {NO_COMPRESSION}, or one of {', '.join(KINDS)} with "
+            f"the share of rows that is not stored, above 0 and below 1, as in '{KVZIP}:0.5'"
         )
     return Compression(kind, rate)
 

@@ -1,0 +1,206 @@
+"""KVzip: each head keeps the KV that the model needs most to say the chunk again.
+
+Source: KVzip (Kim et al., arXiv 2505.23416) §3: the model is asked to repeat the text that it has
+read; the most that any of the repeated tokens takes of a key in attention is the key's score. What
+rebuilds the text serves any question about it, so nothing of a question has to be known when a
+chunk is stored. Long chunks are repeated in parts (§3.4).
+
+Deviations: every head keeps equally many keys, so that a record stays an array; the paper spreads
+one budget over heads and layers. No row is kept for being first: the attention sink is the shared
+prefix, whose rows are not stored. Rows stand side by side in a prompt
+(`kvrag.fusion.compression.compacting`): they are as many as are stored, and each head has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvrag.errors import ParameterError
+from kvrag.fusion.compression.spec import Compression
+from kvrag.kvcache import ChunkKV, FusedKV
+from kvrag.models.attention import AttentionObserver, RowMask
+from kvrag.models.kv_model import KVModel
+from kvrag.positions.rotary import RotaryTable
+
+_REQUEST = "\n\nRepeat the previous context exactly."
+_REQUEST_PART = "\n\nRepeat the part of the previous context exactly, starting with"
+# Tokens repeated at a time, and those of the part before it that the request names (§3.4).
+_PART_TOKENS = 2048
+_NAMED_TOKENS = 8
+
+
+def keep_rebuilding(
+    model: KVModel,
+    prefix_ids: Sequence[int],
+    token_ids: Sequence[int],
+    compression: Compression,
+) -> ChunkKV:
+    """Return the position-free KV of a chunk that each head needs most to say it again.
+
+    Parameters
+    ----------
+    prefix_ids
+        Token ids in front of the chunk, whose KV is not kept.
+    token_ids
+        T >= 1 of them.
+    compression
+        How many rows are kept.
+
+    Returns
+    -------
+    ChunkKV
+        ``[L, H, n, D]``: of each layer and head n of the chunk's rows, in their order.
+
+    Raises
+    ------
+    ParameterError
+        When the model's context has no room to say any of the chunk again behind it.
+    """
+    whole, scores = score_by_repeating(model, prefix_ids, token_ids)
+    return keep_highest(whole, scores, compression.num_rows(len(token_ids)))
+
+
+def keep_highest(whole: ChunkKV, scores: torch.Tensor, num_rows: int) -> ChunkKV:
+    """Return for each layer and head the `num_rows` rows of highest score ``[L, H, T]``, in their
+    order; of equals the last, which a sliding window shows longest.
+    """
+    ascending = scores.sort(dim=-1, stable=True).indices
+    kept = (
+        ascending[..., -num_rows:]
+        .sort(dim=-1)
+        .values[..., None]
+        .expand(-1, -1, -1, whole.keys.shape[-1])
+    )
+    return ChunkKV(whole.keys.gather(2, kept), whole.values.gather(2, kept))
+
+
+@torch.no_grad()
+def score_by_repeating(
+    model: KVModel, prefix_ids: Sequence[int], token_ids: Sequence[int]
+) -> tuple[ChunkKV, torch.Tensor]:
+    """Return a chunk's position-free KV, and ``[L, H, T]`` float32, the most that any token takes
+    of each key while the model says the chunk again.
+
+    Query heads that share a key head count with the one that takes most. Memory grows with the
+    chunk, never with its square.
+    """
+    num_before, num_tokens = len(prefix_ids), len(token_ids)
+    first = num_before + num_tokens
+    parts = list(_parts(model, token_ids, model.max_positions - first))
+    capacity = first + max(len(part.asked_ids) for part in parts)
+    spec = model.spec
+    fused = FusedKV(spec, first, capacity, model.device)
+    tables = model.tables(capacity)
+    shape = (spec.num_layers, spec.num_kv_heads, num_tokens)
+    scores = torch.zeros(shape, device=model.device)
+    with model.computing_rows():
+        _compute(model, [*prefix_ids, *token_ids], 0, fused, tables)
+        for part in parts:
+            span = range(num_before + part.start, num_before + part.end)
+            taken = [_Taken(layer, range(num_before, first), span) for layer in scores]
+            _compute(model, part.asked_ids, first, fused, tables, taken)
+    keys = torch.empty((*shape, spec.head_dim), dtype=spec.dtype, device=model.device)
+    rows = slice(num_before, first)
+    for layer_index, table in enumerate(tables):
+        table.strip(fused.keys[layer_index][0, :, rows], rows, keys[layer_index])
+    values = torch.stack([layer[0, :, rows] for layer in fused.values])
+    return ChunkKV(keys.cpu(), values.cpu()), scores.cpu()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens of a chunk that are said again in one go, and what is computed for it."""
+
+    start: int
+    end: int
+    asked_ids: list[int]
+
+
+class _Taken:
+    """Keeps the most that any row takes of each key of a part, in one layer.
+
+    An observer of `KVModel.forward_rows`. What a row takes of the chunk's other parts does not
+    count: it is as if they were not there (§3.4).
+
+    Parameters
+    ----------
+    scores
+        ``[H, T]`` of the chunk, raised to what is seen.
+    chunk, part
+        Their positions.
+    """
+
+    def __init__(self, scores: torch.Tensor, chunk: range, part: range) -> None:
+        self._scores = scores
+        self._chunk = chunk
+        self._part = part
+        self._mask: RowMask | None = None
+        self._head = 0
+
+    def __call__(
+        self,
+        mask: RowMask,
+        rows: slice,
+        weights: torch.Tensor,
+        value: torch.Tensor,  # noqa: ARG002
+    ) -> None:
+        # Of a block of rows, heads come one after the other, each from its first row on.
+        if mask is not self._mask:
+            self._mask, self._head = mask, -1
+        self._head += rows.start == 0
+        # A sliding window shows the last keys only; of those before it nothing is taken.
+        begin, start, end, stop = (
+            max(0, edge - mask.first_key)
+            for edge in (self._chunk.start, self._part.start, self._part.stop, self._chunk.stop)
+        )
+        taken = weights[..., start:end]
+        # Summed up, not taken off 1: next to nothing may go to this part.
+        shares = (weights[..., :begin], taken, weights[..., stop:])
+        total = torch.stack([share.sum(-1) for share in shares]).sum(0)
+        taken = taken / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None]
+        first = mask.first_key - self._chunk.start
+        scores = self._scores[self._head, first + start : first + end]
+        torch.maximum(scores, taken.amax((0, 1)), out=scores)
+
+
+def _compute(
+    model: KVModel,
+    token_ids: Sequence[int],
+    start: int,
+    fused: FusedKV,
+    tables: Sequence[RotaryTable],
+    observers: Sequence[AttentionObserver | None] | None = None,
+) -> None:
+    """Compute tokens at positions from `start` on, behind those that the buffer holds."""
+    rows = torch.arange(start, start + len(token_ids), device=model.device)
+    hidden = model.embed(torch.tensor(token_ids, device=model.device), rows)
+    for layer_index, table in enumerate(tables):
+        observer = None if observers is None else observers[layer_index]
+        model.forward_rows(layer_index, hidden, rows, fused, table, observer=observer)
+
+
+def _parts(model: KVModel, token_ids: Sequence[int], room: int) -> Iterator[_Part]:
+    """Yield the parts of a chunk, as long as there is `room` for behind it."""
+
+    def tokenised(text: str) -> list[int]:
+        return list(model.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    line_end = tokenised("\n")
+    request = [*tokenised(_REQUEST), *line_end]
+    further = tokenised(_REQUEST_PART)
+    most = max(len(request), len(further) + _NAMED_TOKENS + len(line_end))
+    length = min(_PART_TOKENS, room - most)
+    if length < 1:
+        raise ParameterError(
+            f"compression kvzip: a chunk of {len(token_ids)} tokens leaves {room} of the "
+            f"{model.max_positions} positions of {model.name} to say it again; choose smaller "
+            "chunks (chunk_tokens), about half of the model's context"
+        )
+    for begin in range(0, len(token_ids), length):
+        if begin:
+            request = [*further, *token_ids[max(0, begin - _NAMED_TOKENS) : begin], *line_end]
+        again = token_ids[begin : begin + length]
+        yield _Part(begin, begin + len(again), [*request, *again])
