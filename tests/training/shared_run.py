@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvrag.bench.quality.questions import JudgedQuestion
+from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
 from kvrag.training.links.data import FileSource
 from kvrag.training.links.processes import ALONE, Processes, launched
@@ -79,13 +80,20 @@ def train(out: Path, case: dict[str, Any], processes: Processes = ALONE) -> dict
 
 
 def main(plan: Path) -> None:
-    """Train all cases of a plan; those named ``leave`` are where one process dies."""
+    """Train all cases of a plan: ``leave`` names the process that dies there, and where a case
+    ``differs`` each has a run of its own in mind.
+    """
     torch.set_num_threads(1)
     with launched(None) as processes:
         for name, case in json.loads(plan.read_text()).items():
             if case.pop("leave", None) == processes.index:
                 os._exit(3)
-            found = train(plan.parent / case.pop("out", name), case, processes)
+            if case.pop("differs", False):
+                case["seed"] = processes.index
+            try:
+                found = train(plan.parent / name, case, processes)
+            except ParameterError as error:
+                found = {"refused": str(error)}
             (plan.parent / f"{name}-{processes.index}.json").write_text(json.dumps(found))
 
 

@@ -105,6 +105,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         plan[f"resumed-{way}"] = {"sharded": way == "sharded"}
     plan["begun-sharded"] = {"sharded": True, "stop": STOPPED}
     plan["bfloat16"] = {"sharded": True, "precision": "bfloat16"}
+    plan["unlike"] = {"differs": True}
     plan["left"] = {"sharded": True, "leave": 1}
     path = together / "plan.json"
     path.write_text(json.dumps(plan))
@@ -173,6 +174,12 @@ def test_a_shared_model_learns_in_bfloat16(runs: Runs) -> None:
     assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {
         torch.float32
     }
+
+
+def test_processes_that_do_not_agree_are_told_so(runs: Runs) -> None:
+    first, second = (one["refused"] for one in runs.told("unlike"))
+    assert "do not agree (another one says in what)" in first
+    assert "do not agree (seed 1, there 0)" in second
 
 
 def test_a_process_that_dies_ends_the_other(runs: Runs) -> None:
