@@ -115,13 +115,14 @@ def _print(part: str, rows: Sequence[Any]) -> None:
             for row in rows
         ]
     elif part == "steady":
-        columns = ("queries", "hits", "first 100", "last 100", "memory", "growth")
+        columns = ("queries", "hits", "first 100", "last 100", "drift", "memory", "growth")
         cells = [
             (
                 str(row.num_queries),
                 f"{row.hit_rate:.1%}",
                 seconds(row.first_seconds),
                 seconds(row.last_seconds),
+                f"{row.drift:+.1%}",
                 f"{row.resident_bytes / 1e9:.2f} GB",
                 f"{row.growth:+.1%}",
             )

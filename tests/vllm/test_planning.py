@@ -274,7 +274,7 @@ def test_the_command_that_serves(served: Index, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(versions, "installed_version", lambda: versions.TESTED_VERSIONS[0])
     settings = ConnectorSettings(str(served.path))
     command = serve_command(settings, host="::1", port=99, more=["--api-key", "k"])
-    assert command[1:4] == ["-m", "vllm.entrypoints.cli.main", "serve"]
+    assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     assert command[-2:] == ["--api-key", "k"]
     assert "--port=99" in command
     monkeypatch.setattr(versions, "installed_version", lambda: "0.11.0")

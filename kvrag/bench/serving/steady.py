@@ -27,6 +27,9 @@ class SteadyRow:
         from the store.
     first_seconds, last_seconds
         Median time to first token of the first 100 queries behind that pass, and of the last 100.
+    drift
+        By which share the last 100 took longer than the first 100, each query's time taken over
+        that of a short prompt which vLLM computed right behind it: machines drift as well.
     resident_bytes, growth
         Resident memory at the end, and by which share it grew since the first 200 queries.
     """
@@ -35,6 +38,7 @@ class SteadyRow:
     hit_rate: float
     first_seconds: float
     last_seconds: float
+    drift: float
     resident_bytes: int
     growth: float
 
@@ -51,6 +55,7 @@ def measure_steady(
     # The caches fill first, the engine's own among them: what they take is given, not growth.
     first = options.num_documents
     seconds: list[float] = []
+    relative: list[float] = []
     num_hits = num_wanted = 0
     warm_bytes = 0
     for number, order in enumerate(orders):
@@ -58,6 +63,8 @@ def measure_steady(
         prompt = served.prompt([texts[document] for document in order], number)
         answer = served.ask(prompt, "none", is_fresh=False)
         seconds.append(answer.ttft_seconds)
+        beside = served.ask(served.prompt([], 10_000 + number), None, is_fresh=False)
+        relative.append(answer.ttft_seconds / beside.ttft_seconds)
         if number >= first:
             num_hits += min(
                 answer.usage.cached_tokens, options.documents_each * options.document_tokens
@@ -66,11 +73,13 @@ def measure_steady(
         if number == 2 * _SAMPLE:
             warm_bytes = resident_bytes()
     last_bytes = resident_bytes()
+    early, late = slice(first, first + _SAMPLE), slice(-_SAMPLE, None)
     return SteadyRow(
         num_queries=options.steady_queries,
         hit_rate=num_hits / num_wanted,
-        first_seconds=median(seconds[first : first + _SAMPLE]),
-        last_seconds=median(seconds[-_SAMPLE:]),
+        first_seconds=median(seconds[early]),
+        last_seconds=median(seconds[late]),
+        drift=median(relative[late]) / median(relative[early]) - 1.0,
         resident_bytes=last_bytes,
         growth=last_bytes / warm_bytes - 1.0,
     )

@@ -71,9 +71,9 @@ def serve_command(
     return [
         sys.executable,
         "-m",
-        "vllm.entrypoints.cli.main",
-        "serve",
-        options["model"],
+        # What "vllm serve" runs; builds of vLLM for CPUs come without a working "vllm".
+        "vllm.entrypoints.openai.api_server",
+        f"--model={options['model']}",
         f"--dtype={options['dtype']}",
         f"--worker-cls={options['worker_cls']}",
         f"--kv-transfer-config={json.dumps(options['kv_transfer_config'])}",
