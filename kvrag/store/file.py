@@ -143,9 +143,15 @@ class FileStore(CountedStore):
         # A power cut may bring the record back: it is as good as it was.
         with self._index.writing("delete from", is_durable=False) as writer:
             was_packed = writer.remove(key)
-            emptied = self._drop_if_empty(writer, place.segment)
-        if emptied:
-            self._segments.remove(place.segment)
+            is_last = self._is_done_with(writer, place.segment)
+        if is_last:
+            # Not so the record's bytes: what has been deleted is to stay so when they go.
+            with self._index.writing("delete from") as writer:
+                is_last = self._is_done_with(writer, place.segment)
+                if is_last:
+                    writer.drop_segment(place.segment)
+            if is_last:
+                self._segments.remove(place.segment)
         return was_packed or was_loose
 
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
@@ -247,12 +253,9 @@ class FileStore(CountedStore):
         for (key, _), place in zip(records, places, strict=True):
             writer.set(key, place)
 
-    def _drop_if_empty(self, writer: IndexWriter, segment: int) -> bool:
-        """Forget a segment that is full and holds no record any more."""
-        if segment == writer.last_segment()[0] or not writer.is_empty(segment):
-            return False
-        writer.drop_segment(segment)
-        return True
+    def _is_done_with(self, writer: IndexWriter, segment: int) -> bool:
+        """Say whether a segment is full and holds no record any more."""
+        return segment != writer.last_segment()[0] and writer.is_empty(segment)
 
     def _open_packed(self, key: ChunkKey) -> FileRecord | None:
         for _ in range(_MAX_TRIES):

@@ -111,6 +111,14 @@ class Outbox:
             )
             return done.rowcount > 0
 
+    def contains(self, key: ChunkKey) -> bool:
+        """Say whether a record is listed."""
+        if not self._path.exists():
+            return False
+        with self._using() as connection:
+            query = "SELECT 1 FROM pending WHERE key = ?"
+            return connection.execute(query, (key.digest,)).fetchone() is not None
+
     def after(self, number: int) -> Entry | None:
         """Return the oldest entry with a higher number, if there is one."""
         if not self._path.exists():

@@ -73,16 +73,20 @@ class Uploader:
             When neither store takes it.
         """
         # Listed first: a record that is not listed would never be uploaded.
-        if self._outbox.add(key, replaces=is_replacing):
-            self._pin(key)
+        self._list(key, is_replacing)
         try:
             write_to(self._disk, key, record, is_replacing)
         except StoreError:
             try:
                 write_to(self._home, key, record, is_replacing)
+                if is_replacing:
+                    self._disk.delete(key)  # the old one would be found before the new one
             finally:
                 self.forget(key)
             return
+        if not self._outbox.contains(key):
+            # Uploaded already, or taken for one that will never come: by a clock that jumped.
+            self._list(key, is_replacing)
         with self._wake:
             self._version += 1
             self._is_idle = False
@@ -169,6 +173,10 @@ class Uploader:
             elif entry.age_seconds < _ABANDONED_SECONDS:
                 return  # it is being written, or its writer was killed before it was
         self.forget(entry.key, entry.number)
+
+    def _list(self, key: ChunkKey, replaces: bool) -> None:
+        if self._outbox.add(key, replaces=replaces):
+            self._pin(key)
 
     def _pin(self, *keys: ChunkKey) -> None:
         if isinstance(self._disk, LimitedStore):

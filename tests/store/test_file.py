@@ -447,3 +447,30 @@ def test_processes_share_a_folder(folder: Path) -> None:
         assert stored(store, key) == record_of(key, 30_000)
     store.collect_garbage(0.0)
     assert len(files_under(folder)) < 5
+
+
+def test_a_segment_is_removed_only_behind_a_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut may bring deleted records back; their bytes must then be there as well."""
+    store = FileStore(tmp_path, segment_bytes=1000)
+    for number in range(4):
+        store.put(key_number(number), record_of(key_number(number)))
+    flushes: list[bool] = []
+    writing, remove = store._index.writing, store._segments.remove
+
+    def note(action: str = "write", *, is_durable: bool = True) -> object:
+        flushes.append(is_durable)
+        return writing(action, is_durable=is_durable)
+
+    def removed(segment: int) -> None:
+        assert flushes[-1]
+        remove(segment)
+
+    monkeypatch.setattr(store._index, "writing", note)
+    monkeypatch.setattr(store._segments, "remove", removed)
+    num_before = len(list(tmp_path.rglob("*.seg")))
+    for number in range(3):
+        assert store.delete(key_number(number))
+    assert len(list(tmp_path.rglob("*.seg"))) < num_before
+    assert stored(store, key_number(3)) == record_of(key_number(3))

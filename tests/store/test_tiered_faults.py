@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from kvrag.errors import RecordError, StoreError
 from kvrag.store.base import StoredRecord
 from kvrag.store.encrypted import EncryptedStore
 from kvrag.store.file import FileStore
+from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper, read_whole
@@ -199,3 +201,37 @@ def test_a_copy_on_its_way_does_not_bring_back_what_was_deleted(
     deleting.join(20)
     store.close()
     assert not FileStore(tmp_path).contains(KEY)
+
+
+def test_a_replacement_that_the_disk_has_no_room_for_leaves_no_old_one_there(
+    tmp_path: Path, home: Home
+) -> None:
+    disk = LimitedStore(FileStore(tmp_path), 3000)
+    store = TieredStore([disk, home], outbox_folder=tmp_path, check=check)
+    store.put(KEY, record_of(KEY))
+    assert store.flush(20)
+    store.replace(KEY, record_of(KEY, 5000))
+    assert stored(store, KEY) == record_of(KEY, 5000)
+    store.close()
+
+
+def test_a_clock_that_jumps_loses_no_upload(
+    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is listed and not yet written looks as if its writer had died hours ago."""
+    disk = FileStore(tmp_path)
+    store = TieredStore([disk, home], outbox_folder=tmp_path, check=check)
+    put = disk.put
+
+    def put_after_a_jump(key: ChunkKey, record: bytes) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: clock() + 86_400)
+            store.flush(20)
+        put(key, record)
+
+    clock = time.time
+    monkeypatch.setattr(disk, "put", put_after_a_jump)
+    store.put(KEY, record_of(KEY))
+    assert store.flush(20)
+    assert home.contains(KEY)
+    store.close()
