@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvrag.errors import EngineError
 from kvrag.llms.vllm.settings import PARAMS
 from kvrag.llms.vllm.transports import EngineRequest, Piece
+
+_FOLLOW_SECONDS = 0.01
+"""How long a request waits for its output before it tries to take the next step itself."""
 
 
 class InProcess:
@@ -31,13 +35,15 @@ class InProcess:
     def __init__(self, llm: Any) -> None:
         self._engine = llm.llm_engine
         self._stepping = threading.Lock()
+        self._knocking_lock = threading.Lock()
+        self._num_knocking = 0
         self._outputs: dict[str, queue.SimpleQueue[Any]] = {}
         self._numbers = itertools.count()
         self.num_cached = 0
 
     def forget(self) -> None:
         """Empty the engine's own prefix cache. Raises EngineError while requests are under way."""
-        with self._stepping:
+        with self._at_the_door():
             if not self._engine.reset_prefix_cache():
                 raise EngineError("vLLM keeps its prefix cache while requests are under way")
 
@@ -55,11 +61,11 @@ class InProcess:
         mine = self._outputs[name] = queue.SimpleQueue()
         is_done = False
         try:
-            with self._stepping:
+            with self._at_the_door():
                 try:
                     prompt = {"prompt_token_ids": list(request.token_ids)}
                     self._engine.add_request(name, prompt, params)
-                except ValueError as error:  # vLLM's own for what a request may not be
+                except Exception as error:  # of several kinds, as the request is wrong
                     is_done = True
                     raise EngineError(f"vLLM refuses the request: {error}") from error
             while not is_done:
@@ -71,22 +77,46 @@ class InProcess:
         finally:
             del self._outputs[name]
             if not is_done:
-                with self._stepping:
+                with self._at_the_door():
                     self._engine.abort_request([name])
 
-    def _next(self, mine: queue.SimpleQueue[Any]) -> Any:
-        """Return the next output of one request, taking steps for all while there is none."""
-        while True:
-            # Whoever had the lock before may have left something.
+    @contextmanager
+    def _at_the_door(self) -> Iterator[None]:
+        """Hold the engine between two steps; whoever takes steps lets this one in first."""
+        with self._knocking_lock:
+            self._num_knocking += 1
+        try:
             with self._stepping:
+                yield
+        finally:
+            with self._knocking_lock:
+                self._num_knocking -= 1
+
+    def _next(self, mine: queue.SimpleQueue[Any]) -> Any:
+        """Return the next output of one request; one of those who wait takes steps for all."""
+        while True:
+            try:
+                return mine.get_nowait()
+            except queue.Empty:
+                pass
+            if self._num_knocking or not self._stepping.acquire(blocking=False):
+                # Somebody else is at it, or wants to be: what is ours comes through the queue.
                 try:
-                    return mine.get_nowait()
+                    return mine.get(timeout=_FOLLOW_SECONDS)
                 except queue.Empty:
-                    pass
-                for output in self._engine.step():
-                    waiting = self._outputs.get(output.request_id)
-                    if waiting is not None:
-                        waiting.put(output)
+                    continue
+            try:
+                # What the one before left may have come in between.
+                if mine.empty():
+                    self._step()
+            finally:
+                self._stepping.release()
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            waiting = self._outputs.get(output.request_id)
+            if waiting is not None:
+                waiting.put(output)
 
 
 def _piece(output: Any) -> Piece:
