@@ -16,7 +16,7 @@ STAMP := $(VENV)/.kvrag-installed
 NATIVE := CMakeLists.txt $(wildcard cuda/include/kvrag/*.h cuda/host/*.h cuda/host/*.cpp)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-vllm check format install clean sanitize train-tiny
+.PHONY: help demo test install-vllm test-vllm check format install clean sanitize train-tiny
 
 help:
 	@echo "make demo     index a few text files and answer questions about them"
@@ -34,12 +34,15 @@ demo: $(STAMP)
 test: check
 	$(BIN)/pytest
 
-# vLLM pins a torch of its own. The script ends with 75 where the machine cannot have the wheel.
+# vLLM pins a torch of its own.
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.kvrag-installed
 
+install-vllm: $(VLLM_STAMP)
+
+# Its warnings are its own: only those of ours count as errors, in `make test`.
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest -W default tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest -W ignore -q tests/vllm
 
 $(VLLM_STAMP): tests/vllm/install.sh pyproject.toml $(NATIVE)
 	@echo "kvrag: installing vLLM into $(VLLM_VENV) (once; some minutes, 2.5 GB)"

