@@ -49,9 +49,9 @@ def check_settings(codec: str, chunk_tokens: int, tenant_salt: bytes) -> None:
 
 
 def check_limit(store: Store, config: IndexConfig) -> None:
-    """Close a store and raise ParameterError when it is limited to less than one chunk."""
+    """Close a store and raise ParameterError when a tier of it is limited to less than a chunk."""
     needed = config.chunk_tokens * expected_bytes_per_token(choose_codec(config.codec), config.spec)
-    tiers = store.tiers[-1:] if isinstance(store, TieredStore) else (store,)
+    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
     for tier in tiers:
         if isinstance(tier, LimitedStore) and tier.limit_bytes < needed:
             store.close()

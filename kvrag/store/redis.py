@@ -171,6 +171,10 @@ class RedisStore(CountedStore):
         }
         try:
             parts = urlsplit(url)
+            database = parts.path.strip("/")
+            if parts.scheme != "unix" and database and not database.isdecimal():
+                # The library would take the first one instead.
+                raise ValueError(f"{database!r} is no number of a database")
             if not parts.password and PASSWORD_VARIABLE in os.environ:
                 options["password"] = os.environ[PASSWORD_VARIABLE]
             pool = self._redis.BlockingConnectionPool.from_url(url, **options)

@@ -105,6 +105,7 @@ def _open_tiers(urls: list[str], must_answer: bool) -> Store:
     try:
         for url in urls:
             tiers.append(open_store(url, must_answer=must_answer))
+            _require_another(tiers)
         disk = innermost(tiers[-2])
         folder = Path(disk.url.removeprefix("file:")) if isinstance(disk, FileStore) else None
         return TieredStore(tiers, outbox_folder=folder)
@@ -112,6 +113,15 @@ def _open_tiers(urls: list[str], must_answer: bool) -> Store:
         for tier in tiers:
             tier.close()
         raise
+
+
+def _require_another(tiers: list[Store]) -> None:
+    """Raise ParameterError when the last tier is one of those before it: a copy would be none."""
+    *others, last = (innermost(tier) for tier in tiers)
+    place = last.url.partition("?")[0]
+    for other in others:
+        if not isinstance(last, MemoryStore) and other.url.partition("?")[0] == place:
+            raise ParameterError(f"{place} is two of the tiers: name each store once")
 
 
 def _remote(
@@ -158,6 +168,8 @@ def _parse(
     for name, value in pairs:
         if name not in known:
             raise ParameterError(f"{place} has no option {name!r}; it has {', '.join(known)}")
+        if name in options:
+            raise ParameterError(f"{place}: {name} is given twice")
         try:
             options[name] = known[name](value)
         except ValueError as error:
