@@ -29,6 +29,7 @@ class Settings:
     policy: str
     ratio: float | None = None
     boundary_tokens: int | None = None
+    eviction: str | None = None
     links: str | None = None
     temperature: float = 0.0
     seed: int | None = None
@@ -98,6 +99,7 @@ def make_engine(index: Index, settings: Settings) -> KVEngine:
         policy=settings.policy,
         ratio=settings.ratio,
         boundary_tokens=settings.boundary_tokens,
+        eviction=settings.eviction,
         links=settings.links,
         max_tokens=settings.max_tokens,
         ttft=settings.ttft,

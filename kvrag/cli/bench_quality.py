@@ -47,6 +47,14 @@ def bench_quality(
             "(as in 'kvrag ingest'). Compressed ones are judged with policy none."
         ),
     ] = "none",
+    eviction: Annotated[
+        str,
+        typer.Option(
+            help="What to forget while answers are written, with commas: none, corm, streaming, "
+            "h2o, snapkv, parameters behind colons (as in 'kvrag query'). With none among them "
+            "the others are also compared with it."
+        ),
+    ] = "none",
     links: Annotated[
         str | None,
         typer.Option(
@@ -84,9 +92,12 @@ def bench_quality(
     stored = lists.names(codecs, "--codecs")
     contexts = lists.names(context, "--context")
     compressions = lists.names(compress, "--compress")
-    if picture is not None and max(len(set(contexts)), len(set(compressions))) > 1:
+    evictions = lists.names(eviction, "--eviction")
+    several = max(len(set(some)) for some in (contexts, compressions, evictions)) > 1
+    if picture is not None and several:
         raise ParameterError(
-            "--picture shows one context and one compression: give one, or leave the picture out"
+            "--picture shows one context, one compression and one eviction: give one, or leave the "
+            "picture out"
         )
     draw = None if picture is None else _drawing(picture)
     from kvrag.bench.quality import contest
@@ -101,6 +112,7 @@ def bench_quality(
         codecs=stored,
         contexts=contexts,
         compressions=compressions,
+        evictions=evictions,
         num_questions=questions,
         max_tokens=max_tokens,
         use_chat_template=not no_chat,
@@ -144,6 +156,7 @@ def _print_rows(rows: Sequence[QualityRow]) -> None:
     from rich.table import Table
 
     out = console.out()
+    evicts = any(row.eviction != "none" for row in rows)
     for kind in dict.fromkeys(row.question_type for row in rows):
         mine = [row for row in rows if row.question_type == kind]
         first = mine[0]
@@ -155,14 +168,23 @@ def _print_rows(rows: Sequence[QualityRow]) -> None:
             columns.insert(3, "ROUGE-L")
         if first.document_match is not None:
             columns.insert(1, "by documents")
+        if evicts:
+            columns[2:2] = ["kept", "to full cache (95 %)"]
         for name in columns:
             table.add_column(name, justify="right", no_wrap=True)
-        table.add_row("full prefill", *_reference_cells(first), style="dim")
+        table.add_row("full prefill", *_with_kept(_reference_cells(first), evicts), style="dim")
         for row in mine:
-            table.add_row(_label(row, rows), *_cells(row))
+            table.add_row(_label(row, rows), *_with_kept(_cells(row), evicts, row))
         out.print(table)
         out.print()
     first = rows[0]
+    if evicts:
+        out.print(
+            "kept: keys left of the prompts', mean over layers and heads; to full cache: exact "
+            "match less that of the same policy that forgets nothing",
+            style="dim",
+            markup=False,
+        )
     out.print(
         f"{first.model} on {first.dataset}; EM and F1 in %, its distance to full prefill with its "
         "paired bootstrap interval in points; KL to full prefill in nats and top-1 agreement over "
@@ -182,13 +204,30 @@ def _reference_cells(row: QualityRow) -> list[str]:
     return [*cells, "", "", console.format_seconds(row.plain_ttft_seconds), "", "", ""]
 
 
-def _cells(row: QualityRow) -> list[str]:
-    low, high = 100 * row.difference_low, 100 * row.difference_high
+def _with_kept(cells: list[str], evicts: bool, row: QualityRow | None = None) -> list[str]:
+    """Return a row's cells with those of eviction among them, where any row evicts."""
+    if not evicts:
+        return cells
+    if row is None:
+        return [*cells[:2], "", "", *cells[2:]]
+    compared = ""
+    if row.full_cache_difference is not None:
+        assert row.full_cache_low is not None
+        assert row.full_cache_high is not None
+        compared = _difference(row.full_cache_difference, row.full_cache_low, row.full_cache_high)
+    return [*cells[:2], f"{row.kept_share:.0%}", compared, *cells[2:]]
+
+
+def _difference(mean: float, low: float, high: float) -> str:
     # Adding 0.0 turns a rounded "-0.0" into "+0.0".
-    difference = round(100 * row.exact_match_difference, 1) + 0.0
+    shown = [round(100 * value, 1) + 0.0 for value in (mean, low, high)]
+    return f"{shown[0]:+.1f} ({shown[1]:+.1f} to {shown[2]:+.1f})"
+
+
+def _cells(row: QualityRow) -> list[str]:
     cells = [
         f"{row.exact_match:.1%}",
-        f"{difference:+.1f} ({low + 0.0:+.1f} to {high + 0.0:+.1f})",
+        _difference(row.exact_match_difference, row.difference_low, row.difference_high),
         f"{row.f1:.1%}",
     ]
     if row.document_match is not None:
@@ -212,6 +251,8 @@ def _label(row: QualityRow, rows: Sequence[QualityRow]) -> str:
         label += f", {row.codec}"
     if len({other.compression for other in rows}) > 1 or row.compression != "none":
         label += f", {row.compression}"
+    if row.eviction != "none":
+        label += f", {row.eviction}"
     if len({other.context for other in rows}) > 1:
         label += f", {row.context}"
     return label

@@ -12,11 +12,27 @@ from kvrag.cli import options as o
 from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
+    from kvrag.bench.inspection.eviction import EvictionInspection
     from kvrag.bench.inspection.measure import Inspection
 
 
 def inspect(
-    folder: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the PNGs go.")],
+    folder: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where the PNGs go.", show_default=False),
+    ] = None,
+    eviction: Annotated[
+        Path | None,
+        typer.Option(
+            "--eviction",
+            metavar="FILE.png",
+            help="Draw which tokens eviction keeps; with or in place of --out.",
+            show_default=False,
+        ),
+    ] = None,
+    eviction_policy: Annotated[
+        str, typer.Option(help="What forgets, as --eviction of 'kvrag query'.")
+    ] = "corm:window=16:recent=16",
     model: o.NamedModelOption = "kvrag-tiny",
     data: Annotated[
         str, typer.Option(help="Data set, as for 'kvrag bench quality'.")
@@ -30,41 +46,79 @@ def inspect(
     device: o.DeviceOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Show where reused KV is off, what policies repair, and what the question attends to."""
+    """Show where reused KV is off, what policies repair, and what the question attends to.
+
+    With --eviction, which tokens stay in memory while the answer is written.
+    """
     from kvrag.bench.quality.contest import QualityOptions, contestants
     from kvrag.bench.quality.datasets import load_questions
     from kvrag.cli.opening import quiet_libraries
+    from kvrag.eviction.registry import make_eviction
 
+    if folder is None and eviction is None:
+        raise ParameterError("nothing to draw: give --out DIR, or --eviction FILE.png")
     names = tuple(part.strip() for part in policies.split(",") if part.strip())
     contestants(QualityOptions(policies=names or ("none",), ratios=(ratio,)))
+    forgets = make_eviction(eviction_policy)
+    if forgets is None:
+        raise ParameterError("--eviction-policy none forgets nothing: there is nothing to see")
     try:
+        from kvrag.bench.inspection.kept_text import draw_eviction
         from kvrag.bench.inspection.picture import draw_inspection
+        from kvrag.bench.quality.picture import check_picture_path
     except ModuleNotFoundError as error:
         raise ParameterError(
             f"kvrag inspect needs {error.name}: pip install 'kvrag[bench]'"
         ) from error
+    if eviction is not None:
+        check_picture_path(eviction)
     questions = load_questions(data, question + 1)
     if question >= len(questions):
         raise ParameterError(f"--question {question}: {data} has {len(questions)}, from 0")
+    from kvrag.bench.inspection.eviction import inspect_eviction
     from kvrag.bench.inspection.measure import inspect_question
     from kvrag.models.kv_model import KVModel
 
     quiet_libraries()
+    found: Inspection | None = None
+    kept: EvictionInspection | None = None
+    paths: list[Path] = []
     with console.working("inspecting"):
-        found = inspect_question(
-            KVModel.load(model, device=device),
-            questions[question],
-            names,
-            ratio,
-            use_chat_template=not no_chat,
-        )
-        paths = draw_inspection(found, folder)
+        loaded, asked = KVModel.load(model, device=device), questions[question]
+        if folder is not None:
+            found = inspect_question(loaded, asked, names, ratio, use_chat_template=not no_chat)
+            paths += draw_inspection(found, folder)
+        if eviction is not None:
+            kept = inspect_eviction(loaded, asked, forgets, use_chat_template=not no_chat)
+            draw_eviction(kept, eviction)
+            paths.append(eviction)
     for path in paths:
         console.note(f"picture: {path}")
     if as_json:
-        console.print_json(found)
-    else:
+        fields = {} if found is None else console.plain(found)
+        console.print_json(fields if kept is None else {**fields, "eviction": kept})
+        return
+    if found is not None:
         _print(found)
+    if kept is not None:
+        _print_kept(kept)
+
+
+def _print_kept(found: EvictionInspection) -> None:
+    out = console.out()
+    out.print(found.question, markup=False)
+    gone = [number for number, share in enumerate(found.shares) if share == 0.0]
+    out.print(
+        f"{found.policy} keeps {sum(found.shares) / len(found.shares):.0%} of "
+        f"{len(found.tokens):,} tokens, by layer: "
+        + ", ".join(
+            f"{sum(map(len, layer)) / len(layer) / len(found.tokens):.0%}" for layer in found.kept
+        )
+        + f"; {len(gone):,} are gone from all heads",
+        markup=False,
+    )
+    for name, text in (("answer", found.answer), ("with the full cache", found.full_answer)):
+        out.print(f"{name}: {console.harmless(text)}", markup=False)
 
 
 def _print(found: Inspection) -> None:

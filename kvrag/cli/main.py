@@ -11,6 +11,7 @@ import kvrag
 from kvrag.cli import pml
 from kvrag.cli.bench import bench_ingest, bench_ttft
 from kvrag.cli.bench_codec import bench_codec
+from kvrag.cli.bench_eviction import bench_eviction
 from kvrag.cli.bench_load import bench_load
 from kvrag.cli.bench_pml import bench_pml
 from kvrag.cli.bench_quality import bench_quality
@@ -91,6 +92,7 @@ bench_app.command("codec")(guarded(bench_codec))
 bench_app.command("store")(guarded(bench_store))
 bench_app.command("load")(guarded(bench_load))
 bench_app.command("pml")(guarded(bench_pml))
+bench_app.command("eviction")(guarded(bench_eviction))
 bench_app.command("vllm")(guarded(bench_vllm))
 app.add_typer(bench_app, name="bench")
 pml_app.command("check")(guarded(pml.check))

@@ -77,6 +77,17 @@ BoundaryTokensOption = Annotated[
         show_default=False,
     ),
 ]
+EvictionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--eviction",
+        metavar="POLICY",
+        help="What to forget while the answer is written: corm (keys that no recent query needs), "
+        "streaming (all but the first and last), h2o or snapkv (what is looked at least). "
+        "Parameters follow colons: corm:window=256:recent=256. Default: nothing.",
+        show_default=False,
+    ),
+]
 LinksOption = Annotated[
     str | None,
     typer.Option(

@@ -364,7 +364,7 @@ class RecordReader:
         """Fill a buffer with a block that is in memory; say whether it is."""
         for offset, content in self._fetched:
             begin = block.offset - offset
-            if 0 <= begin and begin + block.padded_bytes <= len(content):
+            if begin >= 0 and begin + block.padded_bytes <= len(content):
                 buffer[:] = memoryview(content)[begin : begin + block.padded_bytes]
                 return True
         return False

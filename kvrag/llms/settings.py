@@ -28,6 +28,7 @@ from kvrag.engine.engine import KVEngine, PlacedPrompt
 from kvrag.engine.sampling import Sampling
 from kvrag.engine.shared import shared_index
 from kvrag.errors import IndexLockedError, KVRagError, ParameterError, StoreError
+from kvrag.eviction.registry import make_eviction
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.registry import make_policy
 from kvrag.ingest.index import Index
@@ -84,6 +85,9 @@ class EngineSettings(BaseModel):
         Where the model runs, such as ``"cuda"``; None means the CPU.
     policy, ratio, boundary_tokens
         How much of the reused KV is recomputed; see `kvrag.KVEngine`.
+    eviction
+        What is forgotten while answers are written, as in ``"corm:window=256:recent=256"``; None
+        keeps the full cache; see `kvrag.KVEngine`.
     links
         Link tokens put behind reused chunks: a file, or ``"off"``; None takes those of the model's
         folder; see `kvrag.KVEngine`.
@@ -120,6 +124,7 @@ class EngineSettings(BaseModel):
     policy: str = DEFAULT_POLICY
     ratio: float | None = Field(default=None, ge=0.0, le=1.0)
     boundary_tokens: int | None = Field(default=None, ge=1)
+    eviction: str | None = None
     links: str | Path | None = None
     ttft: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     schemas: list[str] = Field(default_factory=list)
@@ -155,6 +160,7 @@ class EngineSettings(BaseModel):
     def _as_the_engine_takes_them(self) -> Self:
         # What only the engine would refuse is refused here, not at the first call.
         make_policy(self.policy, ratio=self.ratio, boundary_tokens=self.boundary_tokens)
+        make_eviction(self.eviction)
         Sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty, self.seed)
         return self
 
@@ -264,7 +270,9 @@ class EngineSettings(BaseModel):
         engine = self._engines.get(model)
         if engine is None or engine.index is not index:
             # Two threads may both get here; their engines are interchangeable.
-            engine = self._engines[model] = KVEngine(index, links=self.links, ttft=self.ttft)
+            engine = self._engines[model] = KVEngine(
+                index, eviction=self.eviction, links=self.links, ttft=self.ttft
+            )
         return engine
 
     def _placed(self, prompt: Prompt, engine: KVEngine) -> Prompt | PlacedPrompt:
@@ -317,6 +325,7 @@ class EngineSettings(BaseModel):
         identity["device"] = self.device
         identity["links"] = self.links
         identity["ttft"] = self.ttft
+        identity["eviction"] = self.eviction
         identity["schemas"] = [_file_digest(schema) for schema in self.schemas]
         try:
             identity |= recorded_identity(shared_index(self.index))

@@ -270,7 +270,7 @@ def test_answers_are_those_of_plain_decoding(
         )
         assert reference.token_ids == tuple(generated[0, len(token_ids) :].tolist())
         policy = make_policy("none")
-        given = answerer.fused(layout, bank.opener("raw"), policy, reference)
+        given = answerer.answer(answerer.fuse(layout, bank.opener("raw"), policy), reference)
         kv = FusedKV(model.spec, len(token_ids), len(token_ids) + 10)
         fused = fuse(model, layout, bank.opener("raw"), policy, kv)
         cache = FusedCache(kv, len(token_ids))

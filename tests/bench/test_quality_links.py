@@ -101,7 +101,9 @@ def test_an_adapter_answers_too() -> None:
     reference = answerer.reference(layout.token_ids)
 
     def kl(given: Layout) -> tuple[float, ...]:
-        return answerer.fused(given, bench.open_kv, NonePolicy(), reference, links).kl
+        return answerer.answer(
+            answerer.fuse(given, bench.open_kv, NonePolicy(), links), reference
+        ).kl
 
     assert kl(insert_links(layout, links.header)) != kl(layout)
     assert answerer.reference(layout.token_ids).token_ids == reference.token_ids

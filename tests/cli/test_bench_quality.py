@@ -52,9 +52,22 @@ def test_table_for_a_person(run: Run, model_folder: Path, data: Path) -> None:
     assert "+0.0 (+0.0 to +0.0)" in done.out
 
 
+def test_table_with_eviction(run: Run, model_folder: Path, data: Path) -> None:
+    done = run(
+        *("bench", "quality", "--model", model_folder, "--data", data, "--questions", 1),
+        *("--policies", "deviation", "--ratios", "1", "--max-tokens", 3),
+        *("--eviction", "none,streaming:share=0.5"),
+    )
+    assert done.code == 0, done.err
+    assert "kept" in done.out
+    assert "to full cache (95 %)" in done.out
+    assert "deviation 100%, streaming:share=0.5" in done.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--eviction", "lru"), "unknown eviction 'lru'"),
         (("--policies", " ,"), "--policies"),
         (("--policies", "best"), "unknown policy 'best'"),
         (("--codecs", "zip"), "no codec 'zip'"),

@@ -32,3 +32,42 @@ def test_pictures_and_numbers(run: Run, model_folder: Path, data: Path, tmp_path
     done = run(*arguments, "--policies", "best")
     assert done.code == 1
     assert "unknown policy 'best'" in done.err
+
+
+def test_what_eviction_keeps(run: Run, model_folder: Path, data: Path, tmp_path: Path) -> None:
+    arguments = ("inspect", "--model", model_folder, "--data", data)
+    picture = tmp_path / "kept.png"
+    policy = ("--eviction-policy", "corm:window=4:recent=3")
+    done = run(*arguments, "--eviction", picture, *policy)
+    assert done.code == 0, done.err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "corm(window=4, recent=3) keeps" in done.out
+    assert "with the full cache:" in done.out
+    done = run(*arguments, "--eviction", picture, *policy, "--json")
+    kept = done.json["eviction"]["kept"]
+    num_tokens = len(done.json["eviction"]["tokens"])
+    assert [len(layer) for layer in kept] == [2] * 4
+    assert all(
+        head[-3:] == list(range(num_tokens - 3, num_tokens)) for layer in kept for head in layer
+    )
+    both = run(*arguments, "--eviction", picture, "--out", tmp_path / "out", "--json")
+    assert both.json["spans"]
+    assert both.json["eviction"]["policy"] == "corm(window=16, recent=16)"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "give --out DIR, or --eviction FILE.png"),
+        (("--eviction", "kept.jpg"), "expected a name that ends in .png"),
+        (("--eviction", "k.png", "--eviction-policy", "none"), "forgets nothing"),
+        (("--eviction", "k.png", "--eviction-policy", "lru"), "unknown eviction 'lru'"),
+        (("--eviction", "nowhere/k.png"), "there is no folder"),
+    ],
+)
+def test_no_picture_of_eviction(
+    run: Run, model_folder: Path, data: Path, options: tuple[str, ...], message: str
+) -> None:
+    done = run("inspect", "--model", model_folder, "--data", data, *options)
+    assert done.code == 1
+    assert message in done.err

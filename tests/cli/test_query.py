@@ -42,6 +42,16 @@ def test_everything_recomputed_equals_plain(
     assert plain["policy"] == "plain"
 
 
+def test_eviction_is_reported(run: Run, index_folder: Path) -> None:
+    common = ("query", "--index", index_folder, QUESTION, "--max-tokens", 4)
+    done = run(*common, "--eviction", "corm:window=4:recent=4")
+    assert done.code == 0, done.err
+    assert "of the KV kept by corm(window=4, recent=4)" in done.out
+    report = run(*common, "--eviction", "streaming:share=0.5", "--json").json["report"]
+    assert 0.4 < report["eviction"]["prompt_share"] < 0.6
+    assert run(*common, "--json").json["report"]["eviction"] is None
+
+
 def test_plain_for_a_person(run: Run, index_folder: Path) -> None:
     done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 4, "--plain")
     assert done.code == 0, done.err
@@ -57,6 +67,9 @@ def test_k_chunks_are_used(run: Run, index_folder: Path) -> None:
     ("arguments", "expected"),
     [
         (("--policy", "magic"), "none, boundary, "),
+        (("--eviction", "lru"), "none, corm, streaming, h2o, snapkv"),
+        (("--eviction", "corm:window=0"), "expected 1 or more"),
+        (("--eviction", "corm", "--policy", "none:scale=2.0"), "leave out temperature and scale"),
         (("--ratio", "1.5"), "1.5"),
         (("--ratio", "-0.1"), "-0.1"),
         (("--policy", "none", "--ratio", "0.5"), "none"),

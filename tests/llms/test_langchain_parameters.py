@@ -124,6 +124,15 @@ def test_identity_holds_all_that_changes_an_answer(rag: Rag, llm: KVRagLLM) -> N
         assert other._identifying_params != identity, name
 
 
+def test_eviction_is_the_constructors(rag: Rag) -> None:
+    llm = KVRagLLM(index=rag.path, eviction="corm:window=4:recent=4", max_tokens=8)
+    assert llm._identifying_params["eviction"] == "corm:window=4:recent=4"
+    assert llm._identifying_params != KVRagLLM(index=rag.path, max_tokens=8)._identifying_params
+    report = llm.engine().generate(PROMPT, max_tokens=4).report
+    assert report.eviction is not None
+    assert report.eviction.policy == "corm(window=4, recent=4)"
+
+
 def test_a_call_says_anew_what_is_spent(tmp_path: Path) -> None:
     llm = KVRagLLM(index=tmp_path / "nowhere", policy="boundary", boundary_tokens=4)
     values = llm.call_values({"ratio": 0.5})
@@ -299,6 +308,7 @@ def test_copied_and_pickled_after_use(rag: Rag, model_class: Any) -> None:
     "given",
     [
         {"policy": "nonsense"},
+        {"eviction": "lru"},
         {"policy": "none", "ratio": 0.5},
         {"boundary_tokens": 4},
         {"policy": "boundary", "boundary_tokens": 0},

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from kvrag.bench.quality.continuing import (
+    Continuation,
+    EvictingContinuation,
+    FullContinuation,
+)
 from kvrag.engine.engine import end_ids
-from kvrag.fusion.fuser import fuse
+from kvrag.eviction.base import EvictionPolicy
+from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.links import Links
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.report import FusionReport
 from kvrag.kvcache import FusedKV
-from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
 
 
@@ -64,6 +69,14 @@ class FusedAnswer:
     report: FusionReport
 
 
+@dataclass(frozen=True)
+class TimedPrompt:
+    """A fused prompt, and the seconds from its layout to the first token."""
+
+    fused: FusedPrompt
+    seconds: float
+
+
 class Answerer:
     """Answers greedily with one model.
 
@@ -105,35 +118,53 @@ class Answerer:
         return ReferenceAnswer(tuple(answer), torch.stack(rows).log_softmax(-1), seconds)
 
     @torch.no_grad()
-    def fused(
+    def fuse(
         self,
         layout: Layout,
         open_kv: OpenKV,
         policy: RecomputePolicy,
-        reference: ReferenceAnswer,
         links: Links | None = None,
-    ) -> FusedAnswer:
-        """Answer over fused KV; measure how far each token is from the reference's.
-
-        `links` are those of the layout, on the model.
-        """
+    ) -> TimedPrompt:
+        """Fuse a prompt; `links` are those of the layout, on the model."""
         model, num_prompt = self._model, len(layout.token_ids)
         started = time.perf_counter()
         buffer = FusedKV(model.spec, num_prompt, num_prompt + self._limit(num_prompt), model.device)
         fused = fuse(model, layout, open_kv, policy, buffer, links)
-        first = int(fused.logits.argmax())
-        seconds = time.perf_counter() - started
+        int(fused.logits.argmax())
+        return TimedPrompt(fused, time.perf_counter() - started)
 
-        logits = fused.logits[None]
+    @torch.no_grad()
+    def answer(
+        self,
+        prompt: TimedPrompt,
+        reference: ReferenceAnswer,
+        eviction: EvictionPolicy | None = None,
+    ) -> FusedAnswer:
+        """Answer over fused KV; measure how far each token is from the reference's.
+
+        Parameters
+        ----------
+        prompt
+            May be answered again, with another eviction.
+        eviction
+            What is forgotten behind the prompt and while the answer is written; None: nothing.
+        """
+        model, fused = self._model, prompt.fused
+        logits, report = fused.logits[None], fused.report
+        going_on: Continuation = FullContinuation(model, fused)
+        if eviction is not None:
+            going_on = EvictingContinuation(model, fused, eviction)
         with fused.answering(model):
             if len(reference.token_ids) > 1:
-                forced = self._forward(buffer, num_prompt, reference.token_ids[:-1])
-                logits = torch.cat([logits, forced])
-            likeliest = [first, *logits[1:].argmax(-1).tolist()]
+                logits = torch.cat([logits, going_on.feed(reference.token_ids[:-1], 0)])
+            if isinstance(going_on, EvictingContinuation):
+                report = replace(report, eviction=going_on.report())
+            likeliest = logits.argmax(-1).tolist()
             agrees = tuple(
                 one == other for one, other in zip(likeliest, reference.token_ids, strict=True)
             )
-            own_answer = self._own_answer(buffer, likeliest, agrees, reference)
+            limit = self._limit(fused.kv.num_tokens)
+            own_answer = self._own_answer(going_on, limit, likeliest, agrees, reference)
         log_probs = logits.float().log_softmax(-1)
         divergence = torch.nn.functional.kl_div(
             log_probs, reference.log_probs, reduction="none", log_target=True
@@ -143,13 +174,14 @@ class Answerer:
             # Rounding can put equal distributions a little below zero.
             kl=tuple(max(0.0, value) for value in divergence.tolist()),
             agrees=agrees,
-            ttft_seconds=seconds,
-            report=fused.report,
+            ttft_seconds=prompt.seconds,
+            report=report,
         )
 
     def _own_answer(
         self,
-        buffer: FusedKV,
+        going_on: Continuation,
+        limit: int,
         likeliest: Sequence[int],
         agrees: Sequence[bool],
         reference: ReferenceAnswer,
@@ -162,21 +194,9 @@ class Answerer:
             return reference.token_ids
         num_equal = agrees.index(False)
         answer = [*reference.token_ids[:num_equal], likeliest[num_equal]]
-        limit = self._limit(buffer.num_tokens)
         while answer[-1] not in self._ends and len(answer) < limit:
-            begin = buffer.num_tokens + len(answer) - 1
-            answer.append(int(self._forward(buffer, begin, answer[-1:])[-1].argmax()))
+            answer.append(int(going_on.feed(answer, len(answer) - 1)[-1].argmax()))
         return tuple(answer)
-
-    def _forward(self, buffer: FusedKV, num_cached: int, token_ids: Sequence[int]) -> torch.Tensor:
-        """Feed tokens behind the first `num_cached` rows; return their logits ``[n, V]``."""
-        fed = torch.tensor([list(token_ids)], device=self._model.device)
-        with self._model.lock:
-            output = self._model.hf(
-                input_ids=fed, past_key_values=FusedCache(buffer, num_cached), use_cache=True
-            )
-        logits: torch.Tensor = output.logits[0]
-        return logits
 
     def text(self, token_ids: Sequence[int], *, first_line_only: bool) -> str:
         """Return an answer's text without end and special tokens.

@@ -20,6 +20,8 @@ from kvrag.bench.quality.questions import JudgedQuestion, RenderedPrompt, render
 from kvrag.bench.quality.rows import OVERALL, Judgement, QualityRow, TextScores, make_row
 from kvrag.codec.presets import choose_codec
 from kvrag.errors import ParameterError
+from kvrag.eviction import NO_EVICTION
+from kvrag.eviction.registry import make_eviction
 from kvrag.fusion.chosen_links import LINKS_OFF, ChosenLinks
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.layout import Layout
@@ -71,6 +73,9 @@ class QualityOptions:
         Of generated questions.
     device
         Where the model runs; None means the CPU.
+    evictions
+        Each is judged with what every one of them leaves while answers are written
+        (`kvrag.eviction.registry`); ``none`` keeps the full cache.
     links
         Link tokens: a file of them, or ``"off"``; None takes those that lie in the model's folder.
         Where there are any, each policy but ``oracle`` is judged without and with them.
@@ -83,6 +88,7 @@ class QualityOptions:
     codecs: Sequence[str] = ("raw",)
     contexts: Sequence[str] = (NO_CONTEXT,)
     compressions: Sequence[str] = (NO_COMPRESSION,)
+    evictions: Sequence[str] = (NO_EVICTION,)
     num_questions: int | None = None
     max_tokens: int = 16
     use_chat_template: bool = True
@@ -95,7 +101,7 @@ class QualityOptions:
 @dataclass(frozen=True)
 class Contestant:
     """A policy at a ratio over a codec, chunks encoded behind a context and stored compressed or
-    whole, with links or without.
+    whole, with links or without, answered from all keys or from what an eviction leaves.
     """
 
     policy: str
@@ -104,6 +110,12 @@ class Contestant:
     context: str = NO_CONTEXT
     linked: bool = False
     compression: str = NO_COMPRESSION
+    eviction: str = NO_EVICTION
+
+    @property
+    def with_full_cache(self) -> Contestant:
+        """The same without eviction."""
+        return replace(self, eviction=NO_EVICTION)
 
     @property
     def label(self) -> str:
@@ -143,11 +155,13 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
     codecs = [choose_codec(name).label for name in options.codecs]
     for name in options.contexts:
         context_limit(name, None)
+    for name in options.evictions:
+        make_eviction(name)
     lists = (options.policies, options.codecs, options.contexts, options.compressions)
-    if not all(lists):
+    if not all((*lists, options.evictions)):
         raise ParameterError(
-            "bench quality: at least one policy, one codec, one context and one compression must "
-            "be given"
+            "bench quality: at least one policy, one codec, one context, one compression and one "
+            "eviction (or 'none') must be given"
         )
     compressions = [str(parse_compression(name) or NO_COMPRESSION) for name in options.compressions]
     if set(compressions) != {NO_COMPRESSION} and not any(map(_is_none, options.policies)):
@@ -163,7 +177,7 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
             "say themselves what they spend ('query:ratio=0.1', 'boundary:tokens=8')"
         )
     found = [
-        Contestant(policy, ratio, codec, context, linked, compression)
+        Contestant(policy, ratio, codec, context, linked, compression, eviction)
         for context in options.contexts
         for compression in compressions
         for codec in codecs
@@ -172,6 +186,8 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
         for ratio in (options.ratios if _takes_ratio(policy) else [None])
         # The oracle's deviations are those of the prompt without links.
         for linked in ((False, True) if with_links and policy != ORACLE else (False,))
+        # Innermost: one prompt serves them all.
+        for eviction in options.evictions
     ]
     return list(dict.fromkeys(found))
 
@@ -236,6 +252,8 @@ def run_quality_bench(
             codec=contestant.codec,
             context=contestant.context,
             compression=contestant.compression,
+            eviction=contestant.eviction,
+            full_cache=_twin(judged, contestant, kind),
             num_left_out=left_out.total() if kind == OVERALL else left_out[kind],
         )
         for contestant, judgements in judged.items()
@@ -333,6 +351,15 @@ def _of_kind(judgements: Sequence[Judgement], kind: str) -> list[Judgement]:
     return [one for one in judgements if one.document_match is None] or list(judgements)
 
 
+def _twin(
+    judged: Mapping[Contestant, list[Judgement]], contestant: Contestant, kind: str
+) -> list[Judgement] | None:
+    """Return what the same contestant made of the same questions with the full cache."""
+    if contestant.eviction == NO_EVICTION or contestant.with_full_cache not in judged:
+        return None
+    return _of_kind(judged[contestant.with_full_cache], kind)
+
+
 def _types(judgements: Sequence[Judgement]) -> list[str]:
     kinds = sorted({judgement.question_type for judgement in judgements} - {"", OVERALL})
     return [OVERALL, *kinds]
@@ -400,19 +427,23 @@ class _Judge:
         deviation = cache(partial(self._true_deviation, layouts))
         reference_scores = self._score(question, reference)
         judgements = []
+        fused_as: Contestant | None = None
         for contestant in entered:
             name = (contestant.context, contestant.compression)
             bank, layout = self._banks[name], layouts[name]
             links = self._links if contestant.linked else None
             if links is not None:
                 layout = insert_links(layout, links.header)
-            given = self._answerer.fused(
-                layout,
-                bank.opener(contestant.codec),
-                contestant.policy_for(partial(deviation, name, contestant.codec)),
-                reference,
-                links,
-            )
+            if contestant.with_full_cache != fused_as:
+                fused = self._answerer.fuse(
+                    layout,
+                    bank.opener(contestant.codec),
+                    contestant.policy_for(partial(deviation, name, contestant.codec)),
+                    links,
+                )
+                fused_as = contestant.with_full_cache
+            eviction = make_eviction(contestant.eviction)
+            given = self._answerer.answer(fused, reference, eviction)
             stored_bytes, stored_tokens = bank.stored(contestant.codec, question.passages)
             report = given.report
             judgements.append(
@@ -432,6 +463,7 @@ class _Judge:
                     work_share=report.work_share,
                     stored_bytes=stored_bytes,
                     stored_tokens=stored_tokens,
+                    kept_share=1.0 if report.eviction is None else report.eviction.prompt_share,
                     document_match=self._document_match(question, given),
                     reference_document_match=self._document_match(question, reference),
                 )

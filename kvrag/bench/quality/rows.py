@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from kvrag.bench.quality.bootstrap import mean_interval
+from kvrag.eviction import NO_EVICTION
 from kvrag.fusion.compression.spec import NO_COMPRESSION
 from kvrag.ingest.contexts import NO_CONTEXT
 
@@ -49,6 +50,8 @@ class Judgement:
     document_match, reference_document_match
         Exact match by what the documents answer where the prompt does not; None for questions that
         are answered by their prompt.
+    kept_share
+        Keys that an eviction left of the prompt's, mean over layers and heads.
     """
 
     question_type: str
@@ -68,6 +71,7 @@ class Judgement:
     stored_tokens: int
     document_match: float | None = None
     reference_document_match: float | None = None
+    kept_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,14 @@ class QualityRow:
         How they were stored as fewer rows (`kvrag.fusion.compression.spec`).
     document_match, reference_document_match
         Exact match by what the documents answer, where the prompt does not; None where it does.
+    eviction
+        What was forgotten behind the prompt, from the answer's second token on
+        (`kvrag.eviction.registry`).
+    kept_share
+        Keys that it left of the prompts', mean over questions.
+    full_cache_difference, full_cache_low, full_cache_high
+        `exact_match` less that of the same policy with the full cache, and its 95 % paired
+        bootstrap interval; None where that did not take part.
     """
 
     model: str
@@ -145,6 +157,11 @@ class QualityRow:
     compression: str
     document_match: float | None
     reference_document_match: float | None
+    eviction: str
+    kept_share: float
+    full_cache_difference: float | None
+    full_cache_low: float | None
+    full_cache_high: float | None
 
 
 def make_row(
@@ -159,8 +176,13 @@ def make_row(
     num_left_out: int,
     context: str = NO_CONTEXT,
     compression: str = NO_COMPRESSION,
+    eviction: str = NO_EVICTION,
+    full_cache: Sequence[Judgement] | None = None,
 ) -> QualityRow:
-    """Return the row of at least one judgement."""
+    """Return the row of at least one judgement.
+
+    `full_cache` are those of the same questions without eviction, where there are any.
+    """
 
     def mean(value: Callable[[Judgement], float]) -> float:
         return fmean(value(judgement) for judgement in judgements)
@@ -171,6 +193,7 @@ def make_row(
 
     differences = [j.given.exact_match - j.reference.exact_match for j in judgements]
     low, high = mean_interval(differences)
+    forgotten = _against(judgements, full_cache)
     return QualityRow(
         model=model,
         dataset=dataset,
@@ -205,7 +228,25 @@ def make_row(
         compression=compression,
         document_match=_mean_or_none([j.document_match for j in judgements]),
         reference_document_match=_mean_or_none([j.reference_document_match for j in judgements]),
+        eviction=eviction,
+        kept_share=mean(lambda j: j.kept_share),
+        full_cache_difference=forgotten[0],
+        full_cache_low=forgotten[1],
+        full_cache_high=forgotten[2],
     )
+
+
+def _against(
+    judgements: Sequence[Judgement], others: Sequence[Judgement] | None
+) -> tuple[float, float, float] | tuple[None, None, None]:
+    """Return the mean difference in exact match to others on the same questions, and interval."""
+    if others is None:
+        return None, None, None
+    differences = [
+        one.given.exact_match - other.given.exact_match
+        for one, other in zip(judgements, others, strict=True)
+    ]
+    return fmean(differences), *mean_interval(differences)
 
 
 def _mean_or_none(values: Sequence[float | None]) -> float | None:

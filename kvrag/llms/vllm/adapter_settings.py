@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.shared import shared_index
 from kvrag.errors import ParameterError
+from kvrag.eviction.registry import make_eviction
 from kvrag.llms.settings import EngineSettings
 from kvrag.llms.vllm.engine import VLLMEngine
 from kvrag.llms.vllm.http import HTTPServer
@@ -40,8 +41,9 @@ class VLLMSettings(EngineSettings):
 
     Notes
     -----
-    ``links``, ``schemas``, ``device`` and ``ttft`` are refused: vLLM counts one row a token, knows
-    no gaps between positions, has a device of its own, and loads a record whole.
+    ``links``, ``schemas``, ``device``, ``ttft`` and ``eviction`` are refused: vLLM counts one row a
+    token, knows no gaps between positions, has a device of its own, loads a record whole, and keeps
+    what it has.
     """
 
     base_url: str | None = None
@@ -51,9 +53,11 @@ class VLLMSettings(EngineSettings):
     @model_validator(mode="after")
     def _as_vllm_takes_them(self) -> Self:
         servable_policy(self.policy, self.ratio, self.boundary_tokens)
-        others = (self.schemas or None, self.device, self.ttft)
-        if self.links not in (None, "off") or others != (None, None, None):
-            raise ParameterError("vLLM takes no links, schemas, device or ttft; leave them out")
+        others = (self.schemas or None, self.device, self.ttft, make_eviction(self.eviction))
+        if self.links not in (None, "off") or others != (None, None, None, None):
+            raise ParameterError(
+                "vLLM takes no links, schemas, device, ttft or eviction; leave them out"
+            )
         if self.base_url is not None and self.engine_args:
             raise ParameterError("engine_args are for a vLLM started here: leave out base_url")
         return self

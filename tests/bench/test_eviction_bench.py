@@ -1,0 +1,144 @@
+"""Eviction in the referee and in its own bench: the same prompts, answers, account of memory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvrag.bench.eviction import EvictionBenchOptions, run_eviction_bench
+from kvrag.bench.quality.answers import Answerer
+from kvrag.bench.quality.bank import ChunkBank
+from kvrag.bench.quality.contest import QualityOptions, contestants, run_quality_bench
+from kvrag.bench.quality.questions import render
+from kvrag.codec.raw import RawCodec
+from kvrag.errors import ParameterError
+from kvrag.eviction.corm import CormPolicy
+from kvrag.fusion.evicting import EvictingDecoder
+from kvrag.fusion.policies.none import NonePolicy
+from kvrag.models.kv_model import KVModel
+from tests.fusion.test_links import make_links
+from tests.support.bench_top import TEXTS
+from tests.support.models import make_model, make_tokenizer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> KVModel:
+    return KVModel(make_model(), make_tokenizer(), name="random")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    path = tmp_path / "set.json"
+    ctxs = [{"title": "", "text": text} for text in TEXTS]
+    asked = [{"question": f"who keeps {i}?", "answers": ["Ines"], "ctxs": ctxs} for i in range(3)]
+    path.write_text(json.dumps(asked))
+    return str(path)
+
+
+def test_evictions_are_judged_beside_the_full_cache(model: KVModel, data: str) -> None:
+    # The record of so many queries is never full.
+    whole, flat = "corm:window=2000", "streaming:share=0.2"
+    options = QualityOptions(
+        model=model,
+        data=data,
+        policies=("deviation",),
+        ratios=(1.0,),
+        evictions=("none", whole, flat),
+        links=make_links(model),
+        max_tokens=6,
+    )
+    rows = run_quality_bench(options)
+    assert [(row.policy, row.eviction) for row in rows] == [
+        (policy, eviction)
+        for policy in ("deviation", "deviation + links")
+        for eviction in ("none", whole, flat)
+    ]
+    full, kept, pruned = rows[:3]
+    assert (full.kept_share, kept.kept_share) == (1.0, 1.0)
+    assert pruned.kept_share == pytest.approx(0.2, abs=0.03)
+    assert full.full_cache_difference is None
+    # What forgets nothing is the full cache, and at ratio 1.0 full prefill.
+    assert kept.kl == pytest.approx(full.kl, abs=1e-6)
+    assert kept.kl < 1e-6 < 1e-3 < pruned.kl
+    assert (kept.full_cache_difference, kept.full_cache_low, kept.full_cache_high) == (0, 0, 0)
+    # The first token is the fused prompt's own.
+    assert pruned.first_kl == full.first_kl
+    alone = run_quality_bench(replace(options, evictions=(flat,), links="off"))
+    assert alone[0].full_cache_difference is None
+    assert alone[0].kl == pytest.approx(pruned.kl)
+
+
+def test_answers_are_those_of_plain_decoding(model: KVModel) -> None:
+    """An answer that leaves the reference's begins again behind the prompt: nothing comes back."""
+    bank = ChunkBank(model, TEXTS, [RawCodec()])
+    answerer = Answerer(model, max_tokens=10)
+    policy = CormPolicy(window=4, recent=3)
+    num_different = 0
+    for number in range(4):
+        prompt = render(f"who is {number}?", TEXTS, model.tokenizer, use_chat_template=True)
+        layout = bank.lay_out(prompt)
+        reference = answerer.reference(prompt.token_ids(model.tokenizer))
+        fused = answerer.fuse(layout, bank.opener("raw"), NonePolicy())
+        given = answerer.answer(fused, reference, policy)
+        assert given.report.eviction is not None
+        decoder = EvictingDecoder(model, fused.fused, policy)
+        expected = [int(fused.fused.logits.argmax())]
+        while expected[-1] != 1 and len(expected) < 10:
+            expected.append(int(decoder.step(expected[-1]).argmax()))
+        assert given.token_ids == tuple(expected)
+        num_different += given.token_ids != reference.token_ids
+    assert num_different
+
+
+def test_what_cannot_be_judged() -> None:
+    with pytest.raises(ParameterError, match="unknown eviction 'lru'"):
+        contestants(QualityOptions(evictions=("lru",)))
+    with pytest.raises(ParameterError, match="one eviction"):
+        contestants(QualityOptions(evictions=()))
+
+
+def test_the_bench_holds_steps_and_memory_against_the_full_cache() -> None:
+    evictions = ("corm:window=8:recent=8", "streaming:share=0.25", "snapkv:share=0.5")
+    options = EvictionBenchOptions(
+        shape="test", num_tokens=300, evictions=evictions, num_steps=3, sharpness=30.0
+    )
+    rows = run_eviction_bench(options)
+    assert [row.eviction.partition("(")[0] for row in rows] == ["corm", "streaming", "snapkv"]
+    assert {row.num_tokens for row in rows} == {300}
+    assert rows[0].prompt_share < 1.0
+    assert rows[1].prompt_share == pytest.approx(0.25)
+    assert rows[2].prompt_share == pytest.approx(0.5)
+    # Four tokens more, all of which this one keeps.
+    assert rows[2].kept_share == pytest.approx(154 / 304)
+    for row in rows:
+        assert row.step_ratio == pytest.approx(row.step_seconds / row.full_step_seconds)
+        assert row.size_bytes > 0
+        assert row.full_bytes == 304 * 3 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"evictions": ("none",)}, "leave it out"),
+        ({"evictions": ()}, "at least one policy"),
+        ({"num_tokens": 0}, "1 or more"),
+        ({"sharpness": 0.0}, "expected a number above 0"),
+        ({"evictions": ("corm:window=x",)}, "expected a whole number"),
+    ],
+)
+def test_benches_that_cannot_be(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        EvictionBenchOptions(**given)
