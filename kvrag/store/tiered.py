@@ -309,7 +309,8 @@ class TieredStore:
                 self._copied_now = copy.key
             try:
                 for tier in copy.tiers:
-                    with contextlib.suppress(StoreError, RecordError):
+                    # Whatever there is with this one, the thread lives on for the others.
+                    with contextlib.suppress(Exception):
                         tier.put(copy.key, copy.content)
             finally:
                 with self._changing:
