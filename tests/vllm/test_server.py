@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from kvrag.ingest.index import Index
 from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.langchain import KVRagVLLM
 from kvrag.llms.vllm.settings import RequestParams
+from tests.support.servers import free_port
 from tests.vllm.conftest import ENVIRONMENT, TEXTS, make_prompt
 from tests.vllm.reference import NUM_TOKENS, TOLERANCE, expected
 from tests.vllm.test_adapters import whole_characters
@@ -34,9 +34,7 @@ MAX_TOKENS = 8
 
 @pytest.fixture(scope="module")
 def url(vllm: Any, served: Index, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("server") / "log"
     command = [sys.executable, "-m", "kvrag", "serve", "--index", served.path, "--policy", "none"]
     command += ["--port", str(port), "--max-model-len", "2048", "--block-size", "32"]

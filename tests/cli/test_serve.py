@@ -1,0 +1,97 @@
+"""`kvrag serve` and `kvrag bench vllm` as far as they go without vLLM."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kvrag.ingest.index import Index
+from kvrag.llms.vllm import versions
+from tests.cli.conftest import Run
+from tests.support.models import make_model, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def index_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("serve")
+    make_model("llama").save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    Index.create(folder / "index", model=folder / "model", embedding="hashing").close()
+    return folder / "index"
+
+
+@pytest.fixture
+def tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda: versions.TESTED_VERSIONS[-1])
+
+
+@pytest.mark.usefixtures("tested")
+def test_what_it_would_start(run: Run, index_path: Path) -> None:
+    ran = run(
+        *("serve", "-i", index_path, "--policy", "boundary", "--boundary-tokens", 4, "--show"),
+        *("--only-asked", "--port", 81, "--max-model-len", 512, "--enforce-eager"),
+    )
+    assert ran.code == 0, ran.err
+    command = shlex.split(ran.out)
+    assert command[-3:] == ["--max-model-len", "512", "--enforce-eager"]
+    assert "--port=81" in command
+    (config,) = (one for one in command if one.startswith("--kv-transfer-config="))
+    values = json.loads(config.partition("=")[2])
+    assert values["kv_load_failure_policy"] == "recompute"
+    assert values["kv_connector_extra_config"] == {
+        "index": str(index_path),
+        "policy": "boundary",
+        "boundary_tokens": 4,
+        "find_chunks": False,
+    }
+
+
+@pytest.mark.usefixtures("tested")
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--policy", "magic"), "unknown policy"),
+        (("--policy", "none:scale=0.5"), "temperature or scale"),
+    ],
+)
+def test_what_cannot_be_served(
+    run: Run, index_path: Path, arguments: tuple[str, ...], why: str
+) -> None:
+    ran = run("serve", "-i", index_path, "--show", *arguments)
+    assert ran.code == 1
+    assert why in ran.err
+
+
+@pytest.mark.usefixtures("tested")
+def test_there_must_be_an_index(run: Run, tmp_path: Path) -> None:
+    ran = run("serve", "-i", tmp_path, "--show")
+    assert ran.code == 1
+    assert "there is no index" in ran.err
+
+
+@pytest.mark.parametrize(("found", "why"), [(None, "not installed"), ("0.11.0", "was not tested")])
+def test_only_tested_versions_of_vllm(
+    run: Run,
+    index_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    found: str | None,
+    why: str,
+) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda: found)
+    for arguments in (("serve", "-i", index_path, "--show"), ("bench", "vllm")):
+        ran = run(*arguments)
+        assert ran.code == 1
+        assert why in ran.err
+        assert versions.TESTED_VERSIONS[-1] in ran.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--parts", "magic"), ("--context-tokens", "0"), ("--context-tokens", "x")]
+)
+def test_what_the_bench_refuses(run: Run, arguments: tuple[str, ...]) -> None:
+    ran = run("bench", "vllm", *arguments)
+    assert ran.code == 1
+    assert arguments[0] in ran.err
