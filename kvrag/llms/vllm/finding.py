@@ -34,6 +34,11 @@ class TokenFinder:
     """Lays an index's chunks over the token ids of prompts.
 
     Safe to use from several threads; follows the index as it changes.
+
+    Raises
+    ------
+    IndexFormatError, StoreError
+        When the catalog cannot be read.
     """
 
     def __init__(self, index: Index) -> None:
@@ -41,6 +46,7 @@ class TokenFinder:
         self._lock = threading.Lock()
         self._generation = -1
         self._heads: dict[bytes, list[tuple[str, int]]] = {}
+        self._table()  # the first prompt need not wait for it
 
     def find(self, token_ids: Sequence[int]) -> Layout:
         """Return the layout of a prompt: its token ids, and the spans that stored KV can fill.

@@ -85,9 +85,12 @@ class Planner:
         """
         try:
             return self._plan(token_ids, RequestParams.parse(params))
-        except (KVRagError, OSError) as error:
-            logger.warning("a prompt of %d tokens is computed: %s", len(token_ids), error)
-            return NoPlan(str(error))
+        except (
+            Exception
+        ) as error:  # a client's values come unchecked; all others would wait in vain
+            what = str(error) if isinstance(error, KVRagError) else repr(error)
+            logger.warning("a prompt of %d tokens is computed: %s", len(token_ids), what)
+            return NoPlan(what)
 
     def _plan(self, token_ids: Sequence[int], request: RequestParams | None) -> LoadPlan | NoPlan:
         if request is None:

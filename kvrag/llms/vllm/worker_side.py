@@ -214,6 +214,9 @@ class WorkerSide:
         assert plan.layout is not None
         prompt = PlacedPrompt(plan.layout, self._index.open_kv)
         fused = self._engine.fuse(prompt, policy=plan.policy, max_tokens=1)
+        if fused.kv.storage.is_cuda:
+            # The engine writes from a thread, and perhaps on a stream, of its own.
+            torch.cuda.current_stream(fused.kv.storage.device).synchronize()
         return Brought(
             [layer[0] for layer in fused.kv.keys],
             [layer[0] for layer in fused.kv.values],
