@@ -96,7 +96,7 @@ def _print(part: str, rows: Sequence[Any]) -> None:
     columns: tuple[str, ...]
     cells: list[tuple[str, ...]]
     if part == "speed":
-        columns = ("policy", "tokens", "vLLM", "kvrag", "of it fusing", "speed-up")
+        columns = ("policy", "tokens", "vLLM", "kvrag", "of it fusing", "speed-up", "of CPU time")
         cells = [
             (
                 row.policy,
@@ -105,6 +105,7 @@ def _print(part: str, rows: Sequence[Any]) -> None:
                 seconds(row.seconds),
                 seconds(row.fuse_seconds),
                 f"{row.speedup:.1f}x",
+                f"{row.cpu_speedup:.1f}x",
             )
             for row in rows
         ]
