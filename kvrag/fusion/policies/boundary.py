@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -55,10 +56,12 @@ class BoundaryPolicy(RecomputePolicy):
             return self.tokens
         assert self.ratio is not None
         wanted = share_of(self.ratio, prompt.num_reused)
-        tokens = 0
-        while sum(min(span.length, tokens) for span in prompt.spans) < wanted:
-            tokens += 1
-        return tokens
+        lengths = [span.length for span in prompt.spans]
+
+        def num_tokens(tokens: int) -> int:
+            return sum(min(length, tokens) for length in lengths)
+
+        return bisect_left(range(max(lengths, default=0)), wanted, key=num_tokens)
 
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         tokens = self.tokens_of(prompt)
