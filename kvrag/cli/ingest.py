@@ -64,8 +64,8 @@ def ingest(
     codec: Annotated[
         str | None,
         typer.Option(
-            help="How KV is stored: raw, lossless, cachegen:1 to cachegen:4, or transform:BITS "
-            f"(new index: {_DEFAULT_CODEC}).",
+            help="How KV is stored: raw, lossless, cachegen:1 to cachegen:4, transform:BITS or "
+            f"stream:BITS (new index: {_DEFAULT_CODEC}).",
             show_default=False,
         ),
     ] = None,

@@ -16,6 +16,7 @@ from kvrag.cli.bench_load import bench_load
 from kvrag.cli.bench_pml import bench_pml
 from kvrag.cli.bench_quality import bench_quality
 from kvrag.cli.bench_store import bench_store
+from kvrag.cli.bench_stream import bench_stream
 from kvrag.cli.bench_vllm import bench_vllm
 from kvrag.cli.calibrate import calibrate
 from kvrag.cli.chat import chat
@@ -91,6 +92,7 @@ bench_app.command("quality")(guarded(bench_quality))
 bench_app.command("codec")(guarded(bench_codec))
 bench_app.command("store")(guarded(bench_store))
 bench_app.command("load")(guarded(bench_load))
+bench_app.command("stream")(guarded(bench_stream))
 bench_app.command("pml")(guarded(bench_pml))
 bench_app.command("eviction")(guarded(bench_eviction))
 bench_app.command("vllm")(guarded(bench_vllm))

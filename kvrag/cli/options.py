@@ -27,8 +27,8 @@ DeviceOption = Annotated[
 CodecOption = Annotated[
     str,
     typer.Option(
-        help="How KV is stored: raw, lossless, cachegen:1 to cachegen:4, or transform:BITS with "
-        "any number of bits per element."
+        help="How KV is stored: raw, lossless, cachegen:1 to cachegen:4, or transform:BITS or "
+        "stream:BITS with any number of bits per element."
     ),
 ]
 ProfileOption = Annotated[

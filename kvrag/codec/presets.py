@@ -22,8 +22,10 @@ _CONFIGS = {
     "lossless": PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact()),
     "cachegen": PipelineConfig(NoTransform(), LayerGroups(), PerChannel(0.0)),
     "transform": PipelineConfig(PCA(), RateDistortion(), Uniform(refinements=2)),
+    # For links that may be a hundred times slower than they were: more planes, and coarser ones.
+    "stream": PipelineConfig(PCA(), RateDistortion(), Uniform(refinements=4)),
 }
-_DEFAULT_LEVELS = {"lossless": "1", "cachegen": "2", "transform": "2"}
+_DEFAULT_LEVELS = {"lossless": "1", "cachegen": "2", "transform": "2", "stream": "2"}
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class CodecChoice:
 def choose_codec(name: str) -> CodecChoice:
     """Return what ``PRESET`` or ``PRESET:LEVEL`` means.
 
-    ``transform`` takes any number of bits as its level: one that is not among the usual targets
-    is fitted instead of them.
+    ``transform`` and ``stream`` take any number of bits as their level: one that is not among the
+    usual targets is fitted instead of them.
 
     Raises
     ------
@@ -101,6 +103,6 @@ def _allocation(name: str, level: str) -> RateDistortion:
         return RateDistortion((float(level),))
     except ValueError:  # no number, or one out of range
         raise ParameterError(
-            f"codec {name!r}: the level of 'transform' is a number of bits, 0.05 to 12, such as 2 "
-            "or 0.5"
+            f"codec {name!r}: the level of {name.partition(':')[0]!r} is a number of bits, 0.05 to "
+            "12, such as 2 or 0.5"
         ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -11,8 +12,11 @@ from typing import Any
 
 from kvrag.loading.stream_plan import LinkState
 
-# Less tells of the request, not of the link.
+# Less tells more of the request than of the link.
 _LEAST_BYTES = 2048
+# Seconds of carrying after which what was measured counts a third; and what prior knowledge counts.
+_MEMORY_SECONDS = 1.0
+_PRIOR_SECONDS = 0.2
 
 
 class Share:
@@ -31,6 +35,9 @@ class Share:
 class Link:
     """The way to one store, shared by all requests of an engine; safe to use from many threads.
 
+    Its speed is taken for the harmonic mean of two: that of the chunk carried last (CacheGen
+    §5.3), and that of all carried lately, so that one slow moment is not taken for the whole way.
+
     Parameters
     ----------
     clock
@@ -42,7 +49,8 @@ class Link:
         self._lock = threading.Lock()
         self._shares: list[Share] = []
         self._bytes_carried = 0
-        self._bytes_per_second: float | None = None
+        self._last_speed: float | None = None
+        self._lately_bytes = self._lately_seconds = 0.0
         self._request_seconds: float | None = None
         self._levels: Counter[str] = Counter()
         self._deadlines: Counter[str] = Counter()
@@ -50,8 +58,10 @@ class Link:
     def expect(self, bytes_per_second: float) -> None:
         """Take what was measured earlier for a speed that is not known yet."""
         with self._lock:
-            if self._bytes_per_second is None:
-                self._bytes_per_second = bytes_per_second
+            if self._last_speed is None:
+                self._last_speed = bytes_per_second
+                self._lately_bytes = bytes_per_second * _PRIOR_SECONDS
+                self._lately_seconds = _PRIOR_SECONDS
 
     def note_request(self, seconds: float) -> None:
         """Take note of what a request for next to nothing took."""
@@ -75,8 +85,11 @@ class Link:
         """What is known now."""
         with self._lock:
             left = [share.num_left for share in self._shares]
+            speed = None
+            if self._last_speed is not None:
+                speed = 2.0 / (1.0 / self._last_speed + self._lately_seconds / self._lately_bytes)
             return LinkState(
-                self._bytes_per_second,
+                speed,
                 self._request_seconds or 0.0,
                 lambda ahead: max(1, sum(one > ahead for one in left)),
             )
@@ -96,8 +109,14 @@ class Link:
             seconds = self._clock() - started
             # The request itself is not the link's speed; it is measured roughly.
             seconds -= min(self._request_seconds or 0.0, 0.5 * seconds)
-            if num_bytes >= _LEAST_BYTES and seconds > 0.0:
-                self._bytes_per_second = (self._bytes_carried - before) / seconds
+            carried = self._bytes_carried - before
+            # Little tells only that the link is no slower than that.
+            is_telling = num_bytes >= _LEAST_BYTES or self._last_speed is None
+            if is_telling and seconds > 0.0:
+                self._last_speed = carried / seconds
+                kept = math.exp(-seconds / _MEMORY_SECONDS)
+                self._lately_bytes = self._lately_bytes * kept + carried
+                self._lately_seconds = self._lately_seconds * kept + seconds
 
     def count(self, levels: Mapping[str, int], is_met: bool) -> None:
         """Count what a request got of each level, and whether it was in time."""

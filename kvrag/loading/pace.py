@@ -9,10 +9,13 @@ from kvrag.loading.prices import fit_prices
 
 _NUM_REMEMBERED = 32
 _LEAST_SPREAD = 2.0
+_KEPT_TO = 0.9
 
 
 class Pace:
     """Seconds as a constant and a price a unit, fitted to what was observed last.
+
+    What is told is what nine of ten observations would have kept to, since it is reserved.
 
     Safe to use from several threads.
     """
@@ -20,7 +23,7 @@ class Pace:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seen: deque[tuple[float, float]] = deque(maxlen=_NUM_REMEMBERED)
-        self._prices: list[float] | None = None
+        self._prices: tuple[float, float] | None = None
 
     @property
     def is_known(self) -> bool:
@@ -46,6 +49,9 @@ class Pace:
                 # Of amounts much the same it is not known what is constant: then nothing is.
                 has_fixed = max(amounts) >= _LEAST_SPREAD * min(amounts)
                 features = [(float(has_fixed), amount) for amount in amounts]
-                self._prices = fit_prices(features, [took for _, took in seen])
+                fixed, per_unit = fit_prices(features, [took for _, took in seen])
+                over = sorted(took / (fixed + per_unit * amount) for amount, took in seen)
+                slack = over[int(_KEPT_TO * (len(over) - 1))]
+                self._prices = fixed * slack, per_unit * slack
             fixed, per_unit = self._prices
             return fixed + per_unit * amount

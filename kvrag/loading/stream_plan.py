@@ -6,9 +6,9 @@ behind it are expected within the time left, at the throughput of the last chunk
 
 Deviations, all of them because the levels of a record are its planes, so that a coarser level is a
 part of the finer one: a level finer than the coarsest is taken at once only if the rest would need
-half of the time left. What time is left when every chunk is there is spent on the planes left out,
-the coarsest chunk first, so a link that turns out faster than it was is not wasted, and one that
-turns out slower has not been spent on the first chunks.
+a quarter of the time left. What time is left when every chunk is there is spent on the planes left
+out, the coarsest chunk first, so a link that turns out faster than it was is not wasted, and one
+that turns out slower has not been spent on the first chunks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TEXT = 0
 """Planes of a chunk that is computed from its text."""
 
 # Of the time left, what all chunks may be expected to take at more than their first plane.
-_PRUDENCE = 0.5
+_PRUDENCE = 0.25
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,12 @@ class Step:
     is_needed: bool
 
 
+ComputeSeconds = Callable[[Collection[int]], float | None]
+"""From the numbers of the chunks that are computed to the seconds of everything that is computed
+when streaming is over; None where that is not known.
+"""
+
+
 class StreamPlan:
     """Chooses, step by step, what to stream of one context.
 
@@ -88,9 +94,7 @@ class StreamPlan:
     chunks
         The chunks, in the order in which they are streamed.
     compute_seconds
-        From the numbers of the chunks that are computed to the seconds of everything that is
-        computed when streaming is over; None where that is not known: nothing is then chosen as
-        text.
+        What computing takes; where that is not known, nothing is chosen as text.
 
     Attributes
     ----------
@@ -101,11 +105,12 @@ class StreamPlan:
     def __init__(
         self,
         chunks: Sequence[ChunkSize],
-        compute_seconds: Callable[[Collection[int]], float | None],
+        compute_seconds: ComputeSeconds,
     ) -> None:
         self._chunks = chunks
         self._compute_seconds = compute_seconds
         self._lost: set[int] = set()
+        self._has_measured = False
         self.num_planes: list[int | None] = [None] * len(chunks)
 
     @property
@@ -130,6 +135,7 @@ class StreamPlan:
     def done(self, step: Step) -> None:
         """Note that a step has been taken."""
         self.num_planes[step.chunk] = step.num_planes
+        self._has_measured = self._has_measured or step.num_planes != TEXT
 
     def lose(self, chunk: int) -> None:
         """Note that a chunk cannot be had: it will be computed."""
@@ -161,6 +167,9 @@ class StreamPlan:
                 return self._step(chunk, planes, link)
         coarsest = self._step(chunk, 1, link)
         if self._delay(undecided, 1, link) <= left or not self._chunks[chunk].has_text:
+            return coarsest
+        if not self._has_measured:
+            # The link was slow for another request: it may have changed.
             return coarsest
         # It will be late: of each chunk what takes less.
         assert coarsest.expected_seconds is not None

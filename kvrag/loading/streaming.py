@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +17,14 @@ import torch
 from kvrag.codec.base import EncodedChunk
 from kvrag.loading.link import Link
 from kvrag.loading.pace import Pace
-from kvrag.loading.stream_plan import TEXT, ChunkSize, LinkState, Step, StreamPlan
+from kvrag.loading.stream_plan import (
+    TEXT,
+    ChunkSize,
+    ComputeSeconds,
+    LinkState,
+    Step,
+    StreamPlan,
+)
 from kvrag.loading.stream_report import StreamedChunk, StreamReport
 
 
@@ -52,12 +59,15 @@ class Streaming:
     load_seconds_per_token
         What was once measured for loading a token whole, for a link of which nothing is known; None
         where that was not.
+    make_plan
+        What chooses: `StreamPlan`, or one to compare it with.
     """
 
     ttft: float
     started: float
     known: Known
     load_seconds_per_token: float | None = None
+    make_plan: Callable[[Sequence[ChunkSize], ComputeSeconds], StreamPlan] = StreamPlan
 
     @property
     def deadline(self) -> float:
@@ -120,14 +130,14 @@ class ChunkStream:
         self,
         items: Sequence[StreamItem],
         streaming: Streaming,
-        compute_seconds: Callable[[Collection[int]], float | None],
+        compute_seconds: ComputeSeconds,
         errors: tuple[type[Exception], ...],
         device: torch.device,
     ) -> None:
         self._items = items
         self._streaming = streaming
         self._errors = errors
-        self._plan = StreamPlan(
+        self._plan = streaming.make_plan(
             [ChunkSize(item.chunk.plane_bytes, item.has_text) for item in items], compute_seconds
         )
         self._rows = [

@@ -1,0 +1,1 @@
+"""`kvrag bench stream`: contexts streamed over a link whose speed changes."""

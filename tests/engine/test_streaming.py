@@ -1,0 +1,355 @@
+"""Prompts whose KV is streamed towards a time to first token, from a server that may fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvrag.bench.shapes import random_model, random_text
+from kvrag.chunk import ChunkKey, Document
+from kvrag.codec.container import RecordReader
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
+from kvrag.fusion.loader import MISS_ABSENT, MISS_DAMAGED, MISS_UNREADABLE
+from kvrag.ingest.index import Index
+from kvrag.loading.streaming import ChunkStream, Known, Streaming, StreamItem
+from kvrag.store.base import Store, StoredRecord
+from kvrag.store.memory import MemoryStore
+from kvrag.store.wrapper import RecordWrapper, StoreWrapper, read_whole
+from tests.support.kv_server import KVServer
+from tests.support.proxy import FaultyProxy
+
+NUM_CHUNKS = 4
+NUM_PLANES = 5
+FULL = {"policy": "deviation", "ratio": 1.0}  # equals plain prefill, whatever is loaded
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
+    model = random_model("test")
+    path = tmp_path_factory.mktemp("streaming") / "index"
+    # More than the prompt's: the codec is fitted to them.
+    texts = [random_text(model, 300, seed=i) for i in range(2 * NUM_CHUNKS)]
+    with Index.create(
+        path, model=model, embedding="hashing", chunk_tokens=300, codec="stream:2"
+    ) as index:
+        index.add([Document(source=str(i), text=text) for i, text in enumerate(texts)])
+        yield index
+
+
+@pytest.fixture(scope="module")
+def prompt(folder: Index) -> str:
+    texts = [random_text(folder.model, 300, seed=i) for i in range(NUM_CHUNKS)]
+    # Not at the beginning: a chunk that stands where it was encoded is never computed again.
+    begin, end = (random_text(folder.model, 10, seed=seed) for seed in (98, 99))
+    return "\n\n".join([begin, *texts, end])
+
+
+@pytest.fixture
+def behind(folder: Index) -> MemoryStore:
+    """What the server serves: a copy that tests may harm."""
+    store = MemoryStore()
+    for key in folder.store.keys():  # noqa: SIM118 (a store is no mapping)
+        record = folder.store.open(key)
+        assert record is not None
+        store.put(key, read_whole(record))
+    return store
+
+
+@pytest.fixture
+def server(behind: MemoryStore) -> Iterator[KVServer]:
+    with KVServer(behind) as server:
+        yield server
+
+
+@pytest.fixture
+def index(folder: Index, server: KVServer) -> Iterator[Index]:
+    with Index.open(folder.path, model=folder.model, store=f"{server.url}?timeout=2") as index:
+        yield index
+
+
+@pytest.fixture
+def plain(folder: Index, prompt: str) -> torch.Tensor:
+    ids = torch.tensor([KVEngine(folder).prompt_ids(prompt)])
+    with torch.no_grad():
+        return folder.model.hf(input_ids=ids).logits[0, -1]
+
+
+def levels_of(report: Any) -> dict[str, int]:
+    return dict(report.stream.levels)
+
+
+def test_with_time_enough_all_is_loaded(folder: Index, index: Index, prompt: str) -> None:
+    """Nothing is known of computing yet, so nothing is computed instead."""
+    engine = KVEngine(index, policy="none", ttft=60.0)
+    streamed = engine.fuse(prompt)
+    whole = KVEngine(folder, policy="none").fuse(prompt)
+    assert torch.equal(streamed.logits, whole.logits)
+    assert levels_of(streamed.report) == {"5/5": NUM_CHUNKS}
+    report = streamed.report
+    assert report.num_reused == whole.report.num_reused
+    assert report.stream is not None
+    assert report.stream.is_met
+    assert report.misses == {}
+    assert sum(chunk.num_bytes for chunk in report.stream.chunks) < report.bytes_loaded
+    assert "streamed in" in report.one_line()
+    assert report.to_dict()["stream"]["levels"] == {"5/5": NUM_CHUNKS}
+    assert engine.stream_counts == {
+        "levels": {"5/5": NUM_CHUNKS},
+        "deadlines": {"met": 1},
+    }
+
+
+def test_what_is_as_quick_to_compute_is_computed(
+    index: Index, prompt: str, plain: torch.Tensor
+) -> None:
+    engine = KVEngine(index, policy="none")
+    for text in (prompt, "something else entirely"):
+        engine.fuse(text)  # what computing takes is known now
+    fused = engine.fuse(prompt, ttft=60.0)
+    assert levels_of(fused.report) == {"text": NUM_CHUNKS}
+    assert fused.report.num_fresh == fused.report.num_tokens
+    assert fused.report.misses == {}
+    torch.testing.assert_close(fused.logits, plain, rtol=1e-3, atol=1e-4)
+
+
+def test_without_time_the_least_is_loaded(index: Index, prompt: str) -> None:
+    engine = KVEngine(index, policy="none")
+    fused = engine.fuse(prompt, ttft=1e-6)
+    assert levels_of(fused.report) == {"1/5": NUM_CHUNKS}
+    assert fused.report.stream is not None
+    assert not fused.report.stream.is_met
+    assert "late" in fused.report.one_line()
+    assert engine.stream_counts["deadlines"] == {"missed": 1}
+
+
+class Failing(StoreWrapper):
+    """Does something before a read of a record, counted over all records."""
+
+    def __init__(self, inner: Store, before: Callable[[int], None]) -> None:
+        super().__init__(inner)
+        self.num_reads = 0
+        self.before = before
+
+    def open(self, key: ChunkKey) -> StoredRecord | None:
+        record = self.inner.open(key)
+        return None if record is None else _Failing(record, self)
+
+
+class _Failing(RecordWrapper):
+    def __init__(self, inner: StoredRecord, store: Failing) -> None:
+        super().__init__(inner)
+        self._store = store
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        if offset:  # not the header
+            self._store.before(self._store.num_reads)
+            self._store.num_reads += 1
+        self.inner.read_into(offset, buffer)
+
+
+def check_right(engine: KVEngine, prompt: str, plain: torch.Tensor, ttft: float) -> Any:
+    fused = engine.fuse(prompt, ttft=ttft)
+    torch.testing.assert_close(fused.logits, plain, rtol=1e-3, atol=1e-4)
+    report = fused.report
+    streamed = len(report.stream.chunks) if report.stream is not None else 0
+    assert streamed + sum(report.misses.values()) == NUM_CHUNKS
+    return report
+
+
+@pytest.mark.parametrize("num_reads", [0, 1, 3])
+def test_a_server_that_is_killed_in_mid_stream(
+    index: Index, server: KVServer, prompt: str, plain: torch.Tensor, num_reads: int
+) -> None:
+    def before(number: int) -> None:
+        if number == num_reads:
+            server.stop()
+
+    index.store = Failing(index.store, before)
+    report = check_right(KVEngine(index, **FULL), prompt, plain, ttft=30.0)
+    # The coarsest plane of the first chunk may have come with its header.
+    assert set(report.misses) == {MISS_UNREADABLE}
+    assert 0 <= NUM_CHUNKS - num_reads - report.misses[MISS_UNREADABLE] <= 1
+
+
+def test_a_server_that_ends_while_chunks_are_refined(
+    index: Index, prompt: str, plain: torch.Tensor
+) -> None:
+    """What is there is of use without it."""
+
+    def before(number: int) -> None:
+        if number >= NUM_CHUNKS:
+            raise StoreUnreachableError("gone")
+
+    index.store = Failing(index.store, before)
+    engine = KVEngine(index, **FULL)
+    engine._known.link.expect(20_000.0)  # so slow that a first pass takes the coarsest planes
+    report = check_right(engine, prompt, plain, ttft=3.0)
+    assert report.misses == {}
+    assert set(levels_of(report)) <= {"1/5", "2/5", "3/5", "4/5", "5/5", "text"}
+
+
+def test_a_record_that_is_replaced_in_between(
+    index: Index, behind: MemoryStore, prompt: str, plain: torch.Tensor
+) -> None:
+    """Never mixed: the rest of a record that is another one now is a miss."""
+    http = index.store
+
+    def before(number: int) -> None:
+        if number == 0:
+            for key in list(behind.keys()):
+                record = behind.open(key)
+                assert record is not None
+                content = bytearray(read_whole(record))
+                content[40:64] = content[40:64][::-1]  # another header, of the same length
+                behind.replace(key, bytes(content))
+            http.close()  # the connection would go on with what it has open
+
+    index.store = Failing(http, before)
+    report = check_right(KVEngine(index, **FULL), prompt, plain, ttft=30.0)
+    assert report.misses[MISS_UNREADABLE] >= NUM_CHUNKS - 1
+
+
+def test_a_record_that_is_deleted_before(
+    index: Index, behind: MemoryStore, prompt: str, plain: torch.Tensor
+) -> None:
+    (chunk,) = index.get_chunks(index.catalog.chunk_ids_of("0"))
+    behind.delete(index.key_of(chunk))
+    report = check_right(KVEngine(index, **FULL), prompt, plain, ttft=30.0)
+    assert report.misses == {MISS_ABSENT: 1}
+
+
+def damage(store: MemoryStore, plane: int) -> None:
+    """Change a byte in a plane of every record."""
+    for key in list(store.keys()):
+        record = store.open(key)
+        assert record is not None
+        blocks = RecordReader(record, key).header.blocks
+        content = bytearray(read_whole(record))
+        content[blocks[plane * len(blocks) // NUM_PLANES].offset] ^= 1
+        store.replace(key, bytes(content))
+
+
+def test_a_damaged_plane_leaves_the_coarser_ones(
+    index: Index, behind: MemoryStore, prompt: str, plain: torch.Tensor
+) -> None:
+    damage(behind, NUM_PLANES - 1)
+    report = check_right(KVEngine(index, **FULL), prompt, plain, ttft=30.0)
+    assert levels_of(report) == {"4/5": NUM_CHUNKS}
+    (counts,) = index.store.counts()
+    assert counts.misses["damaged"] == NUM_CHUNKS
+
+
+def test_a_damaged_beginning_is_a_miss(
+    index: Index, behind: MemoryStore, prompt: str, plain: torch.Tensor
+) -> None:
+    damage(behind, 0)
+    report = check_right(KVEngine(index, **FULL), prompt, plain, ttft=30.0)
+    assert report.misses == {MISS_DAMAGED: NUM_CHUNKS}
+
+
+@pytest.mark.parametrize("mode", ["dead", "half-closed", "wrong", "silent"])
+def test_a_bad_line(
+    folder: Index, server: KVServer, prompt: str, plain: torch.Tensor, mode: str
+) -> None:
+    with FaultyProxy(server.port) as proxy:
+        url = f"http://127.0.0.1:{proxy.port}?timeout=0.3"
+        with Index.open(folder.path, model=folder.model, store=url) as index:
+            engine = KVEngine(index, **FULL)
+            proxy.mode = mode
+            report = check_right(engine, prompt, plain, ttft=5.0)
+            if mode == "wrong":  # some answers are so small that they are left alone
+                assert index.store.counts()[0].misses["damaged"] >= 1
+            else:
+                assert sum(report.misses.values()) == NUM_CHUNKS
+            proxy.mode = "good"
+            proxy.cut()
+
+
+def test_prompts_at_the_same_time(index: Index, prompt: str, plain: torch.Tensor) -> None:
+    engine = KVEngine(index, **FULL)
+    failures: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            for ttft in (5.0, 0.05):
+                check_right(engine, prompt, plain, ttft)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert sum(engine.stream_counts["deadlines"].values()) == 8
+
+
+def test_every_codec_can_be_streamed(tmp_path: Path) -> None:
+    """Records without planes have one level beside text."""
+    model = random_model("test")
+    text = random_text(model, 100, seed=1)
+    for codec in ("raw", "cachegen:2"):
+        with Index.create(
+            tmp_path / codec, model=model, embedding="hashing", chunk_tokens=100, codec=codec
+        ) as index:
+            index.add([Document(source="text", text=text)])
+            engine = KVEngine(index, policy="none", ttft=30.0)
+            fused = engine.fuse(f"{text} and more")
+            assert levels_of(fused.report) == {"1/1": 1}
+            whole = KVEngine(index, policy="none").fuse(f"{text} and more")
+            assert torch.equal(fused.logits, whole.logits)
+
+
+class Slow:
+    """A chunk of two planes, of which the second comes only when it is cancelled."""
+
+    num_tokens = 10
+    plane_bytes = (5000, 5000)
+    used: int | None = None
+
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+
+    def fetch(self, num_planes: int) -> None:
+        if num_planes == 2:
+            assert self.cancelled.wait(20)
+            raise StoreError("broken off")
+
+    def use(self, num_planes: int) -> None:
+        self.used = num_planes
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+def test_what_comes_too_late_is_broken_off() -> None:
+    chunk: Any = Slow()
+    placed: list[int | None] = []
+    known = Known()
+    known.link.expect(1e5)  # a twentieth of a second each: a second pass is expected to fit
+    stream = ChunkStream(
+        [StreamItem("chunk", chunk, False, lambda: placed.append(chunk.used))],
+        Streaming(0.3, time.perf_counter(), known),
+        lambda chosen: 0.0,
+        (StoreError, RecordError),
+        torch.device("cpu"),
+    )
+    (row,) = stream.run()
+    assert (row.num_planes, row.num_bytes, placed) == (1, 5000, [1])
+    assert chunk.cancelled.is_set()
+
+
+@pytest.mark.parametrize("ttft", [0, -1.0, float("nan"), float("inf"), "soon"])
+def test_values_out_of_range(folder: Index, prompt: str, ttft: Any) -> None:
+    with pytest.raises(ParameterError, match="ttft"):
+        KVEngine(folder, ttft=ttft)
+    with pytest.raises(ParameterError, match="ttft"):
+        KVEngine(folder).generate(prompt, ttft=ttft)

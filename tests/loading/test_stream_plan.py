@@ -1,0 +1,230 @@
+"""The plan on simulated links, against every assignment there is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrag.bench.stream.plans import best_levels, given_plan
+from kvrag.bench.stream.trace import Trace, constant, random_trace
+from kvrag.loading.stream_plan import TEXT, ChunkSize, LinkState, Step, StreamPlan
+
+TAIL_SECONDS = 0.05
+
+
+class Simulated:
+    """Streams over a trace; time is simulated, the link known by its last chunk."""
+
+    def __init__(
+        self,
+        plan: StreamPlan,
+        sizes: Sequence[ChunkSize],
+        trace: Trace,
+        deadline: float,
+        speed: float | None,
+        text_seconds: float,
+    ) -> None:
+        self.plan, self.now, self.steps = plan, 0.0, list[Step]()
+        while (step := plan.next(deadline - self.now, LinkState(speed))) is not None:
+            assert len(self.steps) < 1000
+            self.steps.append(step)
+            if step.num_planes == TEXT:
+                plan.done(step)
+                continue
+            had = plan.num_planes[step.chunk] or 0
+            assert step.num_planes > had
+            assert step.is_needed == (had == 0)
+            num_bytes = sum(sizes[step.chunk].plane_bytes[had : step.num_planes])
+            end = trace.finish(self.now, num_bytes)
+            if not step.is_needed and end > deadline - plan.tail_seconds():
+                self.now = max(self.now, deadline - plan.tail_seconds())  # broken off
+                break
+            speed = num_bytes / (end - self.now)
+            self.now = end
+            plan.done(step)
+        num_text = sum(planes == TEXT for planes in plan.num_planes)
+        self.seconds = self.now + TAIL_SECONDS + text_seconds * num_text
+
+    @property
+    def loss(self) -> float:
+        """Of each plane that is missing a third remains."""
+        return sum(0.0 if p == TEXT else 3.0**-p for p in self.plan.num_planes if p is not None)
+
+
+def simulate(
+    sizes: Sequence[ChunkSize],
+    trace: Trace,
+    deadline: float,
+    speed: float | None,
+    text_seconds: float,
+) -> Simulated:
+    def compute(chosen: Collection[int]) -> float:
+        return TAIL_SECONDS + text_seconds * len(chosen)
+
+    return Simulated(StreamPlan(sizes, compute), sizes, trace, deadline, speed, text_seconds)
+
+
+def best_loss(
+    sizes: Sequence[ChunkSize], trace: Trace, deadline: float, text_seconds: float
+) -> float | None:
+    """Return the least loss of all assignments in time; None where none is."""
+    found = []
+    for levels in itertools.product(range(len(sizes[0].plane_bytes) + 1), repeat=len(sizes)):
+        num_bytes = sum(sum(s.plane_bytes[:p]) for s, p in zip(sizes, levels, strict=True))
+        done = trace.finish(0.0, num_bytes) if num_bytes else 0.0
+        if done + TAIL_SECONDS + text_seconds * levels.count(TEXT) <= deadline:
+            found.append(sum(0.0 if p == TEXT else 3.0**-p for p in levels))
+    return min(found, default=None)
+
+
+plane_bytes = st.tuples(*[st.integers(1_000, 50_000)] * 3)
+contexts = st.lists(plane_bytes, min_size=1, max_size=4).map(
+    lambda planes: [ChunkSize(one) for one in planes]
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(contexts, st.floats(1e4, 1e7), st.floats(0.06, 3.0), st.floats(0.001, 1.0))
+def test_on_a_steady_link_that_is_known(
+    sizes: list[ChunkSize], speed: float, deadline: float, text_seconds: float
+) -> None:
+    """In time whenever that is possible, and no worse than one level for all chunks."""
+    trace = constant(speed)
+    found = simulate(sizes, trace, deadline, speed, text_seconds)
+    assert None not in found.plan.num_planes
+    best = best_loss(sizes, trace, deadline, text_seconds)
+    if best is None:
+        return
+    assert found.seconds <= deadline + 1e-6
+    for planes in range(4):
+        num_bytes = sum(sum(size.plane_bytes[:planes]) for size in sizes)
+        num_text = len(sizes) if planes == TEXT else 0
+        seconds = num_bytes / speed + TAIL_SECONDS + text_seconds * num_text
+        if seconds <= deadline:
+            uniform = 0.0 if planes == TEXT else len(sizes) * 3.0**-planes
+            assert found.loss <= uniform + 1e-9
+    # Never more than one plane of each chunk worse than the best there is.
+    assert found.loss <= 3.0 * best + len(sizes) * 3.0**-1 + 1e-9
+
+
+@settings(deadline=None, max_examples=100)
+@given(contexts, st.integers(0, 10_000), st.floats(0.2, 2.0), st.floats(0.05, 1.0))
+def test_on_a_link_that_changes(
+    sizes: list[ChunkSize], seed: int, deadline: float, text_seconds: float
+) -> None:
+    """Never later than the coarsest level of all chunks would be, where nothing is computed."""
+    trace = random_trace(seed, 0.05, 30_000.0)
+    sizes = [ChunkSize(size.plane_bytes, has_text=False) for size in sizes]
+    found = simulate(sizes, trace, deadline, None, text_seconds)
+    coarsest = trace.finish(0.0, sum(size.plane_bytes[0] for size in sizes)) + TAIL_SECONDS
+    finer = any(step.is_needed and step.num_planes > 1 for step in found.steps)
+    if not finer:
+        assert found.seconds <= max(coarsest, deadline) + 1e-6
+    best = best_loss(sizes, trace, deadline, 1e9)
+    if best is not None and found.seconds <= deadline:
+        assert found.loss >= best - 1e-9
+
+
+def test_short_contexts_are_computed() -> None:
+    sizes = [ChunkSize((1000, 1000))] * 3
+    found = simulate(sizes, constant(1e9), 1.0, 1e9, 0.1)
+    assert found.plan.num_planes == [TEXT] * 3
+
+
+def test_nothing_is_computed_where_that_is_not_known() -> None:
+    plan = StreamPlan([ChunkSize((1000, 1000))] * 2, lambda chosen: None)
+    step = plan.next(10.0, LinkState(1e6))
+    assert step == Step(0, 2, pytest.approx(0.002), is_needed=True)  # type: ignore[arg-type]
+
+
+def test_of_an_unknown_link_little_is_asked_first() -> None:
+    plan = StreamPlan([ChunkSize((1000, 1000))] * 2, lambda chosen: None)
+    assert plan.next(10.0, LinkState(None)) == Step(0, 1, None, is_needed=True)
+
+
+def test_a_slow_link_is_measured_before_it_is_given_up() -> None:
+    """Otherwise it would never be found that it has become fast again."""
+    sizes = [ChunkSize((100_000,))] * 4
+    plan = StreamPlan(sizes, lambda chosen: 0.2 + len(chosen))
+    first = plan.next(1.0, LinkState(1000.0))
+    assert first is not None
+    assert first.num_planes == 1
+    plan.done(first)
+    second = plan.next(1.0, LinkState(1000.0))
+    assert second is not None
+    assert second.num_planes == TEXT  # a second, not a hundred
+
+
+def test_requests_that_share_the_link() -> None:
+    """A chunk takes as many times as long as there are requests that still have one there."""
+    sizes = [ChunkSize((10_000, 10_000))] * 4
+
+    def first(num_sharing: dict[int, int]) -> Step | None:
+        plan = StreamPlan(sizes, lambda chosen: None)
+        return plan.next(0.4, LinkState(1e6, 0.0, lambda ahead: num_sharing.get(ahead, 1)))
+
+    alone, shared = first({}), first({0: 3, 1: 3})
+    assert alone is not None
+    assert shared is not None
+    assert (alone.num_planes, alone.expected_seconds) == (2, pytest.approx(0.02))
+    # 2 x 3 + 2 chunks of 10 or 20 kB: 80 ms fit a quarter of the time left, 160 do not.
+    assert (shared.num_planes, shared.expected_seconds) == (1, pytest.approx(0.03))
+
+
+def test_lost_chunks_are_reckoned_with() -> None:
+    plan = StreamPlan([ChunkSize((1000,))] * 3, lambda chosen: 0.1 * len(chosen))
+    plan.lose(0)
+    assert plan.computed == {0}
+    assert plan.tail_seconds() == pytest.approx(0.1)
+    assert plan.undecided == [1, 2]
+
+
+def test_compressed_chunks_have_no_text() -> None:
+    sizes = [ChunkSize((100_000,), has_text=False)] * 2
+    found = simulate(sizes, constant(1e3), 0.5, 1e3, 0.001)
+    assert found.plan.num_planes == [1, 1]
+
+
+def test_a_given_plan_is_kept_to() -> None:
+    plan = given_plan([2, TEXT, 1])([ChunkSize((1, 1))] * 3, lambda chosen: 0.0)
+    taken = []
+    while (step := plan.next(0.0, LinkState(None))) is not None:
+        plan.done(step)
+        taken.append(step.num_planes)
+    assert taken == [2, TEXT, 1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_oracle_is_the_best_of_all(seed: int) -> None:
+    trace = random_trace(seed, 0.05, 30_000.0)
+    sizes = [ChunkSize((10_000, 10_000, 10_000))] * 3
+    quality = [1.0, *(1.0 - 3.0**-p for p in (1, 2, 3))]
+
+    def tail(num_text: int) -> float:
+        return TAIL_SECONDS + 0.3 * num_text
+
+    levels = best_levels(trace, [1e4, 2e4, 3e4], quality, 3, 0.6, 0.0, tail)
+    num_bytes = 1e4 * sum(levels)
+    done = trace.finish(0.0, num_bytes) if num_bytes else 0.0
+    best = best_loss(sizes, trace, 0.6, 0.3)
+    if best is None:
+        assert done + tail(levels.count(TEXT)) > 0.6
+    else:
+        assert sum(0.0 if p == TEXT else 3.0**-p for p in levels) == pytest.approx(best)
+        assert done + tail(levels.count(TEXT)) <= 0.6
+
+
+def test_traces() -> None:
+    trace = Trace((100.0, 10.0), 1.0)
+    assert trace.finish(0.0, 50.0) == 0.5
+    assert trace.finish(0.5, 55.0) == pytest.approx(1.5)
+    assert trace.finish(0.0, 110.0) == pytest.approx(2.0)
+    assert trace.finish(0.0, 160.0) == pytest.approx(2.5)
+    rates = random_trace(3, 0.1, 1.0).rates
+    assert random_trace(3, 0.1, 1.0).rates == rates != random_trace(4, 0.1, 1.0).rates
+    assert 0.1 <= min(rates) < 0.15
+    assert 7.0 < max(rates) <= 10.0
