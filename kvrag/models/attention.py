@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -22,12 +23,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from kvrag.models.headwise import attend_by_head
 from kvrag.models.implementations import attending_by, eager_function, register_attention
 from kvrag.models.scaling import ScaledKeys
-
-# Observed weights of so many rows of one key head are held at a time: 4 MB a query head
-# at 32,000 keys.
-_ROWS_OBSERVED = 32
 
 _NAME = "kvrag_rows"
 
@@ -94,15 +92,21 @@ class RowMask:
     ) -> torch.Tensor:
         """Return the output ``[1, n, heads, D]`` of attention with scaled keys."""
         assert self.scaled is not None
-        return self.scaled.attend(
-            query,
-            key,
-            value,
-            self.dense(key.shape[2]),
-            scaling,
-            first_key=self.first_key,
-            softcap=softcap,
-        )
+        allowed, first_key = self.dense(key.shape[2]), self.first_key
+        return self.scaled.attend(query, key, value, allowed, scaling, softcap, first_key=first_key)
+
+    def show(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Show the observer what rows take from keys unscaled; return it: ``[1, n, heads, D]``."""
+        assert self.observer is not None
+        allowed, observe = self.dense(key.shape[2]), partial(self.observer, self)
+        return attend_by_head(query, key, value, allowed, scaling, softcap, observe=observe)
 
     def dense(self, num_keys: int) -> torch.Tensor:
         """Return the boolean mask ``[n, num_keys]``: key_position <= query_position, in window."""
@@ -132,7 +136,7 @@ def _row_attention(
         )
     if attention_mask.observer is not None:
         softcap = kwargs.get("softcap")
-        output = _attend_observed(query, key, value, attention_mask, scaling, softcap)
+        output = attention_mask.show(query, key, value, scaling, softcap)
         if attention_mask.scaled is None and softcap is None:
             return output, None
     if attention_mask.scaled is not None:
@@ -159,43 +163,6 @@ def _row_attention(
     return output.permute(2, 1, 0, 3).reshape(1, num_rows, num_heads, head_dim), None
 
 
-def _attend_observed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: RowMask,
-    scaling: float | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Attend, showing the weights to the mask's observer.
-
-    Returns ``[1, n, H * G, D]``. Weights are held for some rows of one key head at a time.
-    """
-    assert mask.observer is not None
-    _, num_kv_heads, num_keys, head_dim = key.shape
-    num_rows = query.shape[2]
-    scale = head_dim**-0.5 if scaling is None else scaling
-    hidden = ~mask.dense(num_keys)
-    queries = query[0].view(num_kv_heads, -1, num_rows, head_dim)
-    output = torch.empty_like(queries)
-    for head in range(num_kv_heads):
-        keys, values = key[0, head].float().T, value[0, head].float()
-        for begin in range(0, num_rows, _ROWS_OBSERVED):
-            rows = slice(begin, begin + _ROWS_OBSERVED)
-            asking = queries[head][:, rows].float() * scale
-            weights = (asking.flatten(0, 1) @ keys).view(*asking.shape[:2], num_keys)
-            if softcap is not None:
-                weights = torch.tanh(weights / softcap) * softcap
-            # All see the keys before the first of them; there is nothing to hide there.
-            tail = 0 if mask.window else int(mask.positions[begin]) - mask.first_key
-            weights[..., tail:].masked_fill_(hidden[rows, tail:], float("-inf"))
-            weights = weights.softmax(-1)
-            output[head][:, rows] = (weights.flatten(0, 1) @ values).view_as(asking)
-            mask.observer(mask, rows, weights, values)
-    # [H, G, n, D] -> [1, n, H * G, D]
-    return output.permute(2, 0, 1, 3).reshape(1, num_rows, -1, head_dim)
-
-
 def _row_attention_eager(
     module: nn.Module,
     query: torch.Tensor,
@@ -210,7 +177,7 @@ def _row_attention_eager(
     if isinstance(attention_mask, RowMask):
         if attention_mask.observer is not None:
             softcap = kwargs.get("softcap")
-            _attend_observed(query, key, value, attention_mask, scaling, softcap)
+            attention_mask.show(query, key, value, scaling, softcap)
         if attention_mask.scaled is not None:
             return attention_mask.attend(query, key, value, scaling, kwargs.get("softcap")), None
         mask = attention_mask.dense(key.shape[2])

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvrag.kvcache import FusedKV
+from kvrag.models.headwise import attend_by_head
 from kvrag.models.implementations import (
     AttentionFunction,
     attending_by,
@@ -28,8 +30,6 @@ from kvrag.models.implementations import (
 )
 
 _NAME = "kvrag_scaled"
-# Scores of one key head that are held at a time, 8 MB: the fewest rows at very many keys.
-_SCORES_AT_ONCE = 1 << 21
 
 _present = threading.local()
 
@@ -70,51 +70,27 @@ class ScaledKeys:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        allowed: torch.Tensor | None,
+        allowed: torch.Tensor,
         scaling: float | None,
+        softcap: float | None,
         *,
         first_key: int = 0,
-        softcap: float | None = None,
     ) -> torch.Tensor:
-        """Return ``[1, n, heads, D]``, as an attention function of Transformers does.
+        """Return ``[1, n, heads, D]``; parameters as `attend_by_head`'s.
 
         Parameters
         ----------
-        query, key, value
-            ``[1, G * H, n, D]`` and ``[1, H, K, D]``.
-        allowed
-            ``[n, K]`` bool; None stands for everything.
-        scaling
-            What scores are multiplied by; None stands for ``D ** -0.5``.
         first_key
             The position of the first key.
-        softcap
-            Of the scores, where the model has one.
         """
-        _, num_heads, num_rows, head_dim = query.shape
-        num_kv_heads, num_keys = key.shape[1], key.shape[2]
-        grouped = query.view(num_kv_heads, -1, num_rows, head_dim)
-        factor = head_dim**-0.5 if scaling is None else scaling
+        num_keys = key.shape[2]
         reused = torch.zeros(num_keys, dtype=torch.bool, device=key.device)
         mine = self.reused[first_key : first_key + num_keys]
         reused[: len(mine)] = mine
-        output = query.new_empty(num_rows, num_heads, value.shape[-1])
-        by_head = output.view(num_rows, num_kv_heads, -1, value.shape[-1])
-        num_rows_at_once = max(1, _SCORES_AT_ONCE // (grouped.shape[1] * num_keys))
-        for head in range(num_kv_heads):
-            keys, values = key[0, head].float().T * factor, value[0, head].float()
-            for begin in range(0, num_rows, num_rows_at_once):
-                rows = slice(begin, begin + num_rows_at_once)
-                scores = grouped[head, :, rows].float() @ keys
-                if softcap is not None:
-                    scores = torch.tanh(scores / softcap) * softcap
-                if allowed is not None:
-                    scores = scores.masked_fill(~allowed[rows], float("-inf"))
-                weights = self._scaled(scores, reused).softmax(-1)
-                by_head[rows, head] = (weights @ values).transpose(0, 1).to(output.dtype)
-        return output[None]
+        rescore = partial(self._scaled, reused)
+        return attend_by_head(query, key, value, allowed, scaling, softcap, rescore=rescore)
 
-    def _scaled(self, scores: torch.Tensor, reused: torch.Tensor) -> torch.Tensor:
+    def _scaled(self, reused: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         cooled = scores / self.scaling.temperature
         together = cooled.masked_fill(~reused, float("-inf")).logsumexp(-1, keepdim=True)
         # Where no reused key is seen there is nothing to move.
@@ -175,7 +151,7 @@ def _attend(
     else:
         allowed = attention_mask[0, 0, :, :num_keys] == 0
     softcap = kwargs.get("softcap")
-    output = prompt[1][layer_index].attend(query, key, value, allowed, scaling, softcap=softcap)
+    output = prompt[1][layer_index].attend(query, key, value, allowed, scaling, softcap)
     return output, None
 
 

@@ -22,7 +22,7 @@ from kvrag.fusion.policies.registry import make_policy
 from kvrag.fusion.policies.scaled import ScaledPolicy
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
-from kvrag.models import scaling
+from kvrag.models import headwise
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
 from tests.support.bench_top import TEXTS, Bench, relative_difference
@@ -130,7 +130,7 @@ def test_fusing_is_attention_as_written_out(family: str, temperature: float, sca
 def test_rows_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     spec = "deviation:temperature=0.8:scale=1.2"
     expected = scaled(bench, spec).logits
-    monkeypatch.setattr(scaling, "_SCORES_AT_ONCE", 1)
+    monkeypatch.setattr(headwise, "_ROWS_AT_ONCE", 1)
     assert relative_difference(scaled(bench, spec).logits, expected) < 1e-4
 
 

@@ -1,0 +1,45 @@
+"""Attention by head is attention, and shows what it does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvrag.models.headwise import attend_by_head
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sees", ["before", "window", "any"])
+def test_it_is_attention_as_written_out(sees: str, softcap: float | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 6, 70, 16, generator=generator)
+    key, value = torch.randn(2, 1, 2, 90, 16, generator=generator)
+    allowed = torch.ones(70, 90, dtype=torch.bool).tril(20)
+    if sees == "window":
+        allowed &= ~torch.ones(70, 90, dtype=torch.bool).tril(-15)
+    elif sees == "any":
+        # Rows in no order, and keys hidden in between.
+        allowed = torch.rand(70, 90, generator=generator) < 0.5
+    seen = torch.zeros(2, 3, 70, 90)
+    order = []
+
+    def observe(rows: slice, weights: torch.Tensor, values: torch.Tensor) -> None:
+        if rows.start == 0:
+            order.append(0)
+        head = len(order) - 1
+        seen[head, :, rows] = weights
+        assert torch.equal(values, value[0, head])
+
+    def warmer(scores: torch.Tensor) -> torch.Tensor:
+        return scores / 0.7
+
+    output = attend_by_head(
+        query, key, value, allowed, 0.3, softcap, rescore=warmer, observe=observe
+    )
+    scores = torch.einsum("hgnd,hkd->hgnk", query.view(2, 3, 70, 16), key[0]) * 0.3
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    weights = (scores / 0.7).masked_fill(~allowed, float("-inf")).softmax(-1)
+    expected = torch.einsum("hgnk,hkd->nhgd", weights, value[0]).reshape(1, 70, 6, 16)
+    assert torch.allclose(output, expected, atol=1e-5)
+    assert torch.allclose(seen, weights, atol=1e-6)
