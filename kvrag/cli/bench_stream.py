@@ -17,11 +17,14 @@ def bench_stream(
     codec: Annotated[str, typer.Option(help="How the context is stored.")] = "stream:2",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of the context.")] = 10,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each, at least.")] = 170,
-    ttft: Annotated[float, typer.Option(help="Seconds to the first token aimed at.")] = 0.5,
+    ttft: Annotated[float, typer.Option(help="Seconds to the first token aimed at.")] = 1.0,
     traces: Annotated[int, typer.Option(min=1, help="Random traces of 0.1 to 10 Gb/s.")] = 40,
-    step: Annotated[float, typer.Option(help="Seconds for which a link keeps its speed.")] = 0.05,
+    step: Annotated[float, typer.Option(help="Seconds for which a link keeps its speed.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Of the first trace, and of the text.")] = 0,
     repeats: o.RepeatsOption = 5,
+    time_scale: Annotated[
+        float, typer.Option(help="How many times as long everything takes as in the paper.")
+    ] = 2.0,
     as_json: o.JsonOption = False,
 ) -> None:
     """Deadlines met over a shaped TCP connection: adaptive, at fixed levels, knowing the trace.
@@ -31,7 +34,9 @@ def bench_stream(
     from kvrag.bench.stream.measure import StreamOptions, measure_streaming
     from kvrag.cli.opening import quiet_libraries
 
-    options = StreamOptions(codec, chunks, chunk_tokens, ttft, traces, step, seed, repeats)
+    options = StreamOptions(
+        codec, chunks, chunk_tokens, ttft, traces, step, seed, repeats, time_scale
+    )
     quiet_libraries()
     with console.err().status("measuring") as status:
         rows = measure_streaming(options, status.update)

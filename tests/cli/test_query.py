@@ -52,6 +52,20 @@ def test_eviction_is_reported(run: Run, index_folder: Path) -> None:
     assert run(*common, "--json").json["report"]["eviction"] is None
 
 
+def test_a_time_to_first_token(run: Run, index_folder: Path) -> None:
+    common = ("query", "--index", index_folder, QUESTION, "--max-tokens", 4)
+    done = run(*common, "--ttft", "30")
+    assert done.code == 0, done.err
+    assert "streamed in" in done.out
+    stream = run(*common, "--ttft", "30", "--json").json["report"]["stream"]
+    assert stream["is_met"]
+    assert stream["levels"] == {"1/1": len(stream["chunks"])}
+    assert run(*common, "--json").json["report"]["stream"] is None
+    for wrong in ("0", "-1", "nan", "inf"):
+        done = run(*common, "--ttft", wrong)
+        assert (done.code, "ttft" in done.err) == (1, True)
+
+
 def test_plain_for_a_person(run: Run, index_folder: Path) -> None:
     done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 4, "--plain")
     assert done.code == 0, done.err

@@ -133,6 +133,19 @@ def test_eviction_is_the_constructors(rag: Rag) -> None:
     assert report.eviction.policy == "corm(window=4, recent=4)"
 
 
+@pytest.mark.parametrize("model_class", [KVRagLLM, LlamaIndexLLM])
+def test_a_time_to_first_token(rag: Rag, model_class: Any) -> None:
+    report = model_class(index=rag.path, max_tokens=2, ttft=30.0).answer(PROMPT, {}).report
+    assert report.stream is not None
+    assert report.stream.is_met
+    assert model_class(index=rag.path, max_tokens=2).answer(PROMPT, {}).report.stream is None
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="ttft"):
+            model_class(index=rag.path, ttft=wrong)
+    settings = model_class(index=rag.path, ttft=30.0)
+    assert settings.identity() != model_class(index=rag.path).identity()
+
+
 def test_a_call_says_anew_what_is_spent(tmp_path: Path) -> None:
     llm = KVRagLLM(index=tmp_path / "nowhere", policy="boundary", boundary_tokens=4)
     values = llm.call_values({"ratio": 0.5})

@@ -1,0 +1,99 @@
+"""`kvrag bench stream`: its link, its 8-bit records, and a small run."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvrag.bench.stream.eight_bit import EightBitChunk, encode_eight_bit
+from kvrag.bench.stream.measure import StreamOptions, measure_streaming
+from kvrag.bench.stream.shaped import ShapedServer, TokenBucket
+from kvrag.bench.stream.trace import Trace, constant
+from kvrag.cli.main import app
+from kvrag.codec.container import RecordReader
+from kvrag.errors import ParameterError
+from kvrag.kvcache import ChunkKV, KVSpec
+from kvrag.store.memory import MemoryStore
+from kvrag.store.registry import open_store
+from tests.support.records import key_number, record_of, stored
+
+
+def test_a_bucket_lets_pass_what_the_trace_says() -> None:
+    bucket = TokenBucket()
+    bucket.start(Trace((1e6, 1e5), 0.1))
+    started = time.monotonic()
+    for _ in range(11):
+        bucket.carry(10_000)  # 100 kB in the first tenth of a second, 10 kB in the second
+    assert time.monotonic() - started >= 0.17
+
+
+def test_a_shaped_server(tmp_path: Path) -> None:
+    key = key_number(0)
+    near = open_store(f"file:{tmp_path}")
+    near.put(key, record_of(key, 100_000))
+    near.close()
+    with ShapedServer(str(tmp_path)) as server:
+        store = open_store(server.url)
+        server.start(constant(500_000.0))
+        started = time.monotonic()
+        assert stored(store, key) == record_of(key, 100_000)
+        assert time.monotonic() - started >= 0.15
+        store.close()
+
+
+def test_eight_bits() -> None:
+    spec = KVSpec(2, 3, 8, torch.float32)
+    kv = ChunkKV(torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8))
+    key, store = key_number(0), MemoryStore()
+    store.put(key, encode_eight_bit(key, kv, spec))
+    record = store.open(key)
+    assert record is not None
+    chunk = EightBitChunk(RecordReader(record, key))
+    for layer_index in range(2):
+        for found, exact in zip(
+            chunk.read_layer(layer_index),
+            (kv.keys[layer_index], kv.values[layer_index]),
+            strict=True,
+        ):
+            assert 0.0 < float((found - exact).abs().max()) < 0.03
+
+
+def test_a_small_run() -> None:
+    rows = measure_streaming(
+        StreamOptions(
+            num_chunks=4,
+            chunk_tokens=170,
+            ttft=0.3,
+            num_traces=1,
+            step_seconds=0.05,
+            repeats=1,
+            time_scale=0.1,
+        )
+    )
+    ways = {row.way: row for row in rows.ways}
+    assert list(ways) == ["adaptive", "oracle", *(f"{n}/5" for n in range(1, 6))]
+    assert all(sum(row.levels.values()) == 4 for row in rows.ways)
+    fixed = [ways[f"{n}/5"] for n in range(1, 6)]
+    assert all(a.decibels + 5.0 < b.decibels for a, b in pairwise(fixed))
+    assert rows.constant.text_seconds > 0.0
+    assert {field.name for field in dataclasses.fields(rows)} >= {"same_quality", "over_oracle"}
+
+
+@pytest.mark.parametrize(
+    "values", [{"num_traces": 0}, {"ttft": 0.0}, {"step_seconds": -1.0}, {"time_scale": 0.0}]
+)
+def test_values_out_of_range(values: dict[str, float]) -> None:
+    with pytest.raises(ParameterError, match="bench stream"):
+        StreamOptions(**values)  # type: ignore[arg-type]
+
+
+def test_a_bad_command_line() -> None:
+    result = CliRunner().invoke(app, ["bench", "stream", "--ttft", "0"])
+    assert result.exit_code == 1
+    assert "must be above 0" in result.output
