@@ -28,7 +28,7 @@ from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.cache import EvictingCache
 from kvrag.eviction.registry import make_eviction
 from kvrag.fusion.decoding import CacheDecoder, Decoder
-from kvrag.fusion.evicting import EvictingDecoder, evict_prompt
+from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
@@ -141,44 +141,36 @@ def run_eviction_bench(
         prompt = _text(model, options.num_tokens, is_random=options.model is None)
         say(f"plain prefill of {options.num_tokens} tokens")
         fused = KVEngine(index).fuse(prompt, max_tokens=options.num_steps + 1)
-        memory = []
-        for policy in policies:
-            say(f"memory under {policy}")
-            memory.append(_memory(model, fused, policy))
-        decoders = []
-        evict_seconds = []
+        pruned = []
         for policy in policies:
             say(f"pruning by {policy}")
-            started = time.perf_counter()
-            decoders.append(EvictingDecoder(model, _copied(model, fused), policy))
-            evict_seconds.append(time.perf_counter() - started)
+            pruned.append(_prune(model, fused, policy))
         say(f"{options.num_steps + 1} steps of {len(policies) + 1} caches")
+        decoders = [one.decoder for one in pruned]
+        attention = [_attention_seconds(model, fused, one, options.num_steps) for one in decoders]
         full_step, steps = _step_seconds(model, fused, decoders, options.num_steps)
         rows = []
-        for number, policy in enumerate(policies):
-            say(f"attention under {policy}")
-            attention, full_attention = _attention_seconds(model, fused, policy, options.num_steps)
-            report = decoders[number].report()
-            full_resident, resident, peak = memory[number]
+        for one, step, (seconds, full_seconds) in zip(pruned, steps, attention, strict=True):
+            report = one.decoder.report()
             rows.append(
                 EvictionBenchRow(
                     model=model.name,
                     num_tokens=report.num_prompt,
-                    eviction=str(policy),
+                    eviction=report.policy,
                     prompt_share=report.prompt_share,
                     kept_share=report.kept_share,
-                    evict_seconds=evict_seconds[number],
-                    step_seconds=steps[number],
+                    evict_seconds=one.seconds,
+                    step_seconds=step,
                     full_step_seconds=full_step,
-                    step_ratio=steps[number] / full_step,
-                    attention_seconds=attention,
-                    full_attention_seconds=full_attention,
-                    attention_ratio=attention / full_attention,
+                    step_ratio=step / full_step,
+                    attention_seconds=seconds,
+                    full_attention_seconds=full_seconds,
+                    attention_ratio=seconds / full_seconds,
                     size_bytes=report.size_bytes,
                     full_bytes=report.full_bytes,
-                    resident_bytes=resident,
-                    full_resident_bytes=full_resident,
-                    peak_bytes=peak,
+                    resident_bytes=one.resident_bytes,
+                    full_resident_bytes=one.full_resident_bytes,
+                    peak_bytes=one.peak_bytes,
                 )
             )
     return rows
@@ -212,14 +204,24 @@ def _copied(model: KVModel, fused: FusedPrompt) -> FusedPrompt:
     return replace(fused, kv=own)
 
 
-def _memory(model: KVModel, fused: FusedPrompt, policy: EvictionPolicy) -> tuple[int, int, int]:
-    """Return resident bytes with the full cache and the pruned one, and the most in between."""
+@dataclass(frozen=True)
+class _Pruned:
+    decoder: EvictingDecoder
+    seconds: float
+    full_resident_bytes: int
+    resident_bytes: int
+    peak_bytes: int
+
+
+def _prune(model: KVModel, fused: FusedPrompt, policy: EvictionPolicy) -> _Pruned:
     before = resident_bytes()
     own = _copied(model, fused)
     full = resident_bytes() - before
     made: list[EvictingDecoder] = []
+    started = time.perf_counter()
     rise = peak_bytes(lambda: made.append(EvictingDecoder(model, own, policy)))
-    return full, resident_bytes() - before, full + rise
+    seconds = time.perf_counter() - started
+    return _Pruned(made[0], seconds, full, resident_bytes() - before, full + rise)
 
 
 def _step_seconds(
@@ -238,12 +240,11 @@ def _step_seconds(
 
 
 def _attention_seconds(
-    model: KVModel, fused: FusedPrompt, policy: EvictionPolicy, num_steps: int
+    model: KVModel, fused: FusedPrompt, decoder: EvictingDecoder, num_steps: int
 ) -> tuple[float, float]:
     """Return seconds of one token's attention in all layers: evicting, and over the full cache."""
     spec, config = model.spec, model.hf.config
-    pruned = evict_prompt(model, fused, policy)
-    cache: EvictingCache = copy.deepcopy(pruned)
+    cache: EvictingCache = copy.deepcopy(decoder.cache)
     full = FusedCache(fused.kv, fused.kv.num_tokens)
     layers: Any = cache.layers
     base: Any = model.hf.base_model

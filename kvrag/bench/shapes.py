@@ -44,6 +44,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    # That of SmolLM2-135M: of its steps attention is a larger part.
+    "smollm2-135m": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    },
     # Small enough for a test: every code path, no figure worth quoting.
     "test": {
         "vocab_size": 5000,

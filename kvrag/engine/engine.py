@@ -425,6 +425,11 @@ class KVEngine:
         return chosen
 
     @property
+    def eviction(self) -> EvictionPolicy | None:
+        """What is forgotten where a call says nothing else; None: nothing."""
+        return self._eviction
+
+    @property
     def links_digest(self) -> str:
         """Digest of the link tokens put behind chunks, "" without any; loads no weights."""
         return self._links.digest

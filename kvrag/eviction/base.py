@@ -54,6 +54,17 @@ class HeldKeys:
             self.num_noted[heads],
         )
 
+    def first(self, num_slots: int) -> HeldKeys:
+        """Return the first slots of all heads, as views."""
+        return HeldKeys(
+            self.places[:, :num_slots],
+            self.held[:, :num_slots],
+            self.marks[:, :num_slots],
+            self.num_seen,
+            self.num_prompt,
+            self.num_noted,
+        )
+
     def is_recent(self, count: int | torch.Tensor) -> torch.Tensor:
         """Return ``[A, K]`` bool: which keys are among the last `count` (an int or ``[A, 1]``)."""
         return self.places >= self.num_seen - count
@@ -113,11 +124,28 @@ def check_counts(policy: EvictionPolicy, **counts: int) -> None:
             raise ParameterError(f"eviction {policy.name!r}: {name}={count}: expected 1 or more")
 
 
-def check_share(policy: EvictionPolicy, share: float | None) -> None:
-    """Raise ParameterError unless a share, where one is given, is above 0 and at most 1."""
-    if share is not None and not 0.0 < share <= 1.0:
+def check_budget(policy: EvictionPolicy, share: float | None, **counts: int | None) -> None:
+    """Raise ParameterError unless a policy says what it keeps in one way.
+
+    Parameters
+    ----------
+    share
+        Of the prompt's keys, above 0 and at most 1; or None.
+    counts
+        What it stands in place of: 1 or more each where there is no share, else None.
+    """
+    if share is None:
+        check_counts(policy, **{name: count or 0 for name, count in counts.items()})
+        return
+    if not 0.0 < share <= 1.0:
         raise ParameterError(
             f"eviction {policy.name!r}: share={share}: expected a share above 0, at most 1"
+        )
+    given = [f"{name}={count}" for name, count in counts.items() if count is not None]
+    if given:
+        raise ParameterError(
+            f"eviction {policy.name!r}: share={share} stands in place of {', '.join(given)}: leave "
+            "one out"
         )
 
 

@@ -206,8 +206,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def evict(self, weights: torch.Tensor) -> None:
         """Forget what the policy does not want behind a token that attended so, ``[A, G, k]``."""
         assert self.kv is not None
-        keys = self.kv.notes.part(slice(None), slice(weights.shape[2]))
-        self._policy.note(keys, weights[:, :, None], keys.held.sum(1, keepdim=True))
+        keys = self.kv.notes.first(weights.shape[2])
+        self._policy.note(keys, weights[:, :, None], self.kv.num_held)
         keys.num_noted.add_(1)
         gone = self._policy.after_step(keys)
         if self._window is not None:

@@ -7,13 +7,12 @@ from typing import ClassVar
 
 import torch
 
-from kvrag.errors import ParameterError
 from kvrag.eviction.base import (
     EvictionPolicy,
     HeldKeys,
     budget_of,
+    check_budget,
     check_counts,
-    check_share,
     lowest,
 )
 
@@ -49,16 +48,10 @@ class H2OPolicy(EvictionPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share(self, self.share)
         if self.share is None:
             object.__setattr__(self, "heavy", 768 if self.heavy is None else self.heavy)
             object.__setattr__(self, "recent", 256 if self.recent is None else self.recent)
-            check_counts(self, heavy=self.heavy or 0, recent=self.recent or 0)
-        elif (self.heavy, self.recent) != (None, None):
-            raise ParameterError(
-                f"eviction 'h2o': share={self.share} stands in place of heavy and recent: leave "
-                "them out"
-            )
+        check_budget(self, self.share, heavy=self.heavy, recent=self.recent)
         check_counts(self, window=self.window)
 
     @property

@@ -31,8 +31,8 @@ class RaggedKV:
 
     Attributes
     ----------
-    counts
-        Keys of each head.
+    counts, num_held
+        Keys of each head: a list, and ``[A, 1]`` int64.
     notes
         What policies know of the keys; its K slots are the heads' rows, in their order.
     """
@@ -40,12 +40,15 @@ class RaggedKV:
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, held: HeldKeys) -> None:
         kept = [row.nonzero()[:, 0] for row in held.held]
         self.counts = [len(rows) for rows in kept]
+        self.keys: torch.Tensor
+        self.values: torch.Tensor
+        self.num_held: torch.Tensor
         self._lay_out(keys, keys.shape[-1])
         num_slots = max(self._rooms)
         num_heads, device = len(kept), keys.device
         self.notes = HeldKeys(
             torch.zeros(num_heads, num_slots, dtype=torch.long, device=device),
-            torch.arange(num_slots, device=device) < self._counts_column(device),
+            torch.arange(num_slots, device=device) < self.num_held,
             torch.zeros(num_heads, num_slots, device=device),
             held.num_seen.clone(),
             held.num_prompt.clone(),
@@ -75,14 +78,15 @@ class RaggedKV:
         is_full = any(count == room for count, room in zip(self.counts, self._rooms, strict=True))
         if is_full:
             self._move()
-        notes, slots = self.notes, self._counts_column(keys.device)
-        rows = self._starts_column + slots
-        self.keys.index_copy_(0, rows[:, 0], keys)
-        self.values.index_copy_(0, rows[:, 0], values)
+        notes, slots = self.notes, self.num_held
+        rows = self._starts_row + slots[:, 0]
+        self.keys.index_copy_(0, rows, keys)
+        self.values.index_copy_(0, rows, values)
         notes.places.scatter_(1, slots, notes.num_seen)
         notes.marks.scatter_(1, slots, 0.0)
         notes.held.scatter_(1, slots, True)
         notes.num_seen.add_(1)
+        self.num_held.add_(1)
         self.counts = [count + 1 for count in self.counts]
         return is_full
 
@@ -96,20 +100,21 @@ class RaggedKV:
         """
         if not bool(gone.any()):
             return False
-        notes = self.notes.part(slice(None), slice(gone.shape[1]))
-        left = self._counts_column(gone.device) - gone.sum(1, keepdim=True)
+        notes = self.notes.first(gone.shape[1])
+        left = self.num_held - gone.sum(1, keepdim=True)
         behind = torch.arange(gone.shape[1], device=gone.device) >= left
         # As many of a head's keys lie behind what will be its end as there are holes before it.
         holes = (gone & ~behind).nonzero(as_tuple=True)
         movers = (notes.held & ~gone & behind).nonzero(as_tuple=True)
         if len(holes[0]):
-            into = self._starts_column[holes[0], 0] + holes[1]
-            out_of = self._starts_column[movers[0], 0] + movers[1]
+            into = self._starts_row[holes[0]] + holes[1]
+            out_of = self._starts_row[movers[0]] + movers[1]
             for rows in (self.keys, self.values):
                 rows.index_copy_(0, into, rows[out_of])
             for note in (notes.places, notes.marks):
                 note[holes] = note[movers]
         notes.held.logical_and_(~behind)
+        self.num_held = left
         self.counts = left[:, 0].tolist()
         if sum(self._rooms) - sum(self.counts) > 2 * STEP_ROWS * len(self.counts):
             self._move()
@@ -125,13 +130,11 @@ class RaggedKV:
         start = self._starts[head]
         return slice(start, start + self.counts[head])
 
-    def _counts_column(self, device: torch.device) -> torch.Tensor:
-        return torch.tensor(self.counts, device=device)[:, None]
-
     def _lay_out(self, like: torch.Tensor, head_dim: int) -> None:
         self._rooms = [count + STEP_ROWS for count in self.counts]
         self._starts = [sum(self._rooms[:head]) for head in range(len(self._rooms))]
-        self._starts_column = torch.tensor(self._starts, device=like.device)[:, None]
+        self._starts_row = torch.tensor(self._starts, device=like.device)
+        self.num_held = torch.tensor(self.counts, device=like.device)[:, None]
         self.keys = like.new_empty(sum(self._rooms), head_dim)
         self.values = torch.empty_like(self.keys)
 

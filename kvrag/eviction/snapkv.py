@@ -13,8 +13,8 @@ from kvrag.eviction.base import (
     EvictionPolicy,
     HeldKeys,
     budget_of,
+    check_budget,
     check_counts,
-    check_share,
     lowest,
 )
 
@@ -47,15 +47,9 @@ class SnapKVPolicy(EvictionPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share(self, self.share)
         if self.share is None:
             object.__setattr__(self, "budget", 1024 if self.budget is None else self.budget)
-            check_counts(self, budget=self.budget or 0)
-        elif self.budget is not None:
-            raise ParameterError(
-                f"eviction 'snapkv': budget={self.budget} and share={self.share}: expected one of "
-                "the two"
-            )
+        check_budget(self, self.share, budget=self.budget)
         check_counts(self, window=self.window, pool=self.pool)
         if self.pool % 2 == 0:
             raise ParameterError(f"eviction 'snapkv': pool={self.pool}: expected an odd number")

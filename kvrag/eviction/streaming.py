@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvrag.errors import ParameterError
-from kvrag.eviction.base import EvictionPolicy, HeldKeys, budget_of, check_counts, check_share
+from kvrag.eviction.base import EvictionPolicy, HeldKeys, budget_of, check_budget
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,7 @@ class StreamingPolicy(EvictionPolicy):
         super().__post_init__()
         if self.recent is None and self.share is None:
             object.__setattr__(self, "recent", 1020)
-        if self.recent is not None:
-            check_counts(self, recent=self.recent)
-            if self.share is not None:
-                raise ParameterError(
-                    f"eviction 'streaming': recent={self.recent} and share={self.share}: expected "
-                    "one of the two"
-                )
-        check_share(self, self.share)
+        check_budget(self, self.share, recent=self.recent)
         if self.sinks < 0:
             raise ParameterError(f"eviction 'streaming': sinks={self.sinks}: expected 0 or more")
 

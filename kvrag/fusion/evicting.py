@@ -109,6 +109,11 @@ class EvictingDecoder:
     policy
         What is forgotten.
 
+    Attributes
+    ----------
+    cache
+        What is left.
+
     Raises
     ------
     ParameterError, UnsupportedModelError
@@ -116,7 +121,7 @@ class EvictingDecoder:
     """
 
     def __init__(self, model: KVModel, fused: FusedPrompt, policy: str | EvictionPolicy) -> None:
-        self._cache = evict_prompt(model, fused, policy)
+        self.cache = evict_prompt(model, fused, policy)
         fused.kv.release()
         self._model = model
         self._fused = fused
@@ -127,14 +132,14 @@ class EvictingDecoder:
         model = self._model
         with (
             self._fused.answering(model),
-            self._cache.attending(model.hf),
+            self.cache.attending(model.hf),
             torch.no_grad(),
         ):
             output = model.hf(
                 input_ids=torch.tensor([[token_id]], device=model.device),
                 # The prompt may leave positions out.
                 position_ids=torch.tensor([[self._position]], device=model.device),
-                past_key_values=self._cache,
+                past_key_values=self.cache,
                 use_cache=True,
             )
         self._position += 1
@@ -143,4 +148,4 @@ class EvictingDecoder:
 
     def report(self) -> EvictionReport:
         """Return what was kept so far."""
-        return self._cache.report()
+        return self.cache.report()

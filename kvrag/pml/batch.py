@@ -59,6 +59,11 @@ def generate_batch(
         raise ParameterError(
             f"a batch of {len(prompts)} prompts, max_tokens {max_tokens}: expected 1 or more each"
         )
+    if pml.engine.eviction is not None:
+        raise ParameterError(
+            f"eviction {pml.engine.eviction}: rows that several prompts share cannot be forgotten "
+            "for one of them; use an engine without eviction, or answer the prompts one by one"
+        )
     names = sorted({pml.schema_of(one) for one in prompts})
     if len(names) > 1:
         raise ParameterError(f"prompts of the schemas {', '.join(names)}: a batch has one schema")
