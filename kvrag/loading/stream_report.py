@@ -79,6 +79,9 @@ class StreamReport:
 
     def one_line(self) -> str:
         """Return the report in a few words."""
-        what = ", ".join(f"{count} {level}" for level, count in self.levels.items())
+        what = ", ".join(
+            f"{count} {'as' if level == 'text' else 'at'} {level}"
+            for level, count in self.levels.items()
+        )
         late = "" if self.is_met else ", late"
-        return f"{self.seconds:.2f} s of {self.ttft:g} s{late}: {what or 'nothing streamed'}"
+        return f"{self.seconds:.2f} s of {self.ttft:g} s{late}: {what or 'no chunk'}"

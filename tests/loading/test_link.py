@@ -133,5 +133,5 @@ def test_reports() -> None:
     report = StreamReport(0.5, 0.4, chunks)
     assert report.is_met
     assert report.to_dict()["levels"] == {"2/3": 2, "text": 1}
-    assert report.one_line() == "0.40 s of 0.5 s: 2 2/3, 1 text"
+    assert report.one_line() == "0.40 s of 0.5 s: 2 at 2/3, 1 as text"
     assert "late" in StreamReport(0.3, 0.4, chunks).one_line()
