@@ -354,8 +354,9 @@ class KVEngine:
         report = fused.report
         num_rows = sum(report.rows_by_layer) + report.rows_asked
         self._known.computing.observe(num_rows, computing_seconds(report.seconds))
-        seconds = {"layout": layout_seconds, **report.seconds}
-        return replace(fused, report=replace(report, seconds=seconds))
+        report = replace(report, seconds={"layout": layout_seconds, **report.seconds})
+        self.index.counters.note(report)
+        return replace(fused, report=report)
 
     def _aim(self, ttft: float | None) -> float | None:
         return self._ttft if ttft is None else _checked_ttft(ttft)
