@@ -49,6 +49,20 @@ def test_candidates_are_reused_tokens_in_order(name: str) -> None:
     assert set(candidates) <= set(PROMPT.reused().tolist())
     nothing = PromptRows(60, 6, (), torch.zeros(6, 0))
     assert len(policy.candidates(nothing)) == 0
+    for prompt in (PROMPT, nothing):
+        assert policy.num_candidates(prompt) == len(policy.candidates(prompt))
+
+
+@pytest.mark.parametrize("policy", OF_TOKENS)
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.3, 0.5, 0.8, 1.0])
+def test_the_fewest_tokens_a_chunk_that_make_up_a_share(
+    policy: type[BoundaryPolicy], ratio: float
+) -> None:
+    made = policy(ratio=ratio)
+    tokens = made.tokens_of(PROMPT)
+    assert made.num_candidates(PROMPT) == len(made.candidates(PROMPT)) >= ratio * NUM_REUSED - 1e-9
+    fewer = policy(tokens=tokens - 1).num_candidates(PROMPT) if tokens > 1 else 0
+    assert fewer < ratio * NUM_REUSED or not tokens
 
 
 @pytest.mark.parametrize("policy", OF_RATIO + OF_TOKENS)

@@ -183,4 +183,4 @@ def planned_rows(policy: RecomputePolicy, prompt: PromptRows, num_fresh: int) ->
 def planned_counts(policy: RecomputePolicy, prompt: PromptRows) -> Sequence[int]:
     """Return how many reused tokens each layer will compute again, before the question's look."""
     counts = policy.counts(prompt)
-    return [len(policy.candidates(prompt))] * prompt.num_layers if counts is None else counts
+    return [policy.num_candidates(prompt)] * prompt.num_layers if counts is None else counts

@@ -209,6 +209,10 @@ class RecomputePolicy(ABC):
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         """Return ascending positions ``[n]`` of reused tokens computed from the first layer on."""
 
+    def num_candidates(self, prompt: PromptRows) -> int:
+        """Return how many there are; asked many times where policies are weighed."""
+        return len(self.candidates(prompt))
+
     def counts(self, prompt: PromptRows) -> Sequence[int] | None:  # noqa: ARG002
         """Return how many candidates each of the L layers computes, or None: all of them in all.
 

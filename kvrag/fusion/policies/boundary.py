@@ -63,6 +63,10 @@ class BoundaryPolicy(RecomputePolicy):
 
         return bisect_left(range(max(lengths, default=0)), wanted, key=num_tokens)
 
+    def num_candidates(self, prompt: PromptRows) -> int:
+        tokens = self.tokens_of(prompt)
+        return sum(min(span.length, tokens) for span in prompt.spans)
+
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         tokens = self.tokens_of(prompt)
         starts = [

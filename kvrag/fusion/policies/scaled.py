@@ -81,6 +81,9 @@ class ScaledPolicy(RecomputePolicy):
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         return self.policy.candidates(prompt)
 
+    def num_candidates(self, prompt: PromptRows) -> int:
+        return self.policy.num_candidates(prompt)
+
     def counts(self, prompt: PromptRows) -> Sequence[int] | None:
         return self.policy.counts(prompt)
 
