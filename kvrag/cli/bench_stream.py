@@ -75,7 +75,8 @@ def _print(rows: StreamRows) -> None:
         f"({steady.eight_bit_over_adaptive:.2f}x), text "
         f"{console.format_seconds(steady.text_seconds)} ({steady.text_over_adaptive:.2f}x)",
         f"{rows.num_tokens} tokens, {console.format_bytes(rows.eight_bit_bytes)} in 8 bits; link "
-        f"1:{rows.link_scale:.0f}, computing slowed {rows.compute_factor:.1f} times",
+        f"1:{rows.link_scale:.0f}, computing slowed {rows.compute_factor:.1f} times, decoding "
+        f"{rows.decoding_share:.1%} of prefill",
     )
     for line in lines:
         out.print(line, style="dim", markup=False, soft_wrap=True)

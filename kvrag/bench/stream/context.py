@@ -15,7 +15,7 @@ import torch
 from kvrag.bench.corpus import generate_corpus
 from kvrag.bench.stream.eight_bit import EightBitChunk, encode_eight_bit
 from kvrag.chunk import Chunk, ChunkKey, Document
-from kvrag.codec.base import Destination, EncodedChunk
+from kvrag.codec.base import EncodedChunk
 from kvrag.codec.container import RecordReader
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
@@ -168,64 +168,6 @@ def open_eight_bit(index: Index, chunk_id: str) -> EightBitChunk | None:
     key = eight_bit_key(index.key_of(index.get_chunks([chunk_id])[0]))
     record = index.store.open(key)
     return None if record is None else EightBitChunk(RecordReader(record, key))
-
-
-class SlowedChunk:
-    """A chunk whose decoding takes longer than it does (an `EncodedChunk`).
-
-    Parameters
-    ----------
-    inner
-        The chunk.
-    layer_seconds
-        What placing a layer takes at least.
-    """
-
-    def __init__(self, inner: EncodedChunk, layer_seconds: float) -> None:
-        self._inner = inner
-        self._layer_seconds = layer_seconds
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self._inner.num_tokens
-
-    @property
-    def size_bytes(self) -> int:
-        """Length of the whole record."""
-        return self._inner.size_bytes
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes fetched so far."""
-        return self._inner.bytes_read
-
-    @property
-    def plane_bytes(self) -> tuple[int, ...]:
-        """Bytes of each plane."""
-        return self._inner.plane_bytes
-
-    def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of one layer."""
-        return self._inner.read_layer(layer_index)
-
-    def place_layer(self, layer_index: int, into: Destination) -> None:
-        """Write one layer where it belongs, slowly."""
-        started = time.perf_counter()
-        self._inner.place_layer(layer_index, into)
-        sleep_until(started + self._layer_seconds)
-
-    def fetch(self, num_planes: int) -> None:
-        """Bring planes into memory."""
-        self._inner.fetch(num_planes)
-
-    def use(self, num_planes: int) -> None:
-        """Decode so many planes from now on."""
-        self._inner.use(num_planes)
-
-    def cancel(self) -> None:
-        """Break off what other threads fetch."""
-        self._inner.cancel()
 
 
 def sleep_until(moment: float) -> None:
