@@ -58,7 +58,8 @@ class CormPolicy(EvictionPolicy):
         torch.maximum(keys.marks, latest.to(keys.marks.dtype), out=keys.marks)
 
     def after_prompt(self, keys: HeldKeys) -> torch.Tensor:
-        gone = keys.marks <= keys.num_noted - self.window
-        gone &= ~keys.is_recent(self.recent)
-        gone &= keys.num_noted >= self.window
+        # Marks are 0 or more: below that nothing goes. Few large operations: this is every step's.
+        oldest = keys.num_noted - self.window
+        gone = keys.marks <= oldest.masked_fill(oldest < 0, -1)
+        gone &= keys.places < keys.num_seen - self.recent
         return gone.logical_and_(keys.held)

@@ -116,7 +116,8 @@ class RaggedKV:
         notes.held.logical_and_(~behind)
         self.num_held = left
         self.counts = left[:, 0].tolist()
-        if sum(self._rooms) - sum(self.counts) > 2 * STEP_ROWS * len(self.counts):
+        num_held = sum(self.counts)
+        if sum(self._rooms) - num_held > max(2 * STEP_ROWS * len(self.counts), num_held // 4):
             self._move()
             return True
         return False
