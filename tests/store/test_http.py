@@ -412,7 +412,7 @@ def test_a_bad_line(behind: MemoryStore, mode: str) -> None:
     content = record_with_blocks(block_bytes=50_000)
     behind.put(KEY, content)
     with KVServer(behind) as server, FaultyProxy(server.port) as proxy:
-        store = open_store(f"http://127.0.0.1:{proxy.port}?timeout=0.4")
+        store = open_store(f"http://127.0.0.1:{proxy.port}?timeout=0.8")
         proxy.mode = mode
         started = time.monotonic()
         outcomes = []
