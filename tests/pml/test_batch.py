@@ -105,6 +105,13 @@ def test_batches_are_of_one_schema_and_of_something(pml: PMLEngine) -> None:
         generate_batch(pml, [PROMPTS[0], "<prompt schema='t'>x</prompt>"])
 
 
+def test_a_batch_forgets_nothing(pml: PMLEngine) -> None:
+    forgetful = PMLEngine(KVEngine(pml.engine.index, eviction="corm"))
+    forgetful.add(WHOLE)
+    with pytest.raises(ParameterError, match="cannot be forgotten for one of them"):
+        generate_batch(forgetful, PROMPTS)
+
+
 def test_answers_are_drawn_by_seed(pml: PMLEngine) -> None:
     torch.manual_seed(0)
     drawn = [
