@@ -30,7 +30,7 @@ _NAME = "kvrag_evicting"
 _WEIGHTS_AT_ONCE = 1 << 21
 
 
-class EvictingLayer(Protocol):
+class AttendedLayer(Protocol):
     """What attention asks of a layer of a cache."""
 
     @property
@@ -74,7 +74,7 @@ class _Present(threading.local):
     """What this thread's model is at."""
 
     depth = 0
-    layer: EvictingLayer | None = None
+    layer: AttendedLayer | None = None
     keys: torch.Tensor | None = None
 
 
@@ -98,7 +98,7 @@ def is_serving() -> bool:
     return _present.depth > 0
 
 
-def hand_on(layer: EvictingLayer, keys: torch.Tensor) -> None:
+def hand_on(layer: AttendedLayer, keys: torch.Tensor) -> None:
     """Say that the next attention to these keys is the layer's business."""
     _present.layer, _present.keys = layer, keys
 
