@@ -109,6 +109,11 @@ def read_elements(source: str | Path) -> Element:
             "a document type or an entity is declared",
             "remove <!DOCTYPE ...>: text is written out, characters as numbers such as &#160;",
         ) from error
+    except (LookupError, ValueError) as error:
+        # Of encodings Python does not have, or has and expat cannot use.
+        raise handler.place.error(
+            f"the encoding that is declared cannot be read ({error})", "save it as UTF-8"
+        ) from error
     assert handler.root is not None
     return handler.root
 

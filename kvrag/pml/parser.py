@@ -136,12 +136,18 @@ class _SchemaParser:
             raise place.error("src in a schema that is no file", "write the text out")
         if not src or "\0" in src or "\\" in src or FilePath(src).is_absolute():
             raise place.error(f"src={src!r} is no relative path", remedy)
-        folder = self._folder.resolve()
-        path = (folder / src).resolve()
+        try:
+            folder = self._folder.resolve()
+            path = (folder / src).resolve()
+            is_file = path.is_file()
+        except (OSError, RuntimeError) as error:
+            # A name that is too long, links in a circle.
+            reason = getattr(error, "strerror", None) or error
+            raise place.error(f"src={src!r} cannot be found ({reason})", remedy) from error
         # After resolving: neither '..' nor a link leads out.
         if not path.is_relative_to(folder):
             raise place.error(f"src={src!r} leads out of the schema's folder", remedy)
-        if not path.is_file():
+        if not is_file:
             raise place.error(f"src={src!r} is no file", remedy)
         try:
             return normalise_text(read_bytes(path, place).decode("utf-8-sig"))
@@ -248,7 +254,9 @@ def _parameter(element: Element) -> Parameter:
             f"parameter {name!r} has {len(given)} lengths", "give it length=TOKENS"
         )
     number = given[0]
-    if not (number.isascii() and number.isdigit() and 1 <= int(number[:9]) <= MAX_LENGTH):
+    # Few digits first: Python refuses to read very many.
+    is_short = number.isascii() and number.isdigit() and len(number) <= len(str(MAX_LENGTH))
+    if not (is_short and 1 <= int(number) <= MAX_LENGTH):
         raise element.place.error(
             f"length={number!r} of parameter {name!r}",
             f"expected a whole number of tokens, 1 to {MAX_LENGTH}",

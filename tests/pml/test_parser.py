@@ -120,6 +120,8 @@ WRONG = [
     ("<schema name='x'>\n<param name='p' len='0'/></schema>", 2, "length='0'"),
     ("<schema name='x'>\n<param name='p' len='-3'/></schema>", 2, "length='-3'"),
     ("<schema name='x'>\n<param name='p' len='99999999999'/></schema>", 2, "length='99999999999'"),
+    ("<schema name='x'>\n<param name='p' len='0000000019999999'/></schema>", 2, "a whole number"),
+    (f"<schema name='x'>\n<param name='p' len='{'0' * 5000}1'/></schema>", 2, "a whole number"),
     ("<schema name='x'>\n<param name='p' len='1'>t</param></schema>", 2, "has contents"),
     (
         "<schema name='x'><param name='p' len='1'/>\n<param name='p' len='1'/></schema>",
@@ -181,6 +183,23 @@ def test_src_is_a_text_of_bounded_size(tmp_path: Path, content: bytes | None, wo
     (tmp_path / "s.xml").write_text("<schema name='x'><module name='a' src='t'/></schema>")
     with pytest.raises(PMLError, match=words):
         parse_schema(tmp_path / "s.xml")
+
+
+@pytest.mark.parametrize("src", ["circle", "a" * 300, "a/" * 3000])
+def test_src_that_no_file_can_have_is_said(tmp_path: Path, src: str) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "s.xml").write_text(f"<schema name='x'>\n<module name='a' src='{src}'/></schema>")
+    with pytest.raises(PMLError, match="cannot be found") as raised:
+        parse_schema(tmp_path / "s.xml")
+    assert raised.value.line == 2
+
+
+@pytest.mark.parametrize("encoding", ["shift_jis", "utf-7", "nowhere", "rot13", "punycode", "idna"])
+def test_encodings_that_cannot_be_read_are_said(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "s.xml"
+    path.write_text(f"<?xml version='1.0' encoding='{encoding}'?><schema name='x'>a</schema>")
+    with pytest.raises(PMLError, match=r"s\.xml:1:\d+: the encoding .*save it as UTF-8"):
+        parse_schema(path)
 
 
 def test_src_and_contents_exclude_each_other(tmp_path: Path) -> None:
