@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -52,7 +53,7 @@ def copy_records(
     target: Store,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> MoveReport:
-    """Copy records that are whole; what is there already stays.
+    """Copy records that are whole; what is there already, and whole, stays.
 
     Raises
     ------
@@ -63,19 +64,34 @@ def copy_records(
     for number, key in enumerate(sorted(keys)):
         if on_progress is not None:
             on_progress(number, len(keys))
-        if target.contains(key):
+        is_there = target.contains(key)
+        # What is of no use there must not be why the only good record is removed here.
+        if is_there and _read(key, target) is not None:
             num_present += 1
             continue
         content = _read(key, source)
         if content is None:
             num_lost += 1
             continue
-        target.put(key, content)
+        (target.replace if is_there else target.put)(key, content)
         num_records += 1
         size_bytes += len(content)
     if isinstance(target, TieredStore):
         target.flush()
     return MoveReport(target.url, num_records, size_bytes, num_present, num_lost, 0)
+
+
+def is_same_store(one: Store, other: Store) -> bool:
+    """Say whether what is written to one store is in the other as well.
+
+    Their URLs do not tell: a folder has many names, and may be behind a server or among tiers.
+    """
+    probe = ChunkKey(secrets.token_hex(20))
+    one.put(probe, b"is this the same store?")
+    try:
+        return other.contains(probe)
+    finally:
+        one.delete(probe)
 
 
 def _read(key: ChunkKey, source: Store) -> bytes | None:

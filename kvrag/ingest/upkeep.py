@@ -34,11 +34,12 @@ from kvrag.ingest.coding import (
 from kvrag.ingest.config import IndexConfig, write_atomically
 from kvrag.ingest.maintenance import collect_garbage, verify_records
 from kvrag.ingest.making import KV_FOLDER, check_lasting, check_limit
-from kvrag.ingest.moving import MoveReport, copy_records
+from kvrag.ingest.moving import MoveReport, copy_records, is_same_store
 from kvrag.ingest.passages import kept_keys
 from kvrag.ingest.report import GcReport, IndexStats, RecodeReport, VerifyReport
 from kvrag.kvcache import ChunkKV
 from kvrag.store.base import Store
+from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store, without_password
 
 CALIBRATION_NAME = "calibration.json"
@@ -362,8 +363,9 @@ class IndexUpkeep(ABC):
                 report = copy_records(needed, self.store, target, on_progress)
                 own = f"file:{self.path / KV_FOLDER}"
                 url = "" if target.url == own else target.url
-                # Not what this object was opened with: that may be another store than recorded.
-                was_own = not self.config.store and self.store.url == own and url
+                left = self._left_by_moving(own, report.num_lost) if url else None
+                if left is not None and is_same_store(left, target):
+                    left = None
                 self.config = replace(self.config, store=url)
                 self.config.save(self.path)
             except BaseException:
@@ -371,9 +373,10 @@ class IndexUpkeep(ABC):
                 raise
             source, self.store = self.store, target
             num_removed = 0
-            if was_own:
-                num_removed = sum(map(source.delete, needed))
-                source.collect_garbage()  # gives back their room
+            if left is not None:
+                num_removed = sum(map(left.delete, needed))
+                left.collect_garbage()  # gives back their room
+                left.close()
             source.close()
             return replace(report, store=without_password(report.store), num_removed=num_removed)
 
@@ -399,6 +402,15 @@ class IndexUpkeep(ABC):
             )
 
     # -- private -----------------------------------------------------------------------------
+
+    def _left_by_moving(self, own: str, num_lost: int) -> Store | None:
+        """Return the store in the index's folder, where its records are not needed any more."""
+        if not self.config.store:
+            # Not what this object was opened with: that may be another store than recorded.
+            return self.store if self.store.url == own else None
+        # A move that was killed while it removed them: the last copies of what is lost stay.
+        is_left = not num_lost and (self.path / KV_FOLDER).is_dir()
+        return FileStore(self.path / KV_FOLDER) if is_left else None
 
     def _repair(self, key: ChunkKey) -> None:
         chunk = self.catalog.chunk_with(key, self.key_of)

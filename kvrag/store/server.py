@@ -42,6 +42,7 @@ _PIECE_BYTES = 256 << 10
 # Records a connection keeps open between two ranges of them.
 _MAX_OPEN = 8
 _LINES_A_PIECE = 1000
+_MAX_LENGTH_DIGITS = 19
 _RANGE = re.compile(r"bytes=(?:(\d{1,19})-(\d{1,19})?|-(\d{1,19}))")
 _NAME = re.compile(rf"{RECORDS}/([0-9a-f]{{40}})")
 
@@ -101,7 +102,8 @@ class RecordServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
         self._tls = tls
         self._slots = threading.BoundedSemaphore(max_connections)
         self._lock = threading.Lock()
-        self._idle: set[socket.socket] = set()
+        # Since when they wait for a request to come whole.
+        self._idle: dict[socket.socket, float] = {}
         self._busy: set[socket.socket] = set()
         self._answers: Counter[int] = Counter()
         self._bytes_sent = 0
@@ -131,14 +133,14 @@ class RecordServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
         self.server_close()
         deadline = time.monotonic() + grace_seconds
         with self._lock:
-            _shut(self._idle)
+            _shut(set(self._idle))
         while time.monotonic() < deadline:
             with self._lock:
                 if not self._busy:
                     break
             time.sleep(0.02)
         with self._lock:
-            _shut(self._idle | self._busy)
+            _shut(self._busy.union(self._idle))
 
     # -- of the handlers ------------------------------------------------------------------------
 
@@ -154,14 +156,14 @@ class RecordServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
     def answering(self, connection: socket.socket) -> Iterator[None]:
         """Mark a connection as one whose answer is waited for when the server stops."""
         with self._lock:
-            self._idle.discard(connection)
+            self._idle.pop(connection, None)
             self._busy.add(connection)
         try:
             yield
         finally:
             with self._lock:
                 self._busy.discard(connection)
-                self._idle.add(connection)
+                self._idle[connection] = time.monotonic()
 
     def note(self, status: int, num_bytes: int = 0) -> None:
         """Count an answer."""
@@ -198,19 +200,36 @@ class RecordServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
         if self._tls is not None:
             request.settimeout(_SILENCE_SECONDS)
             try:
-                request = self._tls.wrap_socket(request, server_side=True)
+                request = self._tls.wrap_socket(
+                    request, server_side=True, do_handshake_on_connect=False
+                )
             except (OSError, ValueError):
-                return  # no TLS, or none that both know
-        with self._lock:
-            self._idle.add(request)
+                return  # gone already
         try:
-            super().finish_request(request, client_address)
+            with self._waiting(request):
+                if self._tls is not None:
+                    request.do_handshake()
+                super().finish_request(request, client_address)
         finally:
-            with self._lock:
-                self._idle.discard(request)
             if self._tls is not None:
                 # The socket underneath was given up to this one.
                 self.shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Let go of who has taken too long to send a request, were it byte by byte."""
+        late = time.monotonic() - _SILENCE_SECONDS
+        with self._lock:
+            _shut({connection for connection, since in self._idle.items() if since < late})
+
+    @contextlib.contextmanager
+    def _waiting(self, connection: socket.socket) -> Iterator[None]:
+        with self._lock:
+            self._idle[connection] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._idle.pop(connection, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a peer that went away, or one that sends no HTTP."""
@@ -261,6 +280,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                         "this server asks for a token",
                         {"WWW-Authenticate": "Bearer"},
                     )
+                elif self._is_ambiguous():
+                    self._refuse(HTTPStatus.BAD_REQUEST, "its headers can be read in two ways")
                 elif self.command != "PUT" and self._has_body():
                     self._refuse(HTTPStatus.BAD_REQUEST, "only PUT has a body")
                 else:
@@ -269,6 +290,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"the store does not answer: {error}")
             except KVRagError as error:
                 self._refuse(HTTPStatus.BAD_GATEWAY, f"the store refuses: {error}")
+
+    def _is_ambiguous(self) -> bool:
+        """Say whether a proxy in front may have seen other headers (RFC 9112 §11.2).
+
+        Behind a line that is none, the library ends the headers; of several it gives the first.
+        """
+        lengths = self.headers.get_all("Content-Length", [])
+        return bool(self.headers.defects or self.headers.get_payload()) or len(lengths) > 1
 
     def _has_body(self) -> bool:
         return "Transfer-Encoding" in self.headers or self.headers.get("Content-Length", "0") != "0"
@@ -402,7 +431,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if "Transfer-Encoding" in self.headers or not length.isascii() or not length.isdigit():
             self._refuse(HTTPStatus.LENGTH_REQUIRED, "a record comes with its length")
             return
-        size = int(length)
+        # Of thousands of digits no number is made.
+        size = int(length) if len(length) <= _MAX_LENGTH_DIGITS else MAX_RECORD_BYTES + 1
         if size > MAX_RECORD_BYTES:
             self._refuse(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_RECORD_BYTES} bytes a record"

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, StoreError
 from kvrag.ingest.index import Index
 from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store
 from tests.ingest.conftest import stored_bytes
+from tests.support.kv_server import KVServer
 
 
 @pytest.fixture
@@ -99,3 +101,65 @@ def test_into_tiers(filled: Index, tmp_path: Path) -> None:
     home = open_store(f"file:{tmp_path / 'home'}")
     assert {key.digest for key, _ in home.sizes()} == set(before)
     filled.close()
+
+
+@pytest.mark.parametrize("way", ["link", "server", "tiers"])
+def test_the_same_folder_by_another_name_loses_nothing(
+    filled: Index, tmp_path: Path, way: str
+) -> None:
+    before = stored_bytes(filled)
+    own = filled.path / "kv"
+    link = tmp_path / "link"
+    link.symlink_to(own)
+    with KVServer(FileStore(own), is_writable=True) as server:
+        url = {"link": f"file:{link}", "server": server.url, "tiers": f"tiered:memory:|file:{own}"}
+        report = filled.move(url[way])
+        assert report.num_present == len(before)
+        assert report.num_removed == 0
+        assert stored_bytes(filled) == before
+        assert set(stored_bytes_of(own)) == set(before)
+        filled.close()
+
+
+def stored_bytes_of(folder: Path) -> list[str]:
+    return [key.digest for key in FileStore(folder).keys()]  # noqa: SIM118 (a store is no mapping)
+
+
+def test_what_is_there_already_but_damaged_is_written_anew(filled: Index, tmp_path: Path) -> None:
+    before = stored_bytes(filled)
+    target = FileStore(tmp_path / "elsewhere")
+    first, second, *_ = sorted(filled.store.keys())
+    target.put(first, b"x" * 500)
+    target.put(second, before[second.digest])
+    target.close()
+    report = filled.move(f"file:{tmp_path / 'elsewhere'}")
+    assert report.num_present == 1
+    assert report.num_lost == 0
+    assert report.num_records == len(before) - 1
+    assert stored_bytes(filled) == before
+
+
+def test_a_move_killed_while_it_removed_is_completed(
+    filled: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = stored_bytes(filled)
+    url = f"file:{tmp_path / 'elsewhere'}"
+
+    delete = FileStore.delete
+
+    def killed(store: FileStore, key: ChunkKey) -> bool:
+        if key.digest in before:
+            raise KeyboardInterrupt
+        return delete(store, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "delete", killed)
+        with pytest.raises(KeyboardInterrupt):
+            filled.move(url)
+    again = Index.open(filled.path, model=filled.model)
+    assert again.store.url == url
+    report = again.move(url)
+    assert report.num_removed == len(before) == report.num_present
+    assert stored_bytes_of(filled.path / "kv") == []
+    assert stored_bytes(again) == before
+    again.close()

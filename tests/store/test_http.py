@@ -182,6 +182,9 @@ def test_a_server_that_only_reads(behind: MemoryStore) -> None:
         store.close()
 
 
+NEXT = b"GET /v1 HTTP/1.1\r\n\r\n"
+
+
 @pytest.mark.parametrize(
     ("request_bytes", "status"),
     [
@@ -191,6 +194,10 @@ def test_a_server_that_only_reads(behind: MemoryStore) -> None:
         (b"PUT %s HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", b"411"),
         (b"GET %s HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello", b"400"),
         (b"GET %s HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", b"400"),
+        (b"PUT %s HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", b"413"),
+        (b"GET %s HTTP/1.1\r\nContent-Length: 0\r\nContent-Length: 22\r\n\r\n" + NEXT, b"400"),
+        (b"GET %s HTTP/1.1\r\nContent-Length : 22\r\n\r\n" + NEXT, b"400"),
+        (b"GET %s HTTP/1.1\r\nno header\r\nContent-Length: 22\r\n\r\n" + NEXT, b"400"),
         (b"nonsense\r\n\r\n", b"400"),
         (b"GET %s HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n", b"431"),
     ],
@@ -204,6 +211,27 @@ def test_malformed_requests(server: KVServer, request_bytes: bytes, status: byte
             answer += piece
     assert status in answer.split(b"\r\n")[0] or answer.startswith(b"<!DOCTYPE")
     assert answer.count(b"HTTP/1.1") <= 1  # what was not read is not taken for a request
+
+
+def test_a_request_that_comes_byte_by_byte(
+    behind: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is never silent for long does not keep others out for ever."""
+    monkeypatch.setattr("kvrag.store.server._SILENCE_SECONDS", 0.3)
+    with (
+        KVServer(behind, max_connections=1) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=5) as line,
+    ):
+        line.sendall(b"GET /v1 HTTP/1.1\r\n")
+        deadline, status = time.monotonic() + 30, 503
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < deadline:
+                line.sendall(b"X")
+                time.sleep(0.02)
+        while status != 200:
+            assert time.monotonic() < deadline
+            with contextlib.suppress(OSError):
+                status = ask(server, "GET", "/v1")[0]
 
 
 def test_too_many_connections(behind: MemoryStore) -> None:
