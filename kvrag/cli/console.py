@@ -171,7 +171,8 @@ def _field(name: str, value: Any) -> tuple[str, str]:
     if isinstance(value, int):
         return label, f"{value:,}"
     if isinstance(value, float):
-        return label, f"{value:,.3g}"
+        # In digits: 3,123 says more than 3.12e+03.
+        return label, f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     if isinstance(value, list):
         return label, "\n".join(map(str, value)) or "none"
     if isinstance(value, dict):
