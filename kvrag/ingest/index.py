@@ -707,7 +707,7 @@ class Index(IndexUpkeep):
     def _chunk(self, document: Document) -> list[Chunk]:
         config = self.config
         chunks = chunk_document(document, self.tokenizer, config.chunk_tokens)
-        room = config.max_positions - len(config.prefix_ids)
+        room = config.max_positions - len(config.prefix_ids) - self._room_to_compress
         return add_contexts(chunks, self.tokenizer, config.context, config.context_tokens, room)
 
     def _missing_key(self, chunk: Chunk) -> str | None:
@@ -719,6 +719,15 @@ class Index(IndexUpkeep):
         if self.compression is None:
             return self.model.prefill(before, [chunk.token_ids])[0]
         return self._compressor.encode(before, chunk.token_ids)
+
+    @cached_property
+    def _room_to_compress(self) -> int:
+        """Positions that a chunk leaves free, for what compressing it computes behind it."""
+        if self.compression is None:
+            return 0
+        from kvrag.fusion.compression.encoding import room_behind
+
+        return room_behind(self.compression, self.tokenizer, self.config.chunk_tokens)
 
     @cached_property
     def _compressor(self) -> Compressor:

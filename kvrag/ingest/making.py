@@ -142,9 +142,16 @@ def make_config(
     chosen = parse_compression(compression)
     anchors = ""
     if chosen is not None:
-        from kvrag.fusion.compression.encoding import Compressor
+        from kvrag.fusion.compression.encoding import Compressor, room_behind
 
         anchors = Compressor(model, chosen).anchors_digest
+        most = model.max_positions - len(prefix_ids) - room_behind(chosen, model.tokenizer, 1)
+        if chunk_tokens > most:
+            raise ParameterError(
+                f"chunk_tokens={chunk_tokens} leaves compression {chosen} no room in the model's "
+                f"context of {model.max_positions} to work in behind a chunk; choose at most "
+                f"{most}, better half of the context"
+            )
     return IndexConfig(
         model=_model_reference(given, model),
         model_fingerprint=model.fingerprint,

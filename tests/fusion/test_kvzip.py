@@ -11,7 +11,12 @@ from safetensors.torch import load_file
 from kvrag.errors import ParameterError, UnsupportedModelError
 from kvrag.fusion.compression import kvzip
 from kvrag.fusion.compression.encoding import Compressor
-from kvrag.fusion.compression.kvzip import keep_highest, score_by_repeating
+from kvrag.fusion.compression.kvzip import (
+    keep_highest,
+    keep_rebuilding,
+    room_to_repeat,
+    score_by_repeating,
+)
 from kvrag.fusion.compression.spec import Compression
 from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
@@ -96,6 +101,16 @@ def test_chunks_that_nearly_fill_the_context_go_in_small_parts() -> None:
     too_long = [5 + i % 200 for i in range(150)]
     with pytest.raises(ParameterError, match=r"150 tokens leaves 9 of the 160 .* smaller chunks"):
         Compressor(model, Compression("kvzip", 0.75)).encode(prefix, too_long)
+
+
+def test_the_room_that_is_asked_for_is_the_least_that_does() -> None:
+    model = KVModel(make_model(max_position_embeddings=160), make_tokenizer())
+    prefix = model.default_prefix_ids()
+    most = 160 - len(prefix) - room_to_repeat(model.tokenizer, 1)
+    ids = [5 + i % 200 for i in range(most + 1)]
+    assert keep_rebuilding(model, prefix, ids[:-1], Compression("kvzip", 0.9)).num_tokens > 0
+    with pytest.raises(ParameterError, match="smaller chunks"):
+        keep_rebuilding(model, prefix, ids, Compression("kvzip", 0.9))
 
 
 def test_one_token_is_kept_whole() -> None:

@@ -19,6 +19,7 @@ from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex, stored_bytes
 from tests.support.bench_top import relative_difference
+from tests.support.models import make_model, make_tokenizer
 
 PARTS = [
     "Ines keeps the harbour ledger of Varn, by the old river bank near the northern light.",
@@ -290,6 +291,30 @@ def test_reopened_and_reports_tell_of_it(dropped: Index, model: KVModel) -> None
         assert again.add(Document("more", QUESTION * 3)).compression == "drop:0.5"
 
 
+@pytest.mark.parametrize("context", ["none", "document", "neighbours"])
+def test_every_chunk_leaves_kvzip_the_room_it_needs(make_index: MakeIndex, context: str) -> None:
+    model = KVModel(make_model(num_hidden_layers=2, max_position_embeddings=160), make_tokenizer())
+    index = make_index(model=model, compression="kvzip:0.5", context=context, chunk_tokens=40)
+    long = Document("long", " ".join(PARTS * 4))
+    report = index.add([DOCUMENTS[0], long, DOCUMENTS[1]])
+    assert (len(report.added), report.failed) == (3, ())
+    chunks = list(index.get_chunks(index.catalog.chunk_ids_of("long")))
+    assert any(any(chunk.contexts) for chunk in chunks) == (context != "none")
+    for chunk in chunks:
+        for one in chunk.encodings():
+            assert index.open_kv(one.chunk_id, one.contexts[0]) is not None
+
+
+def test_chunks_that_leave_kvzip_no_room_are_refused_before_anything_is_made(
+    make_index: MakeIndex, tmp_path: Path
+) -> None:
+    model = KVModel(make_model(num_hidden_layers=2, max_position_embeddings=160), make_tokenizer())
+    with pytest.raises(ParameterError, match=r"chunk_tokens=150 .* choose at most \d+, better"):
+        make_index(model=model, compression="kvzip:0.5", chunk_tokens=150)
+    assert not (tmp_path / "index").exists()
+    make_index(model=model, compression="drop:0.5", chunk_tokens=150)
+
+
 def test_an_index_from_before_compression_opens_as_uncompressed(
     make_index: MakeIndex, model: KVModel
 ) -> None:
@@ -305,7 +330,8 @@ def test_an_index_from_before_compression_opens_as_uncompressed(
 
 
 @pytest.mark.parametrize(
-    "text", ["drop", "drop:", "drop:0", "drop:1", "drop:nan", "drop:2", "squeeze:0.5", "0.5", ""]
+    "text",
+    ["drop", "drop:", "drop:0", "drop:1", "drop:.9999999", "drop:nan", "drop:2", "squeeze:.5", ""],
 )
 def test_unknown_compression_is_refused(make_index: MakeIndex, text: str, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="expected none, or one of kvzip, drop, anchors"):

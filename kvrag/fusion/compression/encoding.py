@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.fusion.compression.anchors import Anchors, encode_anchors, find_anchors
 from kvrag.fusion.compression.dropping import drop_tokens
-from kvrag.fusion.compression.kvzip import keep_rebuilding
+from kvrag.fusion.compression.kvzip import keep_rebuilding, room_to_repeat
 from kvrag.fusion.compression.spec import ANCHORS, KVZIP, Compression, key_options
 from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
+
+
+def room_behind(compression: Compression, tokenizer: Any, num_tokens: int) -> int:
+    """Return the positions that compressing a chunk of so many tokens takes behind it.
+
+    Those of one token are the fewest that a chunk can be compressed in.
+    """
+    return room_to_repeat(tokenizer, num_tokens) if compression.kind == KVZIP else 0
 
 
 class Compressor:

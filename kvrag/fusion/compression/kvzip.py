@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -30,6 +31,21 @@ _REQUEST_PART = "\n\nRepeat the part of the previous context exactly, starting w
 # Tokens repeated at a time, and those of the part before it that the request names (§3.4).
 _PART_TOKENS = 2048
 _NAMED_TOKENS = 8
+
+
+def room_to_repeat(tokenizer: Any, num_tokens: int) -> int:
+    """Return the positions behind a chunk of so many tokens in which it is said again.
+
+    A chunk that has fewer goes in smaller parts, down to those of one token.
+    """
+    line_end = _tokenised(tokenizer, "\n")
+    whole = len(_tokenised(tokenizer, _REQUEST))
+    part = len(_tokenised(tokenizer, _REQUEST_PART)) + _NAMED_TOKENS
+    return max(whole, part) + len(line_end) + min(_PART_TOKENS, num_tokens)
+
+
+def _tokenised(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def keep_rebuilding(
@@ -184,15 +200,10 @@ def _compute(
 
 def _parts(model: KVModel, token_ids: Sequence[int], room: int) -> Iterator[_Part]:
     """Yield the parts of a chunk, as long as there is `room` for behind it."""
-
-    def tokenised(text: str) -> list[int]:
-        return list(model.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    line_end = tokenised("\n")
-    request = [*tokenised(_REQUEST), *line_end]
-    further = tokenised(_REQUEST_PART)
-    most = max(len(request), len(further) + _NAMED_TOKENS + len(line_end))
-    length = min(_PART_TOKENS, room - most)
+    line_end = _tokenised(model.tokenizer, "\n")
+    request = [*_tokenised(model.tokenizer, _REQUEST), *line_end]
+    further = _tokenised(model.tokenizer, _REQUEST_PART)
+    length = min(_PART_TOKENS, room - room_to_repeat(model.tokenizer, 0))
     if length < 1:
         raise ParameterError(
             f"compression kvzip: a chunk of {len(token_ids)} tokens leaves {room} of the "

@@ -81,7 +81,8 @@ def parse_compression(text: str) -> Compression | None:
         return None
     kind, colon, rate_text = text.partition(":")
     try:
-        rate = float(rate_text)
+        # As it is recorded: one that rounds to 1 could not be read again.
+        rate = float(f"{float(rate_text):g}")
     except ValueError:
         rate = math.nan
     if kind not in KINDS or not colon or not 0.0 < rate < 1.0:
