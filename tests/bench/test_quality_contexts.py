@@ -150,7 +150,7 @@ def test_rows_of_every_context(model: KVModel, tmp_path: Path) -> None:
     ("contexts", "message"),
     [
         (("later",), "context 'later': expected one of"),
-        ((), "one context and one compression must"),
+        ((), "one context, one compression and one eviction"),
     ],
 )
 def test_contexts_that_cannot_be(contexts: tuple[str, ...], message: str) -> None:
