@@ -72,7 +72,7 @@ class BlockReader:
         self._reader = reader
         self._block = block
         place = reader.header.blocks[block]
-        buffer = bytearray(place.padded_bytes)
+        buffer = reader.room(place.padded_bytes)
         reader.read_block(block, memoryview(buffer))
         self._content = memoryview(buffer)[: place.size_bytes]
 

@@ -349,10 +349,23 @@ class RecordReader:
         if not blocks:
             return
         first, last = self.header.blocks[blocks[0]], self.header.blocks[blocks[-1]]
-        content = bytearray(last.offset + last.padded_bytes - first.offset)
+        content = self.room(last.offset + last.padded_bytes - first.offset)
         self._source.read_into(first.offset, memoryview(content))
         self.bytes_read += len(content)
         self._fetched.append((first.offset, content))
+
+    def room(self, num_bytes: int) -> bytearray:
+        """Return room for bytes of the record: a header may promise more than memory holds.
+
+        Raises
+        ------
+        RecordError
+            When it does.
+        """
+        try:
+            return bytearray(num_bytes)
+        except (MemoryError, OverflowError):
+            self.refuse("blocks", "no more than memory has room for", f"{num_bytes} bytes")
 
     def cancel(self) -> None:
         """Break off what other threads fetch, where the source can; they get StoreError."""

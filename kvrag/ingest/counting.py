@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sqlite3
 import threading
 import time
@@ -42,6 +43,8 @@ COMMIT;
 _SECONDS_BETWEEN = 30.0
 # A file that another process holds is not worth an answer's time.
 _WAIT_SECONDS = 0.2
+# In seconds since 1970; what is later is no time.
+_LATEST = 1e11
 
 METRICS: MetricsOf = {
     "prompts": ("Prompts fused.", ()),
@@ -158,7 +161,7 @@ def read_kept(folder: Path) -> KeptCounts | None:
         return None
     # What a killed process has left half done can only be undone by who may write.
     for mode in ("rw", "ro"):
-        with contextlib.suppress(sqlite3.Error, TypeError, ValueError):
+        with contextlib.suppress(sqlite3.Error, TypeError, ValueError, RecursionError):
             return _read(f"{path.absolute().as_uri()}?mode={mode}")
     return None
 
@@ -171,6 +174,8 @@ def _read(uri: str) -> KeptCounts:
         (name, tuple((str(k), str(v)) for k, v in json.loads(labels))): float(value)
         for name, labels, value in rows
     }
+    if not 0 <= since < _LATEST or not all(map(math.isfinite, counts.values())):
+        raise ValueError("no time of beginning, or no counts")
     return KeptCounts(float(since), counts)
 
 
@@ -180,12 +185,13 @@ def _add(path: Path, new: Counts) -> None:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version == 0:
             connection.executescript(_SCHEMA)
-            connection.execute(
-                "INSERT INTO about SELECT ? WHERE NOT EXISTS (SELECT 1 FROM about)", (time.time(),)
-            )
         elif version != _SCHEMA_VERSION:
             return
         connection.execute("BEGIN IMMEDIATE")
+        # Not only with new tables: who made them may have been killed before.
+        connection.execute(
+            "INSERT INTO about SELECT ? WHERE NOT EXISTS (SELECT 1 FROM about)", (time.time(),)
+        )
         connection.executemany(
             "INSERT INTO counters VALUES (?, ?, ?) "
             "ON CONFLICT DO UPDATE SET value = value + excluded.value",

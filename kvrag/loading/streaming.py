@@ -164,6 +164,11 @@ class ChunkStream:
                     if step is None or not self._take(step, state, fetcher):
                         break
                     share.num_left = len(plan.undecided)
+            except BaseException:
+                # Whoever wanted it has gone: what is being fetched is not waited for.
+                for item in self._items:
+                    item.chunk.cancel()
+                raise
             finally:
                 decoder.finish()
             decoding.result()
@@ -224,8 +229,9 @@ class ChunkStream:
         if step.is_needed:
             future.result()
             return True
+        left = self._seconds_left() - self._plan.tail_seconds()
         try:
-            future.result(max(0.0, self._seconds_left() - self._plan.tail_seconds()))
+            future.result(min(max(0.0, left), threading.TIMEOUT_MAX))
         except TimeoutError:
             self._items[step.chunk].chunk.cancel()
             try:

@@ -8,12 +8,14 @@ import pytest
 from kvrag.bench.load.controller import ControllerOptions, measure_controller
 from kvrag.bench.load.cost import measure_loading
 from kvrag.bench.load.pipelining import PipeliningOptions, measure_pipelining
+from kvrag.bench.load.placing import _cost_of
 from kvrag.bench.load.prompts import LoadPrompt, indexed
 from kvrag.bench.load.throttled import Line, ThrottledStore
-from kvrag.errors import ParameterError
+from kvrag.chunk import ChunkKey
+from kvrag.errors import ParameterError, StoreUnreachableError
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
-from kvrag.store.wrapper import read_whole
+from kvrag.store.wrapper import StoreWrapper, read_whole
 from tests.support.records import key_number, record_of
 
 SMALL = LoadPrompt(shape="test", num_chunks=3, chunk_tokens=40, question_tokens=5)
@@ -140,3 +142,23 @@ def test_no_share_keeps_quality() -> None:
         ControllerOptions(ratios=[0.1], floor=0.2)
     with pytest.raises(ParameterError, match="no share"):
         ControllerOptions(policy="none")
+
+
+class Hesitant(StoreWrapper):
+    """Does not answer when it is asked for the first time."""
+
+    num_asked = 0
+
+    def contains(self, key: ChunkKey) -> bool:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise StoreUnreachableError("gone for a moment")
+        return self.inner.contains(key)
+
+
+def test_what_a_store_had_is_not_removed_when_it_was_measured() -> None:
+    with indexed(SMALL, lambda _: None) as (index, _):
+        there = set(index.store.keys())
+        with pytest.raises(StoreUnreachableError):
+            _cost_of(index, Hesitant(index.store))
+        assert set(index.store.keys()) == there

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvrag.codec import container
+from kvrag.codec.block import BlockReader
 from kvrag.codec.container import RecordReader, header_size, padded_size, write_record
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError, RecordError
@@ -210,3 +211,27 @@ def test_a_lie_costs_no_memory() -> None:
         tracemalloc.stop()
     assert source.largest_read <= len(sealed)
     assert peak < 100_000
+
+
+class Promising(BytesSource):
+    """A record whose server says that it is far longer than it is."""
+
+    size_bytes = 0
+
+    def __init__(self, record: bytes, size_bytes: int) -> None:
+        super().__init__(record)
+        self.size_bytes = size_bytes
+
+
+def test_a_block_larger_than_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = bytearray(write(blocks=[[b"one"]]))
+    size_bytes = (1 << 62) - header_size(1)
+    forge.set_block_field(record, 0, "size", size_bytes)
+    forge.set_field(record, "record_bytes", 1 << 62)
+    record = bytearray(forge.reseal(record, header_size(1)))
+    monkeypatch.setattr(container, "MAX_BLOCK_BYTES", 1 << 62)
+    reader = RecordReader(Promising(bytes(record) + bytes(1 << 16), 1 << 62), KEY)
+    with pytest.raises(RecordError, match="memory has room for"):
+        reader.fetch(range(1))
+    with pytest.raises(RecordError, match="memory has room for"):
+        BlockReader(reader, 0)

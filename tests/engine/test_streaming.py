@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -346,6 +347,41 @@ def test_what_comes_too_late_is_broken_off() -> None:
     (row,) = stream.run()
     assert (row.num_planes, row.num_bytes, placed) == (1, 5000, [1])
     assert chunk.cancelled.is_set()
+
+
+class Interrupted(Slow):
+    """A chunk whose caller is interrupted while he waits for its first plane."""
+
+    def fetch(self, num_planes: int) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+        assert self.cancelled.wait(20)
+        raise StoreError("broken off")
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals to threads")
+def test_an_interrupt_waits_for_no_store() -> None:
+    chunk: Any = Interrupted()
+    stream = ChunkStream(
+        [StreamItem("chunk", chunk, False, lambda: None)],
+        Streaming(2.0, time.perf_counter(), Known()),
+        lambda chosen: 0.0,
+        (StoreError, RecordError),
+        torch.device("cpu"),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        stream.run()
+    assert chunk.cancelled.is_set()
+    for thread in threading.enumerate():
+        if thread.name.startswith(("kvrag-fetch", "kvrag-decode")):
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def test_all_the_time_in_the_world(index: Index, prompt: str) -> None:
+    fused = KVEngine(index, policy="none", ttft=1e300).fuse(prompt)
+    assert levels_of(fused.report) == {"5/5": NUM_CHUNKS}
 
 
 @pytest.mark.parametrize("ttft", [0, -1.0, float("nan"), float("inf"), "soon"])

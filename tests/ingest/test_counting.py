@@ -158,3 +158,42 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     counters.note(report())
     counters.keep()
     assert not (tmp_path / "gone").exists()
+
+
+def test_a_kill_between_the_tables_and_their_beginning(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / FILE_NAME)
+    connection.executescript(counting._SCHEMA)
+    connection.execute("DELETE FROM about")
+    connection.commit()
+    connection.close()
+    counters = IndexCounters(tmp_path, tuple)
+    counters.note(report())
+    counters.keep()
+    assert value(tmp_path, "prompts") == 1
+
+
+@pytest.mark.parametrize(
+    ("labels", "number"),
+    [("[" * 100_000, 1.0), ("null", 1.0), ("[[1]]", 1.0), ("[]", "word"), ("[]", 9e999)],
+)
+def test_a_row_of_something_else(tmp_path: Path, labels: str, number: object) -> None:
+    counters = IndexCounters(tmp_path, tuple)
+    counters.note(report())
+    counters.keep()
+    connection = sqlite3.connect(tmp_path / FILE_NAME)
+    connection.execute("INSERT INTO counters VALUES ('x', ?, ?)", (labels, number))
+    connection.commit()
+    connection.close()
+    assert read_kept(tmp_path) is None
+
+
+@pytest.mark.parametrize("since", [-1.0, 1e300, "today"])
+def test_a_beginning_that_is_no_time(tmp_path: Path, since: object) -> None:
+    counters = IndexCounters(tmp_path, tuple)
+    counters.note(report())
+    counters.keep()
+    connection = sqlite3.connect(tmp_path / FILE_NAME)
+    connection.execute("UPDATE about SET since = ?", (since,))
+    connection.commit()
+    connection.close()
+    assert read_kept(tmp_path) is None

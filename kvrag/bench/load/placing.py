@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 
-from kvrag.bench.load.cost import given, held, measure_tier, reading_from, spread
+from kvrag.bench.load.cost import given, measure_tier, reading_from, spread
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, StoreError
 from kvrag.fusion.calibration import Calibration
@@ -112,7 +112,8 @@ def _recompute_seconds(
 def _cost_of(index: Index, store: Store) -> TierCost:
     url = without_password(store.url)
     chunks = spread(index, _NUM_CHUNKS)
-    ours = held(index, store, chunks)
+    # A store that does not answer is not measured: what it has must not be taken for borrowed.
+    ours = [chunk for chunk in chunks if store.contains(index.key_of(chunk))]
     borrowed: list[ChunkKey] = []
     try:
         if not ours:
