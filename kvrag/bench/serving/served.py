@@ -135,6 +135,8 @@ def serving(options: ServingOptions, say: Callable[[str], None]) -> Iterator[Ser
     """
     # Memory is measured, and the cache emptied, in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # vLLM writes its log where the figures go, unless it is told otherwise.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as scratch:
         folder = Path(scratch)
         say("making the model")
