@@ -259,7 +259,7 @@ def _attention_seconds(
         for _ in range(num_steps):
             started = time.perf_counter()
             for layer in layers:
-                layer.step(query, key, key, score)
+                layer.step(query, key, key, None, score)
             evicting.append(time.perf_counter() - started)
             started = time.perf_counter()
             for layer_index, module in enumerate(modules):

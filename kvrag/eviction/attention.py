@@ -50,7 +50,12 @@ class AttendedLayer(Protocol):
         ...
 
     def step(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Score
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor | None,
+        score: Score,
     ) -> torch.Tensor:
         """Add tokens one after another; return ``[B, n, heads, D]``, what they attend to."""
         ...
@@ -157,9 +162,11 @@ def attend_ragged(
     heads = [kv.head(head) for head in range(num_heads)]
     for head, (keys, _values) in enumerate(heads):
         torch.mm(keys, asking[head], out=scores[head, : len(keys)])
+    scores = score.cap(scores.transpose(1, 2).float())
     if fewest < most:
-        scores.masked_fill_(~kv.notes.held[:, :most, None], float("-inf"))
-    weights = score.cap(scores.transpose(1, 2).float()).softmax(-1)
+        # Not before capping, which would make a small score of it.
+        scores = scores.masked_fill(~kv.notes.held[:, None, :most], float("-inf"))
+    weights = scores.softmax(-1)
     taken = weights.to(query.dtype)
     output = torch.empty_like(query)
     for head, (_keys, values) in enumerate(heads):
@@ -183,13 +190,13 @@ def _attend(
         return ordinary(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     _present.layer = _present.keys = None
     score = Score(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
-    if not layer.is_empty:
-        return layer.step(query, key, value, score), None
-    output = ordinary(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     allowed = attention_mask
-    if allowed is not None and allowed.dtype != torch.bool:
-        allowed = allowed == 0
-    layer.take_prompt(query, key, value, None if allowed is None else allowed[:, 0], score)
+    if allowed is not None:
+        allowed = (allowed if allowed.dtype == torch.bool else allowed == 0)[:, 0]
+    if not layer.is_empty:
+        return layer.step(query, key, value, allowed, score), None
+    output = ordinary(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    layer.take_prompt(query, key, value, allowed, score)
     return output
 
 

@@ -117,11 +117,16 @@ class EvictionPolicy(ABC):
         return describe(self)
 
 
-def check_counts(policy: EvictionPolicy, **counts: int) -> None:
-    """Raise ParameterError unless every count is at least 1."""
+MAX_COUNT = 1 << 31
+"""Of keys or queries; the sum of two fits what counts them."""
+
+
+def check_counts(policy: EvictionPolicy, at_least: int = 1, **counts: int) -> None:
+    """Raise ParameterError unless every count is `at_least` that and at most `MAX_COUNT`."""
     for name, count in counts.items():
-        if count < 1:
-            raise ParameterError(f"eviction {policy.name!r}: {name}={count}: expected 1 or more")
+        if not at_least <= count <= MAX_COUNT:
+            bound = f"{at_least} or more" if count < at_least else f"{MAX_COUNT} at the most"
+            raise ParameterError(f"eviction {policy.name!r}: {name}={count}: expected {bound}")
 
 
 def check_budget(policy: EvictionPolicy, share: float | None, **counts: int | None) -> None:

@@ -43,6 +43,12 @@ class _Memory:
         self._layers[layer_index] = num_bytes
         self.peak = max(self.peak, self.size + besides)
 
+    def forget(self, layer_index: int) -> None:
+        """Begin again with a layer; without any layer, the most is forgotten as well."""
+        self._layers[layer_index] = 0
+        if not self.size:
+            self.peak = 0
+
 
 class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer: the prompt's keys and values are taken once, then tokens one after another.
@@ -162,7 +168,12 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def step(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Score
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor | None,
+        score: Score,
     ) -> torch.Tensor:
         """Add n tokens one after another, evicting behind each.
 
@@ -170,11 +181,18 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         ----------
         query, key, value
             ``[B, G * H, n, D]`` and ``[B, H, n, D]``.
+        allowed
+            ``[B or 1, n, N]`` bool, over all rows there ever were; None: all before each.
 
         Returns
         -------
         tensor
             ``[B, n, G * H, D]``.
+
+        Raises
+        ------
+        ParameterError
+            For another batch, or one with padding behind its prompts' first tokens.
         """
         assert self.kv is not None
         num_prompts, num_kv_heads, num_new, head_dim = key.shape
@@ -184,6 +202,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"an evicting cache of {len(self.kv.counts) // num_kv_heads} prompts was given "
                 f"{num_prompts}: begin a new cache for another batch"
             )
+        if allowed is not None:
+            self._check_padding(allowed, num_prompts, num_new)
         output = query.new_empty(num_prompts, num_new, query.shape[1], head_dim)
         for new in range(num_new):
             of_heads = query[:, :, new].reshape(num_heads, -1, head_dim)
@@ -195,6 +215,18 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.evict(weights)
         self._num_rows += num_new
         return output
+
+    def _check_padding(self, allowed: torch.Tensor, num_prompts: int, num_new: int) -> None:
+        """Raise ParameterError where the last row does not see all that its prompt has."""
+        assert self.kv is not None
+        expected = self.kv.notes.num_seen[:: len(self.kv.counts) // num_prompts, 0] + num_new
+        if self._window is not None:
+            expected = expected.clamp(max=self._window)
+        if not bool((allowed[:, -1].sum(-1) == expected).all()):
+            raise ParameterError(
+                "padding behind the prompts of an evicting cache, where each row is a token: go "
+                "on with as many tokens for each prompt, or with a cache for each"
+            )
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add one token to each head, ``[A, D]``."""
@@ -219,10 +251,17 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.kv.remove(gone):
             self._memory.note(self._layer_index, self.kv.size_bytes, besides=before)
 
+    def there(self) -> RaggedKV:
+        """Return what is held. Raises ParameterError before there is a prompt."""
+        if self.kv is None:
+            raise ParameterError(
+                "an evicting cache without a prompt has nothing to tell of: call the model first"
+            )
+        return self.kv
+
     def kept(self) -> list[torch.Tensor]:
         """Return for each head, prompt by prompt, which of its tokens it holds, ascending."""
-        assert self.kv is not None
-        notes = self.kv.notes
+        notes = self.there().notes
         return [
             places[held].sort().values
             for places, held in zip(notes.places, notes.held, strict=True)
@@ -257,7 +296,14 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Forget everything."""
         self._prompt = self.kv = None
         self._num_rows = 0
-        self._memory.note(self._layer_index, 0)
+        self.prompt_share = 1.0
+        self._memory.forget(self._layer_index)
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        raise ParameterError(
+            "an evicting cache takes no tokens back, what they made it forget is gone: generate "
+            "without an assistant and without prompt lookup"
+        )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         raise ParameterError("an evicting cache knows no beams: generate with num_beams=1")
@@ -323,16 +369,17 @@ class EvictingCache(Cache):
     def kept(self, layer_index: int) -> list[torch.Tensor]:
         """Return for each key head of a layer, prompt by prompt, the tokens it holds, ascending.
 
-        Tokens are counted from each prompt's first, padding left out.
+        Tokens are counted from each prompt's first, padding left out. Raises ParameterError before
+        there is a prompt.
         """
         layer: Any = self.layers[layer_index]
         kept: list[torch.Tensor] = layer.kept()
         return kept
 
     def report(self) -> EvictionReport:
-        """Return what was kept. The prompt must be there."""
+        """Return what was kept. Raises ParameterError before there is a prompt."""
         layers: list[Any] = self.layers
-        rows = [layer.kv for layer in layers]
+        rows: list[RaggedKV] = [layer.there() for layer in layers]
         notes = rows[0].notes
         num_keys = int(notes.num_seen.sum())
         shares = tuple(sum(kv.counts) / num_keys for kv in rows)

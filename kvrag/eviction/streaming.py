@@ -7,8 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from kvrag.errors import ParameterError
-from kvrag.eviction.base import EvictionPolicy, HeldKeys, budget_of, check_budget
+from kvrag.eviction.base import EvictionPolicy, HeldKeys, budget_of, check_budget, check_counts
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,7 @@ class StreamingPolicy(EvictionPolicy):
         if self.recent is None and self.share is None:
             object.__setattr__(self, "recent", 1020)
         check_budget(self, self.share, recent=self.recent)
-        if self.sinks < 0:
-            raise ParameterError(f"eviction 'streaming': sinks={self.sinks}: expected 0 or more")
+        check_counts(self, at_least=0, sinks=self.sinks)
 
     def after_prompt(self, keys: HeldKeys) -> torch.Tensor:
         budget = budget_of(keys, self.share, self.sinks + (self.recent or 0))

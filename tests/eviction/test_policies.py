@@ -275,6 +275,8 @@ def test_a_share_of_the_prompt_is_kept(name: str, share: float) -> None:
     [
         ("cormm", "unknown eviction 'cormm'; known: none, corm, streaming, h2o, snapkv"),
         ("corm:window=0", "window=0: expected 1 or more"),
+        ("corm:window=99999999999999999999", "2147483648 at the most"),
+        ("streaming:sinks=99999999999999999999", "2147483648 at the most"),
         ("corm:recent=-2", "recent=-2: expected 1 or more"),
         ("corm:window=2.5", "window=2.5 is not what it takes: expected a whole number"),
         ("corm:windows=2", "'corm' takes no windows; it takes recent, window"),
