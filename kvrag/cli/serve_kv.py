@@ -85,8 +85,8 @@ def serve_kv(
         )
     except BaseException as error:
         opened.close()
-        if isinstance(error, OSError):
-            why = error.strerror or str(error)
+        if isinstance(error, OSError | UnicodeError):
+            why = getattr(error, "strerror", None) or str(error)
             raise ParameterError(f"cannot listen at {host}, port {port}: {why}") from error
         raise
     _until_told(server)

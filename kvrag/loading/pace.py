@@ -50,7 +50,9 @@ class Pace:
                 has_fixed = max(amounts) >= _LEAST_SPREAD * min(amounts)
                 features = [(float(has_fixed), amount) for amount in amounts]
                 fixed, per_unit = fit_prices(features, [took for _, took in seen])
-                over = sorted(took / (fixed + per_unit * amount) for amount, took in seen)
+                # Of nothing at all a line may say that it takes nothing.
+                told = [(fixed + per_unit * amount, took) for amount, took in seen]
+                over = sorted(took / expected for expected, took in told if expected > 0.0)
                 slack = over[int(_KEPT_TO * (len(over) - 1))]
                 self._prices = fixed * slack, per_unit * slack
             fixed, per_unit = self._prices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -104,7 +104,7 @@ def parse_prices(text: str, where: str) -> Mapping[str, Price]:
     known = [field.name for field in fields(Price)]
     try:
         table: dict[str, Any] = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ParameterError(f"{where}: not a table of prices: {error}") from error
     prices = {}
     for name, entries in table.items():
@@ -114,7 +114,7 @@ def parse_prices(text: str, where: str) -> Mapping[str, Price]:
             )
         for what, price in entries.items():
             is_number = isinstance(price, int | float) and not isinstance(price, bool)
-            if not is_number or not 0.0 <= price < math.inf:
+            if not is_number or not 0.0 <= price <= sys.float_info.max:
                 raise ParameterError(
                     f"{where}: {what} of {name!r} is 0 or more, and finite; found {price!r}"
                 )

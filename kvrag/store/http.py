@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import re
 import socket
 import ssl
@@ -162,6 +163,7 @@ class HttpStore(CountedStore):
         if ca is not None and self._tls is None:
             raise ParameterError(f"{url}: 'ca' is of https:// only: http:// is not encrypted")
         self._idle: list[http.client.HTTPConnection] = []
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self.metrics = StoreMetrics(self._scheme)
         try:
@@ -281,7 +283,7 @@ class HttpStore(CountedStore):
             try:
                 about = json.loads(answer.read(4096)) if answer.status == HTTPStatus.OK else {}
                 service, protocol = about["service"], about["protocol"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 service = protocol = None
         if service != SERVICE or protocol != PROTOCOL:
             found = f"protocol {protocol}" if service == SERVICE else f"an answer {answer.status}"
@@ -356,6 +358,11 @@ class HttpStore(CountedStore):
     def _take(self) -> tuple[http.client.HTTPConnection, bool]:
         """Return a connection, and whether it has been used before."""
         with self._lock:
+            if self._process != os.getpid():
+                # Forked since: those are the other process's, which reads its answers from them.
+                others, self._idle, self._process = self._idle, [], os.getpid()
+                for connection in others:
+                    connection.close()
             if self._idle:
                 return self._idle.pop(), True
         if self._tls is not None:
@@ -425,8 +432,12 @@ def _parts(url: str) -> tuple[str, str, int, str]:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
+        # As the name will be looked up.
+        (host or "").encode("idna")
     except ValueError as error:
         raise ParameterError(f"{url!r} is no URL: {error}") from error
+    if not all("!" <= character <= "~" for character in parts.path):
+        raise ParameterError(f"{url!r} is no URL: its path holds more than visible ASCII")
     if parts.scheme not in SCHEMES or not host or parts.query or parts.fragment:
         raise ParameterError(f"a server is http://HOST:PORT or https://HOST:PORT; found {url!r}")
     if parts.username is not None or parts.password is not None:

@@ -101,6 +101,8 @@ def test_a_writable_server_ends_on_interrupt(folder: Path) -> None:
         (["--store", "memory:", "--tls-certificate", "/nonexistent"], "no certificate and key"),
         (["--store", "memory:", "--token-file", "/nonexistent"], "not a file with a token"),
         (["--store", "memory:", "--host", "256.1.2.3x", "--token-file", "TOKEN"], "cannot listen"),
+        (["--store", "memory:", "--host", "a" * 70, "--token-file", "TOKEN"], "cannot listen"),
+        (["--store", "memory:", "--host", "kv..x", "--token-file", "TOKEN"], "cannot listen"),
         (["--store", "ftp://x"], "a store is file:PATH"),
     ],
 )

@@ -126,6 +126,15 @@ def test_what_is_reserved_is_what_nearly_all_kept_to() -> None:
     assert found == pytest.approx(0.2)
 
 
+def test_a_line_that_says_that_nothing_takes_nothing() -> None:
+    pace = Pace()
+    pace.observe(0.0, 5.0)
+    for _ in range(15):
+        pace.observe(10.0, 1.0)
+        pace.observe(20.0, 10.0)
+    assert pace.seconds(10.0) is not None
+
+
 def test_reports() -> None:
     chunks = tuple(
         StreamedChunk(str(n), planes, 3, 10, 0.1, 0.2, None) for n, planes in enumerate((0, 2, 2))

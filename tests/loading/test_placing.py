@@ -64,6 +64,8 @@ def test_the_longest_name_counts() -> None:
         '["s3:"]\ngb_month = nan',
         '["s3:"]\ngb_month = "a lot"',
         '["s3:"]\ngb_month = true',
+        '["s3:"]\ngb_month = 1' + "0" * 400,
+        '["s3:"]\ngb_month = 1' + "0" * 5000,
         "[",
         "\x00",
         '["s3:"]\ngb_month = ' + "[" * 100_000,

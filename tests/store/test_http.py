@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import http.server
+import os
 import socket
 import threading
 import time
@@ -336,6 +337,10 @@ def test_a_server_without_tls(server: KVServer) -> None:
         ("http://", "a server is"),
         ("http://host:port", "no URL"),
         ("http://host:99999", "no URL"),
+        ("http://kv..example", "no URL"),
+        ("http://" + "a" * 70, "no URL"),
+        ("http://host/a b", "no URL"),
+        ("http://host/\u00e4", "no URL"),
         ("http://:secret@host", "a URL is seen by others"),
         ("http://host#x", "a server is"),
         ("http://host?tokenfile=x", "has no option"),
@@ -467,11 +472,29 @@ def test_a_bad_line(behind: MemoryStore, mode: str) -> None:
         store.close()
 
 
-@pytest.mark.parametrize("kind", ["another", "html", "changes tags", "ignores ranges", "error"])
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_has_connections_of_its_own(server: KVServer, behind: MemoryStore) -> None:
+    """Of one that both read from each would get the other's answers."""
+    behind.put(KEY, b"record")
+    store = HttpStore(server.url)
+    assert stored(store, KEY) == b"record"
+    child = os.fork()
+    if not child:
+        os._exit(int(store._take()[1]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    connection, is_used = store._take()
+    assert is_used
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "kind", ["another", "html", "nested", "changes tags", "ignores ranges", "error"]
+)
 def test_another_server(kind: str) -> None:
     def answer(handler: http.server.BaseHTTPRequestHandler) -> None:
-        body = b"<html>welcome</html>"
-        if kind != "html" and handler.path == "/v1":
+        body = b"[" * 5000 if kind == "nested" else b"<html>welcome</html>"
+        if kind not in ("html", "nested") and handler.path == "/v1":
             body = b'{"service": "kvrag", "protocol": %d}' % (2 if kind == "another" else 1)
             handler.send_response(200)
         elif kind == "error":
@@ -492,7 +515,7 @@ def test_another_server(kind: str) -> None:
         handler.wfile.write(body)
 
     with serving(answer) as endpoint:
-        if kind in ("another", "html"):
+        if kind in ("another", "html", "nested"):
             with pytest.raises(StoreError, match="no server of this kvrag"):
                 HttpStore(endpoint)
             return

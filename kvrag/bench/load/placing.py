@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 
@@ -52,10 +53,13 @@ def place(
     Raises
     ------
     ParameterError
-        When the index is empty or not calibrated, or a store's price is not known.
+        When the index is empty or not calibrated, a store's price is not known, or `reads` is below
+        0 or not finite.
     StoreError
         When a store does not answer.
     """
+    if not 0.0 <= reads < math.inf:
+        raise ParameterError(f"reads {reads}: expected 0 or more a month, and finite")
     calibration = index.calibration
     if calibration is None:
         raise ParameterError(
