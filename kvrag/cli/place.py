@@ -47,6 +47,7 @@ def place(
     """
     from kvrag.bench.load.placing import place as choose
     from kvrag.cli.opening import open_index
+    from kvrag.ingest.config import write_atomically
     from kvrag.loading.price_list import EXAMPLES, FILE_NAME, read_prices
 
     urls = stores.split("|")
@@ -58,7 +59,7 @@ def place(
     with open_index(index, model) as opened:
         path = prices or opened.path / FILE_NAME
         if prices is None and not path.exists():
-            path.write_text(EXAMPLES, encoding="utf-8")
+            write_atomically(path, EXAMPLES.encode())
             console.note(f"{path} holds example prices: edit them to yours")
         table = read_prices(path)
         moved = None

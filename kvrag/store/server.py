@@ -244,6 +244,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self._open: dict[ChunkKey, tuple[str, StoredRecord]] = {}
+        self._is_asked_for = False
 
     def finish(self) -> None:
         for _, record in self._open.values():
@@ -255,6 +256,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
+
+    def handle_expect_100(self) -> bool:
+        """Ask for no body before it is known who sends it, and whether he may."""
+        self._is_asked_for = True
+        return True
 
     def do_GET(self) -> None:
         self._answer(self._get)
@@ -441,6 +447,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         key = self._key()
         if key is None:
             return
+        if self._is_asked_for:
+            self._is_asked_for = False
+            super().handle_expect_100()
         content = self.rfile.read(size)
         if len(content) < size:
             self.close_connection = True

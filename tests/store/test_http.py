@@ -183,6 +183,23 @@ def test_a_server_that_only_reads(behind: MemoryStore) -> None:
         store.close()
 
 
+def test_a_body_is_asked_for_by_who_will_take_it(behind: MemoryStore) -> None:
+    request = (
+        f"PUT {RECORDS}/{KEY} HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 3\r\n"
+        "Authorization: Bearer {}\r\n\r\n"
+    )
+    with KVServer(behind, token=TOKEN, is_writable=True) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as line:
+            line.sendall(request.format("wrong").encode())
+            assert line.recv(4096).startswith(b"HTTP/1.1 401 ")
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as line:
+            line.sendall(request.format(TOKEN).encode())
+            assert line.recv(4096).startswith(b"HTTP/1.1 100 ")
+            line.sendall(b"abc")
+            assert line.recv(4096).startswith(b"HTTP/1.1 204 ")
+    assert stored(behind, KEY) == b"abc"
+
+
 NEXT = b"GET /v1 HTTP/1.1\r\n\r\n"
 
 
