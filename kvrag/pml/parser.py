@@ -305,7 +305,7 @@ def _scaffold(element: Element, schema: Schema) -> Scaffold:
         raise element.place.error(
             f"a scaffold of {len(paths)} modules", "it holds two modules or more"
         )
-    check_exclusive(schema, paths, element.place)
+    check_exclusive(schema, ((path, element.place) for path in paths))
     ordered = tuple(path for path in schema.modules if path in paths)
     return Scaffold(ordered, element.place)
 
@@ -319,10 +319,12 @@ def check_module(schema: Schema, path: Path, place: Place) -> None:
     raise place.error(f"{inside} has no module {path[-1]!r}", f"expected one of {listing(beside)}")
 
 
-def check_exclusive(schema: Schema, paths: Iterable[Path], place: Place) -> None:
-    """Raise PMLError when two modules, or those around them, exclude each other."""
+def check_exclusive(schema: Schema, named: Iterable[tuple[Path, Place]]) -> None:
+    """Raise PMLError, where the second is named, when two modules or those around them exclude
+    each other.
+    """
     chosen: dict[int, Path] = {}
-    for path in paths:
+    for path, place in named:
         for depth in range(1, len(path) + 1):
             number = schema.exclusions.get(path[:depth])
             if number is None:

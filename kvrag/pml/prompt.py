@@ -117,8 +117,7 @@ def parse_prompt(source: str | FilePath, schema: Schema) -> Prompt:
         )
     arguments = {key: value for key, value in root.attributes.items() if key != "schema"}
     body = Import((), *_checked(schema, (), arguments, parts, root.place), root.place)
-    imports = list(body.all())
-    check_exclusive(schema, [one.path for one in imports], root.place)
+    check_exclusive(schema, ((one.path, one.place) for one in body.all()))
     return Prompt(schema, body, turns, text, root.place)
 
 

@@ -258,3 +258,11 @@ def test_what_excludes_or_overflows_is_refused(schema: str, prompt: str | None, 
     with pytest.raises(PMLError) as raised:
         place()
     assert words in str(raised.value)
+
+
+def test_of_members_that_exclude_each_other_the_second_is_pointed_at() -> None:
+    parsed, _ = laid_out(
+        "<schema name='s'><union><module name='a'/><module name='b'/></union></schema>"
+    )
+    with pytest.raises(PMLError, match=r"^<string>:3:2: 'a' and 'b' are members of one union"):
+        parse_prompt("<prompt schema='s'>\n<a/>\n <b/></prompt>", parsed)
