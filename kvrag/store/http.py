@@ -37,7 +37,8 @@ _PIECE_BYTES = 256 << 10
 _MAX_IDLE = 8
 _MAX_REASON_BYTES = 300
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19})")
-_LINE = re.compile(r"([0-9a-f]{40}) (\d{1,19})\n?")
+_LINE = re.compile(r"([0-9a-f]{40}) (\d{1,19})")
+_MAX_LINE_BYTES = 100
 
 
 class HttpRecord:
@@ -221,13 +222,21 @@ class HttpStore(CountedStore):
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
         """Return keys and the bytes of their records, in no particular order. Raises StoreError."""
         found = []
+        rest = b""
         with self._asking("GET", RECORDS) as answer:
             self._require(answer, HTTPStatus.OK)
-            while line := answer.readline(100):
-                match = _LINE.fullmatch(line.decode("ascii", "replace"))
-                if match is None:
-                    self._refuse_answer(answer, "a list of records")
-                found.append((ChunkKey(match[1]), int(match[2])))
+            # Not by lines: they end as well where an answer is broken off, and nobody says so.
+            while piece := answer.read(_PIECE_BYTES):
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    match = _LINE.fullmatch(line.decode("ascii", "replace"))
+                    if match is None:
+                        self._refuse_answer(answer, "a list of records")
+                    found.append((ChunkKey(match[1]), int(match[2])))
+                if len(rest) > _MAX_LINE_BYTES:
+                    break
+            if rest:
+                self._refuse_answer(answer, "a list of records")
         return iter(found)
 
     def keys(self) -> Iterator[ChunkKey]:

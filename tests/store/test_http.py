@@ -489,6 +489,23 @@ def test_a_bad_line(behind: MemoryStore, mode: str) -> None:
         store.close()
 
 
+class Listing(StoreWrapper):
+    """A store that fails while it is listed."""
+
+    def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
+        for number in range(3000):
+            yield key_number(number), 5
+        raise StoreUnreachableError("gone")
+
+
+def test_a_list_that_breaks_off_is_no_shorter_list(behind: MemoryStore) -> None:
+    with KVServer(Listing(behind)) as server:
+        store = HttpStore(server.url)
+        with pytest.raises(StoreUnreachableError):
+            store.sizes()
+        store.close()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_has_connections_of_its_own(server: KVServer, behind: MemoryStore) -> None:
