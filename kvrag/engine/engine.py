@@ -635,7 +635,7 @@ class KVEngine:
         tail = "" if text.stopped else text.finish()
         answer = Answer(
             text=text.text,
-            sources=tuple(_as_source(chunk) for chunk in laid_out.chunks),
+            sources=tuple(source_of(chunk) for chunk in laid_out.chunks),
             report=replace(fused.report, eviction=_kept_by(decoder)),
             usage=Usage(fused.report.num_tokens, fused.report.num_cached, num_generated),
             finish_reason=finish,
@@ -710,5 +710,6 @@ def end_ids(generation_config: object, tokenizer: object) -> frozenset[int]:
     return frozenset(ids - {None})
 
 
-def _as_source(chunk: Chunk) -> Source:
+def source_of(chunk: Chunk) -> Source:
+    """Return what an answer says of a chunk that it was given from."""
     return Source(chunk.chunk_id, chunk.source, chunk.ordinal, chunk.text, dict(chunk.metadata))

@@ -14,6 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 torch=2.13.0
 vllm=0.32.0
 
+rm -f "$folder/.unavailable"
 python=""
 for name in python3.11 python3.12 python3.13 python3; do
 	if command -v "$name" >/dev/null && "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
@@ -22,7 +23,6 @@ for name in python3.11 python3.12 python3.13 python3; do
 	fi
 done
 [ -n "$python" ] || { echo "kvrag: Python 3.11 or newer is needed for vLLM" >&2; exit 1; }
-rm -f "$folder/.unavailable"
 [ -x "$folder/bin/python" ] || "$python" -m venv "$folder" 2>/dev/null || {
 	"$python" -m venv --clear --without-pip "$folder"
 	"$python" -m pip --python "$folder/bin/python" install --quiet pip

@@ -233,6 +233,23 @@ def test_a_store_that_goes_down_in_mid_load_costs_prefill_only(
     assert report["num_chunks"] == 1
     # The chunk that is left stands where it was encoded: nothing is approximate any more.
     assert_same(given(output), expected(oracle, prompt))
+    # What was computed for want of a chunk is not what the next one is given for fused.
+    monkeypatch.undo()
+    again = ask(llm, oracle, prompt, RequestParams(policy="none"))
+    assert_same(given(again), expected(oracle, prompt, "none"))
+
+
+def test_the_fusing_thread_may_fail_to_start(
+    llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no more threads")
+
+    side = get_kv_transfer_group()._worker_side
+    monkeypatch.setattr(side._threads, "submit", fail)
+    _assert_computed(llm, oracle, RequestParams(policy="none"), "no more threads")
 
 
 def test_an_unknown_policy_is_computed(llm: Any, oracle: KVEngine) -> None:

@@ -23,8 +23,7 @@ class SteadyRow:
         Queries.
     hit_rate
         Of the document tokens in the prompts behind the first pass over the documents, those that
-        came
-        from the store.
+        came from the store.
     first_seconds, last_seconds
         Median time to first token of the first 100 queries behind that pass, and of the last 100.
     drift

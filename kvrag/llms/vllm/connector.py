@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
+    KVConnectorTransferResults,
 )
 
 from kvrag.errors import EngineError
@@ -108,13 +109,11 @@ class KVRagConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         """Nothing is taken out of the engine."""
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Name failed requests, not blocks: a window's table holds blocks that others have too."""
         assert self._worker_side is not None
-        return None, self._worker_side.finish(finished_req_ids) or None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        assert self._worker_side is not None
-        return self._worker_side.take_failed_blocks()
+        ended, failed = self._worker_side.finish(finished_req_ids)
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepOutcome | None:
         assert self._worker_side is not None

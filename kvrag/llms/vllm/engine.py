@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
-from kvrag.engine.engine import KVEngine, PlacedPrompt, Prompt, _as_source
+from kvrag.engine.engine import KVEngine, PlacedPrompt, Prompt, source_of
 from kvrag.engine.sampling import Sampling
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.policies import DEFAULT_POLICY
@@ -143,7 +143,7 @@ class VLLMEngine(KVEngine):
             report = _report(last, params, num_prompt, self.index.config.num_layers)
             answer = Answer(
                 text=text,
-                sources=tuple(_as_source(chunk) for chunk in laid_out.chunks),
+                sources=tuple(source_of(chunk) for chunk in laid_out.chunks),
                 report=report,
                 usage=Usage(num_prompt, report.num_cached, num_tokens),
                 finish_reason=_finish(finish),

@@ -32,8 +32,10 @@ class HTTPServer:
     timeout_seconds
         How long the server may be silent.
 
-    Notes ----- The server sends what kvrag says of a request only with whole answers: streamed
-    ones bring its own count of cached tokens, no report.
+    Notes
+    -----
+    The server sends what kvrag says of a request only with whole answers: streamed ones bring its
+    own count of cached tokens, no report.
     """
 
     def __init__(

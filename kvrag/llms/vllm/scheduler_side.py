@@ -99,6 +99,9 @@ class SchedulerSide:
         for request_id, report in outcome.reports.items():
             if (known := self._known.get(request_id)) is not None:
                 known.report = report
+                if report is not None and _misses_more(report, known.plan):
+                    # Computed in place of a chunk that was gone: not what the salt stands for.
+                    _add_salt(known.request, request_id)
         for request_id, reason in outcome.failures.items():
             if (known := self._known.get(request_id)) is not None:
                 # Offered once more, it would fail once more: the engine computes it, and what
@@ -119,6 +122,12 @@ class SchedulerSide:
                 "computed_because": known.reason,
             }
         }
+
+
+def _misses_more(report: FusionReport, plan: LoadPlan | None) -> bool:
+    """Return whether fusing went without something that was planned."""
+    planned = plan.layout.misses if plan is not None and plan.layout is not None else {}
+    return sum(report.misses.values()) > sum(planned.values())
 
 
 def _whole(report: FusionReport, request: Request) -> FusionReport:

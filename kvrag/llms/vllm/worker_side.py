@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from kvrag.errors import EngineError
 from kvrag.fusion.report import FusionReport
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.artefacts import ArtefactStore
+from kvrag.llms.vllm.cores import PROCESS_CORES
 from kvrag.llms.vllm.plan import LoadPlan
 from kvrag.llms.vllm.settings import ConnectorSettings
 from kvrag.llms.vllm.transfer import Load, StepMetadata, StepOutcome
@@ -133,7 +135,6 @@ class WorkerSide:
         self._pages: Pages | None = None
         self._threads = ThreadPoolExecutor(1, "kvrag-fuse", initializer=_use_all_cores)
         self._running: dict[str, tuple[Load, Future[Brought]]] = {}
-        self._failed_blocks: set[int] = set()
         self._outcome = StepOutcome()
 
     def use_pages(self, pages: Pages) -> None:
@@ -155,13 +156,13 @@ class WorkerSide:
     def start(self, step: StepMetadata) -> None:
         """Begin the loads of a step; where the engine has nothing else to do, wait a little."""
         for load in step.loads:
-            self._running[load.request_id] = (load, self._threads.submit(self._bring, load.plan))
+            self._running[load.request_id] = (load, self._submit(load.plan))
         if step.is_idle and self._running:
             futures = [future for _, future in self._running.values()]
             wait(futures, timeout=_IDLE_WAIT_SECONDS, return_when=FIRST_COMPLETED)
 
-    def finish(self, abandoned: Iterable[str]) -> set[str]:
-        """Write what is ready; return the requests whose loading has ended.
+    def finish(self, abandoned: Iterable[str]) -> tuple[set[str], set[str]]:
+        """Write what is ready; return the requests whose loading has ended, and which failed.
 
         Parameters
         ----------
@@ -172,6 +173,7 @@ class WorkerSide:
             if request_id in self._running:
                 self._running[request_id][1].cancel()
         ended = {name for name, (_, future) in self._running.items() if future.done()}
+        failed = set()
         for request_id in ended:
             load, future = self._running.pop(request_id)
             try:
@@ -180,24 +182,22 @@ class WorkerSide:
             except Exception as error:
                 # Whatever it was, the engine can compute the prompt; it must not go down with it.
                 logger.warning("request %s is computed: %s", request_id, error)
-                # Those before are the engine's own, and others may be using them.
-                self._failed_blocks.update(self._own_blocks(load))
+                failed.add(request_id)
                 self._outcome.failures[request_id] = f"{type(error).__name__}: {error}"
-        return ended
-
-    def take_failed_blocks(self) -> set[int]:
-        """Return blocks that were to be written and are not, once."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
+        return ended, failed
 
     def take_outcome(self) -> StepOutcome | None:
         """Return what became of loads since the last call, None for nothing."""
         outcome, self._outcome = self._outcome, StepOutcome()
         return outcome if outcome.reports or outcome.failures else None
 
-    def _own_blocks(self, load: Load) -> tuple[int, ...]:
-        assert self._pages is not None
-        return load.block_ids[load.start // self._pages.block_size :]
+    def _submit(self, plan: LoadPlan) -> Future[Brought]:
+        try:
+            return self._threads.submit(self._bring, plan)
+        except RuntimeError as error:  # no thread to be had: one more way to fail
+            failed: Future[Brought] = Future()
+            failed.set_exception(error)
+            return failed
 
     def _write(self, load: Load, brought: Brought) -> None:
         try:
@@ -227,5 +227,7 @@ class WorkerSide:
 
 def _use_all_cores() -> None:
     """Let this thread run where the process may: vLLM binds its own to a core, and they inherit."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    if PROCESS_CORES:
+        # A core may have gone since; fusing is then slower, and goes on.
+        with suppress(OSError):
+            os.sched_setaffinity(0, PROCESS_CORES)
