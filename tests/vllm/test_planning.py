@@ -23,10 +23,13 @@ from kvrag.ingest.index import Index
 from kvrag.llms.vllm import versions
 from kvrag.llms.vllm.artefacts import ArtefactName, ArtefactStore
 from kvrag.llms.vllm.checks import check_engine
+from kvrag.llms.vllm.engine import VLLMEngine
 from kvrag.llms.vllm.finding import TokenFinder
+from kvrag.llms.vllm.http import HTTPServer
 from kvrag.llms.vllm.options import engine_options, serve_command
 from kvrag.llms.vllm.plan import MAX_ASKED_TOKENS, LoadPlan, NoPlan, Planner
 from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings, RequestParams
+from kvrag.llms.vllm.transports import EngineRequest, Piece
 from kvrag.llms.vllm.weights import NotShareableError, share_weights
 from kvrag.models.loading import model_fingerprint
 from tests.support.models import make_model, make_tokenizer
@@ -212,6 +215,41 @@ def test_names_hold_for_their_prompt_alone(served: Index, oracle: KVEngine) -> N
         with pytest.raises(RecordError, match="not of this prompt"):
             store.check(wrong, prompt)
     store.close()
+
+
+def test_what_was_fused_otherwise_has_another_name(served: Index, oracle: KVEngine) -> None:
+    store = ArtefactStore(served, "memory:")
+    fused = oracle.fuse(make_prompt(*[0] * 17), policy="none")
+    fewer = replace(fused, layout=replace(fused.layout, spans=fused.layout.spans[:-1]))
+    without = replace(fused, report=replace(fused.report, misses={"store unreadable": 1}))
+    # What is behind the rows kept decides which of them were computed again.
+    ids = fused.layout.token_ids
+    asked = replace(fused, layout=replace(fused.layout, token_ids=(*ids[:-1], ids[-1] + 1)))
+    names = [store.put(one, 500) for one in (fused, fewer, without, asked, fused)]
+    assert len({name.key for name in names}) == 4
+    assert names[0] == names[4]
+    store.close()
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+
+class _Endless(HTTPServer):
+    """A server that goes on for ever."""
+
+    def answer(self, request: EngineRequest) -> Piece:
+        pytest.fail("an answer without end is waited for")
+
+    def stream(self, request: EngineRequest) -> Iterator[Piece]:
+        while True:
+            yield Piece("a", 1)
+
+
+def test_an_answer_over_http_ends_in_time(served: Index) -> None:
+    engine = VLLMEngine(served, lambda: _Endless("http://127.0.0.1:1/v1"))
+    assert engine.generate(make_prompt(3), timeout_seconds=0.01).finish_reason == "timeout"
+    with pytest.raises(ParameterError, match="timeout_seconds"):
+        engine.generate(make_prompt(3), timeout_seconds=0)
 
 
 # -- versions and set-ups ------------------------------------------------------------------------

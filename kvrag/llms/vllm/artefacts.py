@@ -9,6 +9,7 @@ on.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,15 @@ class ArtefactName:
         )
 
 
+def _label(fused: FusedPrompt) -> str:
+    """Return what tells one way of fusing a text from all others."""
+    report, layout = fused.report, fused.layout
+    # What was missing was computed instead, and policies look at the question behind the rows kept.
+    whole = f"{report.policy} {layout.spans} {sorted(report.misses.items())} {layout.token_ids}"
+    digest = hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
+    return f"{report.policy}"[: _MAX_LABEL - len(digest) - 1] + f" {digest}"
+
+
 class ArtefactStore:
     """Fused artefacts of one index.
 
@@ -122,15 +132,14 @@ class ArtefactStore:
                 f"num_tokens {num_tokens}: expected 1 to {len(layout.token_ids) - 1}, the last "
                 "token is always computed"
             )
-        chunks = ",".join(span.chunk_id[:12] for span in layout.spans)
-        label = f"{fused.report.policy} {chunks}"[:_MAX_LABEL]
+        label = _label(fused)
         key = self._key(layout.token_ids[:num_tokens], label)
         rows = slice(0, num_tokens)
         kv = ChunkKV(
             torch.stack([layer[0, :, rows] for layer in fused.kv.keys]).cpu(),
             torch.stack([layer[0, :, rows] for layer in fused.kv.values]).cpu(),
         )
-        # What one name may stand for differs with what had to be prefilled instead: the newest.
+        # Rows under one name are the same up to rounding: the newest.
         self._store.replace(key, self._codec.encode(key, kv))
         return ArtefactName(key.digest, num_tokens, label)
 

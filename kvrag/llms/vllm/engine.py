@@ -104,6 +104,10 @@ class VLLMEngine(KVEngine):
             )
         if isinstance(policy, RecomputePolicy):
             raise ParameterError(f"policy {policy}: name it, as 'gradual:spread=0.8'")
+        if timeout_seconds is not None and timeout_seconds <= 0:
+            raise ParameterError(f"timeout_seconds {timeout_seconds}: expected more than 0")
+        # Only a stream can be left in time.
+        is_whole = not is_streamed and timeout_seconds is None
         sampling = Sampling(temperature, top_p, top_k, repetition_penalty, seed)
         params = self._params(policy, ratio, boundary_tokens, reuse)
         room = self._room(max_tokens)
@@ -127,7 +131,7 @@ class VLLMEngine(KVEngine):
             text, num_tokens, ttft = "", 0, 0.0
             finish: str | None = None
             last = Piece("")
-            for last in self._pieces(request, is_streamed):
+            for last in self._pieces(request, is_whole):
                 ttft = ttft or time.perf_counter() - started
                 text += last.text
                 num_tokens += last.num_tokens
@@ -154,9 +158,9 @@ class VLLMEngine(KVEngine):
 
         return run()
 
-    def _pieces(self, request: EngineRequest, is_streamed: bool) -> Iterator[Piece]:
+    def _pieces(self, request: EngineRequest, is_whole: bool) -> Iterator[Piece]:
         transport = self.transport
-        if isinstance(transport, HTTPServer) and not is_streamed:
+        if isinstance(transport, HTTPServer) and is_whole:
             yield transport.answer(request)  # which brings the report, streams do not
         else:
             yield from transport.stream(request)
