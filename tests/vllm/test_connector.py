@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +28,7 @@ from tests.vllm.reference import (
 )
 
 PLAIN = RequestParams(reuse=False)
+CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()  # unbound as yet
 MEASURED = tuple(name for name in POLICIES if name != "auto")  # which needs a calibration
 
 
@@ -250,6 +252,14 @@ def test_the_fusing_thread_may_fail_to_start(
     side = get_kv_transfer_group()._worker_side
     monkeypatch.setattr(side._threads, "submit", fail)
     _assert_computed(llm, oracle, RequestParams(policy="none"), "no more threads")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are not told here")
+def test_fusing_takes_the_cores_that_the_process_may(llm: Any) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    threads = get_kv_transfer_group()._worker_side._threads
+    assert threads.submit(os.sched_getaffinity, 0).result() == CORES
 
 
 def test_an_unknown_policy_is_computed(llm: Any, oracle: KVEngine) -> None:
