@@ -20,7 +20,13 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvrag.chunk import ChunkKey
-from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
+from kvrag.errors import (
+    KVRagError,
+    ParameterError,
+    RecordError,
+    StoreError,
+    StoreUnreachableError,
+)
 from kvrag.store.base import check_range
 from kvrag.store.extras import require
 from kvrag.store.metrics import (
@@ -377,6 +383,14 @@ class RedisStore(CountedStore):
             raise StoreError(f"cannot {action} {self.url}: {text}; {remedy}") from error
         except errors.RedisError as error:
             raise StoreError(f"cannot {action} {self.url}: {error}; see the log") from error
+        except KVRagError:
+            raise
+        except (ValueError, TypeError, LookupError, MemoryError) as error:
+            # The client's parser lets through what a damaged reply makes of it.
+            raise StoreError(
+                f"cannot {action} {self.url}: what came is no reply of Redis "
+                f"({type(error).__name__}: {error}); look at what lies between"
+            ) from error
 
 
 def _without_password(url: str) -> str:
