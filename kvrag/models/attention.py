@@ -28,6 +28,8 @@ from kvrag.models.implementations import attending_by, eager_function, register_
 from kvrag.models.scaling import ScaledKeys
 
 _NAME = "kvrag_rows"
+# What the CPU's attention kernel takes of queries at a time, where they are few.
+_ROWS_TOGETHER = 32
 
 _locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 _making_locks = threading.Lock()
@@ -119,6 +121,20 @@ class RowMask:
             mask &= keys > queries - self.window
         return mask
 
+    def parts(self, num_keys: int) -> Iterator[tuple[slice, int]]:
+        """Yield which rows attend together, and to how many of the first keys.
+
+        Chosen rows are spread over a prompt: the first of a block see far fewer keys than the last,
+        and masked keys cost as much as others. A GPU would rather have them in one call.
+        """
+        num_rows = len(self.positions)
+        if self.visible is not None or self.positions.device.type != "cpu":
+            yield slice(0, num_rows), num_keys
+            return
+        for begin in range(0, num_rows, _ROWS_TOGETHER):
+            rows = slice(begin, min(begin + _ROWS_TOGETHER, num_rows))
+            yield rows, int(self.positions[rows.stop - 1]) + 1 - self.first_key
+
 
 def _row_attention(
     module: nn.Module,
@@ -152,13 +168,18 @@ def _row_attention(
     # Query heads that share a key head become a batch over the *same* keys: expand() copies
     # nothing, whereas Transformers' repeat_kv would copy every key of the prompt per group.
     grouped = query.view(num_kv_heads, num_groups, num_rows, head_dim).transpose(0, 1)
-    output = scaled_dot_product_attention(
-        grouped,
-        key.expand(num_groups, -1, -1, -1),
-        value.expand(num_groups, -1, -1, -1),
-        attn_mask=attention_mask.dense(key.shape[2]),
-        scale=scaling,
-    )
+    allowed = attention_mask.dense(key.shape[2])
+    outputs = [
+        scaled_dot_product_attention(
+            grouped[:, :, rows],
+            key[:, :, :num_keys].expand(num_groups, -1, -1, -1),
+            value[:, :, :num_keys].expand(num_groups, -1, -1, -1),
+            attn_mask=allowed[rows, :num_keys],
+            scale=scaling,
+        )
+        for rows, num_keys in attention_mask.parts(key.shape[2])
+    ]
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     # [G, H, n, D] -> [1, n, H * G, D], the order in which the output projection expects heads.
     return output.permute(2, 1, 0, 3).reshape(1, num_rows, num_heads, head_dim), None
 

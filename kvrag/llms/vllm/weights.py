@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from kvrag.ingest.config import IndexConfig
 from kvrag.kvcache import DTYPES
 from kvrag.models.kv_model import KVModel
-from kvrag.models.loading import load_tokenizer
+from kvrag.models.loading import load_tokenizer, load_weights
+from kvrag.models.packed import pack_linears
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,8 +64,12 @@ def fusing_model(vllm_config: VllmConfig, index_config: IndexConfig) -> KVModel:
         if shared.fingerprint != index_config.model_fingerprint:
             raise NotShareableError("they hash otherwise than those that the index was made with")
     except NotShareableError as error:
-        kv_model = KVModel.load(path, dtype=index_config.dtype, device=str(device))
-        num_bytes = sum(one.numel() * one.element_size() for one in kv_model.hf.parameters())
+        # Its own, not one that others of this process hold: it is made for fusing alone.
+        hf = load_weights(path, DTYPES[index_config.dtype], str(device))
+        kv_model = KVModel(hf, load_tokenizer(path), name=path)
+        num_bytes = sum(one.numel() * one.element_size() for one in hf.parameters())
+        _ = kv_model.fingerprint  # is kept: of the weights as they were
+        pack_linears(hf)
         logger.warning(
             "kvrag fuses with a second copy of the model (%.2f GB): vLLM's own weights cannot be "
             "used, %s",
