@@ -86,7 +86,23 @@ def test_the_report_is_the_same(llm: Any, oracle: KVEngine) -> None:
         assert report[name] == wanted[name], name
 
 
-def test_eight_requests_at_once_fused_and_plain(llm: Any, oracle: KVEngine) -> None:
+@pytest.mark.parametrize("write_seconds", [None, 0.0])
+def test_eight_requests_at_once_fused_and_plain(
+    llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch, write_seconds: float | None
+) -> None:
+    from kvrag.llms.vllm import worker_side
+
+    left: list[int] = []
+    finish = worker_side.WorkerSide.finish
+
+    def finish_and_look(self: worker_side.WorkerSide, abandoned: Any) -> Any:
+        found = finish(self, abandoned)
+        left.append(len(self._writing))
+        return found
+
+    monkeypatch.setattr(worker_side.WorkerSide, "finish", finish_and_look)
+    if write_seconds is not None:
+        monkeypatch.setattr(worker_side, "_WRITE_SECONDS", write_seconds)
     asked = [
         (make_prompt(0, 1), RequestParams(policy="none")),
         (make_prompt(2), PLAIN),
@@ -110,6 +126,8 @@ def test_eight_requests_at_once_fused_and_plain(llm: Any, oracle: KVEngine) -> N
         else:
             wanted = expected(oracle, prompt, request.policy)
         assert_same(given(output), wanted)
+    # Without time for more, a layer is written behind each step of the batch.
+    assert write_seconds is None or sum(left) > 1
 
 
 def test_a_prompt_that_says_nothing_of_kvrag_is_fused(llm: Any, oracle: KVEngine) -> None:
@@ -252,6 +270,25 @@ def test_the_fusing_thread_may_fail_to_start(
     side = get_kv_transfer_group()._worker_side
     monkeypatch.setattr(side._threads, "submit", fail)
     _assert_computed(llm, oracle, RequestParams(policy="none"), "no more threads")
+
+
+def test_what_fails_while_rows_are_written_is_computed(
+    llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvrag.llms.vllm.worker_side import Pages
+
+    write = Pages.write
+
+    def write_one_layer(self: Pages, *args: Any) -> Iterator[None]:
+        yield next(iter(write(self, *args)))
+        raise MemoryError("no room for the second")
+
+    with monkeypatch.context() as patching:
+        patching.setattr(Pages, "write", write_one_layer)
+        _assert_computed(llm, oracle, RequestParams(policy="none"), "no room for the second")
+    prompt = make_prompt(3, 1)
+    again = ask(llm, oracle, prompt, RequestParams(policy="none"))
+    assert_same(given(again), expected(oracle, prompt, "none"))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are not told here")

@@ -23,7 +23,8 @@ class StallRow:
     Attributes
     ----------
     way
-        ``plain``, or the policy.
+        ``plain``, ``question`` (a plain prompt of the question alone, which any request has vLLM
+        compute), or the policy.
     step_seconds
         Median time between two tokens of the answer while nothing else ran.
     longest_seconds
@@ -48,15 +49,21 @@ def measure_stall(
     num_tokens = options.context_tokens[0]
     texts = served.add(options.num_chunks, num_tokens // options.num_chunks, "stall")
     prompt = served.prompt(texts)
-    short = served.engine.prompt_ids(served.prompt([], 1))
-    for policy in (None, "none", "two_stage:ratio=0.15"):
-        say(f"{policy or 'plain'} beside an answer")
-        served.ask(prompt, policy)
+    ways = (
+        ("plain", prompt, None),
+        ("question", served.prompt([], 2), None),
+        ("none", prompt, "none"),
+        ("two_stage:ratio=0.15", prompt, "two_stage:ratio=0.15"),
+    )
+    for way, brought, policy in ways:
+        say(f"{way} beside an answer")
+        served.ask(brought, policy)
         served.transport.forget()
-        yield _stall(served, prompt, short, policy)
+        yield _stall(served, way, brought, policy)
 
 
-def _stall(served: Served, prompt: str, short: tuple[int, ...], policy: str | None) -> StallRow:
+def _stall(served: Served, way: str, prompt: str, policy: str | None) -> StallRow:
+    short = served.engine.prompt_ids(served.prompt([], 1))
     plain = RequestParams(reuse=False).to_params()
     seconds: list[float] = []
     asking = threading.Thread(
@@ -83,4 +90,4 @@ def _stall(served: Served, prompt: str, short: tuple[int, ...], policy: str | No
     asking.join()
     quiet = median([*gaps[2:began], *gaps[ended:]])
     longest = max(gaps[began:ended])
-    return StallRow(policy or "plain", quiet, longest, longest / quiet, seconds[0])
+    return StallRow(way, quiet, longest, longest / quiet, seconds[0])

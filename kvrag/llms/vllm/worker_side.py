@@ -7,8 +7,10 @@ batch; the rows are written between two steps.
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ logger = logging.getLogger("kvrag")
 
 _IDLE_WAIT_SECONDS = 0.02
 """How long a step without work waits for a fused prompt, so that an idle engine does not spin."""
+_WRITE_SECONDS = 0.005
+"""How long rows are written behind a step while a batch goes on; a layer at least."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,8 @@ class Pages:
         """L."""
         return len(self._caches)
 
-    @torch.no_grad()
-    def write(self, load: Load, brought: Brought) -> None:
-        """Write a request's rows, layer by layer.
+    def write(self, load: Load, brought: Brought) -> Iterator[None]:
+        """Write a request's rows, and yield behind each layer.
 
         The layout of a cache is its backend's own business, and differs from one to the next: the
         backend writes.
@@ -101,7 +104,9 @@ class Pages:
                 one[index][:, load.start : load.end].transpose(0, 1).contiguous().to(cache.device)
                 for one in (brought.keys, brought.values)
             )
-            layer.impl.do_kv_cache_update(layer, keys, values, cache, slots.to(cache.device))
+            with torch.no_grad():
+                layer.impl.do_kv_cache_update(layer, keys, values, cache, slots.to(cache.device))
+            yield
 
 
 def _layer_index(name: str) -> int:
@@ -135,6 +140,8 @@ class WorkerSide:
         self._pages: Pages | None = None
         self._threads = ThreadPoolExecutor(1, "kvrag-fuse", initializer=_use_all_cores)
         self._running: dict[str, tuple[Load, Future[Brought]]] = {}
+        self._writing: dict[str, Iterator[None]] = {}
+        self._is_idle = False
         self._outcome = StepOutcome()
 
     def use_pages(self, pages: Pages) -> None:
@@ -157,12 +164,16 @@ class WorkerSide:
         """Begin the loads of a step; where the engine has nothing else to do, wait a little."""
         for load in step.loads:
             self._running[load.request_id] = (load, self._submit(load.plan))
+        self._is_idle = step.is_idle
         if step.is_idle and self._running:
             futures = [future for _, future in self._running.values()]
             wait(futures, timeout=_IDLE_WAIT_SECONDS, return_when=FIRST_COMPLETED)
 
     def finish(self, abandoned: Iterable[str]) -> tuple[set[str], set[str]]:
         """Write what is ready; return the requests whose loading has ended, and which failed.
+
+        While there is a batch to go on with, no more is written than takes a part of its step; the
+        rest is written behind the next ones.
 
         Parameters
         ----------
@@ -172,18 +183,21 @@ class WorkerSide:
         for request_id in abandoned:
             if request_id in self._running:
                 self._running[request_id][1].cancel()
-        ended = {name for name, (_, future) in self._running.items() if future.done()}
-        failed = set()
-        for request_id in ended:
-            load, future = self._running.pop(request_id)
+        for request_id in [name for name, (_, future) in self._running.items() if future.done()]:
+            self._writing[request_id] = self._write(*self._running.pop(request_id))
+        until = math.inf if self._is_idle else time.perf_counter() + _WRITE_SECONDS
+        ended, failed = set(), set()
+        for request_id, writing in list(self._writing.items()):
             try:
-                if not future.cancelled():
-                    self._write(load, future.result())
+                if not all(time.perf_counter() < until for _ in writing):
+                    break
             except Exception as error:
                 # Whatever it was, the engine can compute the prompt; it must not go down with it.
                 logger.warning("request %s is computed: %s", request_id, error)
                 failed.add(request_id)
                 self._outcome.failures[request_id] = f"{type(error).__name__}: {error}"
+            del self._writing[request_id]
+            ended.add(request_id)
         return ended, failed
 
     def take_outcome(self) -> StepOutcome | None:
@@ -199,10 +213,13 @@ class WorkerSide:
             failed.set_exception(error)
             return failed
 
-    def _write(self, load: Load, brought: Brought) -> None:
+    def _write(self, load: Load, future: Future[Brought]) -> Iterator[None]:
+        if future.cancelled():
+            return
+        brought = future.result()
         try:
             assert self._pages is not None
-            self._pages.write(load, brought)
+            yield from self._pages.write(load, brought)
             self._outcome.reports[load.request_id] = brought.report
         finally:
             brought.release()
