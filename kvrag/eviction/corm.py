@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from kvrag.errors import ParameterError
 from kvrag.eviction.base import EvictionPolicy, HeldKeys, check_counts
 
 
@@ -33,15 +35,23 @@ class CormPolicy(EvictionPolicy):
         Queries on record, 1 or more (the paper's first 256).
     recent
         Keys that are always kept, 1 or more (its second 256).
+    threshold
+        How many times 1/t of its attention a query gives a key that is important to it, above 0;
+        1 is the paper's rule, more forgets more.
     """
 
     name: ClassVar[str] = "corm"
     window: int = 256
     recent: int = 256
+    threshold: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, window=self.window, recent=self.recent)
+        if not 0.0 < self.threshold < math.inf:
+            raise ParameterError(
+                f"eviction 'corm': threshold={self.threshold}: expected more than 0, and finite"
+            )
 
     @property
     def num_queries(self) -> int:
@@ -49,7 +59,7 @@ class CormPolicy(EvictionPolicy):
 
     def note(self, keys: HeldKeys, weights: torch.Tensor, num_visible: torch.Tensor) -> None:
         # A key's mark is the number, from 1, of the last query that found it important.
-        important = weights.amax(1) >= num_visible.reciprocal()[:, :, None]
+        important = weights.amax(1) >= (self.threshold / num_visible)[:, :, None]
         if weights.shape[2] == 1:
             torch.where(important[:, 0], keys.num_noted + 1.0, keys.marks, out=keys.marks)
             return

@@ -41,7 +41,7 @@ def test_what_eviction_keeps(run: Run, model_folder: Path, data: Path, tmp_path:
     done = run(*arguments, "--eviction", picture, *policy)
     assert done.code == 0, done.err
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "corm(window=4, recent=3) keeps" in done.out
+    assert "corm(window=4, recent=3, threshold=1.0) keeps" in done.out
     assert "with the full cache:" in done.out
     done = run(*arguments, "--eviction", picture, *policy, "--json")
     kept = done.json["eviction"]["kept"]
@@ -52,7 +52,7 @@ def test_what_eviction_keeps(run: Run, model_folder: Path, data: Path, tmp_path:
     )
     both = run(*arguments, "--eviction", picture, "--out", tmp_path / "out", "--json")
     assert both.json["spans"]
-    assert both.json["eviction"]["policy"] == "corm(window=16, recent=16)"
+    assert both.json["eviction"]["policy"] == "corm(window=16, recent=16, threshold=1.0)"
 
 
 @pytest.mark.parametrize(

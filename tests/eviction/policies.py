@@ -25,8 +25,8 @@ class KeepAll(EvictionPolicy):
 class SlowCorm:
     """One head, by the words of the paper: a set of keys, and which were important to whom."""
 
-    def __init__(self, window: int, recent: int) -> None:
-        self.window, self.recent = window, recent
+    def __init__(self, window: int, recent: int, threshold: float = 1.0) -> None:
+        self.window, self.recent, self.threshold = window, recent, threshold
         self.alive: set[int] = set()
         self.record: list[set[int]] = []
         self.num_seen = 0
@@ -38,7 +38,10 @@ class SlowCorm:
     def note(self, weights: list[dict[int, float]]) -> None:
         """Note one query: for each query head of the group, the weight of each key it sees."""
         important = {
-            key for head in weights for key, weight in head.items() if weight >= 1 / len(head)
+            key
+            for head in weights
+            for key, weight in head.items()
+            if weight >= self.threshold / len(head)
         }
         self.record.append(important)
 

@@ -120,6 +120,7 @@ def follow(
     num_steps=st.integers(0, 30),
     window=st.integers(1, 20),
     recent=st.integers(1, 20),
+    threshold=st.sampled_from([0.5, 1.0, 2.0, 4.0]),
     layer_window=st.none() | st.integers(1, 24),
     seed=st.integers(0, 1000),
 )
@@ -128,12 +129,13 @@ def test_corm_keeps_what_the_slow_account_keeps(
     num_steps: int,
     window: int,
     recent: int,
+    threshold: float,
     layer_window: int | None,
     seed: int,
 ) -> None:
-    policy = CormPolicy(window=window, recent=recent)
+    policy = CormPolicy(window=window, recent=recent, threshold=threshold)
     simulation = Simulation(policy, num_prompt, num_steps, seed, layer_window)
-    slow = [SlowCorm(window, recent) for _ in range(HEADS)]
+    slow = [SlowCorm(window, recent, threshold) for _ in range(HEADS)]
 
     def expected(head: int, query: int) -> set[int]:
         one = slow[head]
@@ -279,8 +281,11 @@ def test_a_share_of_the_prompt_is_kept(name: str, share: float) -> None:
         ("streaming:sinks=99999999999999999999", "2147483648 at the most"),
         ("corm:recent=-2", "recent=-2: expected 1 or more"),
         ("corm:window=2.5", "window=2.5 is not what it takes: expected a whole number"),
-        ("corm:windows=2", "'corm' takes no windows; it takes recent, window"),
+        ("corm:windows=2", "'corm' takes no windows; it takes recent, threshold, window"),
         ("corm:window", "expected PARAMETER=VALUE, found 'window'"),
+        ("corm:threshold=0", "threshold=0: expected more than 0, and finite"),
+        ("corm:threshold=nan", "threshold=nan: expected more than 0, and finite"),
+        ("corm:threshold=inf", "threshold=inf: expected more than 0, and finite"),
         ("corm:window=1:window=2", "says its window twice"),
         ("none:share=0.5", "'none' takes no parameters"),
         ("streaming:recent=4:share=0.5", "stands in place of recent=4: leave one out"),
@@ -302,7 +307,9 @@ def test_specs_that_cannot_be(spec: str, message: str) -> None:
 def test_specs_that_can_be() -> None:
     assert make_eviction(None) is make_eviction("none") is None
     assert make_eviction("corm") == CormPolicy(256, 256)
-    assert str(make_eviction("corm:window=16:recent=8")) == "corm(window=16, recent=8)"
+    assert (
+        str(make_eviction("corm:window=16:recent=8")) == "corm(window=16, recent=8, threshold=1.0)"
+    )
     assert make_eviction("streaming") == StreamingPolicy(4, 1020)
     assert make_eviction("h2o") == H2OPolicy(768, 256)
     assert str(make_eviction("snapkv:share=0.5")) == "snapkv(share=0.5, window=32, pool=7)"
