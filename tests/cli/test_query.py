@@ -46,7 +46,7 @@ def test_eviction_is_reported(run: Run, index_folder: Path) -> None:
     common = ("query", "--index", index_folder, QUESTION, "--max-tokens", 4)
     done = run(*common, "--eviction", "corm:window=4:recent=4")
     assert done.code == 0, done.err
-    assert "of the KV kept by corm(window=4, recent=4)" in done.out
+    assert "of the KV kept by corm(window=4, recent=4, threshold=1.0)" in done.out
     report = run(*common, "--eviction", "streaming:share=0.5", "--json").json["report"]
     assert 0.4 < report["eviction"]["prompt_share"] < 0.6
     assert run(*common, "--json").json["report"]["eviction"] is None

@@ -132,13 +132,13 @@ def test_the_report_says_what_was_kept(index: Index) -> None:
     answer = KVEngine(index, eviction=CORM, max_tokens=10).generate(PROMPT)
     eviction = answer.report.eviction
     assert eviction is not None
-    assert eviction.policy == "corm(window=9, recent=6)"
+    assert eviction.policy == "corm(window=9, recent=6, threshold=1.0)"
     assert eviction.num_prompt == answer.usage.prompt_tokens
     assert eviction.num_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens - 1
     assert 0.0 < eviction.prompt_share < 1.0
     assert len(eviction.kept_by_layer) == index.model.spec.num_layers
     assert eviction.peak_bytes > eviction.size_bytes
-    shown = f"{eviction.kept_share:.0%} of the KV kept by corm(window=9, recent=6)"
+    shown = f"{eviction.kept_share:.0%} of the KV kept by corm(window=9, recent=6, threshold=1.0)"
     assert shown in answer.report.one_line()
     assert json.loads(json.dumps(answer.to_dict()))["report"]["eviction"]["num_prompt"] > 0
 

@@ -130,7 +130,7 @@ def test_eviction_is_the_constructors(rag: Rag) -> None:
     assert llm._identifying_params != KVRagLLM(index=rag.path, max_tokens=8)._identifying_params
     report = llm.engine().generate(PROMPT, max_tokens=4).report
     assert report.eviction is not None
-    assert report.eviction.policy == "corm(window=4, recent=4)"
+    assert report.eviction.policy == "corm(window=4, recent=4, threshold=1.0)"
 
 
 @pytest.mark.parametrize("model_class", [KVRagLLM, LlamaIndexLLM])
