@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from kvrag.errors import ParameterError
 
 # The layout is chosen for so many rows; others may come.
 _NUM_ROWS = 128
@@ -34,13 +38,25 @@ class PackedLinear(nn.Module):
         )
         return made
 
+    def _save_to_state_dict(
+        self,
+        destination: Any,  # noqa: ARG002
+        prefix: str,
+        keep_vars: bool,  # noqa: ARG002
+    ) -> None:
+        # A checkpoint without them would be taken for whole, and so would a digest of it.
+        raise ParameterError(
+            f"{prefix}weight is packed for oneDNN and cannot be saved, hashed or trained: load the "
+            "model once more"
+        )
+
 
 def pack_linears(hf: PreTrainedModel) -> int:
     """Replace the linear layers of a model in place, and return how many there were to replace.
 
     The output embeddings stay, which are often the input's. The model can be neither trained nor
-    saved afterwards, and hashes otherwise. On other devices, of other types, and where torch was
-    built without oneDNN, nothing changes.
+    saved nor hashed afterwards. On other devices, of other types, and where torch was built without
+    oneDNN, nothing changes.
     """
     if hf.device.type != "cpu" or not _can_pack(hf.dtype):
         return 0

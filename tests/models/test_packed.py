@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
 from kvrag.models.packed import PackedLinear, pack_linears
 from tests.support.models import make_model, make_tokenizer
@@ -44,7 +47,15 @@ def test_a_fingerprint_read_before_is_kept() -> None:
     before = model.fingerprint
     pack_linears(model.hf)
     assert model.fingerprint == before
-    assert KVModel(model.hf, model.tokenizer).fingerprint != before
+    with pytest.raises(ParameterError, match=r"q_proj\.weight is packed for oneDNN"):
+        _ = KVModel(model.hf, model.tokenizer).fingerprint
+
+
+def test_it_is_not_saved_without_its_weights(tmp_path: Path) -> None:
+    model = make_model("llama")
+    pack_linears(model)
+    with pytest.raises(ParameterError, match="cannot be saved"):
+        model.save_pretrained(tmp_path)
 
 
 def test_types_that_it_does_not_multiply_stay_as_they_are() -> None:
