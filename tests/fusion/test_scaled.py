@@ -247,12 +247,14 @@ def test_other_forwards_are_left_alone(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("none:temperature=0", "above 0"),
-        ("none:temperature=-1", "above 0"),
-        ("none:temperature=nan", "above 0"),
-        ("none:temperature=inf", "above 0"),
-        ("none:scale=-0.1", "from 0"),
-        ("none:scale=inf", "from 0"),
+        ("none:temperature=0", "expected 0.0001 to 10,000"),
+        ("none:temperature=-1", "expected 0.0001 to 10,000"),
+        ("none:temperature=nan", "expected 0.0001 to 10,000"),
+        ("none:temperature=inf", "expected 0.0001 to 10,000"),
+        ("none:temperature=1e-320", "expected 0.0001 to 10,000"),
+        ("none:scale=-0.1", "expected 0 to 10,000"),
+        ("none:scale=inf", "expected 0 to 10,000"),
+        ("none:scale=1e300", "expected 0 to 10,000"),
         ("none:temperature=warm", "is not what it takes"),
         ("none:heat=1", "takes no heat; it takes temperature, scale"),
     ],
@@ -260,6 +262,13 @@ def test_other_forwards_are_left_alone(bench: Bench) -> None:
 def test_values_out_of_range_are_refused(spec: str, message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         make_policy(spec)
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e4])
+@pytest.mark.parametrize("scale", [0, 1e4])
+def test_the_ends_of_the_ranges_stay_finite(bench: Bench, temperature: float, scale: float) -> None:
+    fused = scaled(bench, f"none:temperature={temperature}:scale={scale}")
+    assert bool(fused.logits.isfinite().all())
 
 
 def test_what_it_is_called() -> None:

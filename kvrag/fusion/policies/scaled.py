@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvrag.fusion.calibration import Calibration
 
 TEMPERATURE, SCALE = "temperature", "scale"
+# Beyond these the scores leave float32, and all answers are of not-a-number.
+_COLDEST, _HOTTEST, _LARGEST_SCALE = 1e-4, 1e4, 1e4
 MODIFIERS = (TEMPERATURE, SCALE)
 
 
@@ -32,9 +34,9 @@ class ScaledPolicy(RecomputePolicy):
     policy
         Which tokens are computed again.
     temperature
-        Scores of reused keys are divided by it, above 0.
+        Scores of reused keys are divided by it, 0.0001 to 10,000.
     scale
-        The log-sum-exp of reused keys is multiplied by it, 0 or more.
+        The log-sum-exp of reused keys is multiplied by it, 0 to 10,000.
     """
 
     policy: RecomputePolicy
@@ -43,10 +45,12 @@ class ScaledPolicy(RecomputePolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 < self.temperature < float("inf"):
-            raise ParameterError(f"temperature {self.temperature}: expected a number above 0")
-        if not 0.0 <= self.scale < float("inf"):
-            raise ParameterError(f"scale {self.scale}: expected a number from 0")
+        if not _COLDEST <= self.temperature <= _HOTTEST:
+            raise ParameterError(
+                f"temperature {self.temperature}: expected {_COLDEST} to {_HOTTEST:,.0f}"
+            )
+        if not 0.0 <= self.scale <= _LARGEST_SCALE:
+            raise ParameterError(f"scale {self.scale}: expected 0 to {_LARGEST_SCALE:,.0f}")
 
     @property
     def name(self) -> str:  # type: ignore[override]  # of the policy that it is a form of
