@@ -419,7 +419,8 @@ def _checked_tensors(
     if bool(down) != (header.way == "adapter") or down.keys() != up.keys():
         raise LinksError(f"{place}: the adapter's tensors are not those of way {header.way!r}")
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+        # In float32, for types of 8 bits that cannot say it themselves.
+        if not tensor.is_floating_point() or not bool(tensor.float().isfinite().all()):
             raise LinksError(f"{place}: {name}: expected finite floating-point numbers")
     for name in down:
         shapes = down[name].shape, up[name].shape

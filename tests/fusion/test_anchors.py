@@ -203,6 +203,16 @@ def test_other_files_are_refused(
         Anchors.load(path)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn])
+def test_other_types_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    fields = {"version": 1, "rates": [0.5, 0.75], "model_fingerprint": "f"}
+    table = torch.full((75, 64), float("nan")).to(dtype)
+    path = tmp_path / FILE_NAME
+    save_file({"embeddings": table}, str(path), metadata={"kvrag-anchors": json.dumps(fields)})
+    with pytest.raises(AnchorsError, match="expected finite numbers"):
+        Anchors.load(path)
+
+
 def test_damaged_and_absent_files_are_refused(tmp_path: Path, model: KVModel) -> None:
     path = tmp_path / FILE_NAME
     with pytest.raises(AnchorsError, match="no anchors at"):

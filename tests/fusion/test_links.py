@@ -308,6 +308,10 @@ def damaged(path: Path, **changed: Any) -> None:
         ({"fields": {"way": "kv"}}, "expected the tensors"),
         ({"fields": {"way": "adapter"}}, "adapter's tensors"),
         ({"fields": {}, "embeddings": torch.full((17, 64), float("nan"))}, "finite"),
+        (
+            {"fields": {}, "embeddings": torch.full((17, 64), float("nan")).to(torch.float8_e5m2)},
+            "finite",
+        ),
         ({"fields": {}, "surplus": torch.zeros(1)}, "expected the tensors"),
     ],
 )

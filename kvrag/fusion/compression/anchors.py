@@ -105,7 +105,9 @@ class Anchors:
         except (SafetensorError, OSError, ValueError) as error:
             raise AnchorsError(f"{place}: not a readable file of anchors: {error}") from error
         found = cls(*_checked_header(metadata.get(_METADATA), place), table)
-        if table.dim() != 2 or len(table) != num_slots(found.rates) or not table.isfinite().all():
+        # In float32, for types of 8 bits that cannot say it themselves.
+        is_finite = table.is_floating_point() and bool(table.float().isfinite().all())
+        if table.dim() != 2 or len(table) != num_slots(found.rates) or not is_finite:
             raise AnchorsError(
                 f"{place}: embeddings {list(table.shape)}, expected finite numbers of shape "
                 f"[{num_slots(found.rates)}, hidden]; train them anew"

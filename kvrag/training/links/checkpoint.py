@@ -136,7 +136,8 @@ def _copy(file: Any, path: Path, name: str, target: torch.Tensor) -> None:
         tensor = None
         if shape == list(target.shape):
             tensor = file.get_tensor(name) if part is target else stored[rows]
-        if tensor is None or not tensor.isfinite().all():
+        # In float32, for types of 8 bits that cannot say it themselves.
+        if tensor is None or not tensor.float().isfinite().all():
             raise ParameterError(
                 f"{path}: {name} of shape {shape}, expected finite numbers of shape "
                 f"{list(target.shape)}; delete it to begin anew"
