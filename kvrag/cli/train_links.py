@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -64,13 +64,18 @@ def train_links(
     link_learning_rate: Annotated[
         float, typer.Option(help="Peak rate of the links' own embeddings, or keys and values.")
     ] = 5e-3,
-    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 16,
+    rank: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rank of the adapter. Default: 16.", show_default=False),
+    ] = None,
     plain_share: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="Share of plain prompts in tuned training, so that the model stays good at them."
+            help="Share of plain prompts in tuned training, so that the model stays good at them. "
+            "Default: 0.3.",
+            show_default=False,
         ),
-    ] = 0.3,
+    ] = None,
     keep_order: Annotated[
         bool,
         typer.Option(
@@ -92,10 +97,31 @@ def train_links(
     Writes log.jsonl, checkpoint.safetensors and links.safetensors into --out, and in mode tuned
     the model. Started again, a run goes on.
     """
+    from kvrag.errors import ParameterError
     from kvrag.training.links.options import LinkTrainingOptions
 
     if way is None:
         way = "adapter" if mode == "frozen" else "embeddings"
+    for option, given, owner, is_used in (
+        ("--rank", rank, "--way adapter", way == "adapter"),
+        ("--plain-share", plain_share, "--mode tuned", mode != "frozen"),
+        (
+            "--learning-rate",
+            learning_rate,
+            "--mode tuned and --way adapter",
+            mode != "frozen" or way == "adapter",
+        ),
+    ):
+        if given is not None and not is_used:
+            raise ParameterError(
+                f"train links: {option} {given} is of {owner}: with --mode {mode} --way {way} it "
+                "would do nothing; leave it out"
+            )
+    unlike_default: dict[str, Any] = {
+        name: value
+        for name, value in (("rank", rank), ("plain_share", plain_share))
+        if value is not None
+    }
     options = LinkTrainingOptions(
         out=out.expanduser(),
         model=model,
@@ -106,12 +132,10 @@ def train_links(
         way=way,
         loss=loss,
         teacher_answers=teacher_answers,
-        rank=rank,
         steps=steps,
         warmup_steps=warmup_steps,
         rows=rows,
         questions=questions,
-        plain_share=plain_share,
         learning_rate=learning_rate,
         link_learning_rate=link_learning_rate,
         seed=seed,
@@ -121,5 +145,6 @@ def train_links(
         device=device,
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
+        **unlike_default,
     )
     training_run.run(options, as_json)

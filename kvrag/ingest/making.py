@@ -75,16 +75,10 @@ def check_device(device: str | None, model: KVModel | None = None) -> None:
     """Raise ParameterError when a device cannot be used here, or `model` is on another one."""
     if device is None:
         return
-    import torch
+    # Only now: without a device nothing of the model's library is needed yet.
+    from kvrag.models.loading import usable_device
 
-    try:
-        # Allocating tells an unknown name, a missing driver and a number too high alike.
-        wanted = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ParameterError(
-            f"device {device!r} cannot be used: {reason}; leave it out for the CPU"
-        ) from error
+    wanted = usable_device(device)
     if model is not None and model.device != wanted:
         raise ParameterError(
             f"device {device} was asked for, but the model given is on {model.device}"

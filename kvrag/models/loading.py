@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from kvrag.errors import ModelLoadError, UnsupportedModelError
+from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 
 EMBEDDED_MODEL = "kvrag-tiny"
 
@@ -106,6 +106,18 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBa
     return tokenizer
 
 
+def usable_device(name: str) -> torch.device:
+    """Return the device of that name. Raises ParameterError when it cannot be used here."""
+    try:
+        # Allocating tells an unknown name, a missing driver and a number too high alike.
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ParameterError(
+            f"device {name!r} cannot be used: {reason}; leave it out for the CPU"
+        ) from error
+
+
 def load_weights(
     reference: str | Path, dtype: torch.dtype | None, device: str | None
 ) -> PreTrainedModel:
@@ -117,7 +129,15 @@ def load_weights(
         None takes the checkpoint's own, except that the embedded model runs in float32.
     device
         Where to put it; None means the CPU.
+
+    Raises
+    ------
+    ModelLoadError
+        When there is no such model, or it cannot be read.
+    ParameterError
+        When the device cannot be used here.
     """
+    place = None if device is None else usable_device(device)
     if dtype is None and str(reference) == EMBEDDED_MODEL:
         dtype = torch.float32
     model: PreTrainedModel = _from_pretrained(
@@ -126,8 +146,8 @@ def load_weights(
         dtype="auto" if dtype is None else dtype,
         use_safetensors=True,
     )
-    if device is not None:
-        model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' wrapper is untyped
+    if place is not None:
+        model.to(place)  # type: ignore[arg-type]  # transformers' wrapper is untyped
     model.eval()  # type: ignore[no-untyped-call]
     return model
 

@@ -62,12 +62,20 @@ def test_frozen_links_serve_an_index_that_was_there_before(
         (("--mode", "thawed"), "mode 'thawed': expected one of tuned, frozen"),
         (("--way", "kv"), "one of mode 'frozen'"),
         (("--loss", "none"), "loss 'none'"),
+        (("--rank", "4"), "--rank 4 is of --way adapter"),
+        (("--mode", "frozen", "--plain-share", "0.5"), "--plain-share 0.5 is of --mode tuned"),
+        (
+            ("--mode", "frozen", "--way", "kv", "--learning-rate", "0.1"),
+            "--learning-rate 0.1 is of --mode tuned and --way adapter",
+        ),
+        (("--device", "toaster"), "device 'toaster' cannot be used"),
+        (("--seed", "99999999999999999999"), "expected 0 to 2**63 - 1"),
         (("--data", "absent.json"), "no data set at 'absent.json'"),
         (("--model", "./absent"), "no model at './absent'"),
     ],
 )
 def test_what_cannot_be_trained_is_named(
-    run: Run, model_folder: Path, tmp_path: Path, arguments: tuple[str, str], message: str
+    run: Run, model_folder: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     out = tmp_path / "out"
     done = run("train", "links", "--model", model_folder, "--out", out, *SMALL, *arguments)

@@ -434,6 +434,10 @@ def test_generated_items_are_found_again(tmp_path: Path) -> None:
         ({"plain_share": 1.0}, "plain_share 1.0"),
         ({"steps": 0}, "steps 0: expected at least 1"),
         ({"learning_rate": 0.0}, "learning_rate"),
+        ({"learning_rate": float("inf")}, "learning_rate inf: expected more than 0, and finite"),
+        ({"link_learning_rate": float("inf")}, "link_learning_rate inf"),
+        ({"seed": 2**63}, r"expected 0 to 2\*\*63 - 1"),
+        ({"seed": -1}, "seed -1"),
         ({"precision": "int8"}, "precision 'int8'"),
         (
             {"mode": "frozen", "way": "adapter", "gradient_checkpointing": True},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,8 +129,13 @@ class LinkTrainingOptions:
             ("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
             ("loss", self.loss in LOSSES, f"one of {', '.join(LOSSES)}"),
             ("plain_share", 0.0 <= self.plain_share < 1.0, "0 or more, less than 1"),
-            ("learning_rate", self.rate > 0.0, "more than 0"),
-            ("link_learning_rate", self.link_learning_rate > 0.0, "more than 0"),
+            ("learning_rate", 0.0 < self.rate < math.inf, "more than 0, and finite"),
+            (
+                "link_learning_rate",
+                0.0 < self.link_learning_rate < math.inf,
+                "more than 0, and finite",
+            ),
+            ("seed", 0 <= self.seed < 2**63, "0 to 2**63 - 1"),
             ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
         ]
         for name, holds, expected in checks:
