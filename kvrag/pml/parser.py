@@ -186,13 +186,18 @@ def checked_name(element: Element) -> str:
     name = element.attributes.get("name")
     if name is None:
         raise element.place.error(f"<{element.tag}> has no name", "give it name=...")
+    check_name(name, element.place)
+    return name
+
+
+def check_name(name: str, place: Place) -> None:
+    """Raise PMLError when no schema, module or parameter may have that name."""
     if not _NAME.fullmatch(name) or name in RESERVED:
-        raise element.place.error(
+        raise place.error(
             f"name={name!r} is no name",
             "expected a letter or underscore, then letters, digits, '_', '.' and '-', and none of "
             f"{', '.join(sorted(RESERVED))}",
         )
-    return name
 
 
 def check_attributes(element: Element, known: set[str]) -> None:

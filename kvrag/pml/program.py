@@ -21,7 +21,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from kvrag.errors import ParameterError
 from kvrag.pml.elements import normalise
-from kvrag.pml.parser import MAX_LENGTH, RESERVED
+from kvrag.pml.parser import MAX_LENGTH, RESERVED, check_name
 from kvrag.pml.places import Place
 from kvrag.pml.schema import Module, Node, Parameter, Schema, Text, Union
 
@@ -44,8 +44,10 @@ class Length:
     """
 
     def __init__(self, tokens: int) -> None:
-        if not 1 <= tokens <= MAX_LENGTH:
-            raise ParameterError(f"Length({tokens}): expected 1 to {MAX_LENGTH} tokens")
+        if type(tokens) is not int or not 1 <= tokens <= MAX_LENGTH:
+            raise ParameterError(
+                f"Length({tokens!r}): expected 1 to {MAX_LENGTH} tokens, a whole number"
+            )
         self.tokens = tokens
 
 
@@ -60,6 +62,8 @@ def prompt(function: F) -> F:
     ------
     PMLError
         For what cannot be compiled, with file and line.
+    ParameterError
+        For what is no function.
 
     Examples
     --------
@@ -91,6 +95,11 @@ def schema_of(function: Callable[..., Any]) -> Schema:
 
 class _Compiler:
     def __init__(self, function: Callable[..., Any]) -> None:
+        if not inspect.isfunction(function):
+            raise ParameterError(
+                f"{function!r} is no prompt function: expected a function written with def, "
+                "decorated where it is defined"
+            )
         self._function = function
         self._file = inspect.getsourcefile(function) or "<program>"
         try:
@@ -101,18 +110,21 @@ class _Compiler:
                 "define prompt functions in a file",
             ) from error
         self._first = first
+        if function.__name__ == "<lambda>":
+            raise Place(self._file, first, 1).error("a lambda has no statements", _SUPPORTED)
         # The columns of errors are those of the file.
         source = "".join(lines)
         dedented = textwrap.dedent(source)
         self._indent = len(lines[0]) - len(lines[0].lstrip())
         (definition,) = ast.parse(dedented).body
         if not isinstance(definition, ast.FunctionDef):
-            raise self._refuse(definition, "an async function or class")
+            raise self._refuse(definition, "an async function")
         self._definition = definition
         self._lengths = self._find_lengths()
 
     def schema(self) -> Schema:
-        children = self._body(self._definition.body)
+        check_name(self._definition.name, self._place(self._definition))
+        children = self._body(self._definition.body, is_last=True)
         return Schema(self._definition.name, children, (), self._place(self._definition))
 
     def _place(self, node: ast.AST) -> Place:
@@ -129,7 +141,7 @@ class _Compiler:
                 raise self._refuse(special, f"the parameter *{special.arg}")
         try:
             hints = get_type_hints(self._function, include_extras=True)
-        except NameError as error:
+        except (NameError, AttributeError, SyntaxError, TypeError) as error:
             raise self._place(self._definition).error(
                 f"an annotation is not known ({error})", "import it where the function is defined"
             ) from error
@@ -140,11 +152,13 @@ class _Compiler:
             if isinstance(metadata, Length)
         }
 
-    def _body(self, statements: list[ast.stmt]) -> tuple[Node, ...]:
+    def _body(self, statements: list[ast.stmt], *, is_last: bool) -> tuple[Node, ...]:
+        """Compile statements; `is_last` says that nothing of the function is behind them."""
         nodes: list[Node] = []
         used: dict[str, int] = {}
         for statement in statements:
-            made = [_renamed(node, used) for node in self._statement(statement)]
+            ends = is_last and statement is statements[-1]
+            made = [_renamed(node, used) for node in self._statement(statement, ends)]
             if nodes and made:
                 # Statements are lines of the prompt.
                 nodes.append(Text("\n", self._place(statement)))
@@ -159,17 +173,20 @@ class _Compiler:
                 seen.add(node.name)
         return tuple(nodes)
 
-    def _statement(self, statement: ast.stmt) -> list[Node]:
+    def _statement(self, statement: ast.stmt, is_last: bool) -> list[Node]:
         if isinstance(statement, ast.Pass):
             return []
         if isinstance(statement, ast.Expr):
             return self._text(statement.value)
         if isinstance(statement, ast.Return) and statement.value is not None:
+            if not is_last:
+                # What is behind it would stand in prompts that the function never builds.
+                raise self._refuse(statement, "a return before the function's end")
             return self._text(statement.value)
         if isinstance(statement, ast.If):
-            return [self._choice(statement)]
+            return [self._choice(statement, is_last)]
         if isinstance(statement, ast.Match):
-            return [self._match(statement)]
+            return [self._match(statement, is_last)]
         raise self._refuse(statement, type(statement).__name__.lower())
 
     def _text(self, value: ast.expr) -> list[Node]:
@@ -203,11 +220,13 @@ class _Compiler:
             raise self._place(part).error(
                 f"{name!r} has no length", f"annotate it: {name}: Annotated[str, Length(TOKENS)]"
             )
+        check_name(name, self._place(part))
         return [Parameter(name, self._lengths[name], "", self._place(part))]
 
-    def _choice(self, statement: ast.If) -> Node:
+    def _choice(self, statement: ast.If, is_last: bool) -> Node:
         name = self._condition(statement.test)
-        first = Module(name, self._body(statement.body), self._place(statement))
+        body = self._body(statement.body, is_last=is_last)
+        first = Module(name, body, self._place(statement))
         if not statement.orelse:
             return first
         members = [first]
@@ -215,20 +234,23 @@ class _Compiler:
         while len(rest) == 1 and isinstance(rest[0], ast.If):
             branch = rest[0]
             name = self._condition(branch.test)
-            members.append(Module(name, self._body(branch.body), self._place(branch)))
+            body = self._body(branch.body, is_last=is_last)
+            members.append(Module(name, body, self._place(branch)))
             rest = branch.orelse
         if rest:
             name = f"not-{members[0].name}" if len(members) == 1 else "otherwise"
-            members.append(Module(name, self._body(rest), self._place(rest[0])))
+            body = self._body(rest, is_last=is_last)
+            members.append(Module(name, body, self._place(rest[0])))
         return self._union(members, statement)
 
-    def _match(self, statement: ast.Match) -> Node:
+    def _match(self, statement: ast.Match, is_last: bool) -> Node:
         members = []
         for case in statement.cases:
             if case.guard is not None:
                 raise self._refuse(case.guard, "a guard of a case")
             name = _as_name(self._pattern(case.pattern))
-            members.append(Module(name, self._body(case.body), self._place(case.pattern)))
+            body = self._body(case.body, is_last=is_last)
+            members.append(Module(name, body, self._place(case.pattern)))
         return self._union(members, statement)
 
     def _pattern(self, pattern: ast.pattern) -> str:

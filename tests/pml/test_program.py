@@ -150,6 +150,9 @@ REFUSED = [
     ("    match n:\n        case 1 if n:\n            'a'", 6, "a guard"),
     ("    return", 5, "return cannot"),
     ("    f'{p}'\n    f'{p}'", 6, "'p' stands twice"),
+    ("    return 'a'\n    'b'", 5, "a return before the function's end"),
+    ("    if n:\n        return 'a'\n    return 'b'", 6, "a return before the function's end"),
+    ("    f'{schema}'", 5, "name='schema' is no name"),
 ]
 
 
@@ -158,7 +161,8 @@ def test_what_cannot_be_compiled_is_refused_with_its_line(
     tmp_path: Path, body: str, line: int, words: str
 ) -> None:
     path = tmp_path / "program.py"
-    source = f"@prompt\ndef f(n, p: Annotated[str, Length(2)]=''):\n{body}\n"
+    short = "Annotated[str, Length(2)]"
+    source = f"@prompt\ndef f(n, p: {short}='', schema: {short}=''):\n{body}\n"
     with pytest.raises(PMLError) as raised:
         loaded(path, source)
     assert words in str(raised.value)
@@ -168,10 +172,32 @@ def test_what_cannot_be_compiled_is_refused_with_its_line(
 def test_other_functions_and_lengths_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="'shown' is no prompt function"):
         schema_of(shown)
-    with pytest.raises(ParameterError, match="expected 1 to"):
-        Length(0)
+    for tokens in (0, 2.5, "5", True):
+        with pytest.raises(ParameterError, match="expected 1 to"):
+            Length(tokens)  # type: ignore[arg-type]
+    for what in (len, 5, Length):
+        with pytest.raises(ParameterError, match="is no prompt function: expected a function"):
+            prompt(what)  # type: ignore[type-var]
+    with pytest.raises(PMLError, match=r"p\.py:4:1: a lambda"):
+        loaded(tmp_path / "p.py", "f = [\n    prompt(lambda: 'a'),\n]\n")
+    for name in ("union", "gr\u00f6\u00dfe"):
+        with pytest.raises(PMLError, match=f"p.py:4:1: name='{name}' is no name"):
+            loaded(tmp_path / "p.py", f"@prompt\ndef {name}():\n    'a'\n")
+    for annotation in ("Nope", "a b", "list.nope"):
+        with pytest.raises(PMLError, match=r"p\.py:4:1: an annotation is not known"):
+            loaded(tmp_path / "p.py", f"@prompt\ndef f(a: '{annotation}'):\n    'a'\n")
     with pytest.raises(PMLError, match=r"parameter \*rest"):
         loaded(tmp_path / "p.py", "@prompt\ndef f(*rest):\n    'a'\n")
+
+
+def test_branches_may_end_the_function(tmp_path: Path) -> None:
+    branches = "    if a:\n        return 'y'\n    else:\n        return 'z'\n"
+    source = f"@prompt\ndef f(a):\n    'x'\n{branches}"
+    assert shown(schema_of(loaded(tmp_path / "p.py", source).f).children) == [
+        "x",
+        "\n",
+        [{"a": ["y"]}, {"not-a": ["z"]}],
+    ]
 
 
 def test_a_function_stays_what_it_was() -> None:
