@@ -12,6 +12,9 @@ from kvrag.errors import ParameterError
 
 # The layout is chosen for so many rows; others may come.
 _NUM_ROWS = 128
+# oneDNN compiles and keeps a kernel (0.7 MB) for each shape that it meets, a thousand of them:
+# rows come in multiples of this, so that it meets few.
+_ROWS_STEP = 16
 
 
 class PackedLinear(nn.Module):
@@ -33,10 +36,14 @@ class PackedLinear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return ``[..., out_features]``."""
+        rows = inputs.reshape(-1, self.in_features)
+        num_rows = len(rows)
+        if num_rows % _ROWS_STEP:
+            rows = nn.functional.pad(rows, (0, 0, 0, -num_rows % _ROWS_STEP))
         made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            inputs, self._packed, self.bias, "none", [], ""
+            rows, self._packed, self.bias, "none", [], ""
         )
-        return made
+        return made[:num_rows].view(*inputs.shape[:-1], self.out_features)
 
     def _save_to_state_dict(
         self,
@@ -60,14 +67,15 @@ def pack_linears(hf: PreTrainedModel) -> int:
     """
     if hf.device.type != "cpu" or not _can_pack(hf.dtype):
         return 0
-    num_packed = 0
-    for module in list(hf.base_model.modules()):
-        for name, child in list(module.named_children()):
-            # Families' own kinds of linear layers add something that this one knows nothing of.
-            if type(child) is nn.Linear:
-                setattr(module, name, PackedLinear(child))
-                num_packed += 1
-    return num_packed
+    base: nn.Module = hf.base_model
+    # Families' own kinds of linear layers add something that this one knows nothing of. Their names
+    # alone are held: with the layers themselves all weights would be in memory twice for a while.
+    names = [name for name, one in base.named_modules() if type(one) is nn.Linear]
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        linear: Any = base.get_submodule(name)
+        setattr(base.get_submodule(parent), last, PackedLinear(linear))
+    return len(names)
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
