@@ -118,16 +118,49 @@ class PMLEngine:
         Raises
         ------
         PMLError
-            As `add` does.
+            As `add` does, and when the model holds too few positions for the schema.
         IndexLockedError, StoreError
             As `Passages.keep` does.
         """
         found = self.add(schema)
+        self._check_room(found)
         storable = found.all_passages()
         if self.engine.index.model.is_position_bound and not found.layout.prefix_ids:
             # Encoded behind a prefix that its prompts lack, nothing would stand where it was.
             storable = []
         return self.passages.keep(KEPT_PREFIX + found.layout.schema.name, storable, on_progress)
+
+    def _check_room(self, found: EncodedSchema) -> None:
+        """Raise PMLError where something cannot be encoded, or no prompt could be answered."""
+        layout, schema = found.layout, found.layout.schema
+        index = self.engine.index
+        holds = f"{index.model.name} holds {index.model.max_positions:,}"
+        room = index.model.max_positions - len(index.prefix_ids)
+        for stretch in layout.stretches:
+            is_beyond = index.model.is_position_bound and stretch.end > index.model.max_positions
+            if len(stretch.token_ids) > room or is_beyond:
+                owner = schema.modules[stretch.path] if stretch.path else schema
+                where = f"module {'/'.join(stretch.path)!r}" if stretch.path else "the schema"
+                raise owner.place.error(
+                    f"text of {where} takes {len(stretch.token_ids):,} positions up to "
+                    f"{stretch.end:,}, and {holds}",
+                    "shorten it, or use a model with a longer context",
+                )
+        for scaffold in schema.scaffolds:
+            members = dict(found.scaffolds).get(frozenset(scaffold.paths), {})
+            length = sum(len(passage.token_ids) for passage in members.values())
+            if length > room:
+                raise scaffold.place.error(
+                    f"a scaffold of {length:,} tokens in all, and {holds}", "give it fewer modules"
+                )
+        # What stands outside modules is in every prompt, and one position is for the answer.
+        end = max((one.end for one in layout.stretches if not one.path), default=0)
+        if end >= index.model.max_positions:
+            raise schema.place.error(
+                f"every prompt of this schema reaches position {end:,}, and {holds} with at least "
+                "one to answer in",
+                "shorten modules, make some of them a union, or use a model with a longer context",
+            )
 
     def place(self, prompt: str | FilePath | Prompt) -> PlacedPrompt:
         """Return a prompt as `KVEngine` takes it.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
-from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError
+from kvrag.errors import IndexFormatError, ParameterError, PMLError, PromptTooLongError
 from kvrag.fusion.loader import MISS_ABSENT
 from kvrag.ingest.index import Index
 from kvrag.ingest.passages import FOLDER, Passage
@@ -147,6 +148,38 @@ def test_a_scaffold_is_used_when_all_of_it_is_imported(pml: PMLEngine) -> None:
     assert relative_difference(fused.logits, expected) < 1e-4
     one = pml.engine.fuse(pml.place("<prompt schema='s'><m1/>Who?</prompt>"), policy="none")
     assert one.report.num_in_context == 0
+
+
+@pytest.mark.parametrize(
+    ("markup", "line", "words"),
+    [
+        ("x\n<module name='m'>\n<parameter name='p' length='2100'/></module>", 2, "module 'm'"),
+        ("<parameter name='p' length='2100'/>", 1, "text of the schema takes 2,100 positions"),
+        (
+            "".join(f"<module name='m{n}'><param name='p' len='700'/></module>" for n in range(3))
+            + "end",
+            1,
+            "every prompt of this schema reaches position 2,1",
+        ),
+        (
+            "".join(f"<module name='m{n}'><param name='p' len='700'/></module>" for n in range(3))
+            + "\n<scaffold modules='m0 m1 m2'/>",
+            2,
+            "a scaffold of 2,100 tokens",
+        ),
+    ],
+)
+def test_schemas_without_room_are_refused_with_their_place(
+    tmp_path: Path, markup: str, line: int, words: str
+) -> None:
+    model = KVModel(make_model("llama"), make_tokenizer())
+    path = tmp_path / "s.xml"
+    path.write_text(f"<schema name='s'>{markup}</schema>")
+    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
+        with pytest.raises(PMLError, match=f"{words}.*holds 2,048") as raised:
+            PMLEngine(KVEngine(index)).encode(path)
+        assert str(raised.value).startswith(f"{path}:{line}:")
+        assert index.stats().num_records == 0
 
 
 def test_what_cannot_be_served_is_refused(pml: PMLEngine) -> None:
