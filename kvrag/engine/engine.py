@@ -332,7 +332,8 @@ class KVEngine:
             over = f"{num_tokens} tokens" if end == num_tokens else f"{end} positions"
             raise PromptTooLongError(
                 f"the prompt has {over}, but {model.name} holds "
-                f"{model.max_positions} with at least one to answer in; retrieve fewer chunks"
+                f"{model.max_positions} with at least one to answer in; shorten it, or retrieve "
+                "fewer chunks"
             )
         capacity = num_tokens + min(max_tokens, model.max_positions - end)
         buffer = self._buffers.take(model.spec, num_tokens, capacity, model.device)

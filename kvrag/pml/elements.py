@@ -6,6 +6,7 @@ entity of one's own, is refused before it is looked at.
 
 from __future__ import annotations
 
+import codecs
 import io
 import unicodedata
 from dataclasses import dataclass, field
@@ -102,6 +103,8 @@ def read_elements(source: str | Path) -> Element:
             (words for found, words in _REMEDIES.items() if found in message),
             "expected well-formed XML",
         )
+        if "invalid token" in message and not _is_text(text):
+            message, remedy = "bytes that are no text in UTF-8", "save the file as UTF-8"
         column = (error.getColumnNumber() or 0) + 1
         raise Place(name, error.getLineNumber() or 1, column).error(message, remedy) from error
     except DefusedXmlException as error:
@@ -133,6 +136,17 @@ def read_bytes(path: Path, place: Place) -> bytes:
 def normalise(text: str) -> str:
     """Return text as it is tokenised: NFC, line ends as a line feed."""
     return unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def _is_text(content: bytes) -> bool:
+    """Return whether markup that names no other encoding can be read, and holds no NUL."""
+    names_encoding = b"encoding" in content.partition(b"?>")[0][:200]
+    if names_encoding or content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return True
+    try:
+        return "\0" not in content.decode()
+    except UnicodeDecodeError:
+        return False
 
 
 def _check_size(num_bytes: int, place: Place) -> None:

@@ -202,6 +202,23 @@ def test_encodings_that_cannot_be_read_are_said(tmp_path: Path, encoding: str) -
         parse_schema(path)
 
 
+def test_signs_in_other_encodings_are_signs(tmp_path: Path) -> None:
+    path = tmp_path / "s.xml"
+    for encoding in ("utf-16", "iso-8859-1"):
+        head = f"<?xml version='1.0' encoding='{encoding}'?>\n"
+        path.write_bytes(f"{head}<schema name='x'>caf\u00e9 & tea</schema>".encode(encoding))
+        with pytest.raises(PMLError, match="CDATA"):
+            parse_schema(path)
+
+
+@pytest.mark.parametrize("content", [b"caf\xe9", b"a\0b"])
+def test_bytes_that_are_no_text_are_said(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "s.xml"
+    path.write_bytes(b"<schema name='x'>\n%s</schema>" % content)
+    with pytest.raises(PMLError, match=r"s\.xml:2:\d: bytes that are no text in UTF-8; save"):
+        parse_schema(path)
+
+
 def test_src_and_contents_exclude_each_other(tmp_path: Path) -> None:
     (tmp_path / "s.xml").write_text("<schema name='x'><module name='a' src='t'>x</module></schema>")
     with pytest.raises(PMLError, match="has src and contents"):
