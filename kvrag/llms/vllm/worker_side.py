@@ -89,7 +89,7 @@ class Pages:
         return len(self._caches)
 
     def write(self, load: Load, brought: Brought) -> Iterator[None]:
-        """Write a request's rows, and yield behind each layer.
+        """Write a request's rows, and yield between layers.
 
         The layout of a cache is its backend's own business, and differs from one to the next: the
         backend writes.
@@ -98,6 +98,8 @@ class Pages:
         blocks = torch.tensor(load.block_ids)
         slots = blocks[rows // self.block_size] * self.block_size + rows % self.block_size
         for index, (name, cache) in enumerate(self._caches.items()):
+            if index:
+                yield
             layer = self._layers[name]
             # [H, n, D] -> [n, H, D], as the engine's own projections come.
             keys, values = (
@@ -106,7 +108,6 @@ class Pages:
             )
             with torch.no_grad():
                 layer.impl.do_kv_cache_update(layer, keys, values, cache, slots.to(cache.device))
-            yield
 
 
 def _layer_index(name: str) -> int:
@@ -165,7 +166,8 @@ class WorkerSide:
         for load in step.loads:
             self._running[load.request_id] = (load, self._submit(load.plan))
         self._is_idle = step.is_idle
-        if step.is_idle and self._running:
+        # What is half written already can be finished without waiting for anything.
+        if step.is_idle and self._running and not self._writing:
             futures = [future for _, future in self._running.values()]
             wait(futures, timeout=_IDLE_WAIT_SECONDS, return_when=FIRST_COMPLETED)
 

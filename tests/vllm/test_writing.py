@@ -1,0 +1,134 @@
+"""Rows written a layer a step: what happens between the steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvrag.engine.engine import KVEngine
+from kvrag.ingest.index import Index
+from kvrag.llms.vllm.settings import RequestParams
+from tests.vllm.conftest import make_prompt, running
+from tests.vllm.reference import assert_same, expected, given, sampling
+
+NONE = RequestParams(policy="none")
+PLAIN = RequestParams(reuse=False)
+
+
+@pytest.fixture(scope="module")
+def llm(vllm: Any, served: Index) -> Iterator[Any]:
+    with running(vllm, served, max_num_batched_tokens=256) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def a_layer_a_step(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert llm.reset_prefix_cache()
+    monkeypatch.setattr("kvrag.llms.vllm.worker_side._WRITE_SECONDS", 0.0)
+
+
+@pytest.fixture
+def side(llm: Any) -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._worker_side
+
+
+class _Asked:
+    """Requests of one engine, step by step."""
+
+    def __init__(self, llm: Any, oracle: KVEngine) -> None:
+        self._engine, self._oracle = llm.llm_engine, oracle
+        self.outputs: dict[str, Any] = {}
+
+    def add(self, name: str, prompt: str, request: RequestParams, num_tokens: int = 0) -> None:
+        ids = list(self._oracle.prompt_ids(prompt))
+        parameters = sampling(request)
+        parameters.max_tokens = num_tokens or parameters.max_tokens
+        self._engine.add_request(name, {"prompt_token_ids": ids}, parameters)
+
+    def step(self) -> None:
+        for output in self._engine.step():
+            if output.finished:
+                self.outputs[output.request_id] = output
+
+    def finish(self) -> None:
+        while self._engine.has_unfinished_requests():
+            self.step()
+
+
+@pytest.fixture
+def half_written(llm: Any, oracle: KVEngine, side: Any) -> Iterator[_Asked]:
+    """A request "half" some of whose layers are written, and a batch that goes on."""
+    asked = _Asked(llm, oracle)
+    asked.add("batch", make_prompt(9, 8), PLAIN, 200)
+    asked.step()
+    asked.add("half", make_prompt(3, 1), NONE)
+    while not side._writing:
+        asked.step()
+    yield asked
+    asked.finish()
+
+
+def test_a_layer_is_written_each_step(side: Any, half_written: _Asked) -> None:
+    num_steps = 1  # is behind us
+    while side._writing:
+        half_written.step()
+        num_steps += 1
+    assert num_steps == side._pages.num_layers
+
+
+def test_given_up_in_between(llm: Any, oracle: KVEngine, side: Any, half_written: _Asked) -> None:
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    before = pool.get_num_free_blocks()
+    llm.llm_engine.abort_request(["half"])
+    half_written.step()
+    # Its blocks are nobody else's as long as they are written to.
+    assert side._writing
+    assert pool.get_num_free_blocks() <= before
+    half_written.add("next", make_prompt(4, 2), NONE)
+    half_written.add("plain", make_prompt(6, 5), PLAIN)
+    half_written.finish()
+    assert not side._writing
+    assert "half" not in half_written.outputs
+    for name, prompt, policy in (
+        ("next", make_prompt(4, 2), "none"),
+        ("plain", make_prompt(6, 5), None),
+    ):
+        wanted = expected(oracle, prompt, *([policy] if policy else []))
+        assert_same(given(half_written.outputs[name]), wanted)
+    assert llm.reset_prefix_cache()
+
+
+def test_the_cache_is_forgotten_meanwhile(llm: Any, oracle: KVEngine, half_written: _Asked) -> None:
+    assert not llm.reset_prefix_cache()
+    half_written.add("same", make_prompt(3, 1), NONE)
+    half_written.finish()
+    for name in ("half", "same"):
+        assert_same(given(half_written.outputs[name]), expected(oracle, make_prompt(3, 1), "none"))
+
+
+def test_what_is_half_written_does_not_wait_for_what_is_fused(
+    side: Any, half_written: _Asked, llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    fuse = KVEngine.fuse
+
+    def slow(self: KVEngine, *args: Any, **kwargs: Any) -> Any:
+        go_on.wait(20)
+        return fuse(self, *args, **kwargs)
+
+    waited: list[int] = []
+    monkeypatch.setattr(KVEngine, "fuse", slow)
+    half_written.add("fused", make_prompt(4, 2), NONE)
+    monkeypatch.setattr(
+        "kvrag.llms.vllm.worker_side.wait", lambda *_, **__: waited.append(len(side._writing))
+    )
+    llm.llm_engine.abort_request(["batch"])
+    while side._writing:
+        half_written.step()
+    assert 1 not in waited
+    go_on.set()
