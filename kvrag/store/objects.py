@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
@@ -137,6 +138,7 @@ class ObjectStore(CountedStore):
         self._scheme = scheme
         config: dict[str, Any] = {}
         if endpoint is not None:
+            _check_endpoint(endpoint)
             name = "base_url" if scheme == "gs" else "endpoint"
             config[f"{_CONFIG[scheme]}{name}"] = endpoint
         if region is not None:
@@ -164,7 +166,10 @@ class ObjectStore(CountedStore):
                 },
             )
         except (self._errors_of.BaseError, ValueError) as error:
-            raise ParameterError(f"not a bucket of {scheme}: {error}") from error
+            raise ParameterError(
+                f"not a bucket of {scheme}: {_text_of(error)}; expected {scheme}://BUCKET/PREFIX, "
+                f"and {_CREDENTIALS[scheme]} set"
+            ) from error
         self.metrics = StoreMetrics(scheme)
         try:
             with self._errors("open"):
@@ -284,7 +289,7 @@ class ObjectStore(CountedStore):
         try:
             yield
         except (errors.BaseError, FileNotFoundError) as error:
-            text = " ".join(str(error).split("\n\nDebug source")[0].split())
+            text = _text_of(error)
             where = f"cannot {action} {self.url}"
             if "NoSuchBucket" in text or "ContainerNotFound" in text:
                 raise StoreError(
@@ -314,6 +319,25 @@ class ObjectStore(CountedStore):
 
 class _AbsentError(StoreError):
     """There is no such object, or another one than the one that was opened."""
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """Raise ParameterError for what is no server's URL: the library would panic over it."""
+    try:
+        parts = urlsplit(endpoint)
+        is_server = parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port  # Out of range, or no number: ValueError.
+    except ValueError:
+        is_server = False
+    if not is_server or not endpoint.isascii() or not endpoint.isprintable() or " " in endpoint:
+        raise ParameterError(
+            f"endpoint is http://HOST:PORT or https://HOST:PORT; found {endpoint!r}"
+        )
+
+
+def _text_of(error: Exception) -> str:
+    """Return what an error of the library says, in a line, without its innards."""
+    return " ".join(str(error).split("\n\nDebug source")[0].split())
 
 
 def _is_range_refused(error: Exception) -> bool:

@@ -149,8 +149,13 @@ def _segment_bytes(options: dict[str, Any]) -> int | None:
 
 
 def _without_options(url: str) -> tuple[str, str]:
-    """Split a path from its options; a question mark may also be part of the path."""
-    match = re.fullmatch(r"(.*?)\?((?:limit|key_file)=.*)", url, re.DOTALL)
+    """Split a path from its options; a question mark may also be part of the path.
+
+    What looks like an option is one, known or not: `limt=1GB` is no part of a folder's name.
+    """
+    match = re.fullmatch(r"(.*?)\?((?:limit|key_file)=.*)", url, re.DOTALL) or re.fullmatch(
+        r"(.*?)\?([A-Za-z_]+=[^/]*)", url, re.DOTALL
+    )
     return (match[1], match[2]) if match else (url, "")
 
 

@@ -105,6 +105,22 @@ def test_bad_urls(url: str) -> None:
         ObjectStore(url)
 
 
+@pytest.mark.parametrize(
+    "endpoint", ["foo", "", "ftp://host", "http://", "http://a b", "http://h:port", "http://["]
+)
+def test_what_is_no_endpoint_is_refused_before_the_library_panics(endpoint: str) -> None:
+    with pytest.raises(ParameterError, match="endpoint is http://HOST:PORT"):
+        ObjectStore("s3://bucket/x", endpoint=endpoint)
+
+
+def test_a_missing_account_is_one_line_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ParameterError, match="AZURE_STORAGE_ACCOUNT_NAME") as failure:
+        ObjectStore("az://container/x")
+    assert "Debug source" not in str(failure.value)
+
+
 @pytest.mark.parametrize("url", ["gs://bucket/x", "az://container/x"])
 def test_other_providers_are_asked_under_their_own_protocol(
     url: str, monkeypatch: pytest.MonkeyPatch

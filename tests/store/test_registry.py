@@ -37,6 +37,11 @@ def test_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(list((tmp_path / "a b" / "c%20d").rglob("*.seg"))) == 1
 
 
+def test_a_question_mark_in_a_folders_name(tmp_path: Path) -> None:
+    for name in ("who?", "who?a=b/c", "who? me"):
+        assert open_store(f"file:{tmp_path / name}").url == f"file:{tmp_path / name}"
+
+
 def test_memory() -> None:
     store = open_store("memory:")
     assert isinstance(store, MemoryStore)
@@ -93,6 +98,9 @@ def test_a_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
         ("tiered:file:/a?limit=1GB|file:/a", "file:/a is two of the tiers"),
         ("tiered:memory:|file:/a|file:/b|file:/a/", "file:/a is two of the tiers"),
         ("s3://bucket?prefix=x", "has no option 'prefix'; it has endpoint"),
+        ("file:/a?limt=1GB", "file:/a has no option 'limt'; it has limit, key_file"),
+        ("file:a?timeout=3&limit=1GB", "file:a has no option 'timeout'"),
+        ("memory:?limt=1GB", "memory: has no option 'limt'"),
         ("ftp://u:secret@host/", r"found 'ftp://u:\*\*\*@host/'"),
     ],
 )
