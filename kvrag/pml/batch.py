@@ -55,6 +55,8 @@ def generate_batch(
     PromptTooLongError
         When one of them leaves no position to answer in.
     """
+    if isinstance(prompts, str | FilePath):
+        raise ParameterError("a batch is a list of prompts: put the one prompt into a list")
     if not prompts or max_tokens < 1:
         raise ParameterError(
             f"a batch of {len(prompts)} prompts, max_tokens {max_tokens}: expected 1 or more each"

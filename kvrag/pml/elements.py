@@ -18,6 +18,7 @@ from xml.sax.xmlreader import InputSource, Locator
 from defusedxml.common import DefusedXmlException
 from defusedxml.expatreader import DefusedExpatParser
 
+from kvrag.errors import ParameterError
 from kvrag.pml.places import Place
 
 MAX_BYTES = 8 << 20
@@ -72,11 +73,17 @@ def read_elements(source: str | Path) -> Element:
     ------
     PMLError
         When it is no well-formed XML, too large, too deep, or declares a document type.
+    ParameterError
+        When it is neither a path nor a string.
     """
     if isinstance(source, Path):
         name = str(source)
         text = read_bytes(source, Place(name, 1, 1))
         encoding = None
+    elif not isinstance(source, str):
+        raise ParameterError(
+            f"markup {source!r}: expected markup as a string, or a pathlib.Path of a file"
+        )
     else:
         name, encoding = "<string>", "utf-8"
         try:
@@ -103,7 +110,10 @@ def read_elements(source: str | Path) -> Element:
             (words for found, words in _REMEDIES.items() if found in message),
             "expected well-formed XML",
         )
-        if "invalid token" in message and not _is_text(text):
+        if isinstance(source, str) and source.strip() and "<" not in source:
+            message = "no markup"
+            remedy = "expected a string of markup; a file's path is given as a pathlib.Path"
+        elif "invalid token" in message and not _is_text(text):
             message, remedy = "bytes that are no text in UTF-8", "save the file as UTF-8"
         column = (error.getColumnNumber() or 0) + 1
         raise Place(name, error.getLineNumber() or 1, column).error(message, remedy) from error

@@ -195,7 +195,7 @@ class _Compiler:
         if isinstance(value, ast.Constant):
             if not isinstance(value.value, str):
                 raise self._refuse(value, f"the constant {value.value!r}")
-            text = normalise(inspect.cleandoc(value.value))
+            text = self._words(inspect.cleandoc(value.value), value)
             return [Text(text, place)] if text else []
         if isinstance(value, ast.JoinedStr):
             return [node for part in value.values for node in self._part(part)]
@@ -207,7 +207,7 @@ class _Compiler:
 
     def _part(self, part: ast.expr) -> list[Node]:
         if isinstance(part, ast.Constant):
-            return [Text(normalise(str(part.value)), self._place(part))]
+            return [Text(self._words(str(part.value), part), self._place(part))]
         assert isinstance(part, ast.FormattedValue)
         if part.conversion != -1 or part.format_spec is not None:
             raise self._refuse(part, "a conversion or format in an f-string")
@@ -222,6 +222,15 @@ class _Compiler:
             )
         check_name(name, self._place(part))
         return [Parameter(name, self._lengths[name], "", self._place(part))]
+
+    def _words(self, text: str, node: ast.AST) -> str:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise self._place(node).error(
+                "half of a surrogate pair is no character", "write the character itself"
+            ) from error
+        return normalise(text)
 
     def _choice(self, statement: ast.If, is_last: bool) -> Node:
         name = self._condition(statement.test)

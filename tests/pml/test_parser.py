@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.errors import PMLError
+from kvrag.errors import ParameterError, PMLError
 from kvrag.pml.elements import MAX_BYTES, MAX_DEPTH
 from kvrag.pml.parser import parse_schema
 from kvrag.pml.schema import Module, Parameter, Text, Turn, Union
@@ -270,6 +270,15 @@ def test_ten_thousand_modules_parse_in_under_two_seconds() -> None:
     schema = parse_schema(f"<schema name='x'>{modules}</schema>")
     assert len(schema.modules) == 10_000
     assert time.process_time() - started < 2
+
+
+def test_what_is_no_markup_is_said() -> None:
+    for path in ("schema.xml", "some/schema.xml", "x"):
+        with pytest.raises(PMLError, match=r"given as a pathlib\.Path"):
+            parse_schema(path)
+    for other in (None, 5, b"<schema name='x'/>"):
+        with pytest.raises(ParameterError, match="expected markup as a string"):
+            parse_schema(other)  # type: ignore[arg-type]
 
 
 def test_a_missing_file_is_said() -> None:

@@ -152,6 +152,8 @@ REFUSED = [
     ("    f'{p}'\n    f'{p}'", 6, "'p' stands twice"),
     ("    return 'a'\n    'b'", 5, "a return before the function's end"),
     ("    if n:\n        return 'a'\n    return 'b'", 6, "a return before the function's end"),
+    (r"    'a\ud800'", 5, "half of a surrogate pair"),
+    (r"    f'{p}\ud800'", 5, "half of a surrogate pair"),
     ("    f'{schema}'", 5, "name='schema' is no name"),
 ]
 
