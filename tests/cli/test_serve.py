@@ -55,6 +55,10 @@ def test_what_it_would_start(run: Run, index_path: Path) -> None:
     [
         (("--policy", "magic"), "unknown policy"),
         (("--policy", "none:scale=0.5"), "temperature or scale"),
+        (("--policy", "auto"), "run 'kvrag calibrate'"),
+        (("--store", "redis:/host"), "a store is file:PATH"),
+        (("--store", "memory:?limit=1kB"), "holds no chunk"),
+        (("--artefacts", "magic"), "a store is file:PATH"),
     ],
 )
 def test_what_cannot_be_served(

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.index import Index
+from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.settings import ConnectorSettings
 from kvrag.llms.vllm.versions import require_tested
 from kvrag.models.loading import resolve_model
@@ -65,8 +67,11 @@ def serve_command(
         When vLLM is not installed, or of a version that was not tested.
     IndexNotFoundError, IndexFormatError, ModelLoadError
         As `engine_options` does.
+    ParameterError, StoreError
+        When a store's URL is wrong or it refuses, or the policy wants what was never measured.
     """
     require_tested(any_version=settings.any_version)
+    _check_opening(settings)
     options = engine_options(settings)
     return [
         sys.executable,
@@ -83,3 +88,10 @@ def serve_command(
         f"--port={port}",
         *more,
     ]
+
+
+def _check_opening(settings: ConnectorSettings) -> None:
+    """Raise now what the engine would raise a minute later, from inside its own processes."""
+    with Index.open(Path(settings.index), store=settings.store) as index:
+        ArtefactStore(index, settings.artefacts).close()
+        settings.make_policy().calibrated(lambda: index.calibration)
