@@ -30,6 +30,8 @@ from kvrag.models.scaling import ScaledKeys
 _NAME = "kvrag_rows"
 # What the CPU's attention kernel takes of queries at a time, where they are few.
 _ROWS_TOGETHER = 32
+# Rows nearer to each other than this part of their keys leave too little out to be parted.
+_LEAST_SPREAD = 1 / 8
 
 _locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 _making_locks = threading.Lock()
@@ -128,7 +130,11 @@ class RowMask:
         and masked keys cost as much as others. A GPU would rather have them in one call.
         """
         num_rows = len(self.positions)
-        if self.visible is not None or self.positions.device.type != "cpu":
+        if (
+            self.visible is not None
+            or self.positions.device.type != "cpu"
+            or int(self.positions[-1] - self.positions[0]) < _LEAST_SPREAD * num_keys
+        ):
             yield slice(0, num_rows), num_keys
             return
         for begin in range(0, num_rows, _ROWS_TOGETHER):
