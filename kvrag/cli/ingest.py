@@ -110,10 +110,16 @@ def ingest(
     from kvrag.codec.presets import choose_codec
     from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
     from kvrag.ingest.profiles import read_profile
+    from kvrag.store.registry import without_password
 
     for path in paths:
         if not path.expanduser().exists():  # before an index is made for nothing
             raise DocumentError(f"{path}: there is no such file or folder")
+    if store is not None and store.split("|")[-1].startswith("memory:"):
+        raise ParameterError(
+            f"--store {without_password(store)}: this process's memory is gone when the command "
+            "ends; give a store that lasts, with memory as a tier before it"
+        )
     quiet_libraries()
     if codec is not None:
         codec = choose_codec(codec).label

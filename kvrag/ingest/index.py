@@ -65,9 +65,11 @@ from kvrag.ingest.vectors import VectorIndex
 from kvrag.ingest.watched import WatchedChunk
 from kvrag.kvcache import ChunkKV
 from kvrag.store.base import Store
+from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
 from kvrag.store.registry import open_store
 from kvrag.store.tiered import TieredStore
+from kvrag.store.wrapper import innermost
 
 if TYPE_CHECKING:
     import torch
@@ -236,6 +238,8 @@ class Index(IndexUpkeep):
                 undoing.callback(opened.close)
                 config = replace(config, store=opened.url)
                 check_limit(opened, config)
+                if isinstance(base := innermost(opened), FileStore):
+                    base.check_writable()
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError
-from kvrag.store.files import store_error
+from kvrag.store.files import check_writable, store_error
 from kvrag.store.loose import LooseRecords
 from kvrag.store.metrics import (
     MISS_ABSENT,
@@ -69,6 +69,10 @@ class FileStore(CountedStore):
         self._index = SegmentIndex(self._path)
         self._segment_bytes = SEGMENT_BYTES if segment_bytes is None else segment_bytes
         self.metrics = StoreMetrics("file")
+
+    def check_writable(self) -> None:
+        """Raise StoreError where no record could be written; nothing is written to find out."""
+        check_writable(self._path)
 
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Write a record; when this returns, it has reached the medium.

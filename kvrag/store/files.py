@@ -51,6 +51,25 @@ def refusal_of(folder: Path, text: str) -> OSError:
     return OSError(code, text)
 
 
+def check_writable(folder: Path) -> None:
+    """Raise StoreError where nothing could be written into a folder, which need not be there yet.
+
+    Nothing is made or written.
+    """
+    nearest = folder
+    while not nearest.exists():
+        nearest = nearest.parent
+    code = 0
+    if not nearest.is_dir():
+        code = errno.ENOTDIR
+    elif os.statvfs(nearest).f_flag & os.ST_RDONLY:
+        code = errno.EROFS
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        code = errno.EACCES
+    if code:
+        raise store_error("write to", folder, OSError(code, os.strerror(code)))
+
+
 def entries(folder: Path) -> list[os.DirEntry[str]]:
     """Return what is in a folder; nothing where there is none. Raises StoreError."""
     try:

@@ -66,6 +66,17 @@ def test_bad_settings_are_named(
     assert expected in done.err
 
 
+@pytest.mark.parametrize("store", ["memory:?limit=1GB", "tiered:redis://:secret@h|memory:"])
+def test_memory_does_not_last(
+    run: Run, common: tuple[object, ...], tmp_path: Path, store: str
+) -> None:
+    ran = run(*common, "--store", store)
+    assert ran.code == 1
+    assert "gone when the command ends" in ran.err
+    assert "secret" not in ran.err
+    assert not (tmp_path / "index").exists()
+
+
 def test_missing_path(run: Run, tmp_path: Path, model_folder: Path) -> None:
     done = run("ingest", tmp_path / "gone", "--index", tmp_path / "i", "--model", model_folder)
     assert done.code == 1

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -203,6 +205,33 @@ def test_a_tenants_key(filled: Callable[..., Index], tmp_path: Path, model: KVMo
 def test_a_limit_below_one_chunk(make_index: MakeIndex, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match=r"holds no chunk of 64 tokens.*raise its limit"):
         make_index(store=f"file:{tmp_path / 'kv'}?limit=10kB")
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("a file above", "a file is where a folder should be"),
+        ("no permission", "permission is missing"),
+        ("read-only", "mounted read-only"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused_before_there_is_an_index(
+    make_index: MakeIndex,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+    message: str,
+) -> None:
+    place = tmp_path / "place"
+    if broken == "a file above":
+        place.write_text("x")
+    elif broken == "no permission":
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    else:
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(StoreError, match=message):
+        make_index(store=f"file:{place / 'kv'}")
+    assert {path.name for path in tmp_path.iterdir()} <= {"place"}
 
 
 def test_a_limit_below_the_index_makes_misses(filled: Callable[..., Index], tmp_path: Path) -> None:
