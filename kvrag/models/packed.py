@@ -14,7 +14,7 @@ from kvrag.errors import ParameterError
 _NUM_ROWS = 128
 # oneDNN compiles and keeps a kernel (0.7 MB) for each shape that it meets, a thousand of them:
 # rows come in multiples of this, so that it meets few.
-_ROWS_STEP = 16
+_ROWS_STEP = 8
 
 
 class PackedLinear(nn.Module):
