@@ -32,6 +32,7 @@ from kvrag.fusion.layout import LINK, Layout, LinkRow, ReusedSpan
 from kvrag.kvcache import FusedKV
 from kvrag.models.adapter import RowAdapter, linear_layers, resting
 from kvrag.models.kv_model import KVModel
+from kvrag.models.loading import all_finite
 from kvrag.positions.rotary import RotaryTable
 
 FILE_NAME = "links.safetensors"
@@ -419,8 +420,7 @@ def _checked_tensors(
     if bool(down) != (header.way == "adapter") or down.keys() != up.keys():
         raise LinksError(f"{place}: the adapter's tensors are not those of way {header.way!r}")
     for name, tensor in tensors.items():
-        # In float32, for types of 8 bits that cannot say it themselves.
-        if not tensor.is_floating_point() or not bool(tensor.float().isfinite().all()):
+        if not tensor.is_floating_point() or not all_finite(tensor):
             raise LinksError(f"{place}: {name}: expected finite floating-point numbers")
     for name in down:
         shapes = down[name].shape, up[name].shape

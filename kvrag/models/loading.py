@@ -106,6 +106,12 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBa
     return tokenizer
 
 
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all numbers of a tensor, as read from a file, are finite."""
+    # In float32, for types of 8 bits that cannot say it themselves.
+    return bool(tensor.float().isfinite().all())
+
+
 def usable_device(name: str) -> torch.device:
     """Return the device of that name. Raises ParameterError when it cannot be used here."""
     try:

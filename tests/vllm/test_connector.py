@@ -211,6 +211,11 @@ def test_prompt_logprobs_are_computed(llm: Any, oracle: KVEngine) -> None:
 # -- traps 4, 6 and 7, and faults ----------------------------------------------------------------
 
 
+def _assert_fused(llm: Any, oracle: KVEngine, prompt: str) -> None:
+    output = ask(llm, oracle, prompt, RequestParams(policy="none"))
+    assert_same(given(output), expected(oracle, prompt, "none"))
+
+
 def _assert_computed(llm: Any, oracle: KVEngine, request: RequestParams, why: str) -> None:
     prompt = make_prompt(3, 1)
     output = ask(llm, oracle, prompt, request)
@@ -229,8 +234,7 @@ def test_what_fails_while_fusing_is_computed(
         patching.setattr(KVEngine, "fuse", fail)
         _assert_computed(llm, oracle, RequestParams(policy="none"), "no room")
     prompt = make_prompt(3, 1)
-    again = ask(llm, oracle, prompt, RequestParams(policy="none"))
-    assert_same(given(again), expected(oracle, prompt, "none"))
+    _assert_fused(llm, oracle, prompt)
 
 
 def test_a_store_that_goes_down_in_mid_load_costs_prefill_only(
@@ -255,8 +259,7 @@ def test_a_store_that_goes_down_in_mid_load_costs_prefill_only(
     assert_same(given(output), expected(oracle, prompt))
     # What was computed for want of a chunk is not what the next one is given for fused.
     monkeypatch.undo()
-    again = ask(llm, oracle, prompt, RequestParams(policy="none"))
-    assert_same(given(again), expected(oracle, prompt, "none"))
+    _assert_fused(llm, oracle, prompt)
 
 
 def test_the_fusing_thread_may_fail_to_start(
@@ -287,8 +290,7 @@ def test_what_fails_while_rows_are_written_is_computed(
         patching.setattr(Pages, "write", write_one_layer)
         _assert_computed(llm, oracle, RequestParams(policy="none"), "no room for the second")
     prompt = make_prompt(3, 1)
-    again = ask(llm, oracle, prompt, RequestParams(policy="none"))
-    assert_same(given(again), expected(oracle, prompt, "none"))
+    _assert_fused(llm, oracle, prompt)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are not told here")
@@ -384,5 +386,4 @@ def test_a_request_that_is_given_up_while_it_is_fused(
         plain = given(ask(llm, oracle, prompt, PLAIN))
         assert_same(plain, expected(oracle, prompt))
         go_on.set()
-    again = ask(llm, oracle, prompt, RequestParams(policy="none"))
-    assert_same(given(again), expected(oracle, prompt, "none"))
+    _assert_fused(llm, oracle, prompt)

@@ -29,6 +29,7 @@ from kvrag.fusion.compression.spec import ANCHORS, BLOCK_TOKENS, Compression
 from kvrag.kvcache import ChunkKV
 from kvrag.models.capture import capture_rows, embed_tokens
 from kvrag.models.kv_model import KVModel
+from kvrag.models.loading import all_finite
 
 FILE_NAME = "anchors.safetensors"
 """Under this name anchors are looked for in a model's folder."""
@@ -105,8 +106,7 @@ class Anchors:
         except (SafetensorError, OSError, ValueError) as error:
             raise AnchorsError(f"{place}: not a readable file of anchors: {error}") from error
         found = cls(*_checked_header(metadata.get(_METADATA), place), table)
-        # In float32, for types of 8 bits that cannot say it themselves.
-        is_finite = table.is_floating_point() and bool(table.float().isfinite().all())
+        is_finite = table.is_floating_point() and all_finite(table)
         if table.dim() != 2 or len(table) != num_slots(found.rates) or not is_finite:
             raise AnchorsError(
                 f"{place}: embeddings {list(table.shape)}, expected finite numbers of shape "

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from kvrag.errors import ParameterError
+from kvrag.models.loading import all_finite
 from kvrag.training.links.sharding import own_rows, whole
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -136,8 +137,7 @@ def _copy(file: Any, path: Path, name: str, target: torch.Tensor) -> None:
         tensor = None
         if shape == list(target.shape):
             tensor = file.get_tensor(name) if part is target else stored[rows]
-        # In float32, for types of 8 bits that cannot say it themselves.
-        if tensor is None or not tensor.float().isfinite().all():
+        if tensor is None or not all_finite(tensor):
             raise ParameterError(
                 f"{path}: {name} of shape {shape}, expected finite numbers of shape "
                 f"{list(target.shape)}; delete it to begin anew"
