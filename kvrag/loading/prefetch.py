@@ -14,17 +14,20 @@ from kvrag.loading import threads
 Work = Callable[[int, int], None]
 """From a lane and a layer: brings that layer of that lane."""
 
+_LEAST_AHEAD = 2
+
 
 class LayerPrefetch:
     """Brings layer after layer of every lane in other threads, ahead of who computes them.
 
     A lane is one record: its layers are brought one after the other, those of different lanes at
-    the same time, the lowest layer first. Nothing bounds how far ahead the threads run: what they
-    bring goes where it belongs at once, so that beside it a thread holds one block of one record.
+    the same time, the lowest layer first. What the threads bring goes where it belongs at once, so
+    that beside it a thread holds one block of one record.
 
     Source: CacheBlend (arXiv 2405.16444) §5.2, which loads layer i + 1 while layer i is computed.
-    Deviation: loading may be further ahead, since recompute policies may need all layers before
-    they choose anything, and then leave the store idle.
+    Deviation: loading runs up to a quarter of the layers ahead. The first layers of a policy that
+    compares all tokens take several times as long as others, and would leave the store idle; were
+    there no bound, the whole buffer would fill beside their hidden states.
 
     Parameters
     ----------
@@ -58,6 +61,8 @@ class LayerPrefetch:
         self._next = [0] * num_lanes
         self._idle = set(range(num_lanes)) if num_layers else set()
         self._num_left = [num_lanes] * num_layers
+        self._num_ahead = max(_LEAST_AHEAD, num_layers // 4)
+        self._asked_layer = 0
         self._failures: dict[int, Exception] = {}
         self._changed = threading.Condition()
         self._is_closed = False
@@ -85,13 +90,15 @@ class LayerPrefetch:
             Lanes that have failed so far, and why; empty: the layer and all before it are there.
         """
         with self._changed:
+            self._ask(layer_index)
             self._changed.wait_for(lambda: self._failures or not self._num_left[layer_index])
             return dict(self._failures)
 
     def drain(self) -> Mapping[int, Exception]:
         """Wait until every lane has been brought whole or has failed; return those that failed."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._idle and not self._num_busy)
+            self._ask(self._num_layers)
+            self._changed.wait_for(self._is_done)
             return dict(self._failures)
 
     def close(self) -> None:
@@ -100,6 +107,12 @@ class LayerPrefetch:
             self._is_closed = True
             self._changed.notify_all()
         threads.end(self._threads)
+
+    def _ask(self, layer_index: int) -> None:
+        """Let the threads run as far ahead as this layer allows."""
+        if layer_index > self._asked_layer:
+            self._asked_layer = layer_index
+            self._changed.notify_all()
 
     def _run(self) -> None:
         with torch.inference_mode(self._inference_mode), torch.no_grad(), self._streaming():
@@ -125,15 +138,27 @@ class LayerPrefetch:
         """Return the idle lane that is least far, now this thread's; None when there is none."""
         with self._changed:
             # A lane at work comes back: wait for it, unless other threads will do.
-            self._changed.wait_for(lambda: self._is_closed or self._idle or not self._num_busy)
+            self._changed.wait_for(lambda: self._is_closed or self._may_take() or self._is_done())
             if self._is_closed or not self._idle:
                 return None
-            lane = min(self._idle, key=lambda lane: (self._next[lane], lane))
+            lane = self._least_far()
             self._idle.remove(lane)
             if not self._num_busy:
                 self._busy_since = time.perf_counter()
             self._num_busy += 1
             return lane
+
+    def _is_done(self) -> bool:
+        return not self._idle and not self._num_busy
+
+    def _may_take(self) -> bool:
+        """Whether an idle lane is not too far ahead of who computes."""
+        return bool(self._idle) and (
+            self._next[self._least_far()] <= self._asked_layer + self._num_ahead
+        )
+
+    def _least_far(self) -> int:
+        return min(self._idle, key=lambda lane: (self._next[lane], lane))
 
     def _put_back(self, lane: int, failure: Exception | None) -> None:
         with self._changed:

@@ -64,6 +64,31 @@ def test_one_thread_brings_the_lowest_layer_first() -> None:
     assert work.brought == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
 
 
+def test_a_quarter_of_the_layers_is_brought_ahead() -> None:
+    work = Recorder()
+    work.gate.release(100)
+    prefetch = LayerPrefetch(2, 16, work, num_threads=2, device=CPU)
+    farthest = []
+    for layer_index in (0, 1, 7):
+        prefetch.wait(layer_index)
+        until(lambda ahead=layer_index + 5: len(work.brought) >= 2 * ahead)
+        time.sleep(0.02)
+        farthest.append(max(layer for _, layer in work.brought))
+    assert farthest == [4, 5, 11]
+    assert not prefetch.drain()
+    prefetch.close()
+    assert len(work.brought) == 2 * 16
+
+
+def test_closing_does_not_wait_for_what_may_not_begin_yet() -> None:
+    work = Recorder()
+    work.gate.release(100)
+    prefetch = LayerPrefetch(1, 16, work, num_threads=3, device=CPU)
+    until(lambda: len(work.brought) == 5)
+    prefetch.close()
+    assert len(work.brought) == 5
+
+
 def test_waiting_for_a_layer_waits_for_all_lanes() -> None:
     gate = threading.Event()
     brought: list[tuple[int, int]] = []
