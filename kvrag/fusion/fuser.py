@@ -40,6 +40,7 @@ from kvrag.loading.cost import ChunkDecision
 from kvrag.loading.stream_report import StreamReport
 from kvrag.loading.streaming import Streaming
 from kvrag.models.adapter import resting
+from kvrag.models.attention import Alone
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.scaling import ScaledKeys, scaled_answers
@@ -333,7 +334,8 @@ def _fuse(
             prompt = replace(prompt, relevance=attention.relevance)
             num_loaded = asked.stop
         # Without anything inexact there is nothing to choose from, and no look at it was taken.
-        selection = Selection(policy if inexact else NonePolicy(), prompt, fresh)
+        chooser = policy if inexact else NonePolicy()
+        selection = Selection(chooser, prompt, fresh, _encoded(layout, inexact, model.device))
         hidden = linked.embed(selection.rows)
         clock.lap("select")
         last_layer = model.spec.num_layers - 1
@@ -461,6 +463,14 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
+
+
+def _encoded(layout: Layout, spans: Sequence[ReusedSpan], device: torch.device) -> Alone:
+    """Return of all rows what those of `spans` were encoded with, as far as it stands here too."""
+    starts = torch.arange(len(layout.token_ids))
+    for span in spans:
+        starts[span.prompt_start : span.prompt_end] = layout.encoded_from(span)
+    return Alone(starts.to(device), layout.prefix_length)
 
 
 def _complement(num_tokens: int, spans: list[ReusedSpan]) -> torch.Tensor:

@@ -164,6 +164,18 @@ class Layout:
             and self.token_ids[self.prefix_length : span.prompt_start] == span.context_ids
         )
 
+    def encoded_from(self, span: ReusedSpan) -> int:
+        """Return the first row of what `span` was encoded with and stands behind here as well.
+
+        The shared prefix aside. That is its own first row, or its context's, where that stands
+        before it.
+        """
+        start = span.prompt_start - len(span.context_ids)
+        if span.chunk_start or start < self.prefix_length:
+            return span.prompt_start
+        stands = self.token_ids[start : span.prompt_start] == span.context_ids
+        return start if stands else span.prompt_start
+
 
 def lay_out(
     prompt: str,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, Seen, highest
 from kvrag.kvcache import FusedKV
+from kvrag.models.attention import Alone
 from kvrag.models.caches import Deviation
 from kvrag.models.kv_model import KVModel
 from kvrag.positions.rotary import RotaryTable
@@ -24,6 +26,8 @@ class Selection:
         What the policy may know.
     fresh
         ``[m]`` ascending positions of tokens that are not stored.
+    encoded
+        What each row of the prompt was encoded with.
 
     Attributes
     ----------
@@ -33,16 +37,19 @@ class Selection:
         For each layer begun so far, the positions of its candidates.
     """
 
-    def __init__(self, policy: RecomputePolicy, prompt: PromptRows, fresh: torch.Tensor) -> None:
+    def __init__(
+        self, policy: RecomputePolicy, prompt: PromptRows, fresh: torch.Tensor, encoded: Alone
+    ) -> None:
         self._policy = policy
         self._prompt = prompt
+        self._encoded = encoded
         candidates = policy.candidates(prompt).to(fresh.device)
         self.rows, order = torch.cat([fresh, candidates]).sort()
         # Which of `rows` the policy may still drop; fresh rows never.
         self._optional = order >= len(fresh)
         self._counts: Sequence[int] | None = policy.counts(prompt) if len(candidates) else None
-        # How far stored KV were off in the layer before, for each of `rows`.
-        self._deviation: Deviation | None = None
+        # How far stored KV were off where they were last looked at, for each of `rows`.
+        self._deviation: dict[str, torch.Tensor] | None = None
         self._compared_layer: int | None = None
         self.picks: list[torch.Tensor] = []
 
@@ -63,18 +70,24 @@ class Selection:
         hidden
             ``[n, hidden]``, its inputs for `rows`.
         """
-        count = None if self._counts is None else self._counts[layer_index]
-        if count is not None and count < self._count_before(layer_index):
+        num_candidates = int(self._optional.sum())
+        if self._counts is not None and self._counts[layer_index] < num_candidates:
+            by_attention = layer_index == 0 and self._policy.compares_attention
+            if by_attention and model.family.attends_itself:
+                # Its attention is not to be had: all go on to where K/V differ.
+                self.picks.append(self.rows[self._optional])
+                return hidden
             if self._deviation is None:
-                self._deviation = self._compare(layer_index, model, hidden, fused, table)
+                compare = self._compare_attention if by_attention else self._compare
+                self._deviation = compare(layer_index, model, hidden, fused, table)
                 self._compared_layer = layer_index
-            chosen = self._choose(count, self._deviation)
+            chosen = self._choose(self._counts[layer_index], self._deviation)
             self.rows, self._optional, hidden = (
                 self.rows[chosen],
                 self._optional[chosen],
                 hidden[chosen],
             )
-            self._deviation = self._deviation[chosen]
+            self._deviation = {on: values[chosen] for on, values in self._deviation.items()}
             self.picks.append(self.rows[self._optional])
         else:
             self.picks.append(self.picks[-1] if self.picks else self.rows[self._optional])
@@ -87,23 +100,35 @@ class Selection:
         """
         if self._counts is None or self._deviation is None or layer_index == self._compared_layer:
             return None
-        if layer_index + 1 == len(self._counts):
+        coming = self._counts[layer_index + 1 : layer_index + 2]
+        if not coming or coming[0] == int(self._optional.sum()):
             return None
-        self._deviation = Deviation.empty(len(self.rows), self.rows.device)
-        return self._deviation
+        noted = Deviation.empty(len(self.rows), self.rows.device)
+        self._deviation = _named(noted)
+        return noted
 
-    def _count_before(self, layer_index: int) -> int:
-        assert self._counts is not None
-        return self._counts[layer_index - 1] if layer_index else self._counts[0]
-
-    def _choose(self, count: int, deviation: Deviation) -> torch.Tensor:
+    def _choose(self, count: int, deviation: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the ascending indices into `rows` of fresh rows and of the best candidates."""
         which = self._optional.nonzero()[:, 0]
-        seen = Seen(self.rows[which], deviation.keys[which], deviation.values[which])
+        seen = Seen(self.rows[which], {on: far[which] for on, far in deviation.items()})
         kept = highest(self._policy.score(self._prompt, seen), count)
         chosen = ~self._optional
         chosen[which[kept]] = True
         return chosen.nonzero()[:, 0]
+
+    def _compare_attention(
+        self,
+        layer_index: int,
+        model: KVModel,
+        hidden: torch.Tensor,
+        fused: FusedKV,
+        table: RotaryTable,
+    ) -> dict[str, torch.Tensor]:
+        """Return how much else the candidates gather in a layer yet to run than when encoded."""
+        encoded = replace(self._encoded, starts=self._encoded.starts[self.rows])
+        # The fresh rows run along: candidates see them.
+        change = model.compare_rows(layer_index, hidden, self.rows, fused, table, encoded=encoded)
+        return {"attention": change}
 
     def _compare(
         self,
@@ -112,7 +137,7 @@ class Selection:
         hidden: torch.Tensor,
         fused: FusedKV,
         table: RotaryTable,
-    ) -> Deviation:
+    ) -> dict[str, torch.Tensor]:
         """Return how far the stored K/V of the candidates are off in a layer yet to run.
 
         Their fresh K/V replace the stored ones: they have been computed to be compared.
@@ -127,4 +152,8 @@ class Selection:
             deviation.keys[block], deviation.values[block] = of_block.keys, of_block.values
             for kv, computed in zip(stored, fresh, strict=True):
                 kv.index_copy_(1, positions, computed)
-        return deviation
+        return _named(deviation)
+
+
+def _named(deviation: Deviation) -> dict[str, torch.Tensor]:
+    return {"k": deviation.keys, "v": deviation.values}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -24,7 +24,12 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvrag.models.headwise import attend_by_head
-from kvrag.models.implementations import attending_by, eager_function, register_attention
+from kvrag.models.implementations import (
+    AttentionFunction,
+    attending_by,
+    eager_function,
+    register_attention,
+)
 from kvrag.models.scaling import ScaledKeys
 
 _NAME = "kvrag_rows"
@@ -60,6 +65,37 @@ class AttentionObserver(Protocol):
 
 
 @dataclass(frozen=True)
+class Alone:
+    """Which keys rows saw when they were encoded: the shared prefix, and their own chunk's.
+
+    Attributes
+    ----------
+    starts
+        ``[n]`` global positions at which the rows' chunks begin.
+    num_prefix
+        Tokens of the shared prefix.
+    """
+
+    starts: torch.Tensor
+    num_prefix: int
+
+
+class AttentionDone(Exception):  # noqa: N818  # control flow, not an error
+    """Leaves a decoder layer behind its attention, before its MLP is paid.
+
+    Attributes
+    ----------
+    change
+        ``[n]`` float32: squared L2 distance, over heads and channels, between what the rows gather
+        from all keys and from those they were encoded with.
+    """
+
+    def __init__(self, change: torch.Tensor) -> None:
+        super().__init__()
+        self.change = change
+
+
+@dataclass(frozen=True)
 class RowMask:
     """Which keys a block of selected rows may see.
 
@@ -77,6 +113,9 @@ class RowMask:
         Which of the layer's keys are attended to otherwise; None where none is.
     visible
         ``[n, K]`` bool: which keys each row sees, where that is not all before it; else None.
+    alone
+        Compares what the rows see with what they saw when they were encoded, in place of their
+        going on; None where nothing is compared.
     """
 
     positions: torch.Tensor
@@ -85,6 +124,7 @@ class RowMask:
     observer: AttentionObserver | None = None
     scaled: ScaledKeys | None = None
     visible: torch.Tensor | None = None
+    alone: Alone | None = None
 
     def attend(
         self,
@@ -122,6 +162,20 @@ class RowMask:
         if self.window is not None:
             mask &= keys > queries - self.window
         return mask
+
+    def as_encoded(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, RowMask]:
+        """Return the keys and values, ``[1, H, k, D]``, that `alone` leaves, and their mask."""
+        assert self.alone is not None
+        num_keys, first = key.shape[2], self.first_key
+        num_prefix = min(max(0, self.alone.num_prefix - first), num_keys)
+        begin = min(max(num_prefix, int(self.alone.starts.min()) - first), num_keys)
+        kept = torch.cat([torch.arange(num_prefix), torch.arange(begin, num_keys)])
+        kept = kept.to(key.device)
+        visible = self.dense(num_keys)[:, kept]
+        visible &= (kept < num_prefix) | (kept + first >= self.alone.starts[:, None])
+        return key[:, :, kept], value[:, :, kept], RowMask(self.positions, 0, None, visible=visible)
 
     def parts(self, num_keys: int) -> Iterator[tuple[slice, int]]:
         """Yield which rows attend together, and to how many of the first keys.
@@ -216,7 +270,28 @@ def _row_attention_eager(
     )
 
 
-register_attention(_NAME, _row_attention, _row_attention_eager)
+def _comparing(attend: AttentionFunction) -> AttentionFunction:
+    """Return `attend`, but ending the layer with `AttentionDone` where rows are compared."""
+
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: RowMask | torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not isinstance(attention_mask, RowMask) or attention_mask.alone is None:
+            return attend(module, query, key, value, attention_mask, **kwargs)
+        *own, own_mask = attention_mask.as_encoded(key, value)
+        then, _ = attend(module, query, *own, own_mask, **kwargs)
+        now, _ = attend(module, query, key, value, replace(attention_mask, alone=None), **kwargs)
+        raise AttentionDone((now - then)[0].float().square().sum(dim=(1, 2)))
+
+    return attention
+
+
+register_attention(_NAME, _comparing(_row_attention), _comparing(_row_attention_eager))
 
 
 def lock_of(model: PreTrainedModel) -> threading.RLock:

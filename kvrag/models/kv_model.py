@@ -12,6 +12,7 @@ import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, FusedKV, KVSpec
 from kvrag.models.adapter import RowAdapter, resting
-from kvrag.models.attention import AttentionObserver, RowMask, lock_of, row_attention
+from kvrag.models.attention import (
+    Alone,
+    AttentionDone,
+    AttentionObserver,
+    RowMask,
+    lock_of,
+    row_attention,
+)
 from kvrag.models.caches import CaptureCache, Deviation, ProjectionDone, ProjectionProbe, RowWriter
 from kvrag.models.families import (
     context_window,
@@ -434,7 +442,6 @@ class KVModel:
         writes
             False leaves the buffer as it is, which then holds the rows' own K/V already.
         """
-        layer = self._layers[layer_index]
         window = self._windows[layer_index]
         if scaled is not None and self.family.attends_itself:
             raise UnsupportedModelError(
@@ -452,18 +459,32 @@ class KVModel:
             first_key = 0 if window is None else max(0, first - window + 1)
             noted = None if deviation is None else deviation[block]
             writer = RowWriter(fused, positions, first_key, last, noted, writes)
-            self._rows_at_hand = positions
             mask = RowMask(positions, first_key, window, observer, scaled, seen)
-            output = layer(
-                hidden[block][None],
-                **self._arguments(mask, last + 1 - first_key, table),
-                **{self.family.cache_argument: writer},
+            output = self._run(
+                layer_index, hidden[block], mask, last + 1 - first_key, table, writer
             )
             if isinstance(output, tuple):
                 if observer is not None and self.family.attends_itself:
                     show_weights(observer, mask, output[1], fused.values[layer_index])
                 output = output[0]
             hidden[block] = output[0]
+
+    def _run(
+        self,
+        layer_index: int,
+        hidden: torch.Tensor,
+        mask: RowMask,
+        num_keys: int,
+        table: RotaryTable,
+        cache: RowWriter | ProjectionProbe,
+    ) -> Any:
+        """Return what a layer's own forward returns for a block of rows ``[n, hidden]``."""
+        self._rows_at_hand = mask.positions
+        return self._layers[layer_index](
+            hidden[None],
+            **self._arguments(mask, num_keys, table),
+            **{self.family.cache_argument: cache},
+        )
 
     def _arguments(self, mask: RowMask, num_keys: int, table: RotaryTable) -> dict[str, Any]:
         """Return what a layer wants to know of its rows besides their hidden states."""
@@ -498,18 +519,55 @@ class KVModel:
             A block of `which` (never all of it at once, so that no second copy of `hidden`
             exists), the placed keys and the values ``[H, m, D]`` of its rows.
         """
-        layer = self._layers[layer_index]
         for block in torch.split(which, ROW_BLOCK):
-            positions = rows[block]
-            self._rows_at_hand = positions
+            mask = RowMask(rows[block], 0, None)
             try:
-                layer(
-                    hidden[block][None],
-                    **self._arguments(RowMask(positions, 0, None), 0, table),
-                    **{self.family.cache_argument: ProjectionProbe()},
-                )
+                self._run(layer_index, hidden[block], mask, 0, table, ProjectionProbe())
             except ProjectionDone as done:
                 yield block, done.keys[0], done.values[0]
+
+    def compare_rows(
+        self,
+        layer_index: int,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        fused: FusedKV,
+        table: RotaryTable,
+        *,
+        encoded: Alone,
+    ) -> torch.Tensor:
+        """Return how much else rows gather in a layer than they did when they were encoded.
+
+        Costs their projections and attention, not their MLP. Their K/V of the layer are written, as
+        `forward_rows` does. Of families that attend in code of their own it cannot be told.
+
+        Parameters
+        ----------
+        layer_index, hidden, rows, fused, table
+            As in `forward_rows`; `hidden` stays as it is.
+        encoded
+            What each of the rows was encoded with.
+
+        Returns
+        -------
+        tensor
+            ``[n]`` float32, squared L2 distances (see `AttentionDone`).
+        """
+        window = self._windows[layer_index]
+        change = torch.zeros(len(rows), device=rows.device)
+        for begin in range(0, len(rows), ROW_BLOCK):
+            block = slice(begin, begin + ROW_BLOCK)
+            positions = rows[block]
+            first, last = int(positions[0]), int(positions[-1])
+            first_key = 0 if window is None else max(0, first - window + 1)
+            alone = replace(encoded, starts=encoded.starts[block])
+            mask = RowMask(positions, first_key, window, alone=alone)
+            writer = RowWriter(fused, positions, first_key, last)
+            try:
+                self._run(layer_index, hidden[block], mask, last + 1 - first_key, table, writer)
+            except AttentionDone as done:
+                change[block] = done.change
+        return change
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits ``[n, vocabulary]`` of the last layer's outputs ``[n, hidden]``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
@@ -75,7 +75,8 @@ def test_a_ratio_outside_0_to_1_is_refused(policy: type[RecomputePolicy], ratio:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DeviationPolicy(on="q"), "expected 'k', 'v' or 'kv'"),
+        (lambda: DeviationPolicy(on="q"), "expected 'k', 'v', 'kv' or 'attention'"),
+        (lambda: TwoStagePolicy(on="q"), "two_stage on='q': expected 'k'"),
         (lambda: GradualPolicy(spread=0.0), "chooses once"),
         (lambda: GradualPolicy(spread=1.5), "up to 1"),
         (lambda: QueryPolicy(depth=2.0), "query depth"),
@@ -169,7 +170,7 @@ def test_gradual_counts(ratio: float, num_layers: int) -> None:
 def test_deviation_scores_what_it_is_told_to(on: str, picked: list[int]) -> None:
     keys = torch.tensor([9.0, 3.0, 8.0, 0.0])
     values = torch.tensor([0.0, 9.0, 4.0, 5.0])
-    seen = Seen(torch.arange(4), keys, values)
+    seen = Seen(torch.arange(4), {"k": keys, "v": values})
     scores = DeviationPolicy(ratio=0.5, on=on).score(PROMPT, seen)
     assert scores.topk(2).indices.sort().values.tolist() == picked
 
@@ -202,8 +203,43 @@ def test_two_stages_take_what_is_relevant_and_off() -> None:
     pooled = policy.candidates(prompt)
     assert pooled.tolist() == [3, 4, 5]
     assert list(policy.counts(prompt) or ()) == [3, 2, 2, 2, 2, 2]
-    scores = policy.score(prompt, Seen(pooled, torch.zeros(3), torch.tensor([0.0, 1.0, 9.0])))
+    scores = policy.score(prompt, Seen(pooled, {"v": torch.tensor([0.0, 1.0, 9.0])}))
     assert scores.argsort(descending=True).tolist() == [2, 1, 0]
+
+
+ON_ATTENTION = (
+    DeviationPolicy(0.2, "attention"),
+    GradualPolicy(0.2, "attention", 0.5),
+    TwoStagePolicy(0.2, on="attention"),
+)
+
+
+@pytest.mark.parametrize("policy", ON_ATTENTION)
+def test_on_attention_the_first_layer_chooses_already(
+    policy: RecomputePolicy, bench: Bench
+) -> None:
+    prompt = bench.prompt(2, 0, 3, 1)
+    fused = bench.fuse(prompt, policy)
+    sizes = [len(picks) for picks in fused.picks]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == sizes[1] < 0.4 * (fused.report.num_reused + fused.report.num_recomputed)
+    # The same picks, given outright, give the same prompt: the comparison leaves no trace.
+    if not isinstance(policy, GradualPolicy):
+        again = bench.fuse(prompt, _Given(fused.picks[0]))
+        assert torch.allclose(again.logits, fused.logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon-rope"])
+@pytest.mark.parametrize("policy", ON_ATTENTION)
+def test_attention_that_cannot_be_compared_leaves_the_choice_to_values(
+    policy: RecomputePolicy, family: str
+) -> None:
+    bench = Bench(KVModel(make_model(family), make_tokenizer()))
+    prompt = bench.prompt(2, 0, 3, 1)
+    chosen = bench.fuse(prompt, policy).picks
+    on_values = bench.fuse(prompt, replace(policy, on="v")).picks  # type: ignore[call-arg]
+    for picks, expected in zip(chosen, on_values, strict=True):
+        assert torch.equal(picks, expected)
 
 
 def test_seam_takes_both_ends_of_each_chunk() -> None:

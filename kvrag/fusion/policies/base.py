@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -97,14 +97,27 @@ class Seen:
     ----------
     positions
         ``[m]`` ascending.
-    key_deviation, value_deviation
-        ``[m]`` float32: squared L2 distance, over heads and channels, between stored and fresh
-        keys (values) in the layer computed last.
+    deviation
+        ``[m]`` float32 each, squared L2 distances over heads and channels: either ``"k"`` and
+        ``"v"``, of stored and fresh keys (values) in the layer computed last, or ``"attention"``,
+        of what candidates gather in layer 0 from all tokens and from their own chunk's.
     """
 
     positions: torch.Tensor
-    key_deviation: torch.Tensor
-    value_deviation: torch.Tensor
+    deviation: Mapping[str, torch.Tensor]
+
+    def deviation_on(self, on: str) -> torch.Tensor:
+        """Return ``[m]``: by attention where that was compared, else by K, V or both (``"kv"``).
+
+        Of both, each counts against its mean. V counts where attention was wanted and not compared.
+        """
+        compared = self.deviation.get("attention")
+        if compared is not None:
+            return compared
+        if on != "kv":
+            return self.deviation["k" if on == "k" else "v"]
+        parts = [self.deviation[one] for one in on]
+        return torch.stack([part / part.mean().clamp(min=1e-30) for part in parts]).sum(0)
 
 
 class Resolved(NamedTuple):
@@ -209,6 +222,15 @@ class RecomputePolicy(ABC):
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         """Return ascending positions ``[n]`` of reused tokens computed from the first layer on."""
 
+    @property
+    def compares_attention(self) -> bool:
+        """Whether the first choice is made in layer 0, by what candidates gather there.
+
+        Otherwise it is made by their K/V in the first layer that is to compute fewer. Of models
+        whose attention cannot be compared it is put off to layer 1 and made by K/V as well.
+        """
+        return False
+
     def num_candidates(self, prompt: PromptRows) -> int:
         """Return how many there are; asked many times where policies are weighed."""
         return len(self.candidates(prompt))
@@ -233,6 +255,14 @@ def check_ratio(ratio: float) -> None:
     """Raise ParameterError unless `ratio` lies in 0..1."""
     if not 0.0 <= ratio <= 1.0:
         raise ParameterError(f"ratio {ratio}: expected a share between 0 and 1")
+
+
+def check_on(policy: Any) -> None:
+    """Raise ParameterError unless the policy's ``on`` is one of the deviations (see `Seen`)."""
+    if policy.on not in ("k", "v", "kv", "attention"):
+        raise ParameterError(
+            f"{policy.name} on={policy.on!r}: expected 'k', 'v', 'kv' or 'attention'"
+        )
 
 
 def share_of(ratio: float, num_tokens: int) -> int:

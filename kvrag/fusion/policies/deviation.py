@@ -8,16 +8,14 @@ from typing import ClassVar
 
 import torch
 
-from kvrag.errors import ParameterError
 from kvrag.fusion.policies.base import (
     PromptRows,
     RecomputePolicy,
     Seen,
+    check_on,
     check_ratio,
     share_of,
 )
-
-ON = ("k", "v", "kv")
 
 
 @dataclass(frozen=True)
@@ -29,15 +27,20 @@ class DeviationPolicy(RecomputePolicy):
     choose on; the choice holds for all layers (`GradualPolicy` goes on choosing).
 
     Deviations: fresh K/V of layer 1 are written for all tokens, chosen or not, since they have
-    been computed anyway and are exact.
+    been computed anyway and are exact. On ``"attention"`` the choice is made in layer 0 already, by
+    what makes those of layer 1 differ: how far what a token gathers from all tokens is from what
+    it gathers from its own chunk's. The MLP of layer 0, most of what the paper's criterion costs,
+    then runs for the chosen only.
 
     Parameters
     ----------
     ratio
-        Share of the reused, inexact tokens that is computed again from layer 1 on, 0..1.
+        Share of the reused, inexact tokens that is computed again from layer 1 on, 0..1 (on
+        attention: in all layers).
     on
         ``"v"`` measures values (the paper's code), ``"k"`` keys (LMCache's choice), ``"kv"`` both,
-        each against its mean.
+        each against its mean; ``"attention"`` what tokens gather in layer 0. Of BLOOM, MPT and
+        Falcon that cannot be told: there it stands for ``"v"``.
     """
 
     name: ClassVar[str] = "deviation"
@@ -47,8 +50,7 @@ class DeviationPolicy(RecomputePolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ratio(self.ratio)
-        if self.on not in ON:
-            raise ParameterError(f"{self.name} on={self.on!r}: expected 'k', 'v' or 'kv'")
+        check_on(self)
 
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         if self.ratio == 0.0:
@@ -59,19 +61,12 @@ class DeviationPolicy(RecomputePolicy):
         if self.ratio == 1.0:
             return None
         kept = share_of(self.ratio, prompt.num_reused)
-        return [prompt.num_reused] + [kept] * (prompt.num_layers - 1)
+        first = kept if self.compares_attention else prompt.num_reused
+        return [first] + [kept] * (prompt.num_layers - 1)
+
+    @property
+    def compares_attention(self) -> bool:
+        return self.on == "attention"
 
     def score(self, prompt: PromptRows, seen: Seen) -> torch.Tensor:  # noqa: ARG002
-        return combined_deviation(seen, self.on)
-
-
-def combined_deviation(seen: Seen, on: str) -> torch.Tensor:
-    """Return ``[m]``: the deviation of keys, of values, or of both, each against its mean."""
-    if on == "k":
-        return seen.key_deviation
-    if on == "v":
-        return seen.value_deviation
-    both = (seen.key_deviation, seen.value_deviation)
-    return sum(
-        (part / part.mean().clamp(min=1e-30) for part in both), torch.zeros_like(seen.key_deviation)
-    )
+        return seen.deviation_on(self.on)

@@ -21,7 +21,8 @@ class GradualPolicy(DeviationPolicy):
 
     Deviations: the paper leaves the shares open; here they fall linearly from ``1 + spread`` to
     ``1 - spread`` times the ratio. A layer's deviation is taken while its K/V are written, so that
-    nothing is projected twice; it decides for the next layer.
+    nothing is projected twice; it decides for the next layer. On ``"attention"`` that is so of the
+    first choice only, and values decide from then on.
 
     Parameters
     ----------
@@ -46,7 +47,7 @@ class GradualPolicy(DeviationPolicy):
         if self.ratio == 1.0:
             return None
         falling = _falling_counts(self.ratio, self.spread, prompt.num_reused, prompt.num_layers - 1)
-        return [prompt.num_reused, *falling]
+        return [falling[0] if self.compares_attention else prompt.num_reused, *falling]
 
 
 def _falling_counts(ratio: float, spread: float, num_tokens: int, num_layers: int) -> list[int]:

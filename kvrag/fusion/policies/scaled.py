@@ -85,6 +85,10 @@ class ScaledPolicy(RecomputePolicy):
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         return self.policy.candidates(prompt)
 
+    @property
+    def compares_attention(self) -> bool:
+        return self.policy.compares_attention
+
     def num_candidates(self, prompt: PromptRows) -> int:
         return self.policy.num_candidates(prompt)
 
