@@ -335,7 +335,10 @@ def _fuse(
             num_loaded = asked.stop
         # Without anything inexact there is nothing to choose from, and no look at it was taken.
         chooser = policy if inexact else NonePolicy()
-        selection = Selection(chooser, prompt, fresh, _encoded(layout, inexact, model.device))
+        encoded = None
+        if chooser.compares_attention and not model.family.attends_itself:
+            encoded = _encoded(layout, inexact, model.device)
+        selection = Selection(chooser, prompt, fresh, encoded)
         hidden = linked.embed(selection.rows)
         clock.lap("select")
         last_layer = model.spec.num_layers - 1
@@ -480,10 +483,11 @@ def _complement(num_tokens: int, spans: list[ReusedSpan]) -> torch.Tensor:
 
 def _covered(num_tokens: int, spans: Sequence[ReusedSpan]) -> torch.Tensor:
     """Return ``[N]`` bool: whether a span covers a position."""
-    covered = torch.zeros(num_tokens, dtype=torch.bool)
+    # Filled as bytes: a tensor's slices cost a hundred times as much, beside threads that load.
+    covered = bytearray(num_tokens)
     for span in spans:
-        covered[span.prompt_start : span.prompt_end] = True
-    return covered
+        covered[span.prompt_start : span.prompt_end] = b"\1" * span.length
+    return torch.frombuffer(covered, dtype=torch.bool)
 
 
 def _write_projections(

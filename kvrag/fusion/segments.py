@@ -17,6 +17,7 @@ from operator import neg
 
 from kvrag.chunk import normalise_text
 from kvrag.errors import ParameterError
+from kvrag.fusion.heads import Heads
 
 HEAD_LENGTH = 32
 """Characters of a chunk that are looked up at every position of the prompt."""
@@ -96,8 +97,8 @@ class ChunkMatcher:
         self._texts: dict[str, str] | None = {} if fetch_text is None else None
         self._fetch_text = fetch_text
         self._entries: dict[str, _Entry] = {}
-        self._long_heads: _Heads = {}
-        self._short_heads: _Heads = {}
+        self._long_heads = Heads(HEAD_LENGTH)
+        self._short_heads = Heads(MIN_LENGTH)
         self._ids_by_hash: dict[int, tuple[str, ...]] = {}
 
     def __len__(self) -> int:
@@ -116,7 +117,7 @@ class ChunkMatcher:
             is_long = len(text) >= HEAD_LENGTH
             entry = _Entry(text[: HEAD_LENGTH if is_long else MIN_LENGTH], len(text), hash(text))
             heads = self._long_heads if is_long else self._short_heads
-            heads.setdefault(entry.head, {})[chunk_id] = entry.length
+            heads.add(entry.head, chunk_id, entry.length)
             self._ids_by_hash[entry.text_hash] = (
                 *self._ids_by_hash.get(entry.text_hash, ()),
                 chunk_id,
@@ -131,10 +132,7 @@ class ChunkMatcher:
         if entry is None or not entry.head:
             return
         heads = self._long_heads if entry.length >= HEAD_LENGTH else self._short_heads
-        family = heads[entry.head]
-        del family[chunk_id]
-        if not family:
-            del heads[entry.head]
+        heads.discard(entry.head, chunk_id)
         rest = tuple(known for known in self._ids_by_hash[entry.text_hash] if known != chunk_id)
         if rest:
             self._ids_by_hash[entry.text_hash] = rest
@@ -176,10 +174,6 @@ class _Entry:
     text_hash: int
 
 
-# Head of the text -> the chunks that begin with it -> the length of each.
-_Heads = dict[str, dict[str, int]]
-
-
 @dataclass(frozen=True, slots=True)
 class _Found:
     """The best candidates at one position; an end equal to the position means none."""
@@ -218,13 +212,9 @@ class _Search:
     def _gaps(self, matches: list[Match]) -> tuple[list[int], list[int]]:
         return [0, *(m.end for m in matches)], [*(m.start for m in matches), len(self._prompt)]
 
-    def _hits(self, heads: _Heads, width: int, start: int, end: int) -> list[int]:
-        prompt = self._prompt
-        return [i for i in range(start, end - width + 1) if prompt[i : i + width] in heads]
-
     def _long_matches(self) -> list[Match]:
         matches: list[Match] = []
-        hits = self._hits(self._matcher._long_heads, HEAD_LENGTH, 0, len(self._prompt))
+        hits = self._matcher._long_heads.positions(self._prompt, 0, len(self._prompt))
         free = 0
         for number, start in enumerate(hits):
             if start < free:
@@ -263,7 +253,7 @@ class _Search:
     def _short_matches(self, start: int, end: int) -> Iterable[Match]:
         heads = self._matcher._short_heads
         free = start
-        for position in self._hits(heads, MIN_LENGTH, start, end):
+        for position in heads.positions(self._prompt, start, end):
             if position >= free:
                 family = heads[self._prompt[position : position + MIN_LENGTH]]
                 whole_ids, whole_end = self._whole(position, family, end)

@@ -27,7 +27,8 @@ class Selection:
     fresh
         ``[m]`` ascending positions of tokens that are not stored.
     encoded
-        What each row of the prompt was encoded with.
+        What each row of the prompt was encoded with, for a policy that compares attention; None
+        where that cannot be compared.
 
     Attributes
     ----------
@@ -38,7 +39,11 @@ class Selection:
     """
 
     def __init__(
-        self, policy: RecomputePolicy, prompt: PromptRows, fresh: torch.Tensor, encoded: Alone
+        self,
+        policy: RecomputePolicy,
+        prompt: PromptRows,
+        fresh: torch.Tensor,
+        encoded: Alone | None,
     ) -> None:
         self._policy = policy
         self._prompt = prompt
@@ -73,8 +78,8 @@ class Selection:
         num_candidates = int(self._optional.sum())
         if self._counts is not None and self._counts[layer_index] < num_candidates:
             by_attention = layer_index == 0 and self._policy.compares_attention
-            if by_attention and model.family.attends_itself:
-                # Its attention is not to be had: all go on to where K/V differ.
+            if by_attention and self._encoded is None:
+                # All go on to where K/V differ.
                 self.picks.append(self.rows[self._optional])
                 return hidden
             if self._deviation is None:
@@ -125,6 +130,7 @@ class Selection:
         table: RotaryTable,
     ) -> dict[str, torch.Tensor]:
         """Return how much else the candidates gather in a layer yet to run than when encoded."""
+        assert self._encoded is not None
         encoded = replace(self._encoded, starts=self._encoded.starts[self.rows])
         # The fresh rows run along: candidates see them.
         change = model.compare_rows(layer_index, hidden, self.rows, fused, table, encoded=encoded)
