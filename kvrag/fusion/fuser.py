@@ -201,8 +201,6 @@ def fuse(
         while True:
             _require_compressed(layout, loader)
             try:
-                # Before the model is free: another prompt may be at it.
-                loader.begin(fused, tables)
                 made = _fuse(model, layout, linked, loader, policy, fused, tables, clock, decisions)
                 break
             except SpanLostError:
@@ -319,6 +317,9 @@ def _fuse(
     fresh = linked.without_stored(_complement(num_tokens, loader.spans).to(model.device))
     resolved = policy.resolve(prompt, len(fresh))
     policy = resolved.policy
+    num_whole = policy.num_whole_layers(prompt)
+    # Before the model is free: another prompt may be at it.
+    loader.begin(fused, tables, dict.fromkeys(inexact, num_whole))
     scaling = policy.scaling() if inexact or compressed else None
     scaled: list[ScaledKeys] = []
     held = _covered(num_tokens, [*inexact, *compressed]).to(model.device)

@@ -90,6 +90,7 @@ class SpanLoader:
         self._prefetch: LayerPrefetch | None = None
         self._lanes: tuple[RecordId, ...] = ()
         self._waited_seconds = 0.0
+        self._unneeded: Mapping[ReusedSpan, int] = {}
         self.hidden_seconds = 0.0
         self.record_seconds: dict[RecordId, float] = {}
         self.spans: list[ReusedSpan] = []
@@ -131,12 +132,23 @@ class SpanLoader:
         """Bytes read from the store, headers included."""
         return self._bytes_of_dropped + sum(r.bytes_read for r in self._records.values())
 
-    def begin(self, fused: FusedKV, tables: Sequence[RotaryTable]) -> None:
+    def begin(
+        self,
+        fused: FusedKV,
+        tables: Sequence[RotaryTable],
+        unneeded: Mapping[ReusedSpan, int] | None = None,
+    ) -> None:
         """Read all layers into `fused` from now on, in the background.
 
         `end` must be called before the buffer is used for anything else.
+
+        Parameters
+        ----------
+        unneeded
+            Of how many first layers a span's stored KV are of no use; none of those left out.
         """
         self.end()
+        self._unneeded = unneeded or {}
         if not self._num_threads or not self.spans:
             return
         self._lanes = lanes = tuple(self._records)
@@ -165,7 +177,7 @@ class SpanLoader:
             self._waited_seconds = 0.0
 
     def load_layer(self, layer_index: int, fused: FusedKV, table: RotaryTable) -> None:
-        """Have one layer of every span in its rows of `fused`, keys at global positions.
+        """Have one layer of every span that needs it in its rows, keys at global positions.
 
         Raises
         ------
@@ -194,6 +206,8 @@ class SpanLoader:
     def _place(
         self, span: ReusedSpan, layer_index: int, fused: FusedKV, table: RotaryTable
     ) -> None:
+        if layer_index < self._unneeded.get(span, 0):
+            return
         rows = slice(span.prompt_start, span.prompt_end)
         into = Destination(
             keys=fused.keys[layer_index][0, :, rows],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.loader import (
@@ -106,7 +106,12 @@ class StreamedLoader(SpanLoader):
         elapsed = time.perf_counter() - streaming.started
         return StreamReport(streaming.ttft, elapsed, streamed, expected)
 
-    def begin(self, fused: FusedKV, tables: Sequence[RotaryTable]) -> None:
+    def begin(
+        self,
+        fused: FusedKV,
+        tables: Sequence[RotaryTable],
+        unneeded: Mapping[ReusedSpan, int] | None = None,
+    ) -> None:
         """Do nothing: all there is has been brought."""
 
     def load_layer(self, layer_index: int, fused: FusedKV, table: RotaryTable) -> None:

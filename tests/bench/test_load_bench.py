@@ -46,9 +46,13 @@ def test_a_throttled_store_reads_the_same_bytes() -> None:
 
 
 def test_rows_add_up() -> None:
-    # 3 chunks of 40 tokens are 92,160 bytes: 0.3 seconds.
+    # 3 chunks of 40 tokens are 92,160 bytes: 0.3 seconds, where no layer is computed whole.
     options = PipeliningOptions(
-        prompt=SMALL, gigabytes_per_second=[0.0003], ratios=[0.0, 0.5], repeats=1
+        prompt=SMALL,
+        gigabytes_per_second=[0.0003],
+        policy="random",
+        ratios=[0.0, 0.5],
+        repeats=1,
     )
     rows = list(measure_pipelining(options))
     assert [row.ratio for row in rows] == [0.0, 0.5]
@@ -126,13 +130,12 @@ def test_the_controller_takes_more_the_slower_the_store() -> None:
         prompt=SMALL, gigabytes_per_second=[0.00005], ratios=[0.0, 0.1, 1.0], floor=0.1, repeats=1
     )
     (slow,) = measure_controller(options)
-    # Computing all of it takes milliseconds: nothing is loaded at all.
+    # Computing all of it takes milliseconds: nothing is loaded at all, nor at that fixed share.
     assert slow.num_computed == SMALL.num_chunks
     assert slow.ratio == 1.0
     assert slow.load_seconds < 1.0
-    assert slow.seconds < slow.best_seconds
-    assert slow.best_seconds >= 1.8
-    assert slow.best_ratio in (0.1, 1.0)
+    assert slow.best_ratio == 1.0
+    assert slow.best_seconds < 1.0
     # Of one round the median is the ratio itself.
     assert slow.over_best == pytest.approx(slow.seconds / slow.best_seconds)
 

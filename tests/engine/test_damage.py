@@ -45,40 +45,47 @@ def index(tmp_path: Path) -> Index:
     return index
 
 
-def check_counted(index: Index, reason: str) -> None:
+def check_counted(index: Index, lost: ChunkKey, reason: str) -> None:
     engine = KVEngine(index, max_tokens=8)
-    answer = engine.generate(PROMPT, ratio=1.0)
+    # Not all tokens, or nothing would be loaded.
+    answer = engine.generate(PROMPT, ratio=0.5)
     assert dict(answer.report.misses) == {reason: 1}
     assert answer.report.num_chunks == len(TEXTS) - 1
-    assert answer.text == engine.generate(PROMPT, reuse=False).text
+    index.store.delete(lost)
+    expected = engine.generate(PROMPT, ratio=0.5)
+    assert dict(expected.report.misses) == {MISS_ABSENT: 1}
+    assert answer.text == expected.text
     report = answer.report
+    assert report.num_recomputed == expected.report.num_recomputed
+    assert engine.generate(PROMPT, ratio=1.0).text == engine.generate(PROMPT, reuse=False).text
     counted = report.num_exact + report.num_reused + report.num_recomputed + report.num_fresh
     assert counted == report.num_tokens
 
 
 def test_a_missing_record(index: Index) -> None:
-    index.store.delete(keys(index)[0])
-    check_counted(index, MISS_ABSENT)
+    key = keys(index)[0]
+    index.store.delete(key)
+    check_counted(index, key, MISS_ABSENT)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.99])
 def test_a_flipped_bit(index: Index, share: float) -> None:
     key = keys(index)[1]
     damage(index, key, flip(int(share * len(stored(index.store, key) or b""))))
-    check_counted(index, MISS_DAMAGED)
+    check_counted(index, key, MISS_DAMAGED)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
 def test_a_truncated_record(index: Index, share: float) -> None:
     key = keys(index)[2]
     damage(index, key, lambda content: content.__delitem__(slice(int(share * len(content)), None)))
-    check_counted(index, MISS_DAMAGED)
+    check_counted(index, key, MISS_DAMAGED)
 
 
 def test_a_record_of_another_chunk(index: Index) -> None:
     first, second, *_ = keys(index)
     index.store.replace(first, stored(index.store, second) or b"")
-    check_counted(index, MISS_DAMAGED)
+    check_counted(index, first, MISS_DAMAGED)
 
 
 def test_two_damaged_records_and_a_repeated_chunk(index: Index) -> None:
@@ -86,9 +93,11 @@ def test_two_damaged_records_and_a_repeated_chunk(index: Index) -> None:
         damage(index, key, flip(-100))
     engine = KVEngine(index, max_tokens=8)
     prompt = "\n\n".join([*TEXTS, *TEXTS, "Question: who keeps it?\nAnswer:"])
-    answer = engine.generate(prompt, ratio=1.0)
+    answer = engine.generate(prompt, ratio=0.5)
     assert dict(answer.report.misses) == {MISS_DAMAGED: 4}
-    assert answer.text == engine.generate(prompt, reuse=False).text
+    for key in keys(index)[:2]:
+        index.store.delete(key)
+    assert answer.text == engine.generate(prompt, ratio=0.5).text
 
 
 def test_a_catalog_that_cannot_be_read(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kvrag.chunk import ChunkKey
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError, StoreError
-from kvrag.fusion.loader import MISS_UNREADABLE
+from kvrag.fusion.loader import MISS_ABSENT, MISS_UNREADABLE
 from kvrag.ingest.index import Index
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper
-from tests.support.bench_top import TEXTS
+from tests.support.bench_top import TEXTS, relative_difference
 
 PROMPT = "Context:\n\n" + "\n\n".join([*TEXTS, TEXTS[0]]) + "\n\nQuestion: who keeps it?\nAnswer:"
 
@@ -27,11 +28,15 @@ class WatchedStore(StoreWrapper):
     def __init__(self, inner, on_read: Callable[[int], None]) -> None:
         super().__init__(inner)
         self._on_read = on_read
-        self.num_opened = 0
+        self.opened: list[ChunkKey] = []
+        self.hidden: set[ChunkKey] = set()
 
     def open(self, key):
+        if key in self.hidden:
+            return None
         record = super().open(key)
-        number, self.num_opened = self.num_opened, self.num_opened + 1
+        number = len(self.opened)
+        self.opened.append(key)
         return None if record is None else _Watched(record, lambda: self._on_read(number))
 
 
@@ -147,15 +152,17 @@ def test_a_store_that_fails_half_way(index: Index, watched, num_threads: int, po
 
     store = watched(on_read)
     engine = KVEngine(index, load_threads=num_threads, max_tokens=8)
-    ratio = None if policy == "none" else 1.0
-    given = engine.generate(PROMPT, policy=policy, ratio=ratio)
+    given = engine.fuse(PROMPT, policy=policy)
     # Which records they are depends on the threads that open them; one of them may stand twice.
     assert dict(given.report.misses) in ({MISS_UNREADABLE: 2}, {MISS_UNREADABLE: 3})
     assert given.report.num_chunks == len(TEXTS) - 2
-    assert store.num_opened == len(TEXTS)
+    assert len(store.opened) == len(TEXTS)
     assert not load_threads()
-    if policy != "none":
-        assert given.text == engine.generate(PROMPT, reuse=False).text
+    # As if they had never been there.
+    store.hidden = set(store.opened[:2])
+    expected = engine.fuse(PROMPT, policy=policy)
+    assert dict(expected.report.misses).keys() == {MISS_ABSENT}
+    assert relative_difference(given.logits, expected.logits) < 1e-4
 
 
 def test_who_goes_away_leaves_no_thread_behind(index: Index, watched) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from kvrag.bench.quality.oracle import OraclePolicy, TrueDeviation
 from kvrag.errors import ParameterError
+from kvrag.fusion.fuser import fuse
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.policies.auto import AutoPolicy
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, Seen, share_of
@@ -205,6 +206,41 @@ def test_two_stages_take_what_is_relevant_and_off() -> None:
     assert list(policy.counts(prompt) or ()) == [3, 2, 2, 2, 2, 2]
     scores = policy.score(prompt, Seen(pooled, {"v": torch.tensor([0.0, 1.0, 9.0])}))
     assert scores.argsort(descending=True).tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_loaded"),
+    [
+        (NonePolicy(), 4),
+        (BoundaryPolicy(ratio=0.3), 4),
+        (TwoStagePolicy(0.3), 4),
+        (DeviationPolicy(0.3), 3),
+        (DeviationPolicy(0.3, "attention"), 3),
+        (GradualPolicy(0.3, "attention"), 3),
+        # All tokens in layers 0 and 1, and one of three less in the last.
+        (GradualPolicy(0.9, spread=1.0), 2),
+        (RandomPolicy(1.0), 0),
+        (QueryPolicy(1.0), 0),
+        (SeamPolicy(tokens=1000), 0),
+    ],
+)
+@pytest.mark.parametrize("load_threads", [0, 2])
+def test_layers_that_are_computed_whole_are_not_loaded(
+    policy: RecomputePolicy, num_loaded: int, load_threads: int, bench: Bench
+) -> None:
+    prompt = bench.prompt(2, 0, 3, 1)
+    layout = bench.lay_out(prompt)
+    # Nothing of what stands in a buffer before may show.
+    buffer = FusedKV(bench.model.spec, len(layout.token_ids), len(layout.token_ids))
+    buffer.storage.fill_(float("nan"))
+    fused = fuse(bench.model, layout, bench.open_kv, policy, buffer, load_threads=load_threads)
+    assert torch.isfinite(fused.logits).all()
+    if num_loaded == 0:
+        assert relative_difference(fused.logits, bench.plain_logits(prompt)) < 1e-4
+    # The first chunk, which stands where it was encoded, is always loaded.
+    least = bench.fuse(prompt, RandomPolicy(1.0)).report.bytes_loaded
+    most = bench.fuse(prompt, NonePolicy()).report.bytes_loaded
+    assert fused.report.bytes_loaded == least + (most - least) * num_loaded / 4
 
 
 ON_ATTENTION = (

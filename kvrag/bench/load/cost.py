@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import cycle, islice
@@ -137,8 +137,14 @@ def load_spans(
     num_tokens: int,
     positions: Sequence[int] | None = None,
     load_threads: int = LOAD_THREADS,
+    unneeded: Mapping[ReusedSpan, int] | None = None,
 ) -> tuple[list[ReusedSpan], float]:
     """Load spans into a prompt's buffer with nothing computed beside it.
+
+    Parameters
+    ----------
+    unneeded
+        Of how many first layers a span is not loaded.
 
     Returns
     -------
@@ -151,7 +157,7 @@ def load_spans(
     tables = model.tables(num_tokens, positions)
     started = time.perf_counter()
     loader = SpanLoader(spans, index.open_kv, num_threads=load_threads)
-    loader.begin(buffer, tables)
+    loader.begin(buffer, tables, unneeded)
     try:
         for layer_index, table in enumerate(tables):
             loader.load_layer(layer_index, buffer, table)

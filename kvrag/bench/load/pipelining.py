@@ -12,6 +12,7 @@ from kvrag.bench.load.throttled import ThrottledStore
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout
+from kvrag.fusion.policies.base import PromptRows
 from kvrag.fusion.policies.registry import make_policy, takes_ratio
 from kvrag.ingest.index import Index
 from kvrag.loading import LOAD_THREADS
@@ -61,7 +62,7 @@ class PipeliningRow:
     policy, ratio, gigabytes_per_second
         What was measured.
     load_seconds
-        Of loading alone, as many chunks at a time as with pipelining.
+        Of loading alone what the policy needs, as many chunks at a time as with pipelining.
     recompute_seconds
         Of everything but loading.
     serial_seconds
@@ -148,6 +149,9 @@ def _run(
     given = serial.generate(prompt, policy=options.policy, ratio=ratio, max_tokens=1)
     waited = given.report.seconds["load"]
     ahead = pipelined.generate(prompt, policy=options.policy, ratio=ratio, max_tokens=1)
+    inexact = tuple(span for span in layout.spans if not layout.is_exact(span))
+    rows = PromptRows(len(layout.token_ids), index.model.spec.num_layers, inexact)
+    num_whole = make_policy(options.policy, ratio=ratio).num_whole_layers(rows)
     return _Run(
         load=load_spans(
             index,
@@ -155,6 +159,7 @@ def _run(
             len(layout.token_ids),
             layout.positions,
             options.load_threads,
+            dict.fromkeys(inexact, num_whole),
         )[1],
         recompute=given.ttft_seconds - waited,
         serial=given.ttft_seconds,

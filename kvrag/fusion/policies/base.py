@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -221,6 +222,21 @@ class RecomputePolicy(ABC):
     @abstractmethod
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         """Return ascending positions ``[n]`` of reused tokens computed from the first layer on."""
+
+    def num_whole_layers(self, prompt: PromptRows) -> int:
+        """Return in how many layers, from the first on, all reused tokens are computed again.
+
+        Of those layers nothing has to be loaded.
+        """
+        num_reused = prompt.num_reused
+        if self.question_layers(prompt.num_layers) or self.num_candidates(prompt) < num_reused:
+            return 0
+        counts = self.counts(prompt)
+        if counts is None:
+            return prompt.num_layers
+        num_whole = sum(1 for _ in takewhile(lambda count: count == num_reused, counts))
+        # To be compared all have to be computed in layer 0, whatever is dropped there.
+        return max(num_whole, int(self.compares_attention))
 
     @property
     def compares_attention(self) -> bool:
