@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -36,7 +37,8 @@ class LayerPrefetch:
     work
         Called by one thread at a time for each lane. Whatever it raises ends its lane.
     num_threads
-        Threads, at least 1; never more than lanes are started.
+        Threads, at least 1; never more than lanes are started. One that may not go on before the
+        caller does is let go meanwhile: who computes may be another, with lanes that need it.
     device
         Where the work writes. On a GPU each thread has a stream of its own, and a layer counts as
         brought once the stream has finished it.
@@ -63,6 +65,8 @@ class LayerPrefetch:
         self._num_left = [num_lanes] * num_layers
         self._num_ahead = max(_LEAST_AHEAD, num_layers // 4)
         self._asked_layer = 0
+        self._num_threads = min(num_threads, num_lanes)
+        self._num_running = 0
         self._failures: dict[int, Exception] = {}
         self._changed = threading.Condition()
         self._is_closed = False
@@ -71,8 +75,13 @@ class LayerPrefetch:
         self._busy_seconds = 0.0
         # Modes are a thread's own: the work is to see those of the caller.
         self._inference_mode = torch.is_inference_mode_enabled()
-        self._caller_stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._threads = [threads.start(self._run) for _ in range(min(num_threads, num_lanes))]
+        # The buffer may still be read by kernels that the caller has started.
+        self._may_write = (
+            torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        )
+        self._threads: list[Future[None]] = []
+        with self._changed:
+            self._start()
 
     @property
     def busy_seconds(self) -> float:
@@ -113,6 +122,15 @@ class LayerPrefetch:
         if layer_index > self._asked_layer:
             self._asked_layer = layer_index
             self._changed.notify_all()
+            self._start()
+
+    def _start(self) -> None:
+        """Have threads for the idle lanes that may go on, as far as more are allowed."""
+        num_lanes = sum(self._may_go_on(lane) for lane in self._idle)
+        self._threads = [thread for thread in self._threads if not thread.done()]
+        for _ in range(min(num_lanes, self._num_threads - self._num_running)):
+            self._threads.append(threads.start(self._run))
+            self._num_running += 1
 
     def _run(self) -> None:
         with torch.inference_mode(self._inference_mode), torch.no_grad(), self._streaming():
@@ -120,45 +138,43 @@ class LayerPrefetch:
                 failure = None
                 try:
                     self._work(lane, self._next[lane])
-                    if self._caller_stream is not None:
+                    if self._may_write is not None:
                         torch.cuda.current_stream(self._device).synchronize()
                 except Exception as error:
                     failure = error
                 self._put_back(lane, failure)
 
     def _streaming(self) -> AbstractContextManager[object]:
-        if self._caller_stream is None:
+        if self._may_write is None:
             return nullcontext()
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        # The buffer may still be read by kernels that the caller has started.
-        stream.wait_stream(self._caller_stream)
+        stream.wait_event(self._may_write)
         return torch.cuda.stream(stream)
 
     def _take(self) -> int | None:
-        """Return the idle lane that is least far, now this thread's; None when there is none."""
+        """Return the idle lane that is least far, now this thread's; None when it is to go."""
         with self._changed:
-            # A lane at work comes back: wait for it, unless other threads will do.
-            self._changed.wait_for(lambda: self._is_closed or self._may_take() or self._is_done())
-            if self._is_closed or not self._idle:
-                return None
-            lane = self._least_far()
-            self._idle.remove(lane)
-            if not self._num_busy:
-                self._busy_since = time.perf_counter()
-            self._num_busy += 1
-            return lane
+            while not self._is_closed:
+                lane = min(self._idle, key=lambda lane: (self._next[lane], lane), default=None)
+                if lane is not None and self._may_go_on(lane):
+                    self._idle.remove(lane)
+                    if not self._num_busy:
+                        self._busy_since = time.perf_counter()
+                    self._num_busy += 1
+                    return lane
+                if not self._num_busy:
+                    break
+                # A lane at work comes back.
+                self._changed.wait()
+            self._num_running -= 1
+            return None
 
     def _is_done(self) -> bool:
         return not self._idle and not self._num_busy
 
-    def _may_take(self) -> bool:
-        """Whether an idle lane is not too far ahead of who computes."""
-        return bool(self._idle) and (
-            self._next[self._least_far()] <= self._asked_layer + self._num_ahead
-        )
-
-    def _least_far(self) -> int:
-        return min(self._idle, key=lambda lane: (self._next[lane], lane))
+    def _may_go_on(self, lane: int) -> bool:
+        """Whether a lane is not too far ahead of who computes."""
+        return self._next[lane] <= self._asked_layer + self._num_ahead
 
     def _put_back(self, lane: int, failure: Exception | None) -> None:
         with self._changed:

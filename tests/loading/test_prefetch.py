@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from kvrag.loading import threads
 from kvrag.loading.prefetch import LayerPrefetch
 
 CPU = torch.device("cpu")
@@ -87,6 +89,23 @@ def test_closing_does_not_wait_for_what_may_not_begin_yet() -> None:
     until(lambda: len(work.brought) == 5)
     prefetch.close()
     assert len(work.brought) == 5
+
+
+def test_who_may_not_go_on_leaves_the_threads_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_pool", ThreadPoolExecutor(2))
+    work = Recorder()
+    work.gate.release(1000)
+    waiting = LayerPrefetch(3, 16, work, num_threads=2, device=CPU)
+    until(lambda: len(work.brought) == 3 * 5)
+    other = LayerPrefetch(3, 16, work, num_threads=2, device=CPU)
+    computing = threading.Thread(target=other.wait, args=(15,))
+    computing.start()
+    computing.join(5)
+    is_stuck = computing.is_alive()
+    waiting.close()
+    computing.join(30)
+    other.close()
+    assert not is_stuck
 
 
 def test_waiting_for_a_layer_waits_for_all_lanes() -> None:
