@@ -247,12 +247,17 @@ class SpanLoader:
         self._bytes_of_dropped += self._records.pop(record_id).bytes_read
 
     def _other_damage(self, lost: RecordId, num_layers: int) -> dict[RecordId, Exception]:
-        """Read every layer of the other records, so that one new beginning is enough."""
+        """Read what is needed of the other records, so that one new beginning is enough."""
+        first_layers: dict[RecordId, int] = {}
+        for span in self.spans:
+            known = first_layers.get(record_id_of(span), num_layers)
+            first_layers[record_id_of(span)] = min(known, self._unneeded.get(span, 0))
         failures: dict[RecordId, Exception] = {}
-        for record_id, record in self._records.items():
+        first_layers.pop(lost)
+        for record_id, first_layer in first_layers.items():
             try:
-                for layer_index in range(num_layers if record_id != lost else 0):
-                    record.read_layer(layer_index)
+                for layer_index in range(first_layer, num_layers):
+                    self._records[record_id].read_layer(layer_index)
             except DAMAGE as error:
                 failures[record_id] = error
         return failures

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrag.chunk import ChunkKey, Document
+from kvrag.codec.container import header_size
 from kvrag.engine.engine import MISS_CATALOG, KVEngine
 from kvrag.errors import IndexFormatError
 from kvrag.fusion.loader import MISS_ABSENT, MISS_DAMAGED
@@ -98,6 +99,16 @@ def test_two_damaged_records_and_a_repeated_chunk(index: Index) -> None:
     for key in keys(index)[:2]:
         index.store.delete(key)
     assert answer.text == engine.generate(prompt, ratio=0.5).text
+
+
+@pytest.mark.parametrize("load_threads", [0, 2])
+def test_damage_where_nothing_is_read_costs_nothing(index: Index, load_threads: int) -> None:
+    first, second, *_ = keys(index)
+    damage(index, first, flip(-100))
+    # In layer 0, right behind the header, all tokens are computed.
+    damage(index, second, flip(header_size(index.model.spec.num_layers)))
+    engine = KVEngine(index, policy="deviation", load_threads=load_threads)
+    assert dict(engine.fuse(PROMPT).report.misses) == {MISS_DAMAGED: 1}
 
 
 def test_a_catalog_that_cannot_be_read(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
