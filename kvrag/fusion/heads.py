@@ -20,6 +20,8 @@ _FACTORS = (
 )
 _LEAST_MARKS = 1 << 16
 _MARKS_PER_HEAD = 8
+# Half a kilobyte each while they are marked; those of an index are not left to its first prompt.
+_MARKED_AT_ONCE = 1 << 12
 # Of so few positions each is looked up.
 _FEW = 256
 
@@ -61,6 +63,8 @@ class Heads:
         if family is None:
             family = self._families[head] = {}
             self._unmarked.append(head)
+            if len(self._unmarked) == _MARKED_AT_ONCE:
+                self._mark()
         family[chunk_id] = length
 
     def discard(self, head: str, chunk_id: str) -> None:
@@ -91,8 +95,10 @@ class Heads:
         if _MARKS_PER_HEAD * len(self._families) > len(marks):
             marks = np.zeros(1 << (_MARKS_PER_HEAD * len(self._families)).bit_length(), bool)
             unmarked = list(self._families)
-        codes = _codes("".join(unmarked)).reshape(len(unmarked), self._width)
-        marks[_index(codes.T[self._sampled], len(marks))] = True
+        for begin in range(0, len(unmarked), _MARKED_AT_ONCE):
+            some = unmarked[begin : begin + _MARKED_AT_ONCE]
+            codes = _codes("".join(some)).reshape(len(some), self._width)
+            marks[_index(codes.T[self._sampled], len(marks))] = True
         # In this order: who finds nothing unmarked has all marks before it.
         self._marks = marks
         self._unmarked = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -54,3 +55,16 @@ def test_many_heads_are_found_among_many(num_heads: int) -> None:
     text = " ".join(draw.sample(known, 50))
     assert heads.positions(text, 0, len(text)) == list(range(0, 50 * 33, 33))
     assert heads[known[-1]] == {str(num_heads - 1): 50}
+
+
+def test_very_many_heads_are_marked_as_they_come() -> None:
+    """Not by the first prompt, all of them at once."""
+    heads = Heads(32)
+    for number in range(100_000):
+        heads.add(f"{number:08d} of the chunks in this place"[:32], str(number), 50)
+    tracemalloc.start()
+    try:
+        assert heads.positions(" " * 400, 0, 400) == []
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
