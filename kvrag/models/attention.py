@@ -71,7 +71,7 @@ class Alone:
     Attributes
     ----------
     starts
-        ``[n]`` global positions at which the rows' chunks begin.
+        ``[n]`` global positions at which the rows' chunks begin, or what they were encoded behind.
     num_prefix
         Tokens of the shared prefix.
     """

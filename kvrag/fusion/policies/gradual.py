@@ -21,8 +21,8 @@ class GradualPolicy(DeviationPolicy):
 
     Deviations: the paper leaves the shares open; here they fall linearly from ``1 + spread`` to
     ``1 - spread`` times the ratio. A layer's deviation is taken while its K/V are written, so that
-    nothing is projected twice; it decides for the next layer. On ``"attention"`` that is so of the
-    first choice only, and values decide from then on.
+    nothing is projected twice; it decides for the next layer. On ``"attention"`` what
+    tokens gather decides the first choice only, and values those from then on.
 
     Parameters
     ----------
