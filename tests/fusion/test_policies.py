@@ -77,7 +77,6 @@ def test_a_ratio_outside_0_to_1_is_refused(policy: type[RecomputePolicy], ratio:
     ("make", "message"),
     [
         (lambda: DeviationPolicy(on="q"), "expected 'k', 'v', 'kv' or 'attention'"),
-        (lambda: TwoStagePolicy(on="q"), "two_stage on='q': expected 'k'"),
         (lambda: GradualPolicy(spread=0.0), "chooses once"),
         (lambda: GradualPolicy(spread=1.5), "up to 1"),
         (lambda: QueryPolicy(depth=2.0), "query depth"),
@@ -246,7 +245,6 @@ def test_layers_that_are_computed_whole_are_not_loaded(
 ON_ATTENTION = (
     DeviationPolicy(0.2, "attention"),
     GradualPolicy(0.2, "attention", 0.5),
-    TwoStagePolicy(0.2, on="attention"),
 )
 
 

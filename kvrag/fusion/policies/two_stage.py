@@ -14,7 +14,6 @@ from kvrag.fusion.policies.base import (
     PromptRows,
     RecomputePolicy,
     Seen,
-    check_on,
     check_ratio,
     highest,
     share_of,
@@ -28,12 +27,13 @@ class TwoStagePolicy(RecomputePolicy):
     Source: ProphetKV: a choice by the question, fused over all layers, then recomputation of one
     set of tokens. The first stage takes `pool` times as many tokens as wanted by what the question
     gathers from each, mean over all layers: weighted by the values' norms, layers that move the
-    residual stream more count more. The second ranks them by that, times how far their stored KV
-    are off.
+    residual stream more count more. The second ranks them by that, times how far their stored
+    values are off in layer 1.
 
     Deviations: the second stage is CacheBlend's criterion (§4.2) inside the pool: salient tokens
     that no other chunk has changed are right as they are and make room. The pool runs through
-    layer 0 only.
+    layer 0 only. To compare attention there, as `DeviationPolicy` can, would save next to nothing:
+    half of the pool is chosen, and would attend twice.
 
     Parameters
     ----------
@@ -41,20 +41,15 @@ class TwoStagePolicy(RecomputePolicy):
         Share of the reused, inexact tokens that is computed again from layer 1 on, 0..1.
     pool
         Candidates over tokens wanted, 1 or more; 1 leaves out the second stage.
-    on
-        What the second stage takes for being off, as of `DeviationPolicy`. On ``"attention"`` the
-        pool runs through the attention of layer 0 only, not its MLP.
     """
 
     name: ClassVar[str] = "two_stage"
     ratio: float = 0.15
     pool: float = 2.0
-    on: str = "v"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ratio(self.ratio)
-        check_on(self)
         if not 1.0 <= self.pool < math.inf:
             raise ParameterError(f"two_stage pool {self.pool}: expected 1 or more, and finite")
 
@@ -74,17 +69,12 @@ class TwoStagePolicy(RecomputePolicy):
         if self.ratio in (0.0, 1.0):
             return None
         kept = share_of(self.ratio, prompt.num_reused)
-        first = kept if self.compares_attention else self._num_pooled(prompt)
-        return [first] + [kept] * (prompt.num_layers - 1)
-
-    @property
-    def compares_attention(self) -> bool:
-        return self.on == "attention"
+        return [self._num_pooled(prompt)] + [kept] * (prompt.num_layers - 1)
 
     def score(self, prompt: PromptRows, seen: Seen) -> torch.Tensor:
         reused = prompt.reused().to(seen.positions.device)
         relevance = self._fused(prompt)[torch.searchsorted(reused, seen.positions)]
-        return relevance * seen.deviation_on(self.on).sqrt()
+        return relevance * seen.deviation["v"].sqrt()
 
     def _num_pooled(self, prompt: PromptRows) -> int:
         return share_of(min(1.0, self.pool * self.ratio), prompt.num_reused)
