@@ -24,12 +24,27 @@ _pool: ThreadPoolExecutor | None = None
 
 
 def start(work: Callable[[], None]) -> Future[None]:
-    """Run `work` in a thread that is idle, or in a new one."""
+    """Run `work` in a thread that is idle, or in a new one.
+
+    Once the interpreter is about to end there are none; threads of the user's that still answer
+    then do the work themselves.
+    """
     global _pool
     with _lock:
         if _pool is None:
             _pool = ThreadPoolExecutor(_MAX_THREADS, "kvrag-load")
-        return _pool.submit(work)
+        try:
+            return _pool.submit(work)
+        except RuntimeError as error:
+            # Where the system has no thread left, the pool keeps the work for one of its own.
+            if "cannot schedule" not in str(error):
+                raise
+    done: Future[None] = Future()
+    try:
+        done.set_result(work())
+    except Exception as error:
+        done.set_exception(error)
+    return done
 
 
 def each(work: Callable[[T], R], items: Sequence[T], num_threads: int) -> list[R]:

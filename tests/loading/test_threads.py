@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from kvrag.loading import threads
+from kvrag.loading.prefetch import LayerPrefetch
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 7])
@@ -59,6 +62,23 @@ def test_a_thread_is_used_again() -> None:
 
 def _num_threads() -> int:
     return sum(thread.name.startswith("kvrag-load") for thread in threading.enumerate())
+
+
+def test_where_no_thread_is_to_be_had_the_caller_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is about to end, and a thread of the user's still answers."""
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    monkeypatch.setattr(threads, "_pool", pool)
+    assert threads.each(lambda n: n + 1, [1, 2, 3], 3) == [2, 3, 4]
+    with pytest.raises(ZeroDivisionError):
+        threads.each(lambda n: 1 // n, [1, 0, 3], 3)
+    brought: list[tuple[int, int]] = []
+    prefetch = LayerPrefetch(
+        2, 12, lambda *at: brought.append(at), num_threads=2, device=torch.device("cpu")
+    )
+    assert not prefetch.wait(11)
+    prefetch.close()
+    assert sorted(brought) == [(lane, layer) for lane in range(2) for layer in range(12)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
