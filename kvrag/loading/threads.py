@@ -41,9 +41,11 @@ def start(work: Callable[[], None]) -> Future[None]:
                 raise
     done: Future[None] = Future()
     try:
-        done.set_result(work())
+        work()
     except Exception as error:
         done.set_exception(error)
+    else:
+        done.set_result(None)
     return done
 
 
