@@ -10,7 +10,13 @@ from statistics import median
 from kvrag.bench.serving.served import Served, ServingOptions
 from kvrag.engine.answer import Answer
 
-POLICIES = ("none", "two_stage:ratio=0.15", "deviation:ratio=0.15", "boundary:ratio=0.15")
+POLICIES = (
+    "none",
+    "two_stage:ratio=0.15",
+    "deviation:ratio=0.15",
+    "deviation:on=attention:ratio=0.15",
+    "boundary:ratio=0.15",
+)
 
 
 @dataclass(frozen=True)
