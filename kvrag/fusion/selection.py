@@ -75,18 +75,14 @@ class Selection:
         hidden
             ``[n, hidden]``, its inputs for `rows`.
         """
-        num_candidates = int(self._optional.sum())
-        if self._counts is not None and self._counts[layer_index] < num_candidates:
-            by_attention = layer_index == 0 and self._policy.compares_attention
-            if by_attention and self._encoded is None:
-                # All go on to where K/V differ.
-                self.picks.append(self.rows[self._optional])
-                return hidden
+        count = None if self._counts is None else self._counts[layer_index]
+        # No K/V of layer 0 differ: without attention to go by, all go on to where they do.
+        may_choose = layer_index > 0 or self._encoded is not None
+        if count is not None and may_choose and count < int(self._optional.sum()):
             if self._deviation is None:
-                compare = self._compare_attention if by_attention else self._compare
-                self._deviation = compare(layer_index, model, hidden, fused, table)
+                self._deviation = self._compare(layer_index, model, hidden, fused, table)
                 self._compared_layer = layer_index
-            chosen = self._choose(self._counts[layer_index], self._deviation)
+            chosen = self._choose(count, self._deviation)
             self.rows, self._optional, hidden = (
                 self.rows[chosen],
                 self._optional[chosen],
@@ -121,21 +117,6 @@ class Selection:
         chosen[which[kept]] = True
         return chosen.nonzero()[:, 0]
 
-    def _compare_attention(
-        self,
-        layer_index: int,
-        model: KVModel,
-        hidden: torch.Tensor,
-        fused: FusedKV,
-        table: RotaryTable,
-    ) -> dict[str, torch.Tensor]:
-        """Return how much else the candidates gather in a layer yet to run than when encoded."""
-        assert self._encoded is not None
-        encoded = replace(self._encoded, starts=self._encoded.starts[self.rows])
-        # The fresh rows run along: candidates see them.
-        change = model.compare_rows(layer_index, hidden, self.rows, fused, table, encoded=encoded)
-        return {"attention": change}
-
     def _compare(
         self,
         layer_index: int,
@@ -144,10 +125,17 @@ class Selection:
         fused: FusedKV,
         table: RotaryTable,
     ) -> dict[str, torch.Tensor]:
-        """Return how far the stored K/V of the candidates are off in a layer yet to run.
+        """Return how far the candidates are off in a layer yet to run.
 
-        Their fresh K/V replace the stored ones: they have been computed to be compared.
+        In layer 0 that is what they gather, behind it their stored K/V. Their fresh K/V replace
+        the stored ones: they have been computed to be compared.
         """
+        if layer_index == 0:
+            assert self._encoded is not None
+            encoded = replace(self._encoded, starts=self._encoded.starts[self.rows])
+            # The fresh rows run along: candidates see them.
+            change = model.compare_rows(0, hidden, self.rows, fused, table, encoded=encoded)
+            return {"attention": change}
         deviation = Deviation.empty(len(self.rows), self.rows.device)
         which = self._optional.nonzero()[:, 0]
         stored = fused.keys[layer_index][0], fused.values[layer_index][0]

@@ -449,14 +449,10 @@ class KVModel:
                 "reused keys; leave both out of the policy"
             )
         # Rows come in ascending order, so a later block's K/V are never seen by an earlier one.
-        for begin in range(0, len(rows), ROW_BLOCK):
-            block = slice(begin, begin + ROW_BLOCK)
-            positions = rows[block]
-            first, last = int(positions[0]), int(positions[-1])
+        for block, positions, first_key, last in self._blocks(layer_index, rows):
             seen = None
             if visible is not None:
-                seen, first, last, window = visible[block], 0, visible.shape[1] - 1, None
-            first_key = 0 if window is None else max(0, first - window + 1)
+                seen, first_key, last, window = visible[block], 0, visible.shape[1] - 1, None
             noted = None if deviation is None else deviation[block]
             writer = RowWriter(fused, positions, first_key, last, noted, writes)
             mask = RowMask(positions, first_key, window, observer, scaled, seen)
@@ -468,6 +464,17 @@ class KVModel:
                     show_weights(observer, mask, output[1], fused.values[layer_index])
                 output = output[0]
             hidden[block] = output[0]
+
+    def _blocks(
+        self, layer_index: int, rows: torch.Tensor
+    ) -> Iterator[tuple[slice, torch.Tensor, int, int]]:
+        """Yield blocks of rows: which they are, their positions, the first and last key seen."""
+        window = self._windows[layer_index]
+        for begin in range(0, len(rows), ROW_BLOCK):
+            positions = rows[begin : begin + ROW_BLOCK]
+            first, last = int(positions[0]), int(positions[-1])
+            first_key = 0 if window is None else max(0, first - window + 1)
+            yield slice(begin, begin + ROW_BLOCK), positions, first_key, last
 
     def _run(
         self,
@@ -555,11 +562,7 @@ class KVModel:
         """
         window = self._windows[layer_index]
         change = torch.zeros(len(rows), device=rows.device)
-        for begin in range(0, len(rows), ROW_BLOCK):
-            block = slice(begin, begin + ROW_BLOCK)
-            positions = rows[block]
-            first, last = int(positions[0]), int(positions[-1])
-            first_key = 0 if window is None else max(0, first - window + 1)
+        for block, positions, first_key, last in self._blocks(layer_index, rows):
             alone = replace(encoded, starts=encoded.starts[block])
             mask = RowMask(positions, first_key, window, alone=alone)
             writer = RowWriter(fused, positions, first_key, last)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -106,19 +106,6 @@ class Seen:
 
     positions: torch.Tensor
     deviation: Mapping[str, torch.Tensor]
-
-    def deviation_on(self, on: str) -> torch.Tensor:
-        """Return ``[m]``: by attention where that was compared, else by K, V or both (``"kv"``).
-
-        Of both, each counts against its mean. V counts where attention was wanted and not compared.
-        """
-        compared = self.deviation.get("attention")
-        if compared is not None:
-            return compared
-        if on != "kv":
-            return self.deviation["k" if on == "k" else "v"]
-        parts = [self.deviation[one] for one in on]
-        return torch.stack([part / part.mean().clamp(min=1e-30) for part in parts]).sum(0)
 
 
 class Resolved(NamedTuple):
@@ -271,14 +258,6 @@ def check_ratio(ratio: float) -> None:
     """Raise ParameterError unless `ratio` lies in 0..1."""
     if not 0.0 <= ratio <= 1.0:
         raise ParameterError(f"ratio {ratio}: expected a share between 0 and 1")
-
-
-def check_on(policy: Any) -> None:
-    """Raise ParameterError unless the policy's ``on`` is one of the deviations (see `Seen`)."""
-    if policy.on not in ("k", "v", "kv", "attention"):
-        raise ParameterError(
-            f"{policy.name} on={policy.on!r}: expected 'k', 'v', 'kv' or 'attention'"
-        )
 
 
 def share_of(ratio: float, num_tokens: int) -> int:

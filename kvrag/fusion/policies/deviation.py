@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from kvrag.errors import ParameterError
 from kvrag.fusion.policies.base import (
     PromptRows,
     RecomputePolicy,
     Seen,
-    check_on,
     check_ratio,
     share_of,
 )
+
+ON = ("k", "v", "kv", "attention")
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,10 @@ class DeviationPolicy(RecomputePolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ratio(self.ratio)
-        check_on(self)
+        if self.on not in ON:
+            raise ParameterError(
+                f"{self.name} on={self.on!r}: expected 'k', 'v', 'kv' or 'attention'"
+            )
 
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         if self.ratio == 0.0:
@@ -69,4 +74,17 @@ class DeviationPolicy(RecomputePolicy):
         return self.on == "attention"
 
     def score(self, prompt: PromptRows, seen: Seen) -> torch.Tensor:  # noqa: ARG002
-        return seen.deviation_on(self.on)
+        return _combined(seen.deviation, self.on)
+
+
+def _combined(deviation: Mapping[str, torch.Tensor], on: str) -> torch.Tensor:
+    """Return ``[m]``: by attention where that was compared, else by K, V or both.
+
+    Of both, each counts against its mean. V counts where attention was wanted and not compared.
+    """
+    if "attention" in deviation:
+        return deviation["attention"]
+    if on != "kv":
+        return deviation["k" if on == "k" else "v"]
+    parts = [deviation[one] for one in on]
+    return torch.stack([part / part.mean().clamp(min=1e-30) for part in parts]).sum(0)
