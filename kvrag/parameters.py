@@ -76,7 +76,7 @@ def describe(method: Any) -> str:
     parameters = ", ".join(
         f"{field.name}={getattr(method, field.name)}"
         for field in fields(method)
-        if getattr(method, field.name) is not None
+        if field.repr and getattr(method, field.name) is not None
     )
     return f"{method.name}({parameters})" if parameters else str(method.name)
 

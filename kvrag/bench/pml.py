@@ -20,7 +20,7 @@ from kvrag.bench.memory import peak_bytes
 from kvrag.bench.shapes import random_model, random_text
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
-from kvrag.fusion.policies.registry import make_policy, takes_ratio
+from kvrag.fusion.controller import make_choice, takes_ratio
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.pml.batch import generate_batch
@@ -59,7 +59,7 @@ class PMLBenchOptions:
         counts = (self.num_modules, self.module_tokens, self.text_tokens, self.batch, self.repeats)
         if min(counts) < 1:
             raise ParameterError("bench pml: modules, tokens, batch and repeats must be 1 or more")
-        make_policy(self.policy)
+        make_choice(self.policy)
 
 
 @dataclass(frozen=True)

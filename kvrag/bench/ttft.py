@@ -20,9 +20,9 @@ from kvrag.chunk import Document
 from kvrag.engine.answer import Answer
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
+from kvrag.fusion.controller import make_choice, takes_ratio
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.policies import DEFAULT_POLICY
-from kvrag.fusion.policies.registry import make_policy, takes_ratio
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 
@@ -68,7 +68,7 @@ class TTFTOptions:
                 "length and one policy must be given"
             )
         for policy in self.policies:
-            make_policy(policy)
+            make_choice(policy)
 
 
 @dataclass(frozen=True)

@@ -31,16 +31,18 @@ from kvrag.eviction.registry import make_eviction
 from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.chosen_links import ChosenLinks
 from kvrag.fusion.compression.compacting import compact, without_chunks
+from kvrag.fusion.controller import Choice, LoadingController, calibrated, make_choice
 from kvrag.fusion.decoding import CacheDecoder, Decoder, RowDecoder
 from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, computing_seconds, fuse
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.links import Links
 from kvrag.fusion.loader import OpenKV
+from kvrag.fusion.plan import Loading
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.none import NonePolicy
-from kvrag.fusion.policies.registry import make_policy
+from kvrag.fusion.repair import Repair
 from kvrag.fusion.segments import Match
 from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag.ingest.index import Index
@@ -250,7 +252,7 @@ class KVEngine:
         self,
         prompt: Prompt,
         *,
-        policy: str | RecomputePolicy | None = None,
+        policy: str | Choice | RecomputePolicy | None = None,
         ratio: float | None = None,
         boundary_tokens: int | None = None,
         max_tokens: int | None = None,
@@ -289,7 +291,7 @@ class KVEngine:
     def _fuse(
         self,
         laid_out: _LaidOut,
-        policy: RecomputePolicy,
+        policy: Choice,
         max_tokens: int,
         layout_seconds: float,
         ttft: float | None,
@@ -301,14 +303,14 @@ class KVEngine:
             return self._fuse_once(
                 layout, policy, max_tokens, layout_seconds, streaming, laid_out.open_kv
             )
-        while True:
-            arranged = self._links.insert(self._compacted(layout, laid_out.chunks), max_tokens)
-            try:
-                return self._fuse_once(arranged, policy, max_tokens, layout_seconds, streaming)
-            except CompressedLostError as error:
-                # What stood for these chunks has no tokens to compute instead: lay their own out.
-                # Each round has a chunk less, so this ends.
-                layout = without_chunks(layout, error.lost)
+        arranged = self._links.insert(self._compacted(layout, laid_out.chunks), max_tokens)
+        try:
+            return self._fuse_once(arranged, policy, max_tokens, layout_seconds, streaming)
+        except CompressedLostError as error:
+            # What stood for these chunks has no tokens to compute instead: lay their own out.
+            # Each call has a chunk less, so this ends.
+            fewer = replace(laid_out, layout=without_chunks(layout, error.lost))
+            return self._fuse(fewer, policy, max_tokens, layout_seconds, ttft)
 
     def _compacted(self, layout: Layout, chunks: Sequence[Chunk]) -> Layout:
         compression = self.index.compression
@@ -319,7 +321,7 @@ class KVEngine:
     def _fuse_once(
         self,
         layout: Layout,
-        policy: RecomputePolicy,
+        policy: Choice,
         max_tokens: int,
         layout_seconds: float,
         streaming: Streaming | None,
@@ -345,9 +347,11 @@ class KVEngine:
                 policy,
                 buffer,
                 self._links.on_model if layout.links else None,
-                self._load_threads,
-                self.index.tier_of if open_kv is None else None,
-                streaming,
+                Loading(
+                    self._load_threads,
+                    self.index.tier_of if open_kv is None else None,
+                    streaming,
+                ),
             )
         except CompressedLostError:
             self._buffers.give_back(buffer)
@@ -381,28 +385,30 @@ class KVEngine:
 
     def _resolve_policy(
         self,
-        policy: str | RecomputePolicy | None,
+        policy: str | Choice | RecomputePolicy | None,
         ratio: float | None,
         boundary_tokens: int | None,
-    ) -> RecomputePolicy:
+    ) -> Choice:
         if isinstance(policy, RecomputePolicy):
+            policy = Repair(policy)
+        if isinstance(policy, Repair | LoadingController):
             return self._ready_policy(policy, str(policy))
         name = policy if policy is not None else self._policy
         if name == self._policy and ratio is None and boundary_tokens is None:
             # The engine's own parameters belong to the engine's own policy only, and give way
             # together: "boundary" takes the one or the other.
             ratio, boundary_tokens = self._ratio, self._boundary_tokens
-        chosen = make_policy(name, ratio=ratio, boundary_tokens=boundary_tokens)
+        chosen = make_choice(name, ratio=ratio, boundary_tokens=boundary_tokens)
         if name == DEFAULT_POLICY and ratio is None and boundary_tokens is None:
-            return chosen if self.index.compression is None else NonePolicy()
+            return chosen if self.index.compression is None else Repair(NonePolicy())
         return self._ready_policy(chosen, name)
 
-    def _ready_policy(self, policy: RecomputePolicy, name: str) -> RecomputePolicy:
+    def _ready_policy(self, policy: Choice, name: str) -> Choice:
         """Return the policy, with the index's calibration where it needs one."""
         self._checked_policy(policy, name)
-        return policy.calibrated(lambda: self.index.calibration)
+        return calibrated(policy, lambda: self.index.calibration)
 
-    def _checked_policy(self, policy: RecomputePolicy, name: str) -> RecomputePolicy:
+    def _checked_policy(self, policy: Choice, name: str) -> Choice:
         """Return the policy; ParameterError where the index holds nothing it could work on."""
         if self.index.compression is not None and policy.name != NonePolicy.name:
             raise ParameterError(
@@ -413,12 +419,12 @@ class KVEngine:
         return policy
 
     def _resolve_eviction(
-        self, eviction: str | EvictionPolicy | None, policy: RecomputePolicy
+        self, eviction: str | EvictionPolicy | None, policy: Choice
     ) -> EvictionPolicy | None:
         chosen = self._eviction if eviction is None else make_eviction(eviction)
         if chosen is None:
             return None
-        if policy.scaling() is not None:
+        if policy.scaling is not None:
             raise ParameterError(
                 f"policy {policy} scales attention to reused keys, which eviction does not: leave "
                 "out temperature and scale, or eviction"
@@ -445,7 +451,7 @@ class KVEngine:
         self,
         prompt: Prompt,
         *,
-        policy: str | RecomputePolicy | None = None,
+        policy: str | Choice | RecomputePolicy | None = None,
         ratio: float | None = None,
         boundary_tokens: int | None = None,
         eviction: str | EvictionPolicy | None = None,
@@ -522,7 +528,7 @@ class KVEngine:
         self,
         prompt: Prompt,
         *,
-        policy: str | RecomputePolicy | None = None,
+        policy: str | Choice | RecomputePolicy | None = None,
         ratio: float | None = None,
         boundary_tokens: int | None = None,
         eviction: str | EvictionPolicy | None = None,
@@ -568,7 +574,7 @@ class KVEngine:
     def _stream(
         self,
         laid_out: _LaidOut,
-        policy: RecomputePolicy,
+        policy: Choice,
         eviction: EvictionPolicy | None,
         room: int,
         sampling: Sampling,
@@ -682,13 +688,13 @@ def _kept_by(decoder: Decoder | None) -> EvictionReport | None:
     return decoder.report() if isinstance(decoder, EvictingDecoder) else None
 
 
+@dataclass(frozen=True)
 class _LaidOut:
     """A layout and the chunks found in it, each once, in prompt order."""
 
-    def __init__(self, layout: Layout, chunks: list[Chunk], open_kv: OpenKV | None = None) -> None:
-        self.layout = layout
-        self.chunks = chunks
-        self.open_kv = open_kv
+    layout: Layout
+    chunks: Sequence[Chunk]
+    open_kv: OpenKV | None = None
 
 
 def _checked_ttft(ttft: float | None) -> float | None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvrag.errors import IndexFormatError, ParameterError
-from kvrag.fusion.policies.auto import AutoPolicy, planned_rows
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
-from kvrag.fusion.policies.registry import make_policy
-from kvrag.loading.cost import LoadingCost, pipelined_seconds
+from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, planned_rows
+from kvrag.fusion.repair import Repair, make_repair
+from kvrag.loading.cost import LoadingCost, StoredRows, pipelined_seconds
 
 FORMAT_VERSION = 2
 
@@ -24,7 +23,7 @@ class Measured:
     Attributes
     ----------
     policy, ratio
-        As `make_policy` takes them; a ratio of None for policies that take none.
+        As `make_repair` takes them; a ratio of None for policies that take none.
     loss
         Share of full prefill's quality that is lost, 0 to 1; never below 0.
     loss_low, loss_high
@@ -43,15 +42,14 @@ class Measured:
     loss_high: float
 
     def __post_init__(self) -> None:
-        if self.make().name == AutoPolicy.name:
-            raise ParameterError("policy 'auto' chooses among others: it cannot be one of them")
+        self.make()
         _require_numbers(self.loss, self.loss_low, self.loss_high)
         if not 0.0 <= self.loss <= 1.0:
             raise ParameterError(f"loss {self.loss} of {self.policy}: expected a share, 0 to 1")
 
-    def make(self) -> RecomputePolicy:
+    def make(self) -> Repair:
         """Return the policy."""
-        return make_policy(self.policy, ratio=self.ratio)
+        return make_repair(self.policy, ratio=self.ratio)
 
 
 @dataclass(frozen=True)
@@ -135,22 +133,30 @@ class Calibration:
     cost: Cost
     loading: LoadingCost | None = None
 
-    def estimate(self, policy: RecomputePolicy, prompt: PromptRows, num_fresh: int) -> Estimate:
+    def estimate(
+        self,
+        policy: RecomputePolicy,
+        prompt: PromptRows,
+        num_fresh: int,
+        records: Sequence[StoredRows],
+    ) -> Estimate:
         """Return what a prompt will take with a policy.
 
         Parameters
         ----------
         prompt
-            Without the question's look.
+            Before the question is asked.
         num_fresh
             Tokens that are computed in any case.
+        records
+            What is loaded for the prompt, exact spans included.
         """
         num_asked = policy.question_layers(prompt.num_layers).stop
         asked = self.cost.seconds_per_row * num_asked * num_fresh
         compute = self.cost.of(planned_rows(policy, prompt, num_fresh), prompt.num_reused)
         if self.loading is None:
             return Estimate(compute)
-        load = sum(self.loading.tier(one.tier).of(one.num_rows) for one in prompt.records)
+        load = sum(self.loading.tier(one.tier).of(one.num_rows) for one in records)
         # The question looks at so many layers before any of them is computed again.
         looked = load * num_asked / prompt.num_layers
         seconds = pipelined_seconds(load - looked, compute - asked, prompt.num_layers)

@@ -31,6 +31,10 @@ MAX_EDGE_TOKENS = 2
 """Tokens of a chunk that the text around it may change, and it still counts as being there."""
 
 
+RecordId = tuple[str, tuple[int, ...]]
+"""A chunk's id, and the tokens that the record meant was encoded behind."""
+
+
 @dataclass(frozen=True)
 class ReusedSpan:
     """Prompt tokens that are tokens of a stored chunk.
@@ -53,6 +57,11 @@ class ReusedSpan:
     context_ids: tuple[int, ...] = ()
     num_compressed: int = 0
     encoded_at: int | None = None
+
+    @property
+    def record_id(self) -> RecordId:
+        """Which record it is taken from."""
+        return self.chunk_id, self.context_ids
 
     @property
     def prompt_end(self) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from kvrag.codec.base import Destination, EncodedChunk
 from kvrag.errors import IndexFormatError, ProfileError, RecordError, StoreError
-from kvrag.fusion.layout import ReusedSpan
+from kvrag.fusion.layout import RecordId, ReusedSpan
 from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
 from kvrag.loading.prefetch import LayerPrefetch
@@ -28,63 +27,56 @@ OpenKV = Callable[[str, tuple[int, ...]], EncodedChunk | None]
 where the store has none.
 """
 
-RecordId = tuple[str, tuple[int, ...]]
-"""A chunk's id, and the tokens that the record meant was encoded behind."""
-
-TierOf = Callable[[str, tuple[int, ...]], int | None]
-"""From the same, the number of the store's tier that would deliver the record, 0 the fastest, or
-None where that is not known; nothing is read.
-"""
-
 WriteKV = Callable[[int, FusedKV, RotaryTable], None]
 """Writes rows of one layer, by its index and rotary table, into a buffer."""
 
 
-class SpanLostError(Exception):
-    """A span could not be loaded whole; the loader has already left it out."""
+class LostError(Exception):
+    """Records cannot be had, or are not to be had: the prompt has to be planned without them.
+
+    Attributes
+    ----------
+    lost
+        For each record why it is a miss; None where computing it is a choice.
+    """
+
+    def __init__(self, lost: Mapping[RecordId, str | None]) -> None:
+        super().__init__(", ".join(f"chunk {one[0]}: {why}" for one, why in lost.items()))
+        self.lost = lost
 
 
 class SpanLoader:
     """Brings the stored KV of a prompt's spans into its buffer, one layer at a time.
 
-    Records are opened and their headers checked at once. Layers are read in the background from
-    `begin` on, or each when it is asked for, so that the rows of later layers take no memory before
-    they are needed. Nothing is raised for the state of a store except `SpanLostError`.
+    `open` opens records and checks their headers. Layers are read in the background from `begin`
+    on, or each when it is asked for, so that the rows of later layers take no memory before they
+    are needed. The state of a store raises nothing but `LostError`.
 
     Parameters
     ----------
-    spans
-        Stretches of the prompt and of their chunks.
     open_kv
         Opens a record of a chunk; called by several threads.
     write_more
-        Writes what else has KV of its own into a layer, behind the spans; None: nothing has.
+        Writes what else has KV of its own into a layer, besides the spans; None: nothing has.
     num_threads
         Records read at the same time, while the caller computes; 0 reads each layer when it is
         asked for, in the caller's thread.
 
     Attributes
     ----------
-    spans
-        Those that can be had, in prompt order; the others must be computed.
-    misses
-        Why spans were left out: reason to number of spans.
-    lost
-        The same of each chunk: id to reason.
     hidden_seconds
         Wall seconds in which layers were read and nobody waited for them; complete after `end`.
     record_seconds
-        Of each record, the seconds in which a thread opened and read it: chunk id and context to
-        seconds.
+        For each record, the seconds in which a thread opened and read it.
     """
 
     def __init__(
         self,
-        spans: Sequence[ReusedSpan],
         open_kv: OpenKV,
         write_more: WriteKV | None = None,
         num_threads: int = 0,
     ) -> None:
+        self._open_kv = open_kv
         self._write_more = write_more
         self._num_threads = num_threads
         self._prefetch: LayerPrefetch | None = None
@@ -93,39 +85,50 @@ class SpanLoader:
         self._unneeded: Mapping[ReusedSpan, int] = {}
         self.hidden_seconds = 0.0
         self.record_seconds: dict[RecordId, float] = {}
-        self.spans: list[ReusedSpan] = []
-        self.misses: Counter[str] = Counter()
-        self.lost: dict[str, str] = {}
+        self._spans: Sequence[ReusedSpan] = ()
         self._bytes_of_dropped = 0
         self._records: dict[RecordId, EncodedChunk] = {}
-        opened = self._open(list(dict.fromkeys(map(record_id_of, spans))), open_kv)
+
+    def open(self, spans: Sequence[ReusedSpan]) -> None:
+        """Open the records of these spans, which are from now on those that are loaded.
+
+        Records that are open already stay so.
+
+        Raises
+        ------
+        LostError
+            When some of them cannot be had; the others are open.
+        """
+        self._spans = spans
+        ends: dict[RecordId, int] = {}
         for span in spans:
-            record = opened[record_id_of(span)]
-            if isinstance(record, Exception):
-                self._miss(span, reason_of(record))
-            elif record is None:
-                self._miss(span, MISS_ABSENT)
-            elif span.chunk_end > record.num_tokens:
-                self._miss(span, MISS_DAMAGED)
-            else:
-                self._records[record_id_of(span)] = record
-                self.spans.append(span)
-
-    def _open(
-        self, wanted: Sequence[RecordId], open_kv: OpenKV
-    ) -> dict[RecordId, EncodedChunk | Exception | None]:
-        def opened(record_id: RecordId) -> EncodedChunk | Exception | None:
-            started = time.perf_counter()
-            try:
-                return open_kv(*record_id)
-            except DAMAGE as error:
-                return error
-            finally:
-                self.record_seconds[record_id] = time.perf_counter() - started
-
+            ends[span.record_id] = max(ends.get(span.record_id, 0), span.chunk_end)
+        for record_id in self._records.keys() - ends.keys():
+            self._drop(record_id)
+        wanted = [record_id for record_id in ends if record_id not in self._records]
         # Each costs a round trip at least.
-        found = threads.each(opened, wanted, max(self._num_threads, 1))
-        return dict(zip(wanted, found, strict=True))
+        found = threads.each(self._opened, wanted, max(self._num_threads, 1))
+        lost: dict[RecordId, str | None] = {}
+        for record_id, record in zip(wanted, found, strict=True):
+            if isinstance(record, Exception):
+                lost[record_id] = reason_of(record)
+            elif record is None:
+                lost[record_id] = MISS_ABSENT
+            elif record.num_tokens < ends[record_id]:
+                lost[record_id] = MISS_DAMAGED
+            else:
+                self._records[record_id] = record
+        if lost:
+            raise LostError(lost)
+
+    def _opened(self, record_id: RecordId) -> EncodedChunk | Exception | None:
+        started = time.perf_counter()
+        try:
+            return self._open_kv(*record_id)
+        except DAMAGE as error:
+            return error
+        finally:
+            self.record_seconds[record_id] = time.perf_counter() - started
 
     @property
     def bytes_loaded(self) -> int:
@@ -149,12 +152,10 @@ class SpanLoader:
         """
         self.end()
         self._unneeded = unneeded or {}
-        if not self._num_threads or not self.spans:
+        if not self._num_threads or not self._spans:
             return
         self._lanes = lanes = tuple(self._records)
-        spans = {
-            lane: [span for span in self.spans if record_id_of(span) == lane] for lane in lanes
-        }
+        spans = self._spans_by_record()
 
         def bring(lane: int, layer_index: int) -> None:
             for span in spans[lanes[lane]]:
@@ -181,10 +182,9 @@ class SpanLoader:
 
         Raises
         ------
-        SpanLostError
-            When a layer of a span is damaged or unreadable, this one or, where layers are read in
-            the background, any. The span is counted and left out; what has been computed with it
-            must be computed again.
+        LostError
+            When a layer of a record is damaged or unreadable, this one or, where layers are read
+            in the background, any. What has been computed with it must be computed again.
         """
         if self._prefetch is not None:
             busy_before = self._prefetch.busy_seconds
@@ -194,11 +194,11 @@ class SpanLoader:
                 # One new beginning is enough: let the other records show their damage too.
                 self._lose({self._lanes[i]: e for i, e in self._prefetch.drain().items()})
         else:
-            for span in self.spans:
+            for span in self._spans:
                 try:
                     self._place(span, layer_index, fused, table)
                 except DAMAGE as error:
-                    lost = record_id_of(span)
+                    lost = span.record_id
                     self._lose({lost: error, **self._other_damage(lost, len(fused.keys))})
         if self._write_more is not None:
             self._write_more(layer_index, fused, table)
@@ -216,42 +216,37 @@ class SpanLoader:
             table=table,
             rows=rows,
         )
-        record_id = record_id_of(span)
+        record_id = span.record_id
         started = time.perf_counter()
         self._records[record_id].place_layer(layer_index, into)
         # By one thread at a time for each record.
         self.record_seconds[record_id] += time.perf_counter() - started
 
     def _lose(self, failures: Mapping[RecordId, Exception]) -> NoReturn:
-        """Leave out records, and raise what that means for the caller."""
+        """Raise what failures of records mean for the caller."""
         self.end()
-        for record_id, error in failures.items():
+        for error in failures.values():
             if not isinstance(error, DAMAGE):
                 raise error
-            self._drop(record_id, reason_of(error))
-        first, error = next(iter(failures.items()))
-        raise SpanLostError(f"chunk {first[0]}: {reason_of(error)}") from error
+        raise LostError({one: reason_of(error) for one, error in failures.items()}) from next(
+            iter(failures.values())
+        )
 
-    def _miss(self, span: ReusedSpan, reason: str) -> None:
-        self.misses[reason] += 1
-        self.lost[span.chunk_id] = reason
-
-    def _drop(self, lost: RecordId, reason: str) -> None:
-        for span in self.spans:
-            if record_id_of(span) == lost:
-                self._miss(span, reason)
-        self._leave_out(lost)
-
-    def _leave_out(self, record_id: RecordId) -> None:
-        self.spans = [span for span in self.spans if record_id_of(span) != record_id]
+    def _drop(self, record_id: RecordId) -> None:
         self._bytes_of_dropped += self._records.pop(record_id).bytes_read
+
+    def _spans_by_record(self) -> dict[RecordId, list[ReusedSpan]]:
+        spans: dict[RecordId, list[ReusedSpan]] = {record_id: [] for record_id in self._records}
+        for span in self._spans:
+            spans[span.record_id].append(span)
+        return spans
 
     def _other_damage(self, lost: RecordId, num_layers: int) -> dict[RecordId, Exception]:
         """Read what is needed of the other records, so that one new beginning is enough."""
         first_layers: dict[RecordId, int] = {}
-        for span in self.spans:
-            known = first_layers.get(record_id_of(span), num_layers)
-            first_layers[record_id_of(span)] = min(known, self._unneeded.get(span, 0))
+        for span in self._spans:
+            known = first_layers.get(span.record_id, num_layers)
+            first_layers[span.record_id] = min(known, self._unneeded.get(span, 0))
         failures: dict[RecordId, Exception] = {}
         first_layers.pop(lost)
         for record_id, first_layer in first_layers.items():
@@ -261,11 +256,6 @@ class SpanLoader:
             except DAMAGE as error:
                 failures[record_id] = error
         return failures
-
-
-def record_id_of(span: ReusedSpan) -> RecordId:
-    """Return which record a span is taken from."""
-    return span.chunk_id, span.context_ids
 
 
 def reason_of(error: Exception) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, Seen, highest
+from kvrag.fusion.policies.base import CandidateStats, PromptRows, RecomputePolicy, highest
 from kvrag.kvcache import FusedKV
 from kvrag.models.attention import Alone
 from kvrag.models.caches import Deviation
@@ -27,8 +27,8 @@ class Selection:
     fresh
         ``[m]`` ascending positions of tokens that are not stored.
     encoded
-        What each row of the prompt was encoded with, for a policy that compares attention; None
-        where that cannot be compared.
+        What each row of the prompt was encoded with, for a policy that chooses in layer 0; None
+        where attention cannot be compared.
 
     Attributes
     ----------
@@ -111,8 +111,8 @@ class Selection:
     def _choose(self, count: int, deviation: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the ascending indices into `rows` of fresh rows and of the best candidates."""
         which = self._optional.nonzero()[:, 0]
-        seen = Seen(self.rows[which], {on: far[which] for on, far in deviation.items()})
-        kept = highest(self._policy.score(self._prompt, seen), count)
+        stats = CandidateStats(self.rows[which], {on: far[which] for on, far in deviation.items()})
+        kept = highest(self._policy.score(self._prompt, stats), count)
         chosen = ~self._optional
         chosen[which[kept]] = True
         return chosen.nonzero()[:, 0]

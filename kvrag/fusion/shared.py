@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from kvrag.fusion.layout import Layout, ReusedSpan
-from kvrag.fusion.loader import OpenKV, SpanLoader, SpanLostError
+from kvrag.fusion.layout import Layout, RecordId, ReusedSpan
+from kvrag.fusion.loader import LostError, OpenKV, SpanLoader
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 
@@ -86,18 +86,19 @@ class SharedPrompts:
         self._model = model
         self._windows = sorted({window or 0 for window in model.windows})
         misses: Counter[str] = Counter()
+        loader = SpanLoader(open_kv)
         while True:
             rows = _Rows(layouts, room)
-            loader = SpanLoader(list(rows.shared.values()), open_kv)
-            if not loader.lost:
-                try:
-                    fused = self._fuse(rows, loader)
-                    break
-                except SpanLostError:
-                    pass
-            # Each round has a record less, so this ends.
-            misses += loader.misses
-            layouts = [_without(layout, loader.lost) for layout in layouts]
+            shared = tuple(rows.shared.values())
+            try:
+                loader.open(shared)
+                fused = self._fuse(rows, loader)
+                break
+            except LostError as error:
+                # Each round has a record less, so this ends.
+                lost = error.lost
+            misses.update(str(lost[one.record_id]) for one in shared if one.record_id in lost)
+            layouts = [_without(layout, lost) for layout in layouts]
         self._fused, self._rows_of = fused, rows
         num_tokens = sum(len(layout.token_ids) for layout in layouts)
         per_token = model.spec.bytes_per_token
@@ -242,5 +243,5 @@ def _place(layout: Layout, span: ReusedSpan) -> _Place:
     )
 
 
-def _without(layout: Layout, lost: dict[str, str]) -> Layout:
-    return replace(layout, spans=tuple(span for span in layout.spans if span.chunk_id not in lost))
+def _without(layout: Layout, lost: Collection[RecordId]) -> Layout:
+    return replace(layout, spans=tuple(one for one in layout.spans if one.record_id not in lost))

@@ -6,15 +6,14 @@ import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kvrag.fusion.layout import ReusedSpan
+from kvrag.fusion.layout import RecordId, ReusedSpan
 from kvrag.fusion.loader import (
     DAMAGE,
+    LostError,
     OpenKV,
-    RecordId,
     SpanLoader,
     WriteKV,
     reason_of,
-    record_id_of,
 )
 from kvrag.kvcache import FusedKV
 from kvrag.loading.stream_report import StreamReport
@@ -28,49 +27,58 @@ PlannedRows = Callable[[Sequence[ReusedSpan]], int]
 class StreamedLoader(SpanLoader):
     """Brings the spans of a prompt before anything is computed, as finely as there is time for.
 
-    What becomes of chunks that are computed from their text for want of time is in the report of
-    `stream`; `misses` are those that could not be had.
-
     Parameters
     ----------
-    spans, open_kv, write_more, num_threads
+    open_kv, write_more, num_threads
         See `SpanLoader`; the threads open records.
     streaming
         The time to first token aimed at, and what is known.
+    planned_rows
+        Tells what the prompt will cost when only some spans are loaded.
+
+    Attributes
+    ----------
+    report
+        What came of it so far; None before `stream`.
     """
 
     def __init__(
         self,
-        spans: Sequence[ReusedSpan],
         open_kv: OpenKV,
         write_more: WriteKV | None,
         num_threads: int,
         streaming: Streaming,
+        planned_rows: PlannedRows,
     ) -> None:
-        super().__init__(spans, open_kv, write_more, num_threads)
+        super().__init__(open_kv, write_more, num_threads)
         self._streaming = streaming
-        link, records = streaming.known.link, self._records.values()
-        if not records:
-            return
-        # Opened at the same time they slow one another down.
-        link.note_request(min(self.record_seconds[record] for record in self._records))
-        if streaming.load_seconds_per_token:
-            num_bytes = sum(sum(record.plane_bytes) for record in records)
-            num_tokens = sum(record.num_tokens for record in records)
-            link.expect(num_bytes / (num_tokens * streaming.load_seconds_per_token))
+        self._planned_rows = planned_rows
+        self.report: StreamReport | None = None
 
-    def stream(
-        self, fused: FusedKV, tables: Sequence[RotaryTable], planned_rows: PlannedRows
-    ) -> StreamReport:
-        """Bring all layers into `fused` now; return what came of it so far.
+    def begin(
+        self,
+        fused: FusedKV,
+        tables: Sequence[RotaryTable],
+        unneeded: Mapping[ReusedSpan, int] | None = None,  # noqa: ARG002
+    ) -> None:
+        """Bring all layers into `fused`, the first time; nothing is left to be brought later.
 
-        Spans that are to be computed instead, or cannot be had, are left out of `spans`.
+        Raises
+        ------
+        LostError
+            For records that cannot be had, and for those that are quicker to compute.
         """
+        if self.report is not None:
+            return
+        lost = self._stream(fused, tables)
+        if lost:
+            raise LostError(lost)
+
+    def _stream(self, fused: FusedKV, tables: Sequence[RotaryTable]) -> dict[RecordId, str | None]:
+        self._expect()
         streaming = self._streaming
         lanes = tuple(self._records)
-        spans = {
-            lane: [span for span in self.spans if record_id_of(span) == lane] for lane in lanes
-        }
+        spans = self._spans_by_record()
 
         def place(lane: RecordId) -> None:
             for layer_index, table in enumerate(tables):
@@ -80,8 +88,8 @@ class StreamedLoader(SpanLoader):
         @functools.cache
         def compute_seconds(left_out: frozenset[int]) -> float | None:
             records = {lanes[number] for number in left_out}
-            loaded = [span for span in self.spans if record_id_of(span) not in records]
-            return streaming.known.computing.seconds(planned_rows(loaded))
+            loaded = [span for span in self._spans if span.record_id not in records]
+            return streaming.known.computing.seconds(self._planned_rows(loaded))
 
         def seconds_without(numbers: Collection[int]) -> float | None:
             return compute_seconds(frozenset(numbers))
@@ -99,22 +107,26 @@ class StreamedLoader(SpanLoader):
         stream = ChunkStream(items, streaming, seconds_without, DAMAGE, fused.storage.device)
         streamed = stream.run()
         expected = stream.tail_seconds()
-        for number, error in stream.lost.items():
-            self._drop(lanes[number], reason_of(error))
-        for number in stream.computed:
-            self._leave_out(lanes[number])
         elapsed = time.perf_counter() - streaming.started
-        return StreamReport(streaming.ttft, elapsed, streamed, expected)
+        self.report = StreamReport(streaming.ttft, elapsed, streamed, expected)
+        lost: dict[RecordId, str | None] = dict.fromkeys(lanes[n] for n in stream.computed)
+        lost.update({lanes[n]: reason_of(error) for n, error in stream.lost.items()})
+        return lost
 
-    def begin(
-        self,
-        fused: FusedKV,
-        tables: Sequence[RotaryTable],
-        unneeded: Mapping[ReusedSpan, int] | None = None,
-    ) -> None:
-        """Do nothing: all there is has been brought."""
+    def _expect(self) -> None:
+        """Let the link know what opening took, and what is expected of loading."""
+        link, records = self._streaming.known.link, self._records.values()
+        if not records:
+            return
+        # Opened at the same time they slow one another down.
+        link.note_request(min(self.record_seconds[record] for record in self._records))
+        if self._streaming.load_seconds_per_token:
+            num_bytes = sum(sum(record.plane_bytes) for record in records)
+            num_tokens = sum(record.num_tokens for record in records)
+            seconds = num_tokens * self._streaming.load_seconds_per_token
+            link.expect(num_bytes / seconds)
 
     def load_layer(self, layer_index: int, fused: FusedKV, table: RotaryTable) -> None:
-        """Write what has KV of its own behind the spans, which are there."""
+        """Write what has KV of its own besides the spans, which are there."""
         if self._write_more is not None:
             self._write_more(layer_index, fused, table)

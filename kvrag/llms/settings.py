@@ -29,8 +29,8 @@ from kvrag.engine.sampling import Sampling
 from kvrag.engine.shared import shared_index
 from kvrag.errors import IndexLockedError, KVRagError, ParameterError, StoreError
 from kvrag.eviction.registry import make_eviction
+from kvrag.fusion.controller import make_choice
 from kvrag.fusion.policies import DEFAULT_POLICY
-from kvrag.fusion.policies.registry import make_policy
 from kvrag.ingest.index import Index
 from kvrag.pml.engine import PMLEngine
 
@@ -159,7 +159,7 @@ class EngineSettings(BaseModel):
     @model_validator(mode="after")
     def _as_the_engine_takes_them(self) -> Self:
         # What only the engine would refuse is refused here, not at the first call.
-        make_policy(self.policy, ratio=self.ratio, boundary_tokens=self.boundary_tokens)
+        make_choice(self.policy, ratio=self.ratio, boundary_tokens=self.boundary_tokens)
         make_eviction(self.eviction)
         Sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty, self.seed)
         return self

@@ -42,6 +42,26 @@ class TierCost:
 
 
 @dataclass(frozen=True)
+class StoredRows:
+    """A record that a prompt needs, and what the prompt takes from it.
+
+    Attributes
+    ----------
+    chunk_id, context_ids
+        Which record: the chunk's that was encoded behind these tokens.
+    num_rows
+        Rows that the prompt takes.
+    tier
+        The store's tier that would deliver it, 0 the fastest; None where that is not known.
+    """
+
+    chunk_id: str
+    context_ids: tuple[int, ...]
+    num_rows: int
+    tier: int | None = None
+
+
+@dataclass(frozen=True)
 class LoadingCost:
     """Seconds of loading out of a store.
 

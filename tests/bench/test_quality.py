@@ -27,8 +27,8 @@ from kvrag.errors import KVRagError, ModelLoadError, ParameterError
 from kvrag.fusion.fuser import fuse
 from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.query import QueryPolicy
-from kvrag.fusion.policies.registry import make_policy
 from kvrag.fusion.policies.seam import SeamPolicy
+from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
@@ -269,7 +269,7 @@ def test_answers_are_those_of_plain_decoding(
             do_sample=False,
         )
         assert reference.token_ids == tuple(generated[0, len(token_ids) :].tolist())
-        policy = make_policy("none")
+        policy = make_repair("none")
         given = answerer.answer(answerer.fuse(layout, bank.opener("raw"), policy), reference)
         kv = FusedKV(model.spec, len(token_ids), len(token_ids) + 10)
         fused = fuse(model, layout, bank.opener("raw"), policy, kv)

@@ -11,7 +11,7 @@ import torch
 
 from kvrag.engine.engine import KVEngine
 from kvrag.fusion.calibration import Calibration, Cost, Measured
-from kvrag.fusion.policies.auto import AutoPolicy
+from kvrag.fusion.controller import LoadingController
 from kvrag.ingest.index import Index
 from kvrag.loading.cost import LoadingCost, TierCost
 from kvrag.store.memory import MemoryStore
@@ -23,7 +23,7 @@ PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAns
 NEAR, FAR = TierCost("memory:", 0.0, 0.0), TierCost("far:", 10.0, 0.0)
 
 
-def auto(*tiers: TierCost, policy: str = "none", ratio: float | None = None) -> AutoPolicy:
+def auto(*tiers: TierCost, policy: str = "none", ratio: float | None = None) -> LoadingController:
     calibration = Calibration(
         model_fingerprint="m",
         data="d",
@@ -33,7 +33,7 @@ def auto(*tiers: TierCost, policy: str = "none", ratio: float | None = None) -> 
         cost=Cost(0.0, 1e-6, 0.0),
         loading=LoadingCost("store:", tiers),
     )
-    return AutoPolicy(calibration=calibration)
+    return LoadingController(calibration=calibration)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine, Message
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
-from kvrag.fusion.policies.auto import AutoPolicy
+from kvrag.fusion.controller import LoadingController
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from tests.support.bench_top import TEXTS
@@ -241,12 +241,12 @@ def test_a_policy_object_finds_the_calibration(tmp_path: Path, model: KVModel) -
         index.add([Document(source="text", text=TEXTS[0])])
         engine = KVEngine(index)
         with pytest.raises(ParameterError, match="kvrag calibrate"):
-            engine.fuse(PROMPT, policy=AutoPolicy(ttft=1.0))
+            engine.fuse(PROMPT, policy=LoadingController(ttft=1.0))
         measured = Measured("seam", 0.5, 0.25, 0.2, 0.3)
         index.keep_calibration(
             Calibration(model.fingerprint, "d", "agreement", 1, (measured,), Cost(0.0, 1.0, 0.0))
         )
-        report = engine.fuse("Of Varn:\n\n" + TEXTS[0], policy=AutoPolicy(ttft=1.0)).report
+        report = engine.fuse("Of Varn:\n\n" + TEXTS[0], policy=LoadingController(ttft=1.0)).report
         assert (report.policy, report.expected_loss) == ("seam(ratio=0.5)", 0.25)
         # And so does one that is wrapped.
         report = engine.fuse("Of Varn:\n\n" + TEXTS[0], policy="auto:temperature=0.9").report

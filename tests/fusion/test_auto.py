@@ -9,21 +9,26 @@ import pytest
 
 from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
+from kvrag.fusion.controller import Expected, LoadingController
 from kvrag.fusion.layout import ReusedSpan
-from kvrag.fusion.policies.auto import AutoPolicy, planned_rows
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, Resolved, StoredRows
+from kvrag.fusion.policies.base import (
+    PromptRows,
+    RecomputePolicy,
+    planned_rows,
+)
 from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.query import QueryPolicy
-from kvrag.fusion.policies.scaled import ScaledPolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
-from kvrag.loading.cost import LoadingCost, TierCost
+from kvrag.fusion.repair import Repair
+from kvrag.loading.cost import LoadingCost, StoredRows, TierCost
 from kvrag.models.kv_model import KVModel
 from tests.support.bench_top import Bench
 from tests.support.models import make_model, make_tokenizer
 
 PROMPT = PromptRows(1100, 10, (ReusedSpan("a", 50, 0, 1000),))
+RECORDS = (StoredRows("a", (), 1000),)
 NUM_FRESH = 100
 NO_INTERVAL = {"loss_low": 0, "loss_high": 0}
 CALIBRATION = Calibration(
@@ -48,7 +53,10 @@ def _store(per_record: float, per_token: float) -> LoadingCost:
 
 
 def _chosen(**budget: float) -> tuple[RecomputePolicy, float | None]:
-    return AutoPolicy(calibration=CALIBRATION, **budget).resolve(PROMPT, NUM_FRESH)[:2]
+    repair, expected = LoadingController(calibration=CALIBRATION, **budget).choose(
+        PROMPT, NUM_FRESH
+    )
+    return repair.policy, expected.loss
 
 
 def test_planned_rows_are_those_that_are_computed() -> None:
@@ -56,15 +64,16 @@ def test_planned_rows_are_those_that_are_computed() -> None:
     prompt = bench.prompt(2, 0, 3, 1)
     policies = (
         NonePolicy(),
-        ScaledPolicy(QueryPolicy(0.3), temperature=0.9),
+        Repair(QueryPolicy(0.3), temperature=0.9),
         BoundaryPolicy(3),
         DeviationPolicy(0.3),
         QueryPolicy(0.3),
         QueryPolicy(0.3, depth=0.5),
         TwoStagePolicy(0.2),
     )
-    for policy in policies:
-        fused = bench.fuse(prompt, policy)
+    for choice in policies:
+        fused = bench.fuse(prompt, choice)
+        policy = choice.policy if isinstance(choice, Repair) else choice
         report = fused.report
         inexact = report.num_reused + report.num_recomputed
         spans = (ReusedSpan("all", 0, 0, inexact),)
@@ -101,8 +110,8 @@ def test_a_time_bounds_what_is_recomputed() -> None:
     assert _chosen(ttft=0.1)[0] == NonePolicy()
 
 
-def _loading(seconds: float, **budget: float) -> Resolved:
-    """Resolve with a store that takes so long for the prompt's KV."""
+def _loading(seconds: float, **budget: float) -> tuple[RecomputePolicy, Expected]:
+    """Choose with a store that takes so long for the prompt's KV."""
     calibration = replace(
         CALIBRATION,
         policies=tuple(
@@ -111,43 +120,44 @@ def _loading(seconds: float, **budget: float) -> Resolved:
         ),
         loading=_store(0.0, seconds / 1000),
     )
-    prompt = replace(PROMPT, records=(StoredRows("a", (), 1000),))
-    return AutoPolicy(calibration=calibration, **budget).resolve(prompt, NUM_FRESH)
+    controller = LoadingController(calibration=calibration, **budget)
+    repair, expected = controller.choose(PROMPT, NUM_FRESH, RECORDS)
+    return repair.policy, expected
 
 
 def test_the_share_that_hides_behind_loading() -> None:
     # 10 layers of 100 fresh rows are 1 s; of 1,000 reused ones a tenth is another second.
-    assert _loading(0.0, loss=0.1).policy == BoundaryPolicy(ratio=0.1)
-    assert _loading(1.9, loss=0.1).policy == BoundaryPolicy(ratio=0.1)
+    assert _loading(0.0, loss=0.1)[0] == BoundaryPolicy(ratio=0.1)
+    assert _loading(1.9, loss=0.1)[0] == BoundaryPolicy(ratio=0.1)
     # Of 25 s of loading 6 s of computing show 0.4 s more than 2 s: the same time, less lost.
-    assert _loading(25.0, loss=0.1).policy == BoundaryPolicy(ratio=0.5)
-    assert _loading(500.0, loss=0.1).policy == BoundaryPolicy(ratio=1.0)
+    assert _loading(25.0, loss=0.1)[0] == BoundaryPolicy(ratio=0.5)
+    assert _loading(500.0, loss=0.1)[0] == BoundaryPolicy(ratio=1.0)
 
 
 def test_quality_is_kept_where_nothing_hides() -> None:
-    found = _loading(0.0, loss=0.05)
-    assert found.policy == BoundaryPolicy(ratio=0.5)
-    assert found.loss == pytest.approx(0.05)
+    policy, expected = _loading(0.0, loss=0.05)
+    assert policy == BoundaryPolicy(ratio=0.5)
+    assert expected.loss == pytest.approx(0.05)
 
 
 def test_what_is_expected_counts_the_longer_and_a_layer_of_the_shorter() -> None:
-    found = _loading(10.0, loss=0.1, ratio=0.1)
+    _, found = _loading(10.0, loss=0.1, ratio=0.1)
     assert found.load_seconds == pytest.approx(10.0)
     assert found.seconds == pytest.approx(10.0 + 2.0 / 10)
 
 
 def test_a_time_bounds_loading_too() -> None:
-    assert _loading(10.0, ttft=11.0).policy == BoundaryPolicy(ratio=0.5)
-    assert _loading(10.0, ttft=10.21).policy == BoundaryPolicy(ratio=0.1)
+    assert _loading(10.0, ttft=11.0)[0] == BoundaryPolicy(ratio=0.5)
+    assert _loading(10.0, ttft=10.21)[0] == BoundaryPolicy(ratio=0.1)
 
 
 def test_a_policy_that_asks_first_hides_nothing_of_its_computing() -> None:
     loading = _store(0.0, 0.01)
     calibration = replace(CALIBRATION, loading=loading)
-    prompt = replace(PROMPT, records=(StoredRows("a", (), 1000),))
     # 10 s of loading, 1 s of asking in its shadow, then 1 s + 1.5 s of computing in the light.
-    found = calibration.estimate(QueryPolicy(0.15, depth=1.0), prompt, NUM_FRESH)
-    rows = planned_rows(QueryPolicy(0.15, depth=1.0), prompt, NUM_FRESH)
+    policy = QueryPolicy(0.15, depth=1.0)
+    found = calibration.estimate(policy, PROMPT, NUM_FRESH, RECORDS)
+    rows = planned_rows(policy, PROMPT, NUM_FRESH)
     assert found.seconds == pytest.approx(10.0 + 0.1 + rows / 1000 - 1.0)
     assert found.load_seconds == pytest.approx(10.0)
 
@@ -169,15 +179,15 @@ def test_a_share_bounds_policies_that_take_none() -> None:
         Measured("none", None, 0.3, 0.2, 0.4),
         Measured("boundary:tokens=20", None, 0.0, 0.0, 0.0),
     )
-    policy = AutoPolicy(calibration=replace(CALIBRATION, policies=policies))
-    assert replace(policy, ratio=0.02).resolve(PROMPT, NUM_FRESH)[0] == BoundaryPolicy(20)
-    assert replace(policy, ratio=0.019).resolve(PROMPT, NUM_FRESH)[0] == NonePolicy()
+    policy = LoadingController(calibration=replace(CALIBRATION, policies=policies))
+    assert replace(policy, ratio=0.02).choose(PROMPT, NUM_FRESH)[0].policy == BoundaryPolicy(20)
+    assert replace(policy, ratio=0.019).choose(PROMPT, NUM_FRESH)[0].policy == NonePolicy()
 
 
 def test_what_was_measured_at_a_ratio_is_made_at_it() -> None:
     boundary = Measured("boundary", 0.1, 0.0, 0.0, 0.0)
-    policy = AutoPolicy(calibration=replace(CALIBRATION, policies=(boundary,)))
-    chosen = policy.resolve(PROMPT, NUM_FRESH)[0]
+    policy = LoadingController(calibration=replace(CALIBRATION, policies=(boundary,)))
+    chosen = policy.choose(PROMPT, NUM_FRESH)[0].policy
     assert chosen == BoundaryPolicy(ratio=0.1)
     assert len(chosen.candidates(PROMPT)) == 100
     assert planned_rows(chosen, PROMPT, NUM_FRESH) == 10 * (NUM_FRESH + 100)
@@ -185,7 +195,7 @@ def test_what_was_measured_at_a_ratio_is_made_at_it() -> None:
 
 def test_where_nothing_is_off_nothing_is_expected_to_be_lost() -> None:
     bench = Bench(KVModel(make_model(num_hidden_layers=4), make_tokenizer()))
-    policy = AutoPolicy(calibration=replace(CALIBRATION, policies=CALIBRATION.policies[:1]))
+    policy = LoadingController(calibration=replace(CALIBRATION, policies=CALIBRATION.policies[:1]))
     nothing = bench.fuse("Nothing stands here at all.", policy).report
     exact = bench.fuse(bench.prompt(0), policy).report
     assert exact.num_exact > 0
@@ -194,16 +204,16 @@ def test_where_nothing_is_off_nothing_is_expected_to_be_lost() -> None:
 
 def test_the_report_says_what_was_chosen_and_what_to_expect() -> None:
     bench = Bench(KVModel(make_model(num_hidden_layers=4), make_tokenizer()))
-    report = bench.fuse(bench.prompt(2, 0, 3, 1), AutoPolicy(calibration=CALIBRATION)).report
+    report = bench.fuse(bench.prompt(2, 0, 3, 1), LoadingController(calibration=CALIBRATION)).report
     assert report.policy.startswith("query(ratio=0.15")
     assert report.to_dict()["expected_loss"] == 0.005
 
 
 def test_without_calibration_it_says_what_to_do() -> None:
     with pytest.raises(ParameterError, match="kvrag calibrate"):
-        AutoPolicy().resolve(PROMPT, NUM_FRESH)
+        LoadingController().choose(PROMPT, NUM_FRESH)
     with pytest.raises(ParameterError, match="kvrag calibrate"):
-        AutoPolicy(calibration=replace(CALIBRATION, policies=())).resolve(PROMPT, NUM_FRESH)
+        LoadingController(calibration=replace(CALIBRATION, policies=())).choose(PROMPT, NUM_FRESH)
 
 
 def test_json_round_trip() -> None:
@@ -258,19 +268,22 @@ NEAR, FAR = TierCost("memory:", 0.0, 0.001), TierCost("s3://b", 0.5, 0.02)
 TWO_TIERS = LoadingCost("tiered:memory:|s3://b", (NEAR, FAR))
 
 
-def _prompt(*tiers: int | None) -> PromptRows:
+def _prompt(*tiers: int | None) -> tuple[PromptRows, tuple[StoredRows, ...]]:
     """Chunks of 100 tokens each, one behind the other."""
     spans = tuple(ReusedSpan(str(n), 50 + 100 * n, 0, 100) for n in range(len(tiers)))
     records = tuple(StoredRows(str(n), (), 100, tier) for n, tier in enumerate(tiers))
-    return PromptRows(60 + 100 * len(tiers), 10, spans, records=records)
+    return PromptRows(60 + 100 * len(tiers), 10, spans), records
 
 
-def _computed(prompt: PromptRows, loading: LoadingCost | None = TWO_TIERS) -> list[str]:
+def _computed(
+    stored: tuple[PromptRows, tuple[StoredRows, ...]], loading: LoadingCost | None = TWO_TIERS
+) -> list[str]:
+    prompt, records = stored
     # 10 layers of 100 rows take a second; a chunk loads in 0.1 s or in 2.5 s.
     policies = (Measured("boundary", 0.1, 0.0, 0.0, 0.0),)
-    auto = AutoPolicy(calibration=replace(CALIBRATION, policies=policies, loading=loading))
-    decisions = auto.decide(prompt, 60)
-    assert not decisions or len(decisions) == len(prompt.records)
+    auto = LoadingController(calibration=replace(CALIBRATION, policies=policies, loading=loading))
+    decisions = auto.decide(prompt, 60, records)
+    assert not decisions or len(decisions) == len(records)
     return [one.chunk_id for one in decisions if one.is_computed]
 
 
@@ -290,30 +303,36 @@ def test_as_many_are_computed_as_hide_behind_the_loading_of_the_others() -> None
 def test_what_hides_behind_computing_is_loaded_though_it_is_slower() -> None:
     # 0.6 s of computing the question hide half a second of loading; computing would take longer.
     loading = LoadingCost("file:x", (TierCost("file:x", 0.55, 0.0),))
-    prompt = replace(_prompt(0), spans=(ReusedSpan("0", 50, 0, 50),))
-    prompt = replace(prompt, records=(StoredRows("0", (), 50, 0),))
-    assert _computed(prompt, loading) == []
+    prompt = replace(_prompt(0)[0], spans=(ReusedSpan("0", 50, 0, 50),))
+    assert _computed((prompt, (StoredRows("0", (), 50, 0),)), loading) == []
 
 
 def test_without_a_measurement_all_is_loaded() -> None:
     assert _computed(_prompt(1, 1), None) == []
-    auto = AutoPolicy(calibration=CALIBRATION)
+    auto = LoadingController(calibration=CALIBRATION)
     assert not auto.weighs_loading
-    assert auto.decide(_prompt(1), 60) == ()
-    assert ScaledPolicy(QueryPolicy(0.3), temperature=0.9).decide(_prompt(1), 60) == ()
+    prompt, records = _prompt(1)
+    assert auto.decide(prompt, 60, records) == ()
 
 
 def test_a_modified_auto_decides_as_well() -> None:
-    auto = AutoPolicy(calibration=replace(CALIBRATION, loading=TWO_TIERS))
-    scaled = ScaledPolicy(auto, temperature=0.9)
+    auto = LoadingController(calibration=replace(CALIBRATION, loading=TWO_TIERS))
+    scaled = replace(auto, temperature=0.9)
+    prompt, records = _prompt(0, 1)
     assert scaled.weighs_loading
-    assert scaled.decide(_prompt(0, 1), 60) == auto.decide(_prompt(0, 1), 60)
+    assert scaled.decide(prompt, 60, records) == auto.decide(prompt, 60, records)
+    repair, expected = scaled.choose(prompt, 60, records)
+    plain, known = auto.choose(prompt, 60, records)
+    assert (repair.policy, repair.temperature) == (plain.policy, 0.9)
+    # What was measured without scaling says nothing about the loss with it.
+    assert (expected.loss, expected.seconds) == (None, known.seconds)
 
 
 def test_a_decision_tells_what_was_expected() -> None:
     policies = (Measured("boundary", 0.1, 0.0, 0.0, 0.0),)
-    auto = AutoPolicy(calibration=replace(CALIBRATION, policies=policies, loading=TWO_TIERS))
-    near, far = auto.decide(_prompt(0, 1), 60)
+    auto = LoadingController(calibration=replace(CALIBRATION, policies=policies, loading=TWO_TIERS))
+    prompt, records = _prompt(0, 1)
+    near, far = auto.decide(prompt, 60, records)
     assert (near.tier, near.num_tokens, near.is_computed) == (0, 100, False)
     assert (far.tier, far.num_tokens, far.is_computed) == (1, 100, True)
     assert near.expected_load_seconds == pytest.approx(0.1)

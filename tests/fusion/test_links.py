@@ -17,7 +17,7 @@ from kvrag.fusion.layout import LINK, Layout, ReusedSpan
 from kvrag.fusion.links import FILE_NAME, Links, LinksHeader, find_links, insert_links
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.none import NonePolicy
-from kvrag.fusion.policies.registry import make_policy
+from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.adapter import RowAdapter, linear_layers
 from kvrag.models.kv_model import KVModel
@@ -149,7 +149,7 @@ def test_ratio_one_equals_the_full_prefill_of_the_linked_sequence(family: str) -
     bench = Bench(KVModel(make_model(family), make_tokenizer()))
     links = make_links(bench.model)
     prompt = bench.prompt(*ORDER)
-    fused = fuse_linked(bench, prompt, make_policy("deviation", ratio=1.0), links)
+    fused = fuse_linked(bench, prompt, make_repair("deviation", ratio=1.0), links)
     layout = replace(insert_links(bench.lay_out(prompt), links.header), spans=())
     buffer = FusedKV(bench.model.spec, len(layout.token_ids), len(layout.token_ids))
     expected = fuse(bench.model, layout, bench.open_kv, NonePolicy(), buffer, links.on(bench.model))
@@ -161,7 +161,7 @@ def test_ratio_one_equals_the_full_prefill_of_the_linked_sequence(family: str) -
 def test_links_combine_with_every_policy(bench: Bench, policy: str, way: str) -> None:
     links = make_links(bench.model, way)
     prompt = bench.prompt(*ORDER)
-    fused = fuse_linked(bench, prompt, make_policy(policy), links)
+    fused = fuse_linked(bench, prompt, make_repair(policy), links)
     report = fused.report
     counted = report.num_exact + report.num_reused + report.num_recomputed + report.num_fresh
     assert counted == report.num_tokens == len(bench.lay_out(prompt).token_ids)
@@ -179,7 +179,7 @@ def test_an_adapter_of_zeros_changes_nothing_and_others_change_fresh_rows_only(
     zeros = {name: torch.zeros_like(up) for name, up in adapted.adapter.up.items()}
     idle = replace(adapted, adapter=replace(adapted.adapter, up=zeros))
     prompt = bench.prompt(*ORDER)
-    policy = make_policy("boundary", boundary_tokens=4)
+    policy = make_repair("boundary", boundary_tokens=4)
     expected = fuse_linked(bench, prompt, policy, plain)
     assert torch.equal(fuse_linked(bench, prompt, policy, idle).logits, expected.logits)
     fused = fuse_linked(bench, prompt, policy, adapted)

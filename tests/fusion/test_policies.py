@@ -11,20 +11,22 @@ import torch
 
 from kvrag.bench.quality.oracle import OraclePolicy, TrueDeviation
 from kvrag.errors import ParameterError
+from kvrag.fusion.controller import LoadingController, make_choice, takes_ratio
 from kvrag.fusion.fuser import fuse
 from kvrag.fusion.layout import ReusedSpan
-from kvrag.fusion.policies.auto import AutoPolicy
-from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, Seen, share_of
+from kvrag.fusion.plan import Loading
+from kvrag.fusion.policies.base import CandidateStats, PromptRows, RecomputePolicy, share_of
 from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.gradual import GradualPolicy
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.query import QueryPolicy
 from kvrag.fusion.policies.random import RandomPolicy
-from kvrag.fusion.policies.registry import POLICIES, make_policy, takes_ratio
+from kvrag.fusion.policies.registry import POLICIES
 from kvrag.fusion.policies.seam import SeamPolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.fusion.question import QuestionAttention
+from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from tests.support.bench_top import TEXTS, Bench, relative_difference
@@ -42,9 +44,9 @@ def bench() -> Bench:
     return Bench(KVModel(make_model(num_hidden_layers=4), make_tokenizer()))
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "auto"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_candidates_are_reused_tokens_in_order(name: str) -> None:
-    policy = make_policy(name)
+    policy = make_repair(name).policy
     candidates = policy.candidates(PROMPT).tolist()
     assert candidates == sorted(set(candidates))
     assert set(candidates) <= set(PROMPT.reused().tolist())
@@ -82,32 +84,32 @@ def test_a_ratio_outside_0_to_1_is_refused(policy: type[RecomputePolicy], ratio:
         (lambda: QueryPolicy(depth=2.0), "query depth"),
         (lambda: TwoStagePolicy(pool=0.5), "two_stage pool"),
         (lambda: SeamPolicy(tokens=0), "at least 1"),
-        (lambda: make_policy("query", boundary_tokens=3), "takes no boundary_tokens"),
-        (lambda: make_policy("none", ratio=0.1), "takes no ratio"),
-        (lambda: make_policy("query:ratio=0.5", ratio=0.1), "both say the ratio; leave one out"),
-        (lambda: make_policy("seam:tokens=4", boundary_tokens=3), "both say the tokens"),
-        (lambda: make_policy("boundary", ratio=0.1, boundary_tokens=3), "expected one of the two"),
-        (lambda: make_policy("boundary:tokens=4", ratio=0.1), "expected one of the two"),
-        (lambda: make_policy("query:depth=1:depth=0"), "says its depth twice"),
-        (lambda: make_policy("boundary:tokens=1.5"), "tokens=1.5 .* expected a whole number"),
-        (lambda: make_policy("seam", boundary_tokens=2.5), "expected a whole number"),  # type: ignore[arg-type]
-        (lambda: make_policy("boundary:tokens=inf"), "expected a whole number"),
-        (lambda: make_policy("random:seed=0.5"), "seed=0.5 .* expected a whole number"),
-        (lambda: make_policy("random:seed=99999999999999999999"), "random seed 9+: expected 0 to"),
-        (lambda: make_policy("deviation", ratio=True), "ratio=True .* expected a number"),
-        (lambda: make_policy("deviation", ratio="0.5"), "ratio='0.5' .* expected a number"),  # type: ignore[arg-type]
-        (lambda: make_policy("two_stage:pool=nan"), "two_stage pool nan"),
-        (lambda: make_policy("two_stage:pool=inf"), "two_stage pool inf"),
-        (lambda: make_policy("auto:ttft=inf"), "auto ttft inf"),
-        (lambda: make_policy(5), "policy 5: expected a name"),  # type: ignore[arg-type]
-        (lambda: make_policy("query:width=3"), "takes no width; it takes depth, ratio"),
-        (lambda: make_policy("query:depth"), "expected PARAMETER=VALUE, found 'depth'"),
-        (lambda: make_policy("query:depth=deep"), "is not what it takes"),
-        (lambda: make_policy("deviation:on=3"), "is not what it takes"),
-        (lambda: make_policy("none:x=1"), "takes no x; it takes temperature, scale"),
-        (lambda: make_policy("auto:calibration=x"), "takes no calibration"),
-        (lambda: AutoPolicy(ttft=0.0), "above 0"),
-        (lambda: AutoPolicy(loss=2.0), "auto loss"),
+        (lambda: make_choice("query", boundary_tokens=3), "takes no boundary_tokens"),
+        (lambda: make_choice("none", ratio=0.1), "takes no ratio"),
+        (lambda: make_choice("query:ratio=0.5", ratio=0.1), "both say the ratio; leave one out"),
+        (lambda: make_choice("seam:tokens=4", boundary_tokens=3), "both say the tokens"),
+        (lambda: make_choice("boundary", ratio=0.1, boundary_tokens=3), "expected one of the two"),
+        (lambda: make_choice("boundary:tokens=4", ratio=0.1), "expected one of the two"),
+        (lambda: make_choice("query:depth=1:depth=0"), "says its depth twice"),
+        (lambda: make_choice("boundary:tokens=1.5"), "tokens=1.5 .* expected a whole number"),
+        (lambda: make_choice("seam", boundary_tokens=2.5), "expected a whole number"),  # type: ignore[arg-type]
+        (lambda: make_choice("boundary:tokens=inf"), "expected a whole number"),
+        (lambda: make_choice("random:seed=0.5"), "seed=0.5 .* expected a whole number"),
+        (lambda: make_choice("random:seed=99999999999999999999"), "random seed 9+: expected 0 to"),
+        (lambda: make_choice("deviation", ratio=True), "ratio=True .* expected a number"),
+        (lambda: make_choice("deviation", ratio="0.5"), "ratio='0.5' .* expected a number"),  # type: ignore[arg-type]
+        (lambda: make_choice("two_stage:pool=nan"), "two_stage pool nan"),
+        (lambda: make_choice("two_stage:pool=inf"), "two_stage pool inf"),
+        (lambda: make_choice("auto:ttft=inf"), "auto ttft inf"),
+        (lambda: make_choice(5), "policy 5: expected a name"),  # type: ignore[arg-type]
+        (lambda: make_choice("query:width=3"), "takes no width; it takes depth, ratio"),
+        (lambda: make_choice("query:depth"), "expected PARAMETER=VALUE, found 'depth'"),
+        (lambda: make_choice("query:depth=deep"), "is not what it takes"),
+        (lambda: make_choice("deviation:on=3"), "is not what it takes"),
+        (lambda: make_choice("none:x=1"), "takes no x; it takes temperature, scale"),
+        (lambda: make_choice("auto:calibration=x"), "takes no calibration"),
+        (lambda: LoadingController(ttft=0.0), "above 0"),
+        (lambda: LoadingController(loss=2.0), "auto loss"),
     ],
 )
 def test_parameters_that_mean_nothing_are_refused(make: object, message: str) -> None:
@@ -170,8 +172,8 @@ def test_gradual_counts(ratio: float, num_layers: int) -> None:
 def test_deviation_scores_what_it_is_told_to(on: str, picked: list[int]) -> None:
     keys = torch.tensor([9.0, 3.0, 8.0, 0.0])
     values = torch.tensor([0.0, 9.0, 4.0, 5.0])
-    seen = Seen(torch.arange(4), {"k": keys, "v": values})
-    scores = DeviationPolicy(ratio=0.5, on=on).score(PROMPT, seen)
+    stats = CandidateStats(torch.arange(4), {"k": keys, "v": values})
+    scores = DeviationPolicy(ratio=0.5, on=on).score(PROMPT, stats)
     assert scores.topk(2).indices.sort().values.tolist() == picked
 
 
@@ -182,8 +184,8 @@ def test_deviation_keeps_what_is_off(bench: Bench) -> None:
 
 
 def test_parameters_follow_colons() -> None:
-    assert make_policy("gradual:spread=0.8:on=k", ratio=0.2) == GradualPolicy(0.2, "k", 0.8)
-    assert make_policy("query:depth=1") == QueryPolicy(depth=1)
+    assert make_repair("gradual:spread=0.8:on=k", ratio=0.2).policy == GradualPolicy(0.2, "k", 0.8)
+    assert make_repair("query:depth=1").policy == QueryPolicy(depth=1)
 
 
 def test_query_takes_what_the_question_gathers_most_from() -> None:
@@ -203,7 +205,7 @@ def test_two_stages_take_what_is_relevant_and_off() -> None:
     pooled = policy.candidates(prompt)
     assert pooled.tolist() == [3, 4, 5]
     assert list(policy.counts(prompt) or ()) == [3, 2, 2, 2, 2, 2]
-    scores = policy.score(prompt, Seen(pooled, {"v": torch.tensor([0.0, 1.0, 9.0])}))
+    scores = policy.score(prompt, CandidateStats(pooled, {"v": torch.tensor([0.0, 1.0, 9.0])}))
     assert scores.argsort(descending=True).tolist() == [2, 1, 0]
 
 
@@ -232,7 +234,8 @@ def test_layers_that_are_computed_whole_are_not_loaded(
     # Nothing of what stands in a buffer before may show.
     buffer = FusedKV(bench.model.spec, len(layout.token_ids), len(layout.token_ids))
     buffer.storage.fill_(float("nan"))
-    fused = fuse(bench.model, layout, bench.open_kv, policy, buffer, load_threads=load_threads)
+    loading = Loading(load_threads)
+    fused = fuse(bench.model, layout, bench.open_kv, policy, buffer, loading=loading)
     assert torch.isfinite(fused.logits).all()
     if num_loaded == 0:
         assert relative_difference(fused.logits, bench.plain_logits(prompt)) < 1e-4
@@ -394,27 +397,27 @@ def laid_out(request: pytest.FixtureRequest) -> tuple[Bench, str]:
     return bench, bench.prompt(*order, question=question)
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "auto"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_any_prompt_is_fused_and_accounted_for(name: str, laid_out: tuple[Bench, str]) -> None:
     bench, prompt = laid_out
-    fused = bench.fuse(prompt, make_policy(name))
+    fused = bench.fuse(prompt, make_repair(name))
     report = fused.report
     assert torch.isfinite(fused.logits).all()
     counted = report.num_exact + report.num_reused + report.num_recomputed + report.num_fresh
     assert counted == report.num_tokens == len(bench.lay_out(prompt).token_ids)
     assert report.num_chunks > 0
-    if "ratio" in vars(make_policy(name)):
-        whole = bench.fuse(prompt, make_policy(name, ratio=1.0))
+    if "ratio" in vars(make_repair(name).policy):
+        whole = bench.fuse(prompt, make_repair(name, ratio=1.0))
         assert relative_difference(whole.logits, bench.plain_logits(prompt)) < 1e-4
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "auto"])
+@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("texts", [(), TEXTS[:1]])
 def test_where_nothing_is_off_nothing_is_chosen(
     name: str, texts: tuple[str, ...], bench: Bench
 ) -> None:
     """No chunk at all, and one that stands where it was encoded."""
     prompt = "\n\n".join([*texts, "Question: who keeps it?\nAnswer:"])
-    fused = bench.fuse(prompt, make_policy(name))
+    fused = bench.fuse(prompt, make_repair(name))
     assert fused.report.num_recomputed == fused.report.rows_asked == 0
     assert relative_difference(fused.logits, bench.plain_logits(prompt)) < 1e-4

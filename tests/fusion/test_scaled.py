@@ -18,8 +18,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.policies.none import NonePolicy
-from kvrag.fusion.policies.registry import make_policy
-from kvrag.fusion.policies.scaled import ScaledPolicy
+from kvrag.fusion.repair import Repair, make_repair
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.models import headwise
@@ -38,7 +37,7 @@ def bench() -> Bench:
 
 
 def scaled(bench: Bench, spec: str, prompt: str | None = None) -> FusedPrompt:
-    return bench.fuse(prompt or "Context:\n" + bench.prompt(*ORDER), make_policy(spec))
+    return bench.fuse(prompt or "Context:\n" + bench.prompt(*ORDER), make_repair(spec))
 
 
 @contextmanager
@@ -162,7 +161,7 @@ def test_decoding_goes_on_with_the_same_attention(family: str, implementation: s
     )
     num_short = len(short.token_ids)
     buffer = FusedKV(bench.model.spec, num_short, num_short + tail)
-    fused = fuse(bench.model, short, bench.open_kv, make_policy(spec), buffer)
+    fused = fuse(bench.model, short, bench.open_kv, make_repair(spec), buffer)
     expected = scaled(bench, spec, prompt).logits
     for steps in ((tail,), (1,) * tail):
         cache = FusedCache(buffer, num_short)
@@ -261,7 +260,7 @@ def test_other_forwards_are_left_alone(bench: Bench) -> None:
 )
 def test_values_out_of_range_are_refused(spec: str, message: str) -> None:
     with pytest.raises(ParameterError, match=message):
-        make_policy(spec)
+        make_repair(spec)
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e4])
@@ -272,9 +271,9 @@ def test_the_ends_of_the_ranges_stay_finite(bench: Bench, temperature: float, sc
 
 
 def test_what_it_is_called() -> None:
-    assert str(make_policy("none:scale=0.9")) == "none(temperature=1.0, scale=0.9)"
-    named = make_policy("query:ratio=0.1:temperature=0.9:scale=0.8")
-    assert isinstance(named, ScaledPolicy)
+    assert str(make_repair("none:scale=0.9")) == "none(temperature=1.0, scale=0.9)"
+    named = make_repair("query:ratio=0.1:temperature=0.9:scale=0.8")
+    assert isinstance(named, Repair)
     assert named.name == "query"
     assert str(named).startswith("query(ratio=0.1")
     assert str(named).endswith("temperature=0.9, scale=0.8)")

@@ -13,7 +13,7 @@ from kvrag.chunk import Chunk, Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.fusion.compression.dropping import encode_informed
-from kvrag.fusion.policies.registry import make_policy
+from kvrag.fusion.repair import make_repair
 from kvrag.ingest.coding import read_all
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
@@ -231,7 +231,7 @@ def test_nothing_is_computed_again_beside_compressed_chunks(dropped: Index) -> N
         with pytest.raises(ParameterError, match=r"stores chunks as drop:0\.5"):
             KVEngine(dropped, **given)  # type: ignore[arg-type]
     with pytest.raises(ParameterError, match="Use policy 'none'"):
-        KVEngine(dropped).fuse(prompt_of(*PARTS), policy=make_policy("query"))
+        KVEngine(dropped).fuse(prompt_of(*PARTS), policy=make_repair("query"))
 
 
 def test_kv_of_different_compressions_never_mix(make_index: MakeIndex) -> None:

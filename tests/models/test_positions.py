@@ -17,7 +17,7 @@ from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.none import NonePolicy
-from kvrag.fusion.policies.registry import make_policy
+from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.capture import capture_rows, embed_tokens
 from kvrag.models.kv_model import KVModel
@@ -180,7 +180,7 @@ def test_a_chunk_behind_a_gap_is_not_exact(gap: int) -> None:
 def test_scaled_keys_are_refused_where_layers_attend_themselves() -> None:
     bench = Bench(KVModel(make_model("bloom"), make_tokenizer()))
     with pytest.raises(UnsupportedModelError, match="no temperature or scale"):
-        bench.fuse(bench.prompt(2, 0), make_policy("none:temperature=0.9"))
+        bench.fuse(bench.prompt(2, 0), make_repair("none:temperature=0.9"))
 
 
 def test_rows_of_ones_own_choice_are_refused_where_layers_attend_themselves() -> None:

@@ -29,7 +29,7 @@ from tests.vllm.reference import (
 
 PLAIN = RequestParams(reuse=False)
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()  # unbound as yet
-MEASURED = tuple(name for name in POLICIES if name != "auto")  # which needs a calibration
+MEASURED = POLICIES
 
 
 @pytest.fixture(scope="module")

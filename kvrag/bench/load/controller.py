@@ -13,9 +13,8 @@ from kvrag.engine.answer import Answer
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
-from kvrag.fusion.policies.auto import AutoPolicy
-from kvrag.fusion.policies.base import RecomputePolicy
-from kvrag.fusion.policies.registry import make_policy, takes_ratio
+from kvrag.fusion.controller import Choice, LoadingController, takes_ratio
+from kvrag.fusion.repair import Repair, make_repair
 from kvrag.ingest.index import Index
 from kvrag.loading.prices import fit_prices
 
@@ -107,8 +106,9 @@ def measure_controller(
             index.store = ThrottledStore(whole, speed * 1e9)
             auto = _auto(index, cost, options, say)
             say(f"{options.policy} at {speed} GB/s")
+            contenders: list[Choice] = [auto, *_fixed(options)]
             rounds = [
-                [_answer(engine, prompt, policy) for policy in [auto, *_fixed(options)]]
+                [_answer(engine, prompt, policy) for policy in contenders]
                 for _ in range(options.repeats + 1)
             ][1:]
             seconds = [median(one.ttft_seconds for one in way) for way in zip(*rounds, strict=True)]
@@ -137,11 +137,11 @@ def measure_controller(
         index.store = whole
 
 
-def _fixed(options: ControllerOptions) -> list[RecomputePolicy]:
-    return [make_policy(options.policy, ratio=ratio) for ratio in options.allowed]
+def _fixed(options: ControllerOptions) -> list[Repair]:
+    return [make_repair(options.policy, ratio=ratio) for ratio in options.allowed]
 
 
-def _answer(engine: KVEngine, prompt: str, policy: RecomputePolicy) -> Answer:
+def _answer(engine: KVEngine, prompt: str, policy: Choice) -> Answer:
     return engine.generate(prompt, policy=policy, max_tokens=1)
 
 
@@ -162,7 +162,7 @@ def _compute_cost(engine: KVEngine, prompt: str, options: ControllerOptions) -> 
 
 def _auto(
     index: Index, cost: Cost, options: ControllerOptions, say: Callable[[str], None]
-) -> AutoPolicy:
+) -> LoadingController:
     loading = measure_loading(index, options.prompt.num_chunks, say)
     assert loading is not None
     calibration = Calibration(
@@ -178,4 +178,4 @@ def _auto(
         cost=cost,
         loading=loading,
     )
-    return AutoPolicy(loss=1.0 - options.floor, calibration=calibration)
+    return LoadingController(loss=1.0 - options.floor, calibration=calibration)

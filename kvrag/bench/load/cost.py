@@ -11,7 +11,7 @@ from itertools import cycle, islice
 from kvrag.chunk import Chunk
 from kvrag.errors import RecordError, StoreError
 from kvrag.fusion.layout import ReusedSpan
-from kvrag.fusion.loader import SpanLoader, SpanLostError
+from kvrag.fusion.loader import LostError, SpanLoader
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.loading import LOAD_THREADS
@@ -156,13 +156,23 @@ def load_spans(
     buffer.storage.zero_()  # an engine's spare buffer has been touched before, too
     tables = model.tables(num_tokens, positions)
     started = time.perf_counter()
-    loader = SpanLoader(spans, index.open_kv, num_threads=load_threads)
-    loader.begin(buffer, tables, unneeded)
+    loader = SpanLoader(index.open_kv, num_threads=load_threads)
     try:
+        spans = _opened(loader, spans)
+        loader.begin(buffer, tables, unneeded)
         for layer_index, table in enumerate(tables):
             loader.load_layer(layer_index, buffer, table)
-    except SpanLostError:
-        loader.spans = []
+    except LostError:
+        spans = []
     finally:
         loader.end()
-    return loader.spans, time.perf_counter() - started
+    return list(spans), time.perf_counter() - started
+
+
+def _opened(loader: SpanLoader, spans: Sequence[ReusedSpan]) -> Sequence[ReusedSpan]:
+    """Open the records of spans; return the spans that could be had."""
+    try:
+        loader.open(spans)
+    except LostError as error:
+        return _opened(loader, [span for span in spans if span.record_id not in error.lost])
+    return spans

@@ -11,9 +11,10 @@ from kvrag.bench.load.prompts import LoadPrompt, check_speeds, indexed
 from kvrag.bench.load.throttled import ThrottledStore
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
+from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.policies.base import PromptRows
-from kvrag.fusion.policies.registry import make_policy, takes_ratio
+from kvrag.fusion.policies.base import PromptRows, num_whole_layers
+from kvrag.fusion.repair import make_repair
 from kvrag.ingest.index import Index
 from kvrag.loading import LOAD_THREADS
 
@@ -50,7 +51,7 @@ class PipeliningOptions:
         check_speeds(self.gigabytes_per_second)
         if self.repeats < 1 or not self.ratios:
             raise ParameterError("bench load: repeats must be 1 or more, one ratio at least")
-        make_policy(self.policy)
+        make_repair(self.policy)
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def _run(
     ahead = pipelined.generate(prompt, policy=options.policy, ratio=ratio, max_tokens=1)
     inexact = tuple(span for span in layout.spans if not layout.is_exact(span))
     rows = PromptRows(len(layout.token_ids), index.model.spec.num_layers, inexact)
-    num_whole = make_policy(options.policy, ratio=ratio).num_whole_layers(rows)
+    num_whole = num_whole_layers(make_repair(options.policy, ratio=ratio).policy, rows)
     return _Run(
         load=load_spans(
             index,

@@ -10,9 +10,9 @@ from kvrag.bench.load.cost import given, measure_tier, reading_from, spread
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, StoreError
 from kvrag.fusion.calibration import Calibration
+from kvrag.fusion.controller import LoadingController
 from kvrag.fusion.layout import ReusedSpan
-from kvrag.fusion.policies.auto import AutoPolicy, planned_counts
-from kvrag.fusion.policies.base import PromptRows
+from kvrag.fusion.policies.base import PromptRows, planned_counts
 from kvrag.ingest.index import Index
 from kvrag.loading.cost import TierCost
 from kvrag.loading.placing import Offer, Placement, choose_store
@@ -101,16 +101,16 @@ def _recompute_seconds(
     calibration: Calibration, num_layers: int, rows: Sequence[int], loss: float
 ) -> tuple[str, list[float]]:
     """Return what ``auto`` takes, and the seconds of what that computes again of each chunk."""
-    auto = AutoPolicy(loss=loss, calibration=calibration)
+    auto = LoadingController(loss=loss, calibration=calibration)
 
     def prompt(num_rows: int) -> PromptRows:
         return PromptRows(num_rows, num_layers, (ReusedSpan("", 0, 0, num_rows),))
 
     typical = sorted(rows)[len(rows) // 2]
-    policy = auto.resolve(prompt(typical), 0).policy
+    repair, _ = auto.choose(prompt(typical), 0)
     per_row = calibration.cost.seconds_per_row
-    known = {one: per_row * sum(planned_counts(policy, prompt(one))) for one in set(rows)}
-    return str(policy), [known[one] for one in rows]
+    known = {one: per_row * sum(planned_counts(repair.policy, prompt(one))) for one in set(rows)}
+    return str(repair), [known[one] for one in rows]
 
 
 def _cost_of(index: Index, store: Store) -> TierCost:

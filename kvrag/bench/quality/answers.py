@@ -20,6 +20,7 @@ from kvrag.fusion.layout import Layout
 from kvrag.fusion.links import Links
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.base import RecomputePolicy
+from kvrag.fusion.repair import Repair
 from kvrag.fusion.report import FusionReport
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
@@ -122,7 +123,7 @@ class Answerer:
         self,
         layout: Layout,
         open_kv: OpenKV,
-        policy: RecomputePolicy,
+        policy: Repair | RecomputePolicy,
         links: Links | None = None,
     ) -> TimedPrompt:
         """Fuse a prompt; `links` are those of the layout, on the model."""

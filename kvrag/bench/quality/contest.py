@@ -24,12 +24,12 @@ from kvrag.eviction import NO_EVICTION
 from kvrag.eviction.registry import make_eviction
 from kvrag.fusion.chosen_links import LINKS_OFF, ChosenLinks
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
+from kvrag.fusion.controller import LoadingController, takes_ratio
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.links import Links, insert_links
-from kvrag.fusion.policies.auto import AutoPolicy
-from kvrag.fusion.policies.base import RecomputePolicy, check_ratio
+from kvrag.fusion.policies.base import check_ratio
 from kvrag.fusion.policies.none import NonePolicy
-from kvrag.fusion.policies.registry import make_policy, takes_ratio
+from kvrag.fusion.repair import Repair, make_repair
 from kvrag.ingest.contexts import NO_CONTEXT, context_limit
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
@@ -122,12 +122,12 @@ class Contestant:
         """The policy's name, and whether link tokens stand behind the chunks."""
         return self.policy + LINKED if self.linked else self.policy
 
-    def policy_for(self, deviation: Callable[[], TrueDeviation]) -> RecomputePolicy:
+    def policy_for(self, deviation: Callable[[], TrueDeviation]) -> Repair:
         """Return the policy, at the ratio; `deviation` is asked for by ``oracle`` alone."""
         if self.policy == ORACLE:
             assert self.ratio is not None
-            return OraclePolicy(self.ratio, deviation())
-        return make_policy(self.policy, ratio=self.ratio)
+            return Repair(OraclePolicy(self.ratio, deviation()))
+        return make_repair(self.policy, ratio=self.ratio)
 
 
 def _takes_ratio(policy: str) -> bool:
@@ -143,13 +143,13 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
         For an unknown policy or codec, a ratio out of range, or nothing to judge.
     """
     for name in options.policies:
-        if name.partition(":")[0] == AutoPolicy.name:
+        if name.partition(":")[0] == LoadingController.name:
             raise ParameterError(
                 "bench quality: 'auto' is not judged itself, it chooses among the others "
                 "('kvrag calibrate')"
             )
         if name != ORACLE:
-            make_policy(name)
+            make_repair(name)
     for ratio in options.ratios:
         check_ratio(ratio)
     codecs = [choose_codec(name).label for name in options.codecs]

@@ -18,6 +18,7 @@ from kvrag.fusion.policies.base import (
     share_of,
 )
 from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.repair import Repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 
@@ -73,7 +74,9 @@ class OraclePolicy(RecomputePolicy):
         return f"{self.name}(ratio={self.ratio})"
 
 
-def fill(model: KVModel, layout: Layout, open_kv: OpenKV, policy: RecomputePolicy) -> FusedPrompt:
+def fill(
+    model: KVModel, layout: Layout, open_kv: OpenKV, policy: Repair | RecomputePolicy
+) -> FusedPrompt:
     """Fuse a prompt into a buffer of its own."""
     num_tokens = len(layout.token_ids)
     buffer = FusedKV(model.spec, num_tokens, num_tokens, model.device)

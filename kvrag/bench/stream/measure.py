@@ -34,6 +34,7 @@ from kvrag.codec.base import EncodedChunk
 from kvrag.errors import ParameterError
 from kvrag.fusion.fuser import computing_seconds, fuse
 from kvrag.fusion.loader import OpenKV
+from kvrag.fusion.plan import Loading
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.report import FusionReport
 from kvrag.ingest.index import Index
@@ -251,8 +252,7 @@ class _Bench:
             NonePolicy(),
             buffer,
             None,
-            0 if streaming is None else LOAD_THREADS,
-            streaming=streaming,
+            Loading(0 if streaming is None else LOAD_THREADS, streaming=streaming),
         ).report
 
 

@@ -10,9 +10,9 @@ import torch
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies.base import (
+    CandidateStats,
     PromptRows,
     RecomputePolicy,
-    Seen,
     check_ratio,
     share_of,
 )
@@ -66,15 +66,11 @@ class DeviationPolicy(RecomputePolicy):
         if self.ratio == 1.0:
             return None
         kept = share_of(self.ratio, prompt.num_reused)
-        first = kept if self.compares_attention else prompt.num_reused
+        first = kept if self.on == "attention" else prompt.num_reused
         return [first] + [kept] * (prompt.num_layers - 1)
 
-    @property
-    def compares_attention(self) -> bool:
-        return self.on == "attention"
-
-    def score(self, prompt: PromptRows, seen: Seen) -> torch.Tensor:  # noqa: ARG002
-        return _combined(seen.deviation, self.on)
+    def score(self, prompt: PromptRows, stats: CandidateStats) -> torch.Tensor:  # noqa: ARG002
+        return _combined(stats.deviation, self.on)
 
 
 def _combined(deviation: Mapping[str, torch.Tensor], on: str) -> torch.Tensor:

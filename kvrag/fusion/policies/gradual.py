@@ -47,7 +47,7 @@ class GradualPolicy(DeviationPolicy):
         if self.ratio == 1.0:
             return None
         falling = _falling_counts(self.ratio, self.spread, prompt.num_reused, prompt.num_layers - 1)
-        return [falling[0] if self.compares_attention else prompt.num_reused, *falling]
+        return [falling[0] if self.on == "attention" else prompt.num_reused, *falling]
 
 
 def _falling_counts(ratio: float, spread: float, num_tokens: int, num_layers: int) -> list[int]:

@@ -11,9 +11,9 @@ import torch
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies.base import (
+    CandidateStats,
     PromptRows,
     RecomputePolicy,
-    Seen,
     check_ratio,
     highest,
     share_of,
@@ -71,10 +71,10 @@ class TwoStagePolicy(RecomputePolicy):
         kept = share_of(self.ratio, prompt.num_reused)
         return [self._num_pooled(prompt)] + [kept] * (prompt.num_layers - 1)
 
-    def score(self, prompt: PromptRows, seen: Seen) -> torch.Tensor:
-        reused = prompt.reused().to(seen.positions.device)
-        relevance = self._fused(prompt)[torch.searchsorted(reused, seen.positions)]
-        return relevance * seen.deviation["v"].sqrt()
+    def score(self, prompt: PromptRows, stats: CandidateStats) -> torch.Tensor:
+        reused = prompt.reused().to(stats.positions.device)
+        relevance = self._fused(prompt)[torch.searchsorted(reused, stats.positions)]
+        return relevance * stats.deviation["v"].sqrt()
 
     def _num_pooled(self, prompt: PromptRows) -> int:
         return share_of(min(1.0, self.pool * self.ratio), prompt.num_reused)

@@ -12,6 +12,7 @@ from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
 from kvrag.engine.engine import KVEngine, PlacedPrompt, Prompt, source_of
 from kvrag.engine.sampling import Sampling
 from kvrag.errors import ParameterError, PromptTooLongError
+from kvrag.fusion.controller import Choice
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.report import FusionReport
@@ -83,7 +84,7 @@ class VLLMEngine(KVEngine):
         prompt: Prompt,
         *,
         is_streamed: bool,
-        policy: str | RecomputePolicy | None = None,
+        policy: str | Choice | RecomputePolicy | None = None,
         ratio: float | None = None,
         boundary_tokens: int | None = None,
         max_tokens: int | None = None,
@@ -102,7 +103,7 @@ class VLLMEngine(KVEngine):
             raise ParameterError(
                 "a prompt laid out here (markup) cannot be handed to vLLM: answer it with KVEngine"
             )
-        if isinstance(policy, RecomputePolicy):
+        if policy is not None and not isinstance(policy, str):
             raise ParameterError(f"policy {policy}: name it, as 'gradual:spread=0.8'")
         if timeout_seconds is not None and timeout_seconds <= 0:
             raise ParameterError(f"timeout_seconds {timeout_seconds}: expected more than 0")

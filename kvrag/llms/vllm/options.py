@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvrag.fusion.controller import calibrated
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.artefacts import ArtefactStore
@@ -94,4 +95,4 @@ def _check_opening(settings: ConnectorSettings) -> None:
     """Raise now what the engine would raise a minute later, from inside its own processes."""
     with Index.open(Path(settings.index), store=settings.store) as index:
         ArtefactStore(index, settings.artefacts).close()
-        settings.make_policy().calibrated(lambda: index.calibration)
+        calibrated(settings.make_policy(), lambda: index.calibration)

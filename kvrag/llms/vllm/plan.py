@@ -11,9 +11,8 @@ from typing import Any
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import KVRagError, ParameterError
+from kvrag.fusion.controller import Choice, LoadingController, calibrated
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.policies.auto import AutoPolicy
-from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.artefacts import ArtefactStore
 from kvrag.llms.vllm.finding import TokenFinder
@@ -47,7 +46,7 @@ class LoadPlan:
     num_tokens: int
     salt: str
     layout: Layout | None = None
-    policy: RecomputePolicy | None = None
+    policy: Choice | None = None
     artefact: ChunkKey | None = None
 
 
@@ -105,7 +104,7 @@ class Planner:
             num_tokens = min(request.artefact.num_tokens, len(token_ids) - 1)
             return LoadPlan(num_tokens, _salt(key.digest), artefact=key)
         policy = request.make_policy(self._settings)
-        policy = policy.calibrated(lambda: self._index.calibration)
+        policy = calibrated(policy, lambda: self._index.calibration)
         layout = self._finder.find(token_ids)
         if not layout.spans:
             return NoPlan("; ".join(layout.misses))
@@ -116,14 +115,14 @@ class Planner:
         return LoadPlan(num_tokens, _salt_of(layout, policy), layout, policy)
 
 
-def _cut(layout: Layout, policy: RecomputePolicy, num_layers: int) -> tuple[int, ...]:
+def _cut(layout: Layout, policy: Choice, num_layers: int) -> tuple[int, ...]:
     """Return the tokens that are fused: up to the last chunk's end, one more, and what is asked."""
     end = layout.spans[-1].prompt_end
-    asks = isinstance(policy, AutoPolicy) or bool(policy.question_layers(num_layers))
+    asks = isinstance(policy, LoadingController) or bool(policy.policy.question_layers(num_layers))
     return layout.token_ids[: end + (MAX_ASKED_TOKENS if asks else 1)]
 
 
-def _salt_of(layout: Layout, policy: RecomputePolicy) -> str:
+def _salt_of(layout: Layout, policy: Choice) -> str:
     """Return what names the rows of a fused prompt."""
     spans = [
         (span.chunk_id, span.prompt_start, span.chunk_start, span.length, span.context_ids)

@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kvrag.errors import ParameterError
+from kvrag.fusion.controller import Choice, make_choice
 from kvrag.fusion.policies import DEFAULT_POLICY
-from kvrag.fusion.policies.base import RecomputePolicy
-from kvrag.fusion.policies.registry import make_policy
 from kvrag.llms.vllm.artefacts import ArtefactName
 
 PARAMS = "kvrag"
@@ -78,7 +77,7 @@ class ConnectorSettings:
             if (value := getattr(self, field.name)) != field.default
         }
 
-    def make_policy(self) -> RecomputePolicy:
+    def make_policy(self) -> Choice:
         """Return the policy of requests that name none. Raises ParameterError."""
         return servable_policy(self.policy, self.ratio, self.boundary_tokens)
 
@@ -134,7 +133,7 @@ class RequestParams:
             del said["reuse"]
         return {PARAMS: said}
 
-    def make_policy(self, settings: ConnectorSettings) -> RecomputePolicy:
+    def make_policy(self, settings: ConnectorSettings) -> Choice:
         """Return the policy of this request. Raises ParameterError."""
         if self.policy is None and self.ratio is None and self.boundary_tokens is None:
             return settings.make_policy()
@@ -144,12 +143,12 @@ class RequestParams:
 
 def servable_policy(
     name: str, ratio: float | None = None, boundary_tokens: int | None = None
-) -> RecomputePolicy:
+) -> Choice:
     """Return a policy. Raises ParameterError where there is none, or vLLM cannot answer with it."""
-    policy = make_policy(name, ratio=ratio, boundary_tokens=boundary_tokens)
-    if policy.scaling() is not None:
+    choice = make_choice(name, ratio=ratio, boundary_tokens=boundary_tokens)
+    if choice.scaling is not None:
         raise ParameterError(
             f"policy {name!r} attends to reused keys with a temperature or scale, which vLLM's "
             "attention does not know; leave both out"
         )
-    return policy
+    return choice

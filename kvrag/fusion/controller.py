@@ -1,0 +1,285 @@
+"""The controller ``auto``: policy and ratio for each prompt, from what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import ClassVar
+
+from kvrag.errors import ParameterError
+from kvrag.fusion.calibration import Calibration, Estimate, Measured
+from kvrag.fusion.policies.base import (
+    PromptRows,
+    check_ratio,
+    mean_count,
+    planned_counts,
+    share_of,
+)
+from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.registry import POLICIES, parameters_of
+from kvrag.fusion.repair import MODIFIERS, Repair, add_given, check_given, make_repair
+from kvrag.loading.cost import ChunkDecision, StoredRows
+from kvrag.models.scaling import KeyScaling
+from kvrag.parameters import check_fields, describe, parse_spec
+
+# Estimates that differ by less are taken for the same.
+_SAME = 1.02
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a controller expects of a prompt; None where it is not known.
+
+    Attributes
+    ----------
+    loss
+        Share of full prefill's quality that will be lost.
+    seconds, load_seconds
+        What the prompt will take, and the loading in it, hidden or not.
+    """
+
+    loss: float | None = None
+    seconds: float | None = None
+    load_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class LoadingController:
+    """Choose policy and ratio for each prompt, from a calibration.
+
+    The controller takes the cheapest policy within the budget that loses no more than `loss`. If
+    all lose more, it takes the one that loses least; if the budget allows nothing, the cheapest
+    of all. Where the cost of loading was measured, it prefers a policy that loses less to the
+    cheapest one if the difference hides behind loading.
+
+    Source: CacheBlend (arXiv 2405.16444) §5.1, the loading controller: the share at which computing
+    takes as long as loading, and no less than quality needs. Deviations: the criterion is chosen as
+    well as the share, among those that were measured; quality is measured for the model instead of
+    assumed.
+
+    Parameters
+    ----------
+    ratio
+        Greatest share of the reused tokens that may be recomputed; None sets no bound.
+    ttft
+        Seconds that fusing may take, as the calibration's machine would; None sets no bound.
+    loss
+        Share of full prefill's quality that may be lost.
+    temperature, scale
+        How tokens that stay reused are attended to, whatever is chosen (see `Repair`).
+    calibration
+        What was measured for the model.
+
+    Raises
+    ------
+    ParameterError
+        For a value of another type or out of range.
+    """
+
+    name: ClassVar[str] = "auto"
+    ratio: float | None = None
+    ttft: float | None = None
+    loss: float = 0.01
+    temperature: float | None = None
+    scale: float | None = None
+    calibration: Calibration | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "policy")
+        self._scaled(Repair(NonePolicy()))
+        if self.ratio is not None:
+            check_ratio(self.ratio)
+        if self.ttft is not None and not 0.0 < self.ttft < math.inf:
+            raise ParameterError(f"auto ttft {self.ttft}: expected seconds above 0, and finite")
+        if not 0.0 <= self.loss <= 1.0:
+            raise ParameterError(f"auto loss {self.loss}: expected a share between 0 and 1")
+
+    def __str__(self) -> str:
+        return describe(self)
+
+    @property
+    def scaling(self) -> KeyScaling | None:
+        """How tokens that stay reused are attended to, if it is said here."""
+        return self._scaled(Repair(NonePolicy())).scaling
+
+    def require_calibration(self) -> Calibration:
+        """Return the calibration; ParameterError when there is none."""
+        if self.calibration is None or not self.calibration.policies:
+            raise ParameterError(
+                "policy 'auto' chooses by what was measured for the model: run 'kvrag calibrate'"
+            )
+        return self.calibration
+
+    @property
+    def weighs_loading(self) -> bool:
+        """Whether `decide` has something to say; only then does it need to know the tiers."""
+        return self.calibration is not None and self.calibration.loading is not None
+
+    def decide(
+        self, prompt: PromptRows, num_fresh: int, records: Sequence[StoredRows]
+    ) -> Sequence[ChunkDecision]:
+        """Say for each record whether it is loaded or computed; nothing means all are loaded.
+
+        Chunks are computed in the order of what computing them saves, as many as make the
+        estimate of the whole prompt least. A chunk that is slower to load than to compute is
+        still loaded where that hides behind other work. Computing a chunk is always right.
+
+        Source: CacheBlend §5.1 weighs loading against computing for a whole prompt. Deviation:
+        chunk by chunk, by where each of them is.
+
+        Parameters
+        ----------
+        prompt
+            Before any record was opened.
+        num_fresh
+            Tokens that are computed in any case.
+        records
+            What would be loaded, exact spans included.
+        """
+        calibration = self.require_calibration()
+        loading = calibration.loading
+        if loading is None or not records:
+            return ()
+        per_token = calibration.cost.seconds_per_row * prompt.num_layers
+        decisions = [
+            ChunkDecision(
+                chunk_id=record.chunk_id,
+                tier=len(loading.tiers) - 1 if record.tier is None else record.tier,
+                num_tokens=record.num_rows,
+                is_computed=False,
+                expected_load_seconds=loading.tier(record.tier).of(record.num_rows),
+                expected_compute_seconds=per_token * record.num_rows,
+            )
+            for record in records
+        ]
+        saved = [one.expected_load_seconds - one.expected_compute_seconds for one in decisions]
+        order = sorted(range(len(saved)), key=saved.__getitem__, reverse=True)
+        policy = self._choose(prompt, num_fresh, records, is_free=False)[1].policy
+        seconds = [calibration.estimate(policy, prompt, num_fresh, records).seconds]
+        loaded = list(records)
+        for number in order:
+            record = records[number]
+            loaded.remove(record)
+            prompt = _without(prompt, record)
+            num_fresh += record.num_rows
+            repairing = policy if prompt.spans else NonePolicy()
+            seconds.append(calibration.estimate(repairing, prompt, num_fresh, loaded).seconds)
+        num_computed = min(range(len(seconds)), key=seconds.__getitem__)
+        if _SAME * seconds[num_computed] < seconds[0]:
+            for number in order[:num_computed]:
+                decisions[number] = replace(decisions[number], is_computed=True)
+        return decisions
+
+    def choose(
+        self, prompt: PromptRows, num_fresh: int, records: Sequence[StoredRows] = ()
+    ) -> tuple[Repair, Expected]:
+        """Return what repairs a prompt, and what is expected of it; parameters as in `decide`."""
+        # What hides behind loading is free: the least loss for the same time is taken.
+        is_free = self.weighs_loading
+        loss, repair, found = self._choose(prompt, num_fresh, records, is_free=is_free)
+        scaled = self._scaled(repair)
+        # What was measured without scaling says nothing about the loss with it.
+        known = loss if scaled == repair else None
+        return scaled, Expected(known, found.seconds, found.load_seconds)
+
+    def _scaled(self, repair: Repair) -> Repair:
+        given = {name: getattr(self, name) for name in MODIFIERS}
+        wanted = {name: value for name, value in given.items() if value is not None}
+        return replace(repair, **wanted) if wanted else repair
+
+    def _choose(
+        self,
+        prompt: PromptRows,
+        num_fresh: int,
+        records: Sequence[StoredRows],
+        *,
+        is_free: bool,
+    ) -> tuple[float, Repair, Estimate]:
+        """Return the loss, the policy and its estimate that the budget allows.
+
+        With `is_free`, what is as fast as the cheapest may be taken in its place.
+        """
+        calibration = self.require_calibration()
+        if not prompt.spans:
+            # Nothing is off, so nothing is lost.
+            nothing = Repair(NonePolicy())
+            estimate = calibration.estimate(nothing.policy, prompt, num_fresh, records)
+            return 0.0, nothing, estimate
+        most_tokens = math.inf if self.ratio is None else share_of(self.ratio, prompt.num_reused)
+        most_seconds = math.inf if self.ttft is None else self.ttft
+        estimates: dict[Measured, Estimate] = {}
+        repairs: dict[Measured, Repair] = {}
+        allowed = []
+        for measured in calibration.policies:
+            repair = repairs[measured] = measured.make()
+            estimates[measured] = calibration.estimate(repair.policy, prompt, num_fresh, records)
+            num_tokens = mean_count(planned_counts(repair.policy, prompt))
+            if num_tokens <= most_tokens and estimates[measured].seconds <= most_seconds:
+                allowed.append(measured)
+        good = [measured for measured in allowed if measured.loss <= self.loss]
+        if good:
+            chosen = min(good, key=lambda measured: (estimates[measured].seconds, measured.loss))
+            if is_free:
+                limit = _SAME * estimates[chosen].seconds
+                free = [measured for measured in good if estimates[measured].seconds <= limit]
+                chosen = min(free, key=lambda one: (one.loss, estimates[one].seconds))
+        elif allowed:
+            chosen = min(allowed, key=lambda one: (one.loss, estimates[one].seconds))
+        else:
+            chosen = min(estimates, key=lambda measured: estimates[measured].seconds)
+        return chosen.loss, repairs[chosen], estimates[chosen]
+
+
+Choice = Repair | LoadingController
+"""What a caller asks for: a policy, or the controller that chooses one for each prompt."""
+
+CHOICES: tuple[str, ...] = (*POLICIES, LoadingController.name)
+"""The names that `make_choice` takes."""
+
+_PARAMETERS = frozenset(one.name for one in fields(LoadingController)) - {"calibration", *MODIFIERS}
+
+
+def make_choice(
+    spec: str, *, ratio: float | None = None, boundary_tokens: int | None = None
+) -> Choice:
+    """Return what a caller's string names: a policy (`make_repair`), or ``auto``.
+
+    Parameters and errors are those of `make_repair`.
+    """
+    name, given = parse_spec(spec, CHOICES, "policy")
+    if name != LoadingController.name:
+        return make_repair(spec, ratio=ratio, boundary_tokens=boundary_tokens)
+    add_given(given, spec, ratio=ratio, tokens=boundary_tokens)
+    check_given(name, given, _PARAMETERS)
+    return LoadingController(**given)
+
+
+def calibrated(choice: Choice, load: Callable[[], Calibration | None]) -> Choice:
+    """Return a choice with what `load` returns, if it chooses by that and has none yet.
+
+    Raises ParameterError where nothing was measured.
+    """
+    if not isinstance(choice, LoadingController):
+        return choice
+    found = choice if choice.calibration is not None else replace(choice, calibration=load())
+    found.require_calibration()
+    return found
+
+
+def takes_ratio(spec: str) -> bool:
+    """Return whether `make_choice` takes a ratio with `spec`.
+
+    Not where the policy has none (``"none"``), nor where `spec` says itself what is to be spent
+    (``"query:ratio=0.5"``, ``"boundary:tokens=4"``). Raises ParameterError as `make_choice` does.
+    """
+    name, given = parse_spec(spec, CHOICES, "policy")
+    accepted = _PARAMETERS if name == LoadingController.name else parameters_of(name)
+    return "ratio" in accepted and not given.keys() & {"ratio", "tokens"}
+
+
+def _without(prompt: PromptRows, record: StoredRows) -> PromptRows:
+    """Return the prompt with a record's tokens computed."""
+    meant = record.chunk_id, record.context_ids
+    spans = tuple(span for span in prompt.spans if (span.chunk_id, span.context_ids) != meant)
+    return replace(prompt, spans=spans)

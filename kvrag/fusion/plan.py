@@ -1,0 +1,240 @@
+"""What is decided about a prompt before any of it is computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from kvrag.fusion.controller import Choice, Expected, LoadingController
+from kvrag.fusion.layout import Layout, RecordId, ReusedSpan
+from kvrag.fusion.policies.base import PromptRows, num_whole_layers, planned_rows
+from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.repair import Repair
+from kvrag.loading import LOAD_THREADS, threads
+from kvrag.loading.cost import ChunkDecision, StoredRows
+from kvrag.loading.streaming import Streaming
+from kvrag.models.kv_model import KVModel
+
+MISS_POSITION = "encoded at another position"
+
+TierOf = Callable[[str, tuple[int, ...]], int | None]
+"""From a chunk id, and the tokens that the chunk was encoded behind, to the number of the store's
+tier that would deliver the record, 0 the fastest; None where that is not known. It reads nothing.
+"""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How stored KV is brought.
+
+    Attributes
+    ----------
+    num_threads
+        Records read at the same time while layers are computed; 0 reads each layer before it is
+        computed.
+    tier_of
+        Tells where a record is, so that a controller may have chunks computed that are quicker to
+        compute than to load; None loads all of them.
+    streaming
+        Bring the records before anything is computed, as finely as a time to first token allows;
+        `tier_of` is then of no use. None loads them whole.
+    """
+
+    num_threads: int = LOAD_THREADS
+    tier_of: TierOf | None = None
+    streaming: Streaming | None = None
+
+
+@dataclass(frozen=True)
+class FusePlan:
+    """All that is decided about a prompt: `kvrag.fusion.fuser.execute` carries it out.
+
+    Attributes
+    ----------
+    layout
+        The prompt's tokens and positions, and what was found of it.
+    choice
+        What the caller asked for.
+    num_layers
+        Of the model.
+    spans
+        What is taken from the store, in prompt order.
+    decisions
+        For each record whether it is loaded or computed; empty where all are loaded.
+    misses
+        Why found chunks are computed instead: reason to number of spans.
+    """
+
+    layout: Layout
+    choice: Choice
+    num_layers: int
+    spans: tuple[ReusedSpan, ...]
+    decisions: Mapping[RecordId, ChunkDecision] = field(default_factory=dict)
+    misses: Mapping[str, int] = field(default_factory=dict)
+
+    # -- what is taken from the store --------------------------------------------------------
+
+    @cached_property
+    def exact(self) -> tuple[ReusedSpan, ...]:
+        """Spans that stand where they were encoded: they need no repair."""
+        return tuple(span for span in self.spans if self.layout.is_exact(span))
+
+    @cached_property
+    def compressed(self) -> tuple[ReusedSpan, ...]:
+        """Spans of compressed chunks: they have no tokens that could be recomputed."""
+        return tuple(span for span in self.spans if span.num_compressed)
+
+    @cached_property
+    def prompt(self) -> PromptRows:
+        """What a policy may know: the spans that it may repair."""
+        others = {*self.exact, *self.compressed}
+        spans = tuple(span for span in self.spans if span not in others)
+        return PromptRows(len(self.layout.token_ids), self.num_layers, spans)
+
+    @property
+    def inexact(self) -> tuple[ReusedSpan, ...]:
+        """Spans that a policy may repair."""
+        return self.prompt.spans
+
+    @cached_property
+    def fresh(self) -> torch.Tensor:
+        """Ascending positions ``[m]`` that are not taken from the store."""
+        return (~covered(len(self.layout.token_ids), self.spans)).nonzero()[:, 0]
+
+    # -- how it is repaired ------------------------------------------------------------------
+
+    @cached_property
+    def _chosen(self) -> tuple[Repair, Expected]:
+        if isinstance(self.choice, Repair):
+            return self.choice, Expected()
+        num_fresh = len(self.layout.token_ids) - sum(span.length for span in self.spans)
+        tiers = {record: decision.tier for record, decision in self.decisions.items()}
+        return self.choice.choose(self.prompt, num_fresh, stored_rows(self.spans, tiers))
+
+    @property
+    def repair(self) -> Repair:
+        """The policy, and how attention treats what stays reused."""
+        return self._chosen[0]
+
+    @property
+    def expected(self) -> Expected:
+        """What is expected of the prompt, as far as a controller knows."""
+        return self._chosen[1]
+
+    @cached_property
+    def num_whole_layers(self) -> int:
+        """Layers, from the first on, that recompute all reused tokens and so load none."""
+        return num_whole_layers(self.repair.policy, self.prompt)
+
+    @property
+    def question_layers(self) -> range:
+        """Layers in which the question's attention is observed before anything is chosen."""
+        # Where nothing is inexact there is nothing to choose from.
+        return self.repair.policy.question_layers(self.num_layers) if self.inexact else range(0)
+
+    @cached_property
+    def question_start(self) -> int:
+        """The first position after the last chunk and its links."""
+        computed = (span for span in self.layout.spans if self._is_computed(span))
+        last = max((span.prompt_end for span in (*computed, *self.inexact)), default=0)
+        return max([last, *(link.position + 1 for link in self.layout.links)])
+
+    def _is_computed(self, span: ReusedSpan) -> bool:
+        decision = self.decisions.get(span.record_id)
+        return decision is not None and decision.is_computed
+
+    # -- other plans -------------------------------------------------------------------------
+
+    def num_planned_rows(self, spans: Sequence[ReusedSpan]) -> int:
+        """Return the rows, summed over layers, that are computed if only these spans are loaded."""
+        plan = replace(self, spans=tuple(spans))
+        policy = plan.repair.policy if plan.inexact else NonePolicy()
+        return planned_rows(policy, plan.prompt, len(plan.fresh))
+
+    def without(self, lost: Mapping[RecordId, str | None]) -> FusePlan:
+        """Return the plan for a prompt that computes some records, each with the reason of a miss.
+
+        A reason of None means that computing was a choice and no miss.
+        """
+        gone = [span for span in self.spans if span.record_id in lost]
+        misses = Counter(self.misses)
+        misses.update(reason for span in gone if (reason := lost[span.record_id]) is not None)
+        spans = tuple(span for span in self.spans if span.record_id not in lost)
+        return replace(self, spans=spans, misses=dict(misses))
+
+
+def plan_fusion(model: KVModel, layout: Layout, choice: Choice, loading: Loading) -> FusePlan:
+    """Decide how a prompt is fused; no record is opened.
+
+    Parameters
+    ----------
+    model
+        The model that the chunks were encoded with.
+    layout
+        The prompt's tokens and the spans of it that are stored.
+    choice
+        How reused tokens are repaired.
+    loading
+        How stored KV is brought.
+    """
+    layout = _without_misplaced(model, layout)
+    num_layers = model.spec.num_layers
+    if num_layers == 1:
+        # The only layer's K/V depend on no other token: stored ones are exact as they are.
+        choice = Repair(NonePolicy())
+    plan = FusePlan(layout, choice, num_layers, layout.spans, misses=layout.misses)
+    if not isinstance(choice, LoadingController) or not choice.weighs_loading:
+        return plan
+    # Rows that stand for a compressed chunk are no tokens that could be computed.
+    if loading.tier_of is None or loading.streaming is not None or plan.compressed:
+        return plan
+    tier_of = loading.tier_of
+    records = list(dict.fromkeys(span.record_id for span in layout.spans))
+    # A tier may be far away.
+    found = threads.each(lambda one: tier_of(*one), records, max(loading.num_threads, 1))
+    stored = stored_rows(layout.spans, dict(zip(records, found, strict=True)))
+    made = choice.decide(plan.prompt, len(plan.fresh), stored)
+    decisions = dict(zip(records, made, strict=False))
+    computed = {one: None for one, decision in decisions.items() if decision.is_computed}
+    return replace(plan.without(computed), decisions=decisions)
+
+
+def stored_rows(
+    spans: Sequence[ReusedSpan], tiers: Mapping[RecordId, int | None]
+) -> tuple[StoredRows, ...]:
+    """Return the records that spans are taken from, each with the number of its rows."""
+    num_rows: Counter[RecordId] = Counter()
+    for span in spans:
+        num_rows[span.record_id] += span.length
+    return tuple(StoredRows(*one, rows, tiers.get(one)) for one, rows in num_rows.items())
+
+
+def covered(num_tokens: int, spans: Sequence[ReusedSpan]) -> torch.Tensor:
+    """Return ``[N]`` bool: whether a span covers a position."""
+    # Filled as bytes: a tensor's slices cost a hundred times as much, beside threads that load.
+    marks = bytearray(num_tokens)
+    for span in spans:
+        marks[span.prompt_start : span.prompt_end] = b"\1" * span.length
+    return torch.frombuffer(marks, dtype=torch.bool)
+
+
+def _without_misplaced(model: KVModel, layout: Layout) -> Layout:
+    """Leave out, counted, the spans of KV that holds for another position than it stands at."""
+    if not model.is_position_bound:
+        return layout
+    standing = []
+    for span in layout.spans:
+        encoded_at = span.encoded_at
+        if encoded_at is None:
+            if not layout.has_prefix:
+                continue
+            encoded_at = layout.prefix_length + len(span.context_ids)
+        if layout.position(span.prompt_start) == encoded_at + span.chunk_start:
+            standing.append(span)
+    misses = Counter(layout.misses)
+    misses[MISS_POSITION] += len(layout.spans) - len(standing)
+    return replace(layout, spans=tuple(standing), misses=dict(+misses))
