@@ -1,8 +1,28 @@
-"""The exception tree.
+"""The exception tree. Every error that a user can meet is one of these::
 
-Every error a user can meet derives from `KVRagError` and says what went wrong, where,
-what was expected, what was found, and how to mend it. Errors about stored bytes never
-reach a user at question time: the fuser counts them and prefills that span instead.
+    KVRagError
+    ├── ParameterError            a value is outside what it may be (also a ValueError)
+    ├── PromptTooLongError        prompt and answer exceed the model's context window
+    ├── DocumentError             a document cannot be read
+    ├── PMLError                  prompt markup is wrong: file, line, column
+    ├── ModelLoadError            the model cannot be loaded
+    ├── UnsupportedModelError     the model lacks something that fusion needs
+    ├── IndexNotFoundError        there is no index in the folder
+    ├── IndexFormatError          the index is damaged or of another version
+    ├── IndexMismatchError        the index was made with another model, tokenizer or embedding
+    ├── IndexLockedError          another process writes to the index
+    ├── RecordError               stored bytes are no valid record
+    ├── StoreError                a store cannot be used
+    │   └── StoreUnreachableError     it does not answer, but may later
+    ├── ProfileError              a codec profile is missing, damaged or foreign
+    ├── LinksError                link tokens are missing, damaged or foreign
+    ├── AnchorsError              anchors are missing, damaged or foreign
+    ├── EngineVersionError        a serving engine is missing or of an untested version
+    └── EngineError               a serving engine refused, or does not answer
+
+Each message says what went wrong, where, what was expected, what was found, and how to mend it.
+Errors about stored bytes never reach a user at question time: kvrag counts them and prefills
+that span instead.
 """
 
 from __future__ import annotations
