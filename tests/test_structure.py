@@ -1,0 +1,45 @@
+"""Modules do not import one another in circles, and the map in the docs is the house's."""
+
+from __future__ import annotations
+
+import re
+
+from tools.structure import PICTURE, ROOT, circles, draw, module_graph, package_graph
+
+GRAPH = module_graph()
+MAP = (ROOT / "docs" / "structure.md").read_text()
+
+
+def test_no_modules_import_one_another() -> None:
+    assert circles(GRAPH) == []
+    assert circles(package_graph(GRAPH)) == []
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": frozenset("b"), "b": frozenset("c"), "c": frozenset("a"), "d": frozenset("a")}
+    assert circles(graph) == [["a", "b", "c"]]
+
+
+def test_imports_for_typing_and_inside_functions_count() -> None:
+    assert "kvrag.models.kv_model" in GRAPH["kvrag.ingest.index"]
+    assert "kvrag.fusion.compression.encoding" in GRAPH["kvrag.ingest.index"]
+
+
+def test_the_picture_is_current() -> None:
+    assert PICTURE.read_text() == draw(package_graph(GRAPH)), "run 'python -m tools.structure'"
+
+
+def test_files_and_packages_of_the_map_exist() -> None:
+    for name in re.findall(r"`((?:kvrag|tests|cuda)/[\w/.]*)`", MAP):
+        assert "NAME" in name or (ROOT / name).exists(), name
+    assert {f"kvrag.{name}" for name in package_graph(GRAPH)} <= set(GRAPH)
+
+
+def test_every_package_is_on_the_map() -> None:
+    for name in package_graph(GRAPH):
+        assert f"`{name}`" in MAP, name
+
+
+def test_the_glossary_stays_short() -> None:
+    words = MAP.partition("## Words")[2]
+    assert len(re.findall(r"^\| (?!word|---)", words, re.MULTILINE)) <= 30
