@@ -190,6 +190,7 @@ class RecordServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve a connection to its end."""
+        threading.current_thread().name = "kvrag-serve-connection"
         try:
             super().process_request_thread(request, client_address)
         finally:
