@@ -13,6 +13,7 @@ from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest import chunker
 from kvrag.ingest.chunker import chunk_document
 from tests.support.models import make_tokenizer
+from tests.support.properties import examples
 
 
 def cut(text: str, chunk_tokens: int = 32) -> list[str]:
@@ -28,7 +29,7 @@ words = st.text(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(text=words, limit=st.integers(16, 64))
 def test_chunks_cover_the_text_within_the_limit(text: str, limit: int) -> None:
     tokenizer = make_tokenizer()

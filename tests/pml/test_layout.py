@@ -17,6 +17,7 @@ from kvrag.pml.prompt import parse_prompt
 from kvrag.pml.schema import Module, Node, Parameter, Schema, Text, Turn, Union
 from tests.pml.schemas import schemas
 from tests.support.models import make_tokenizer
+from tests.support.properties import examples
 
 SCHEMAS = Path(__file__).parent / "schemas"
 TOKENIZER = make_tokenizer()
@@ -58,7 +59,7 @@ def laid_out(markup: str) -> tuple[Schema, SchemaLayout]:
     return schema, lay_out_schema(schema, TOKENIZER, PREFIX)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(schemas())
 def test_a_schema_stands_where_the_reference_puts_it(markup: str) -> None:
     schema, layout = laid_out(markup)
@@ -97,7 +98,7 @@ def prompts(draw: st.DrawFn, schema: Schema) -> str:
     return f"<prompt schema='random'{arguments(())}>{body}\nQuestion?</prompt>"
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.data(), st.booleans())
 def test_prompts_never_overlap_and_keep_their_positions(data: st.DataObject, turns: bool) -> None:
     schema, layout = laid_out(data.draw(schemas(turns=turns)))
