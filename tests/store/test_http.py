@@ -448,7 +448,7 @@ def test_reading_is_broken_off(behind: MemoryStore) -> None:
         assert isinstance(record, RecordWrapper)
         record.cancel()
         reader.join()
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 7
         (failure,) = failures
         assert type(failure) is StoreError
         assert "broken off" in str(failure)
@@ -474,7 +474,7 @@ def test_a_bad_line(behind: MemoryStore, mode: str) -> None:
                 outcomes.append("right" if found == content else "wrong")
             except (StoreError, RecordError):
                 outcomes.append("refused")
-        assert time.monotonic() - started < 6
+        assert time.monotonic() - started < 20
         assert outcomes == (["right"] * 3 if mode == "throttled" else ["refused"] * 3)
         proxy.mode = "good"
         proxy.cut()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from kvrag.fusion.links import find_links
 from kvrag.models.kv_model import KVModel
 from kvrag.training.links.processes import ALONE, Processes, launched
 from tests.support.models import make_model, make_tokenizer
+from tests.support.servers import free_port
 from tests.training.shared_run import asked, train
 from tests.training.test_links import make_trainer, one_thread
 
@@ -57,8 +57,7 @@ def environment(rank: int, port: int, **more: str) -> dict[str, str]:
 
 def run_two(arguments: list[str], **more: str) -> list[tuple[int, str, str]]:
     """Run a command in two processes and return their exit codes and what they wrote."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     started = [
         subprocess.Popen(
             [sys.executable, *arguments],
