@@ -15,10 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import IndexFormatError, StoreError
@@ -34,6 +31,10 @@ from kvrag.ingest.rows import (
     unpack_chunk,
     unpack_json,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 FILE_NAME = "catalog.sqlite"
 SCHEMA_VERSION = 2
@@ -334,6 +335,8 @@ class Catalog:
     @_checked
     def vectors(self, dim: int) -> tuple[int, NDArray[np.int64], NDArray[np.float32]]:
         """Return the generation, the row numbers ``[n]`` and vectors ``[n, dim]`` of all chunks."""
+        import numpy as np
+
         with self._snapshot():
             (count,) = self._connection.execute("SELECT COUNT(*) FROM chunks").fetchone()
             rows = np.empty(count, dtype=np.int64)

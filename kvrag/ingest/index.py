@@ -13,13 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvrag.chunk import Chunk, ChunkKey, Document, chunk_key
-from kvrag.codec.base import EncodedChunk
-from kvrag.codec.presets import choose_codec
-from kvrag.codec.profile import Profile
+from kvrag.codec.names import parse_codec
 from kvrag.errors import (
     AnchorsError,
     IndexFormatError,
@@ -30,18 +25,13 @@ from kvrag.errors import (
     StoreError,
 )
 from kvrag.fusion.compression.spec import NO_COMPRESSION, key_options, parse_compression
-from kvrag.fusion.segments import ChunkMatcher
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import lock, profiles
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.chunker import chunk_document
-from kvrag.ingest.coding import (
-    RecordCoding,
-)
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, context_limit, encoded_behind
 from kvrag.ingest.counting import IndexCounters
-from kvrag.ingest.embedding import Embedding, get_embedding
 from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.making import (
     KV_FOLDER,
@@ -54,16 +44,12 @@ from kvrag.ingest.making import (
 )
 from kvrag.ingest.pipeline import Outcome, Work, check_space, run_plan
 from kvrag.ingest.plan import Plan, Planner, Sources, gather
-from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import (
     IngestProgress,
     IngestReport,
 )
 from kvrag.ingest.rows import Change, DocumentRow
 from kvrag.ingest.upkeep import IndexUpkeep
-from kvrag.ingest.vectors import VectorIndex
-from kvrag.ingest.watched import WatchedChunk
-from kvrag.kvcache import ChunkKV
 from kvrag.store.base import Store
 from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
@@ -72,10 +58,18 @@ from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import innermost
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from kvrag.codec.base import EncodedChunk
+    from kvrag.codec.profile import Profile
     from kvrag.fusion.compression.encoding import Compressor
+    from kvrag.fusion.segments import ChunkMatcher
+    from kvrag.ingest.embedding import Embedding
+    from kvrag.ingest.vectors import VectorIndex
+    from kvrag.kvcache import ChunkKV
     from kvrag.models.kv_model import KVModel
 
 _DEFAULT_SALT = b"kvrag"
@@ -123,8 +117,6 @@ class Index(IndexUpkeep):
         self.config = config
         self.catalog = catalog
         self.store = store
-        folder = ProfileFolder(path / profiles.FOLDER_NAME)
-        self.coding = RecordCoding(folder, config.codec, config.profile, config.model_fingerprint)
         self._given_model = model
         self._given_embedding = embedding
         self._device = device
@@ -207,6 +199,7 @@ class Index(IndexUpkeep):
         IndexLockedError
             When another process is making an index there.
         """
+        from kvrag.ingest.embedding import get_embedding
         from kvrag.models.kv_model import KVModel
 
         folder = Path(path).expanduser().resolve()
@@ -250,7 +243,7 @@ class Index(IndexUpkeep):
                 require_free(folder)
                 catalog = Catalog.create(folder / catalogs.FILE_NAME)
                 if profile is not None:
-                    ProfileFolder(folder / profiles.FOLDER_NAME).add(profile)
+                    profiles.ProfileFolder(folder / profiles.FOLDER_NAME).add(profile)
                 # Last, since it is what makes the folder an index.
                 config.save(folder)
             undoing.pop_all()
@@ -308,11 +301,14 @@ class Index(IndexUpkeep):
         folder = Path(path).expanduser().resolve()
         config = IndexConfig.load(folder)
         try:
-            choose_codec(config.codec)
+            parse_codec(config.codec)
         except ParameterError as error:
             raise IndexFormatError(f"{folder}: {error}; a newer kvrag may know it") from error
-        the_embedding = None if embedding is None else get_embedding(embedding)
-        if the_embedding is not None:
+        the_embedding = None
+        if embedding is not None:
+            from kvrag.ingest.embedding import get_embedding
+
+            the_embedding = get_embedding(embedding)
             check_embedding(config, folder, the_embedding)
         url = store or config.store or f"file:{folder / KV_FOLDER}"
         opened = open_store(url, must_answer=False)
@@ -422,6 +418,8 @@ class Index(IndexUpkeep):
         """The embedding, loaded on first use. Raises IndexMismatchError."""
         if self._given_embedding is not None:
             return self._given_embedding
+        from kvrag.ingest.embedding import get_embedding
+
         with self._lazy:
             try:
                 embedding = get_embedding(self.config.embedding)
@@ -441,6 +439,8 @@ class Index(IndexUpkeep):
     @property
     def matcher(self) -> ChunkMatcher:
         """Finds the index's chunks in a prompt; a new one after every change of the catalog."""
+        from kvrag.fusion.segments import ChunkMatcher
+
         with self._lazy:
             if self._matcher is None or self._matcher[0] != self.catalog.generation():
                 # Made anew rather than altered: other threads may be searching with the old one.
@@ -568,6 +568,10 @@ class Index(IndexUpkeep):
         """Return the `k` chunks nearest to a vector ``[dim]``, best first."""
         if k < 1:
             raise ParameterError(f"k is at least 1, found {k}")
+        import numpy as np
+
+        from kvrag.ingest.vectors import VectorIndex
+
         with self._lazy:
             if self._vectors is None:
                 self._vectors = VectorIndex.load(self.path, self.catalog, self.config.embedding_dim)
@@ -627,6 +631,8 @@ class Index(IndexUpkeep):
         StoreError
             When the store cannot be read.
         """
+        from kvrag.ingest.watched import WatchedChunk
+
         found = self.catalog.chunk_and_keys(chunk_id)
         if found is None:
             return None
