@@ -63,14 +63,12 @@ def place(
             console.note(f"{path} holds example prices: edit them to yours")
         table = read_prices(path)
         moved = None
-        with console.err().status("measuring") as status:
-            found = choose(
-                opened, urls, table, str(path), loss=loss, reads=reads, say=status.update
-            )
+        with console.progress("measuring") as say:
+            found = choose(opened, urls, table, str(path), loss=loss, reads=reads, say=say)
             if move:
                 moved = opened.move(
                     urls[found.offers.index(found.chosen)],
-                    on_progress=lambda done, total: status.update(f"{done:,} of {total:,} records"),
+                    on_progress=lambda done, total: say(f"{done:,} of {total:,} records"),
                 )
     if as_json:
         console.print_json({**found.to_dict(), "moved": None if moved is None else moved.to_dict()})
