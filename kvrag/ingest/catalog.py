@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import IndexFormatError, StoreError
+from kvrag.ingest import words
 from kvrag.ingest.connection import catalog_error, connect, file_stamp
 from kvrag.ingest.rows import (
     Change,
@@ -168,6 +169,7 @@ class Catalog:
             try:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
+                words.create(connection)
                 connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             finally:
@@ -277,6 +279,20 @@ class Catalog:
             row[0]: self._chunk(row[1:])
             for row in self._select_in(f"row, {_CHUNK_COLUMNS}", "row", list(rows))
         }
+
+    @_checked
+    def search_words(self, question: str, k: int) -> list[tuple[int, float]]:
+        """Return row number and score of the `k` best chunks by words (`kvrag.ingest.words`)."""
+        return words.search(self._connection, question, k)
+
+    @_checked
+    def check_words(self, *, repair: bool) -> str:
+        """Return what is wrong with the index of words, "" for nothing; `repair` mends it."""
+        found = words.damage(self._connection)
+        if found and repair:
+            words.rebuild(self._connection)
+            return ""
+        return found
 
     @_checked
     def text_of(self, chunk_id: str) -> str | None:

@@ -130,7 +130,7 @@ class IndexConfig:
             raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
         try:
             values = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _foreign(path, f"it is not JSON ({error})") from error
         return cls(**_checked(path, values))
 

@@ -13,10 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey, Document, chunk_key
 from kvrag.codec.names import parse_codec
 from kvrag.errors import (
     AnchorsError,
+    IndexClosedError,
     IndexFormatError,
     IndexMismatchError,
     ModelLoadError,
@@ -115,12 +117,13 @@ class Index(IndexUpkeep):
     ) -> None:
         self.path = path
         self.config = config
-        self.catalog = catalog
+        self._catalog = catalog
         self.store = store
         self._given_model = model
         self._given_embedding = embedding
         self._device = device
         self._lazy = threading.RLock()
+        self._is_closed = False
         self._vectors: VectorIndex | None = None
         self._matcher: tuple[int, ChunkMatcher] | None = None
         self._recent: deque[str] = deque(maxlen=_MAX_RECENT)
@@ -202,7 +205,7 @@ class Index(IndexUpkeep):
         from kvrag.ingest.embedding import get_embedding
         from kvrag.models.kv_model import KVModel
 
-        folder = Path(path).expanduser().resolve()
+        folder = arguments.path(path, "path").expanduser().resolve()
         require_free(folder)
         salt = _DEFAULT_SALT if tenant_salt is None else tenant_salt
         check_settings(codec, chunk_tokens, salt)
@@ -298,7 +301,7 @@ class Index(IndexUpkeep):
             When the store refuses: a wrong password, a missing bucket.
         """
         check_device(device)
-        folder = Path(path).expanduser().resolve()
+        folder = arguments.path(path, "path").expanduser().resolve()
         config = IndexConfig.load(folder)
         try:
             parse_codec(config.codec)
@@ -337,9 +340,19 @@ class Index(IndexUpkeep):
 
     def close(self) -> None:
         """Close the catalog and the store, and keep what was counted."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.counters.keep()
-        self.catalog.close()
+        self._catalog.close()
         self.store.close()
+
+    def require_open(self) -> None:
+        """Raise IndexClosedError when the index was closed."""
+        if self._is_closed:
+            raise IndexClosedError(
+                f"the index in {self.path} was closed: open it again, with Index.open"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -432,6 +445,12 @@ class Index(IndexUpkeep):
             return embedding
 
     @property
+    def catalog(self) -> Catalog:
+        """Documents and chunks. Raises IndexClosedError when the index was closed."""
+        self.require_open()
+        return self._catalog
+
+    @property
     def prefix_ids(self) -> tuple[int, ...]:
         """Token ids every chunk is encoded behind."""
         return self.config.prefix_ids
@@ -486,6 +505,8 @@ class Index(IndexUpkeep):
             completes it.
         """
         started = time.perf_counter()
+        self.require_open()
+        arguments.flag(dry_run, "dry_run")
         sources = gather(paths_or_documents, self.path)
         with contextlib.nullcontext() if dry_run else lock.writer_lock(self.path):
             self._reload_codec()
@@ -537,6 +558,9 @@ class Index(IndexUpkeep):
         int
             Chunks removed. Sources and ids that are not known are skipped.
         """
+        self.require_open()
+        sources = arguments.texts(sources, "sources")
+        chunk_ids = arguments.texts(chunk_ids, "chunk_ids")
         with lock.writer_lock(self.path):
             known = {
                 source: self.catalog.chunk_ids_of(source)
@@ -559,17 +583,24 @@ class Index(IndexUpkeep):
     # -- reading -----------------------------------------------------------------------------
 
     def search(self, query: str, k: int = 4) -> list[SearchHit]:
-        """Return the `k` chunks nearest to a question, best first."""
+        """Return the `k` chunks nearest to a question, best first.
+
+        Raises
+        ------
+        ParameterError
+            When the question is no text, or blank, or `k` is no whole number from 1 on.
+        IndexClosedError
+            When the index was closed.
+        """
+        query, k = self._checked_search(query, k)
         return self.search_by_vector(self.embedding.embed([query])[0], k)
 
     def search_by_vector(
         self, vector: NDArray[np.float32] | Sequence[float], k: int = 4
     ) -> list[SearchHit]:
         """Return the `k` chunks nearest to a vector ``[dim]``, best first."""
-        if k < 1:
-            raise ParameterError(f"k is at least 1, found {k}")
-        import numpy as np
-
+        self.require_open()
+        k = arguments.whole(k, "k", 1)
         from kvrag.ingest.vectors import VectorIndex
 
         with self._lazy:
@@ -577,11 +608,29 @@ class Index(IndexUpkeep):
                 self._vectors = VectorIndex.load(self.path, self.catalog, self.config.embedding_dim)
             elif self._vectors.generation != self.catalog.generation():
                 self._vectors = VectorIndex.refresh(self.catalog, self.config.embedding_dim)
-            found = self._vectors.search(np.asarray(vector, dtype=np.float32), k)
+            found = self._vectors.search(_as_vector(vector), k)
+        return self._hits(found)
+
+    def _checked_search(self, query: Any, k: Any) -> tuple[str, int]:
+        self.require_open()
+        k = arguments.whole(k, "k", 1)
+        if not arguments.text(query, "the question").strip():
+            raise ParameterError("the question is empty: there is nothing to search for")
+        return query, k
+
+    def _hits(self, found: Sequence[tuple[int, float]]) -> list[SearchHit]:
         chunks = self.catalog.chunks_at([row for row, _ in found])
         hits = [SearchHit(chunks[row], score) for row, score in found if row in chunks]
         self._recent.extend(hit.chunk.chunk_id for hit in reversed(hits))
         return hits
+
+    def search_words(self, query: str, k: int = 4) -> list[SearchHit]:
+        """Return the `k` chunks that say most of a question's words (BM25), best first.
+
+        No model is needed. A question without words finds nothing.
+        """
+        query, k = self._checked_search(query, k)
+        return self._hits(self.catalog.search_words(query, k))
 
     @property
     def recent_chunk_ids(self) -> tuple[str, ...]:
@@ -590,7 +639,7 @@ class Index(IndexUpkeep):
 
     def get_chunks(self, chunk_ids: Sequence[str]) -> list[Chunk]:
         """Return chunks by id, in that order; ids that are not known are skipped."""
-        return self.catalog.chunks(chunk_ids)
+        return self.catalog.chunks(arguments.texts(chunk_ids, "chunk_ids"))
 
     def documents(self) -> list[DocumentRow]:
         """Return the indexed documents, by source."""
@@ -703,6 +752,7 @@ class Index(IndexUpkeep):
         int
             Records pinned; none where the store has no limit to keep within.
         """
+        sources = arguments.texts(sources, "sources")
         chunk_ids = [chunk_id for one in sources for chunk_id in self.catalog.chunk_ids_of(one)]
         keys = {
             self.key_of(one) for chunk in self.get_chunks(chunk_ids) for one in chunk.encodings()
@@ -807,3 +857,17 @@ class Index(IndexUpkeep):
             f"(fingerprint {expected}), but that of {name!r} has fingerprint {found}; give the "
             "model it was made with, or ingest into a new folder"
         )
+
+
+def _as_vector(vector: Any) -> NDArray[np.float32]:
+    import numpy as np
+
+    try:
+        found = np.asarray(vector, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise ParameterError(f"vector: expected numbers, found {str(vector)[:60]!r}") from error
+    if found.ndim != 1 or not np.isfinite(found).all():
+        raise ParameterError(
+            f"vector: expected finite numbers in one dimension, found shape {found.shape}"
+        )
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvrag import arguments
 from kvrag.codec.names import RAW, parse_codec
 from kvrag.errors import IndexMismatchError, ParameterError
 from kvrag.fusion.compression.spec import parse_compression
@@ -41,8 +42,11 @@ _OUR_FILES = {
 def check_settings(codec: str, chunk_tokens: int, tenant_salt: bytes) -> None:
     """Raise ParameterError for values that no model could make good."""
     parse_codec(codec)
-    if chunk_tokens < MIN_CHUNK_TOKENS:
-        raise ParameterError(f"chunk_tokens is at least {MIN_CHUNK_TOKENS}, found {chunk_tokens}")
+    arguments.whole(chunk_tokens, "chunk_tokens", MIN_CHUNK_TOKENS)
+    if not isinstance(tenant_salt, bytes):
+        raise ParameterError(
+            f"tenant_salt: expected 1 to 64 bytes, found {type(tenant_salt).__name__}"
+        )
     if not 1 <= len(tenant_salt) <= 64:
         raise ParameterError(f"tenant_salt is 1 to 64 bytes, found {len(tenant_salt)}")
 
@@ -161,7 +165,7 @@ def make_config(
         embedding_dim=embedding.dim,
         codec=parse_codec(codec).label,
         profile="" if profile is None else profile.hash,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=int(chunk_tokens),
         context=context,
         context_tokens=context_limit(context, context_tokens),
         compression=compression if chosen is None else str(chosen),

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.codec.names import parse_codec
 from kvrag.errors import IndexMismatchError, ParameterError, ProfileError, StoreError
@@ -50,8 +51,12 @@ class IndexUpkeep(ABC):
 
     path: Path
     config: IndexConfig
-    catalog: Catalog
     store: Store
+
+    @property
+    @abstractmethod
+    def catalog(self) -> Catalog:
+        """Documents and chunks."""
 
     @abstractmethod
     def key_of(self, chunk: Chunk) -> ChunkKey:
@@ -199,11 +204,12 @@ class IndexUpkeep(ABC):
         on_progress
             Called with the number of records read, and of how many.
         """
+        arguments.flag(repair, "repair")
         with lock.writer_lock(self.path) if repair else contextlib.nullcontext():
             self._reload_codec()
             if repair:
                 self._find_profile()
-            return verify_records(
+            report = verify_records(
                 self.catalog,
                 self.store,
                 self.coding,
@@ -213,6 +219,9 @@ class IndexUpkeep(ABC):
                 repair=self._repair if repair else None,
                 on_progress=on_progress,
             )
+            if not report.catalog_problems and (found := self.catalog.check_words(repair=repair)):
+                report = replace(report, catalog_problems=(found,))
+            return report
 
     def fit_profile(
         self,
@@ -237,6 +246,7 @@ class IndexUpkeep(ABC):
         ParameterError
             When the codec needs no profile, or the index holds fewer than 256 tokens.
         """
+        num_tokens = arguments.whole(num_tokens, "num_tokens", 1)
         with lock.writer_lock(self.path):
             self._reload_codec()
             needed, kv_of = self._codable()
@@ -401,6 +411,7 @@ class IndexUpkeep(ABC):
             Also of a store outside the index's folder remove every record that this index does
             not need. Without, its records stay: other indexes may need them.
         """
+        arguments.flag(delete_shared, "delete_shared")
         with lock.writer_lock(self.path):
             self._reload_codec()
             return collect_garbage(
