@@ -20,7 +20,7 @@ from kvrag.errors import ParameterError
 def whole(value: Any, name: str, least: int | None = None, most: int | None = None) -> int:
     """Return a whole number; ParameterError where it is none, or out of range."""
     try:
-        if isinstance(value, bool) or getattr(value, "ndim", 0):
+        if isinstance(value, bool) or getattr(value, "ndim", False):
             raise TypeError
         found = operator.index(value)
     except TypeError:

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_SALT = b"kvrag"
 _MAX_RECENT = 256
+_MOST_CHUNKS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -600,7 +601,7 @@ class Index(IndexUpkeep):
     ) -> list[SearchHit]:
         """Return the `k` chunks nearest to a vector ``[dim]``, best first."""
         self.require_open()
-        k = arguments.whole(k, "k", 1)
+        k = arguments.whole(k, "k", 1, _MOST_CHUNKS)
         from kvrag.ingest.vectors import VectorIndex
 
         with self._lazy:
@@ -613,7 +614,7 @@ class Index(IndexUpkeep):
 
     def _checked_search(self, query: Any, k: Any) -> tuple[str, int]:
         self.require_open()
-        k = arguments.whole(k, "k", 1)
+        k = arguments.whole(k, "k", 1, _MOST_CHUNKS)
         if not arguments.text(query, "the question").strip():
             raise ParameterError("the question is empty: there is nothing to search for")
         return query, k

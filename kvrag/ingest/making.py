@@ -78,6 +78,8 @@ def check_device(device: str | None, model: KVModel | None = None) -> None:
     """Raise ParameterError when a device cannot be used here, or `model` is on another one."""
     if device is None:
         return
+    if not isinstance(device, str):
+        raise ParameterError(f"device {device!r}: expected a name such as 'cpu' or 'cuda'")
     # Only now: without a device nothing of the model's library is needed yet.
     from kvrag.models.loading import usable_device
 

@@ -140,7 +140,7 @@ def _in_memory(connection: sqlite3.Connection) -> str:
         for name in names:
             if re.fullmatch(rf"{TABLE}_\d+", name):
                 connection.execute(f"DROP TABLE temp.{name}")
-        connection.execute(f"CREATE TEMP TABLE {TABLE}_{generation} (nothing)")
+        connection.execute(f"CREATE TEMP TABLE {TABLE}_{generation} (mark)")
     return f"temp.{TABLE}"
 
 
