@@ -49,6 +49,7 @@ def place(
     from kvrag.cli.opening import open_index
     from kvrag.ingest.config import write_atomically
     from kvrag.loading.price_list import EXAMPLES, FILE_NAME, read_prices
+    from kvrag.store.registry import check_kind
 
     urls = stores.split("|")
     if any(not url or url.startswith(("tiered:", "memory:")) for url in urls):
@@ -56,6 +57,8 @@ def place(
             "--stores: give stores that last, not tiers of them, with | between them; memory may "
             "be a tier before the one chosen"
         )
+    for url in urls:
+        check_kind(url)
     with open_index(index, model) as opened:
         path = prices or opened.path / FILE_NAME
         if prices is None and not path.exists():

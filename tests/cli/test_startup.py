@@ -104,9 +104,10 @@ def test_a_command_loads_no_other(index_folder: Path) -> None:
 def test_every_command_is_there_and_described(run: Run, group: tuple[str, ...], name: str) -> None:
     shown = run(*group, name, "--help")
     assert shown.code == 0, shown.err
-    listed = next(line for line in run(*group, "--help").out.splitlines() if f" {name} " in line)
+    rows = (line.strip(" │") for line in run(*group, "--help").out.splitlines())
+    listed = next(row for row in rows if row.startswith(f"{name} "))
     # The first words of what the command says of itself stand in the list.
-    words = listed.split(f" {name} ", 1)[1].strip(" │").split()[:3]
+    words = listed.split()[1:4]
     assert words
     assert " ".join(words) in " ".join(shown.out.split())
 

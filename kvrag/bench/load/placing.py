@@ -18,7 +18,7 @@ from kvrag.loading.cost import TierCost
 from kvrag.loading.placing import Offer, Placement, choose_store
 from kvrag.loading.price_list import Price, price_of
 from kvrag.store.base import Store
-from kvrag.store.registry import check_kind, open_store, without_password
+from kvrag.store.registry import open_store, without_password
 
 _NUM_CHUNKS = 5
 """Of the larger prompts that are loaded to measure a store."""
@@ -65,8 +65,6 @@ def place(
         raise ParameterError(
             f"{index.path}: what computing costs was not measured: run 'kvrag calibrate' first"
         )
-    for url in urls:
-        check_kind(url)
     rows, size_bytes = _contents(index)
     named = [(url, price_of(url, prices, where)) for url in urls]
     policy, again = _recompute_seconds(calibration, index.config.num_layers, rows, loss)
