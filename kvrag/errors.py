@@ -84,6 +84,10 @@ class IndexMismatchError(KVRagError):
     """The index was made with another model, tokenizer or embedding than the one given."""
 
 
+class IndexClosedError(KVRagError):
+    """The index was closed; open it again to use it."""
+
+
 class IndexLockedError(KVRagError):
     """Another process is writing to the index."""
 

@@ -60,15 +60,15 @@ def bench_store(
     found: dict[str, Any] = {}
     with (
         tempfile.TemporaryDirectory(prefix="kvrag-", dir=folder) as scratch,
-        console.err().status("measuring") as status,
+        console.progress("measuring") as say,
     ):
         place = Path(scratch)
         url = store or f"file:{place / 'store'}"
         for part in chosen:
-            status.update(part)
+            say(part)
 
             def say(text: str, part: str = part) -> None:
-                status.update(f"{part}: {text}")
+                say(f"{part}: {text}")
 
             (place / part).mkdir()
             if part == "reads":

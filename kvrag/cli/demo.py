@@ -169,7 +169,7 @@ def read_questions(path: Path) -> list[DemoQuestion]:
         ]
     except OSError as error:
         raise DocumentError(f"cannot read the questions at {path}: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DocumentError(
             f"{path} is not a list of questions: expected JSON such as "
             '[{"question": "...", "answers": ["..."]}]'

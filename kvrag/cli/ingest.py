@@ -35,6 +35,7 @@ class _Settings:
     embedding: str | None
     codec: str | None
     chunk_tokens: int | None
+    dtype: str | None
     context: str | None
     context_tokens: int | None
     compression: str | None
@@ -70,6 +71,14 @@ def ingest(
         ),
     ] = None,
     profile: o.ProfileOption = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Type of the model's weights and of its KV: float32, bfloat16 or float16 (new "
+            "index: the checkpoint's own).",
+            show_default=False,
+        ),
+    ] = None,
     context: Annotated[
         str | None,
         typer.Option(
@@ -107,8 +116,9 @@ def ingest(
     """
     from kvrag.cli.opening import quiet_libraries
     from kvrag.cli.progress import IngestBar
-    from kvrag.codec.presets import choose_codec
+    from kvrag.codec.names import parse_codec
     from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
+    from kvrag.ingest.making import check_lasting
     from kvrag.ingest.profiles import read_profile
     from kvrag.store.registry import without_password
 
@@ -122,15 +132,16 @@ def ingest(
         )
     quiet_libraries()
     if codec is not None:
-        codec = choose_codec(codec).label
+        codec = parse_codec(codec).label
     if compress is not None:
         compress = str(parse_compression(compress) or NO_COMPRESSION)
-    settings = _Settings(embedding, codec, chunk_tokens, context, context_tokens, compress)
+    settings = _Settings(embedding, codec, chunk_tokens, dtype, context, context_tokens, compress)
     given = None if profile is None else read_profile(profile)
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
         scratch_folder = Path(scratch) if dry_run else None
         opened = _open_or_create(index, model, device, store, settings, given, scratch_folder)
         with opened, IngestBar(opened.path) as bar:
+            check_lasting(opened.store)  # also of an index that was made elsewhere
             report = opened.add(paths, dry_run=dry_run, on_progress=bar.update)
     if as_json:
         console.print_json(report)
@@ -200,6 +211,7 @@ def _open_or_create(
             context=settings.context or _DEFAULT_CONTEXT,
             context_tokens=settings.context_tokens,
             compression=settings.compression or _DEFAULT_COMPRESSION,
+            dtype=settings.dtype,
             device=device,
             store=store,
         )

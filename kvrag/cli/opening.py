@@ -24,10 +24,19 @@ def open_index(
     path: Path, model: str | None = None, device: str | None = None, store: str | None = None
 ) -> Index:
     """Open an index without loading its model."""
+    quiet_libraries()
+    return _open(path, model=model, device=device, store=store)
+
+
+def open_catalog(path: Path) -> Index:
+    """Open an index for what needs no model: nothing of the model's libraries is imported."""
+    return _open(path)
+
+
+def _open(path: Path, **given: str | None) -> Index:
     from kvrag.ingest.index import Index
 
-    quiet_libraries()
-    return Index.open(path, model=model, device=device, store=store)
+    return Index.open(path, **given)
 
 
 def warm_up(index: Index) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvrag.cli import console
+from kvrag.cli import console, names
 from kvrag.cli import options as o
 from kvrag.errors import ParameterError
 from kvrag.store.http_protocol import TOKEN_VARIABLE, read_token
@@ -69,8 +69,18 @@ def serve_kv(
     tls = None
     if tls_certificate is not None:
         tls = tls_context(str(tls_certificate), None if tls_key is None else str(tls_key))
-    from kvrag.store.registry import open_store, without_password
+    from kvrag.store.registry import missing_folders, open_store, without_password
 
+    if store is not None and index is not None:
+        raise ParameterError("--index and --store: each says what is served; leave one out")
+    if store is not None and not writable:
+        # A folder made for a typing error would be served, and be empty.
+        for folder in missing_folders(store):
+            raise ParameterError(
+                f"--store {without_password(store)}: there is no folder {folder}"
+                f"{names.like(folder.name, names.beside(folder))}; name one that exists, or give "
+                "--writable to begin with an empty one"
+            )
     url = store or _store_of(index)
     opened = open_store(url)
     try:

@@ -24,10 +24,10 @@ def verify(
     """Check every stored record against its checksums; exit 1 when something is wrong."""
     from kvrag.cli.opening import open_index
 
-    with open_index(index) as opened, console.err().status("reading every record") as status:
+    with open_index(index) as opened, console.progress("reading every record") as say:
 
         def show(done: int, total: int) -> None:
-            status.update(f"{done:,} of {total:,} records read")
+            say(f"{done:,} of {total:,} records read")
 
         report = opened.verify(repair=repair, on_progress=show)
     if as_json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvrag import arguments
 from kvrag.chunk import Chunk
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Source, Usage
 from kvrag.engine.buffers import BufferPool
@@ -73,6 +73,9 @@ class PlacedPrompt:
 Prompt = str | Sequence[Message] | PlacedPrompt
 
 MISS_CATALOG = "catalog damaged"
+
+# Characters that are tokenised whatever the model: in a second or so.
+_SURELY_TOKENISED = 1_000_000
 
 # A question, and a context: amounts between which a calibration's prices are a line.
 _PRIOR_TOKENS = (30, 1000)
@@ -150,11 +153,7 @@ class KVEngine:
         self._boundary_tokens = boundary_tokens
         self._eviction = make_eviction(eviction)
         self._max_tokens = _checked_max_tokens(max_tokens)
-        if not isinstance(load_threads, int) or not 0 <= load_threads <= MAX_LOAD_THREADS:
-            raise ParameterError(
-                f"load_threads {load_threads!r}: expected a whole number, 0 to {MAX_LOAD_THREADS}"
-            )
-        self._load_threads = load_threads
+        self._load_threads = arguments.whole(load_threads, "load_threads", 0, MAX_LOAD_THREADS)
         self._ttft = _checked_ttft(ttft)
         self._known = Known()
         self._buffers = BufferPool()
@@ -176,6 +175,7 @@ class KVEngine:
         ParameterError
             When the tokenizer has no chat template, or the template refuses the messages.
         """
+        messages = _checked_messages(messages)
         tokenizer = self.index.tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise ParameterError(
@@ -184,7 +184,7 @@ class KVEngine:
             )
         try:
             rendered = tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # Jinja's own and whatever a template raises
             raise ParameterError(f"the chat template refuses these messages: {error}") from error
@@ -201,16 +201,23 @@ class KVEngine:
     def _text(self, prompt: str | Sequence[Message]) -> tuple[str, bool]:
         """Return the prompt's text, and whether the tokenizer adds its special tokens."""
         text = prompt if isinstance(prompt, str) else self.render(prompt)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ParameterError(
-                f"the prompt is not valid Unicode: character {error.start} is half of a surrogate "
-                "pair; decode its bytes as UTF-8"
-            ) from error
-        return text, isinstance(prompt, str)
+        if len(text) > _SURELY_TOKENISED:
+            # What cannot fit is refused before tokenising it takes minutes.
+            longest = max(map(len, self.index.tokenizer.get_vocab()))
+            holds = self.index.config.max_positions
+            most = max(_SURELY_TOKENISED, holds * longest)
+            if len(text) > most:
+                raise PromptTooLongError(
+                    f"the prompt has {len(text):,} characters, but the model holds {holds:,} "
+                    f"tokens, which are {most:,} characters at the most; shorten it, or retrieve "
+                    "fewer chunks"
+                )
+        return arguments.text(text, "the prompt"), isinstance(prompt, str)
 
     def _lay_out(self, prompt: Prompt, hints: Sequence[str], reuse: bool) -> _LaidOut:
+        self.index.require_open()
+        hints = arguments.texts(hints, "hints")
+        arguments.flag(reuse, "reuse")
         if isinstance(prompt, PlacedPrompt):
             layout = prompt.layout if reuse else replace(prompt.layout, spans=())
             return _LaidOut(layout, [], prompt.open_kv)
@@ -551,8 +558,8 @@ class KVEngine:
         sampling = Sampling(temperature, top_p, top_k, repetition_penalty, seed)
         if not isinstance(stop, list | tuple) or not all(s and isinstance(s, str) for s in stop):
             raise ParameterError(f"stop {stop!r}: expected a list of non-empty strings")
-        if timeout_seconds is not None and timeout_seconds <= 0:
-            raise ParameterError(f"timeout_seconds {timeout_seconds}: expected more than 0")
+        if timeout_seconds is not None:
+            timeout_seconds = arguments.number(timeout_seconds, "timeout_seconds", above=0.0)
         chosen = self._resolve_policy(policy, ratio, boundary_tokens)
         aim = self._aim(ttft)
         evicts = self._resolve_eviction(eviction, chosen)
@@ -692,15 +699,27 @@ class _LaidOut:
 
 
 def _checked_ttft(ttft: float | None) -> float | None:
-    if ttft is not None and not (isinstance(ttft, int | float) and 0.0 < ttft < math.inf):
-        raise ParameterError(f"ttft {ttft!r}: expected seconds above 0, and finite")
-    return ttft
+    return None if ttft is None else arguments.number(ttft, "ttft", above=0.0)
 
 
 def _checked_max_tokens(max_tokens: int) -> int:
-    if not isinstance(max_tokens, int) or max_tokens < 1:
-        raise ParameterError(f"max_tokens {max_tokens}: expected a whole number, at least 1")
-    return max_tokens
+    return arguments.whole(max_tokens, "max_tokens", 1)
+
+
+def _checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return messages as the chat template takes them."""
+    if (
+        isinstance(messages, str | bytes | Mapping)
+        or not isinstance(messages, Sequence)
+        or not all(isinstance(one, Mapping) for one in messages)
+    ):
+        raise ParameterError(
+            f"a prompt is one text, or messages such as {{'role': 'user', 'content': '...'}} in a "
+            f"list; found {type(messages).__name__} {str(messages)[:60]!r}"
+        )
+    if not messages:
+        raise ParameterError("the prompt has no messages: there is nothing to answer")
+    return [dict(one) for one in messages]
 
 
 def end_ids(generation_config: object, tokenizer: object) -> frozenset[int]:

@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import IndexFormatError, StoreError
+from kvrag.ingest import words
 from kvrag.ingest.connection import catalog_error, connect, file_stamp
 from kvrag.ingest.rows import (
     Change,
@@ -34,6 +32,10 @@ from kvrag.ingest.rows import (
     unpack_chunk,
     unpack_json,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 FILE_NAME = "catalog.sqlite"
 SCHEMA_VERSION = 2
@@ -167,6 +169,7 @@ class Catalog:
             try:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
+                words.create(connection)
                 connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             finally:
@@ -278,6 +281,20 @@ class Catalog:
         }
 
     @_checked
+    def search_words(self, question: str, k: int) -> list[tuple[int, float]]:
+        """Return row number and score of the `k` best chunks by words (`kvrag.ingest.words`)."""
+        return words.search(self._connection, question, k)
+
+    @_checked
+    def check_words(self, *, repair: bool) -> str:
+        """Return what is wrong with the index of words, "" for nothing; `repair` mends it."""
+        found = words.damage(self._connection)
+        if found and repair:
+            words.rebuild(self._connection)
+            return ""
+        return found
+
+    @_checked
     def text_of(self, chunk_id: str) -> str | None:
         """Return a chunk's text, or None when it is not known."""
         row = self._connection.execute(
@@ -334,6 +351,8 @@ class Catalog:
     @_checked
     def vectors(self, dim: int) -> tuple[int, NDArray[np.int64], NDArray[np.float32]]:
         """Return the generation, the row numbers ``[n]`` and vectors ``[n, dim]`` of all chunks."""
+        import numpy as np
+
         with self._snapshot():
             (count,) = self._connection.execute("SELECT COUNT(*) FROM chunks").fetchone()
             rows = np.empty(count, dtype=np.int64)

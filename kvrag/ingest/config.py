@@ -8,16 +8,23 @@ import re
 import secrets
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvrag.codec.names import expected_bytes_per_token
 from kvrag.errors import IndexFormatError, IndexNotFoundError, ParameterError, StoreError
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.ingest.contexts import CONTEXTS
-from kvrag.kvcache import DTYPES, KVSpec
+
+if TYPE_CHECKING:
+    from kvrag.kvcache import KVSpec
 
 FORMAT_VERSION = 4
 FILE_NAME = "index.json"
+VECTORS_NAME = "vectors.cache"
 _KIND = "kvrag index"
+# Known here, so that to list an index no tensor library is needed.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""The element types that KV may have, with their size."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,20 @@ class IndexConfig:
     @property
     def spec(self) -> KVSpec:
         """Shape and type of the model's KV."""
+        from kvrag.kvcache import DTYPES, KVSpec
+
         return KVSpec(self.num_layers, self.num_kv_heads, self.head_dim, DTYPES[self.dtype])
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers, uncompressed."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def expected_bytes_per_token(self) -> int:
+        """About what the codec makes of a token's KV, before any compression of chunks."""
+        size = DTYPE_BYTES[self.dtype]
+        return expected_bytes_per_token(self.codec, self.bytes_per_token, size)
 
     def save(self, folder: Path) -> None:
         """Write ``index.json`` atomically. Raises StoreError when the folder refuses it."""
@@ -110,7 +130,7 @@ class IndexConfig:
             raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
         try:
             values = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _foreign(path, f"it is not JSON ({error})") from error
         return cls(**_checked(path, values))
 
@@ -196,7 +216,7 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
         raise _foreign(path, f"'anchors' is {checked['anchors']!r}")
     if checked["context"] not in CONTEXTS:
         raise _foreign(path, f"'context' is {checked['context']!r}")
-    if checked["dtype"] not in DTYPES:
+    if checked["dtype"] not in DTYPE_BYTES:
         raise _foreign(path, f"'dtype' is {checked['dtype']!r}")
     try:
         salt = bytes.fromhex(checked["tenant_salt"])

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvrag import arguments
 from kvrag.chunk import Chunk
 from kvrag.errors import ParameterError
 
@@ -39,7 +40,7 @@ def context_limit(context: str, context_tokens: int | None) -> int:
     if context not in CONTEXTS:
         raise ParameterError(f"context {context!r}: expected one of {', '.join(CONTEXTS)}")
     if context != DOCUMENT:
-        if context_tokens:
+        if context_tokens is not None and context_tokens != 0:
             raise ParameterError(
                 f"context_tokens={context_tokens} does nothing with context {context!r}: leave it "
                 f"out, or choose context {DOCUMENT!r}"
@@ -47,12 +48,7 @@ def context_limit(context: str, context_tokens: int | None) -> int:
         return 0
     if context_tokens is None:
         return DEFAULT_CONTEXT_TOKENS
-    # Exactly int: the number is written down as JSON and read back as one.
-    if type(context_tokens) is not int or context_tokens < 1:
-        raise ParameterError(
-            f"context_tokens {context_tokens!r}: expected a whole number (int), at least 1"
-        )
-    return context_tokens
+    return arguments.whole(context_tokens, "context_tokens", 1)
 
 
 def add_contexts(

@@ -13,15 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey, Document, chunk_key
-from kvrag.codec.base import EncodedChunk
-from kvrag.codec.presets import choose_codec
-from kvrag.codec.profile import Profile
+from kvrag.codec.names import parse_codec
 from kvrag.errors import (
     AnchorsError,
+    IndexClosedError,
     IndexFormatError,
     IndexMismatchError,
     ModelLoadError,
@@ -30,18 +27,13 @@ from kvrag.errors import (
     StoreError,
 )
 from kvrag.fusion.compression.spec import NO_COMPRESSION, key_options, parse_compression
-from kvrag.fusion.segments import ChunkMatcher
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import lock, profiles
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.chunker import chunk_document
-from kvrag.ingest.coding import (
-    RecordCoding,
-)
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, context_limit, encoded_behind
 from kvrag.ingest.counting import IndexCounters
-from kvrag.ingest.embedding import Embedding, get_embedding
 from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.making import (
     KV_FOLDER,
@@ -54,16 +46,12 @@ from kvrag.ingest.making import (
 )
 from kvrag.ingest.pipeline import Outcome, Work, check_space, run_plan
 from kvrag.ingest.plan import Plan, Planner, Sources, gather
-from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import (
     IngestProgress,
     IngestReport,
 )
 from kvrag.ingest.rows import Change, DocumentRow
 from kvrag.ingest.upkeep import IndexUpkeep
-from kvrag.ingest.vectors import VectorIndex
-from kvrag.ingest.watched import WatchedChunk
-from kvrag.kvcache import ChunkKV
 from kvrag.store.base import Store
 from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
@@ -72,14 +60,23 @@ from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import innermost
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from kvrag.codec.base import EncodedChunk
+    from kvrag.codec.profile import Profile
     from kvrag.fusion.compression.encoding import Compressor
+    from kvrag.fusion.segments import ChunkMatcher
+    from kvrag.ingest.embedding import Embedding
+    from kvrag.ingest.vectors import VectorIndex
+    from kvrag.kvcache import ChunkKV
     from kvrag.models.kv_model import KVModel
 
 _DEFAULT_SALT = b"kvrag"
 _MAX_RECENT = 256
+_MOST_CHUNKS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -121,14 +118,13 @@ class Index(IndexUpkeep):
     ) -> None:
         self.path = path
         self.config = config
-        self.catalog = catalog
+        self._catalog = catalog
         self.store = store
-        folder = ProfileFolder(path / profiles.FOLDER_NAME)
-        self.coding = RecordCoding(folder, config.codec, config.profile, config.model_fingerprint)
         self._given_model = model
         self._given_embedding = embedding
         self._device = device
         self._lazy = threading.RLock()
+        self._is_closed = False
         self._vectors: VectorIndex | None = None
         self._matcher: tuple[int, ChunkMatcher] | None = None
         self._recent: deque[str] = deque(maxlen=_MAX_RECENT)
@@ -207,9 +203,10 @@ class Index(IndexUpkeep):
         IndexLockedError
             When another process is making an index there.
         """
+        from kvrag.ingest.embedding import get_embedding
         from kvrag.models.kv_model import KVModel
 
-        folder = Path(path).expanduser().resolve()
+        folder = arguments.path(path, "path").expanduser().resolve()
         require_free(folder)
         salt = _DEFAULT_SALT if tenant_salt is None else tenant_salt
         check_settings(codec, chunk_tokens, salt)
@@ -250,7 +247,7 @@ class Index(IndexUpkeep):
                 require_free(folder)
                 catalog = Catalog.create(folder / catalogs.FILE_NAME)
                 if profile is not None:
-                    ProfileFolder(folder / profiles.FOLDER_NAME).add(profile)
+                    profiles.ProfileFolder(folder / profiles.FOLDER_NAME).add(profile)
                 # Last, since it is what makes the folder an index.
                 config.save(folder)
             undoing.pop_all()
@@ -305,14 +302,17 @@ class Index(IndexUpkeep):
             When the store refuses: a wrong password, a missing bucket.
         """
         check_device(device)
-        folder = Path(path).expanduser().resolve()
+        folder = arguments.path(path, "path").expanduser().resolve()
         config = IndexConfig.load(folder)
         try:
-            choose_codec(config.codec)
+            parse_codec(config.codec)
         except ParameterError as error:
             raise IndexFormatError(f"{folder}: {error}; a newer kvrag may know it") from error
-        the_embedding = None if embedding is None else get_embedding(embedding)
-        if the_embedding is not None:
+        the_embedding = None
+        if embedding is not None:
+            from kvrag.ingest.embedding import get_embedding
+
+            the_embedding = get_embedding(embedding)
             check_embedding(config, folder, the_embedding)
         url = store or config.store or f"file:{folder / KV_FOLDER}"
         opened = open_store(url, must_answer=False)
@@ -341,9 +341,19 @@ class Index(IndexUpkeep):
 
     def close(self) -> None:
         """Close the catalog and the store, and keep what was counted."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.counters.keep()
-        self.catalog.close()
+        self._catalog.close()
         self.store.close()
+
+    def require_open(self) -> None:
+        """Raise IndexClosedError when the index was closed."""
+        if self._is_closed:
+            raise IndexClosedError(
+                f"the index in {self.path} was closed: open it again, with Index.open"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -422,6 +432,8 @@ class Index(IndexUpkeep):
         """The embedding, loaded on first use. Raises IndexMismatchError."""
         if self._given_embedding is not None:
             return self._given_embedding
+        from kvrag.ingest.embedding import get_embedding
+
         with self._lazy:
             try:
                 embedding = get_embedding(self.config.embedding)
@@ -434,6 +446,12 @@ class Index(IndexUpkeep):
             return embedding
 
     @property
+    def catalog(self) -> Catalog:
+        """Documents and chunks. Raises IndexClosedError when the index was closed."""
+        self.require_open()
+        return self._catalog
+
+    @property
     def prefix_ids(self) -> tuple[int, ...]:
         """Token ids every chunk is encoded behind."""
         return self.config.prefix_ids
@@ -441,6 +459,8 @@ class Index(IndexUpkeep):
     @property
     def matcher(self) -> ChunkMatcher:
         """Finds the index's chunks in a prompt; a new one after every change of the catalog."""
+        from kvrag.fusion.segments import ChunkMatcher
+
         with self._lazy:
             if self._matcher is None or self._matcher[0] != self.catalog.generation():
                 # Made anew rather than altered: other threads may be searching with the old one.
@@ -486,6 +506,8 @@ class Index(IndexUpkeep):
             completes it.
         """
         started = time.perf_counter()
+        self.require_open()
+        arguments.flag(dry_run, "dry_run")
         sources = gather(paths_or_documents, self.path)
         with contextlib.nullcontext() if dry_run else lock.writer_lock(self.path):
             self._reload_codec()
@@ -537,6 +559,9 @@ class Index(IndexUpkeep):
         int
             Chunks removed. Sources and ids that are not known are skipped.
         """
+        self.require_open()
+        sources = arguments.texts(sources, "sources")
+        chunk_ids = arguments.texts(chunk_ids, "chunk_ids")
         with lock.writer_lock(self.path):
             known = {
                 source: self.catalog.chunk_ids_of(source)
@@ -559,25 +584,54 @@ class Index(IndexUpkeep):
     # -- reading -----------------------------------------------------------------------------
 
     def search(self, query: str, k: int = 4) -> list[SearchHit]:
-        """Return the `k` chunks nearest to a question, best first."""
+        """Return the `k` chunks nearest to a question, best first.
+
+        Raises
+        ------
+        ParameterError
+            When the question is no text, or blank, or `k` is no whole number from 1 on.
+        IndexClosedError
+            When the index was closed.
+        """
+        query, k = self._checked_search(query, k)
         return self.search_by_vector(self.embedding.embed([query])[0], k)
 
     def search_by_vector(
         self, vector: NDArray[np.float32] | Sequence[float], k: int = 4
     ) -> list[SearchHit]:
         """Return the `k` chunks nearest to a vector ``[dim]``, best first."""
-        if k < 1:
-            raise ParameterError(f"k is at least 1, found {k}")
+        self.require_open()
+        k = arguments.whole(k, "k", 1, _MOST_CHUNKS)
+        from kvrag.ingest.vectors import VectorIndex
+
         with self._lazy:
             if self._vectors is None:
                 self._vectors = VectorIndex.load(self.path, self.catalog, self.config.embedding_dim)
             elif self._vectors.generation != self.catalog.generation():
                 self._vectors = VectorIndex.refresh(self.catalog, self.config.embedding_dim)
-            found = self._vectors.search(np.asarray(vector, dtype=np.float32), k)
+            found = self._vectors.search(_as_vector(vector), k)
+        return self._hits(found)
+
+    def _checked_search(self, query: Any, k: Any) -> tuple[str, int]:
+        self.require_open()
+        k = arguments.whole(k, "k", 1, _MOST_CHUNKS)
+        if not arguments.text(query, "the question").strip():
+            raise ParameterError("the question is empty: there is nothing to search for")
+        return query, k
+
+    def _hits(self, found: Sequence[tuple[int, float]]) -> list[SearchHit]:
         chunks = self.catalog.chunks_at([row for row, _ in found])
         hits = [SearchHit(chunks[row], score) for row, score in found if row in chunks]
         self._recent.extend(hit.chunk.chunk_id for hit in reversed(hits))
         return hits
+
+    def search_words(self, query: str, k: int = 4) -> list[SearchHit]:
+        """Return the `k` chunks that say most of a question's words (BM25), best first.
+
+        No model is needed. A question without words finds nothing.
+        """
+        query, k = self._checked_search(query, k)
+        return self._hits(self.catalog.search_words(query, k))
 
     @property
     def recent_chunk_ids(self) -> tuple[str, ...]:
@@ -586,7 +640,7 @@ class Index(IndexUpkeep):
 
     def get_chunks(self, chunk_ids: Sequence[str]) -> list[Chunk]:
         """Return chunks by id, in that order; ids that are not known are skipped."""
-        return self.catalog.chunks(chunk_ids)
+        return self.catalog.chunks(arguments.texts(chunk_ids, "chunk_ids"))
 
     def documents(self) -> list[DocumentRow]:
         """Return the indexed documents, by source."""
@@ -627,6 +681,8 @@ class Index(IndexUpkeep):
         StoreError
             When the store cannot be read.
         """
+        from kvrag.ingest.watched import WatchedChunk
+
         found = self.catalog.chunk_and_keys(chunk_id)
         if found is None:
             return None
@@ -697,6 +753,7 @@ class Index(IndexUpkeep):
         int
             Records pinned; none where the store has no limit to keep within.
         """
+        sources = arguments.texts(sources, "sources")
         chunk_ids = [chunk_id for one in sources for chunk_id in self.catalog.chunk_ids_of(one)]
         keys = {
             self.key_of(one) for chunk in self.get_chunks(chunk_ids) for one in chunk.encodings()
@@ -801,3 +858,17 @@ class Index(IndexUpkeep):
             f"(fingerprint {expected}), but that of {name!r} has fingerprint {found}; give the "
             "model it was made with, or ingest into a new folder"
         )
+
+
+def _as_vector(vector: Any) -> NDArray[np.float32]:
+    import numpy as np
+
+    try:
+        found = np.asarray(vector, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise ParameterError(f"vector: expected numbers, found {str(vector)[:60]!r}") from error
+    if found.ndim != 1 or not np.isfinite(found).all():
+        raise ParameterError(
+            f"vector: expected finite numbers in one dimension, found shape {found.shape}"
+        )
+    return found

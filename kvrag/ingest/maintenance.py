@@ -6,17 +6,19 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvrag.chunk import Chunk, ChunkKey
-from kvrag.codec.container import RecordReader
 from kvrag.errors import IndexFormatError, ProfileError, RecordError, StoreError
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.coding import RecordCoding
 from kvrag.ingest.passages import kept_keys
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport, RecordProblem, VerifyReport
-from kvrag.kvcache import KVSpec
 from kvrag.store.base import Store
+
+if TYPE_CHECKING:
+    from kvrag.ingest.coding import RecordCoding
+    from kvrag.kvcache import KVSpec
 
 # Readers write the vectors' cache without the writer's lock.
 _TEMPORARY_AGE_SECONDS = 3600.0
@@ -152,6 +154,8 @@ def collect_garbage(
 
 def _profiles_in_use(store: Store, needed: Iterable[str]) -> set[str]:
     """Return the profiles that records name, those of damaged records left out."""
+    from kvrag.codec.container import RecordReader
+
     used = set()
     for key in map(ChunkKey, needed):
         with contextlib.suppress(RecordError, StoreError):

@@ -18,19 +18,22 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvrag.chunk import Chunk, ChunkKey, Document
-from kvrag.codec.base import Codec
 from kvrag.errors import DocumentError, StoreError
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.embedding import Embedding
 from kvrag.ingest.loaders import load_bytes, read_file
 from kvrag.ingest.plan import STAYS, Plan, PlannedDocument, document_digest
 from kvrag.ingest.report import FailedDocument, IngestProgress
 from kvrag.ingest.rows import Change, ChunkRow
 from kvrag.ingest.writer import BackgroundWriter
-from kvrag.kvcache import ChunkKV
 from kvrag.store.base import Store
+
+if TYPE_CHECKING:
+    from kvrag.codec.base import Codec
+    from kvrag.ingest.embedding import Embedding
+    from kvrag.kvcache import ChunkKV
 
 # Tokens after which the catalog is brought up to date: what a killed run must embed again.
 _COMMIT_TOKENS = 32_768

@@ -8,39 +8,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey
-from kvrag.codec.base import Codec
-from kvrag.codec.presets import CodecChoice, choose_codec, expected_bytes_per_token
-from kvrag.codec.profile import Profile
-from kvrag.codec.raw import RawCodec
-from kvrag.codec.registry import is_profile_of
+from kvrag.codec.names import parse_codec
 from kvrag.errors import IndexMismatchError, ParameterError, ProfileError, StoreError
-from kvrag.fusion.calibration import Calibration
 from kvrag.fusion.compression.spec import Compression, parse_compression
 from kvrag.ingest import catalog as catalogs
-from kvrag.ingest import lock, vectors
+from kvrag.ingest import lock, profiles
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.coding import (
-    LEAST_TOKENS,
-    SAMPLE_TOKENS,
-    RecordCoding,
-    check_profile,
-    check_room,
-    fit_to,
-    read_exact,
-    recode_records,
-)
-from kvrag.ingest.config import IndexConfig, write_atomically
+from kvrag.ingest.config import VECTORS_NAME, IndexConfig, write_atomically
 from kvrag.ingest.maintenance import collect_garbage, verify_records
 from kvrag.ingest.making import KV_FOLDER, check_lasting, check_limit
 from kvrag.ingest.moving import MoveReport, copy_records, is_same_store
 from kvrag.ingest.passages import kept_keys
+from kvrag.ingest.profiles import LEAST_TOKENS, SAMPLE_TOKENS, ProfileFolder
 from kvrag.ingest.report import GcReport, IndexStats, RecodeReport, VerifyReport
-from kvrag.kvcache import ChunkKV
 from kvrag.store.base import Store
 from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store, without_password
+
+if TYPE_CHECKING:
+    from kvrag.codec.base import Codec
+    from kvrag.codec.presets import CodecChoice
+    from kvrag.codec.profile import Profile
+    from kvrag.fusion.calibration import Calibration
+    from kvrag.ingest.coding import RecordCoding
+    from kvrag.kvcache import ChunkKV
 
 CALIBRATION_NAME = "calibration.json"
 
@@ -56,9 +51,12 @@ class IndexUpkeep(ABC):
 
     path: Path
     config: IndexConfig
-    catalog: Catalog
     store: Store
-    coding: RecordCoding
+
+    @property
+    @abstractmethod
+    def catalog(self) -> Catalog:
+        """Documents and chunks."""
 
     @abstractmethod
     def key_of(self, chunk: Chunk) -> ChunkKey:
@@ -67,6 +65,15 @@ class IndexUpkeep(ABC):
     @abstractmethod
     def _prefill(self, chunk: Chunk) -> ChunkKV:
         """Return the KV of a chunk by the model, behind the first of its contexts."""
+
+    @cached_property
+    def coding(self) -> RecordCoding:
+        """How KV is encoded; what only counts or lists never needs it."""
+        return self._make_coding()
+
+    @cached_property
+    def _profiles(self) -> ProfileFolder:
+        return ProfileFolder(self.path / profiles.FOLDER_NAME)
 
     @property
     def is_store_shared(self) -> bool:
@@ -90,7 +97,7 @@ class IndexUpkeep(ABC):
     @property
     def expected_bytes_per_token(self) -> int:
         """About what a token's KV takes in the store."""
-        per_row = expected_bytes_per_token(choose_codec(self.config.codec), self.config.spec)
+        per_row = self.config.expected_bytes_per_token
         return per_row if self.compression is None else round(per_row * self.compression.share)
 
     @property
@@ -113,6 +120,8 @@ class IndexUpkeep(ABC):
             return None
         except OSError as error:
             raise StoreError(f"{path}: cannot be read ({error})") from error
+        from kvrag.fusion.calibration import Calibration
+
         found = Calibration.from_json(text, str(path))
         if found.model_fingerprint != self.config.model_fingerprint:
             raise IndexMismatchError(
@@ -172,10 +181,10 @@ class IndexUpkeep(ABC):
             num_records=len(stored),
             num_unreferenced_records=sum(digest not in needed for digest in stored),
             size_bytes=size_bytes,
-            bytes_per_token=config.spec.bytes_per_token,
+            bytes_per_token=config.bytes_per_token,
             stored_bytes_per_token=size_bytes / stored_tokens if stored_tokens else 0.0,
             catalog_bytes=_size_of(self.path / catalogs.FILE_NAME),
-            vectors_bytes=_size_of(self.path / vectors.FILE_NAME),
+            vectors_bytes=_size_of(self.path / VECTORS_NAME),
             generation=self.catalog.generation(),
         )
 
@@ -195,11 +204,12 @@ class IndexUpkeep(ABC):
         on_progress
             Called with the number of records read, and of how many.
         """
+        arguments.flag(repair, "repair")
         with lock.writer_lock(self.path) if repair else contextlib.nullcontext():
             self._reload_codec()
             if repair:
                 self._find_profile()
-            return verify_records(
+            report = verify_records(
                 self.catalog,
                 self.store,
                 self.coding,
@@ -209,6 +219,9 @@ class IndexUpkeep(ABC):
                 repair=self._repair if repair else None,
                 on_progress=on_progress,
             )
+            if not report.catalog_problems and (found := self.catalog.check_words(repair=repair)):
+                report = replace(report, catalog_problems=(found,))
+            return report
 
     def fit_profile(
         self,
@@ -233,6 +246,7 @@ class IndexUpkeep(ABC):
         ParameterError
             When the codec needs no profile, or the index holds fewer than 256 tokens.
         """
+        num_tokens = arguments.whole(num_tokens, "num_tokens", 1)
         with lock.writer_lock(self.path):
             self._reload_codec()
             needed, kv_of = self._codable()
@@ -271,6 +285,9 @@ class IndexUpkeep(ABC):
         IndexLockedError
             When another process is writing to the index.
         """
+        from kvrag.codec.presets import choose_codec
+        from kvrag.ingest.coding import check_profile, check_room, recode_records
+
         choice = choose_codec(codec)
         with lock.writer_lock(self.path):
             self._reload_codec()
@@ -297,6 +314,8 @@ class IndexUpkeep(ABC):
 
     def _codable(self) -> tuple[dict[ChunkKey, int], Callable[[int], ChunkKV]]:
         """Return all KV by name, with its rows, and what returns the KV of one by its place."""
+        from kvrag.ingest.coding import read_exact
+
         found = self.catalog.audit(self.key_of)[0]
         needed = {key: self.num_rows(found[key]) for key in sorted(found)}
         keys = list(needed)
@@ -315,6 +334,8 @@ class IndexUpkeep(ABC):
 
         One that was fitted on much less than there is now is not: an index is small at first.
         """
+        from kvrag.codec.registry import is_profile_of
+
         fitting: list[Profile] = []
         for profile_hash in self.coding.profiles.hashes():
             with contextlib.suppress(ProfileError):
@@ -390,13 +411,14 @@ class IndexUpkeep(ABC):
             Also of a store outside the index's folder remove every record that this index does
             not need. Without, its records stay: other indexes may need them.
         """
+        arguments.flag(delete_shared, "delete_shared")
         with lock.writer_lock(self.path):
             self._reload_codec()
             return collect_garbage(
                 self.path,
                 self.catalog,
                 self.store,
-                self.coding.profiles,
+                self._profiles,
                 self.config.profile,
                 keeps_unknown=self.is_store_shared and not delete_shared,
             )
@@ -425,6 +447,8 @@ class IndexUpkeep(ABC):
             return self.codec
         lengths = [self.num_rows(len(chunk.token_ids)) for chunk in chunks]
         if sum(lengths) < LEAST_TOKENS:
+            from kvrag.codec.raw import RawCodec
+
             return RawCodec()
         codec = self.config.codec
         profile = self._fit(codec, lengths, lambda number: self._prefill(chunks[number]), say)
@@ -462,10 +486,10 @@ class IndexUpkeep(ABC):
             self.coding = self._make_coding()
 
     def _make_coding(self) -> RecordCoding:
+        from kvrag.ingest.coding import RecordCoding
+
         config = self.config
-        return RecordCoding(
-            self.coding.profiles, config.codec, config.profile, config.model_fingerprint
-        )
+        return RecordCoding(self._profiles, config.codec, config.profile, config.model_fingerprint)
 
     def _fit(
         self,
@@ -476,6 +500,8 @@ class IndexUpkeep(ABC):
         num_tokens: int = SAMPLE_TOKENS,
     ) -> Profile:
         config = self.config
+        from kvrag.ingest.coding import fit_to
+
         return fit_to(
             codec,
             lengths,
@@ -490,7 +516,7 @@ class IndexUpkeep(ABC):
         """Write records with another codec from now on."""
         if profile is not None:
             self.coding.profiles.add(profile)
-        name = choose_codec(codec).label
+        name = parse_codec(codec).label
         config = replace(self.config, codec=name, profile="" if profile is None else profile.hash)
         config.save(self.path)
         self.config = config

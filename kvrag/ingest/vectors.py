@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from kvrag.errors import IndexMismatchError, StoreError
 from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.config import VECTORS_NAME as FILE_NAME
 from kvrag.ingest.config import write_atomically
 
-FILE_NAME = "vectors.cache"
 _MAGIC = b"KVRAGVEC"
 _HEADER = struct.Struct("<8sIIQQQ")  # magic, version, dim, count, generation, checksum
 _VERSION = 1

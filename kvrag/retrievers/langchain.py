@@ -28,6 +28,7 @@ except ImportError as error:
 
 from pydantic import ConfigDict, Field
 
+from kvrag import arguments
 from kvrag.chunk import Chunk
 from kvrag.chunk import Document as KVRagDocument
 from kvrag.codec.presets import choose_codec
@@ -339,9 +340,7 @@ def _content_id(document: Document) -> str:
 
 
 def _checked_k(k: int) -> int:
-    if k < 1:
-        raise ParameterError(f"k is at least 1, found {k}")
-    return k
+    return arguments.whole(k, "k", 1)
 
 
 def _refuse(options: dict[str, Any]) -> None:

@@ -316,3 +316,11 @@ def test_specs_that_can_be() -> None:
     assert str(make_eviction("snapkv:share=0.5")) == "snapkv(share=0.5, window=32, pool=7)"
     policy = CormPolicy(1, 1)
     assert make_eviction(policy) is policy
+
+
+@pytest.mark.parametrize(
+    "spec", ["corm", "corm:window=16:recent=8", "streaming", "h2o:share=0.5", "snapkv:budget=64"]
+)
+def test_what_a_report_says_can_be_asked_for(spec: str) -> None:
+    policy = make_eviction(spec)
+    assert make_eviction(str(policy)) == policy

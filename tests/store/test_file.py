@@ -398,6 +398,22 @@ def test_an_index_of_another_version(store: FileStore, folder: Path) -> None:
         FileStore(folder)
 
 
+def test_no_room_is_made_for_more_than_the_file_holds(store: FileStore, folder: Path) -> None:
+    store.put(KEY, record_of(KEY, 1000))
+    assert stored(store, KEY) == record_of(KEY, 1000)
+    for column, value in (("size", 1 << 32), ("offset", 1 << 40), ("offset", -64)):
+        with closing(sqlite3.connect(folder / "records.sqlite")) as connection:
+            before = connection.execute(f"SELECT {column} FROM records").fetchone()
+            connection.execute(f"UPDATE records SET {column} = ?", (value,))
+            connection.commit()
+        with pytest.raises(RecordError, match="the file was cut short"):
+            store.open(KEY)
+        with closing(sqlite3.connect(folder / "records.sqlite")) as connection:
+            connection.execute(f"UPDATE records SET {column} = ?", before)
+            connection.commit()
+    assert stored(store, KEY) == record_of(KEY, 1000)
+
+
 def test_another_process_may_have_just_begun(folder: Path) -> None:
     folder.mkdir()
     with closing(sqlite3.connect(folder / "records.sqlite")) as connection:
