@@ -17,6 +17,7 @@ from kvrag.ingest.coding import check_profile
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import context_limit
 from kvrag.ingest.embedding import Embedding
+from kvrag.models.control import default_control_tokens
 from kvrag.store.base import Store
 from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
@@ -98,6 +99,7 @@ def make_config(
     context_tokens: int | None,
     compression: str,
     tenant_salt: bytes,
+    control_tokens: str | None,
 ) -> IndexConfig:
     """Return the settings of a new index.
 
@@ -166,6 +168,7 @@ def make_config(
         compression=compression if chosen is None else str(chosen),
         anchors=anchors,
         tenant_salt=tenant_salt.hex(),
+        control_tokens=control_tokens or default_control_tokens(model.tokenizer),
     )
 
 
