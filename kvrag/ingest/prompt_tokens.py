@@ -91,14 +91,17 @@ class _Origin:
 
     def _likely_texts(self) -> Iterator[str]:
         """Yield texts and metadata of chunks that may stand in the prompt in another form."""
+        control = self._index.control
+        assert control is not None
+        retrieved = dict.fromkeys([*self._hints, *self._index.recent_chunk_ids])
         try:
             found = [match.chunk_id for match in self._index.matcher.find(self._prompt)]
-            wanted = dict.fromkeys([*self._hints, *found, *self._index.recent_chunk_ids])
-            chunks = self._index.get_chunks(list(wanted))
+            chunks = self._index.get_chunks(list(dict.fromkeys([*retrieved, *found])))
         except (IndexFormatError, StoreError):
             return
         for chunk in chunks:
-            yield chunk.text
+            if chunk.chunk_id in retrieved or chunk.text not in control.template_text:
+                yield chunk.text
             yield from _metadata(chunk)
 
     def _is_copied(self, start: int, end: int, text: str) -> bool:

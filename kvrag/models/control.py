@@ -43,6 +43,9 @@ Span = tuple[int, int]
 _MARKER = re.compile("<[|\uff5c].+[|\uff5c]>")
 # Where a template cuts contents: at the end of an earlier answer's reasoning.
 _SPLIT_AT = re.compile(r"""split\(\s*(["'])(.+?)\1""")
+# A string that is hidden from a template, by its number.
+_MARK = re.compile("\ue010([0-9]+)\ue011")
+_MARK_EDGE = re.compile("[\ue010\ue011]")
 _PROBES = (
     [{"role": "user", "content": "a"}],
     [{"role": role, "content": "a"} for role in ("user", "assistant", "user")],
@@ -271,7 +274,7 @@ class ControlTokens:
             forged += found
             round_number += 1
             if data == ((0, len(text)),) or round_number == _MAX_ROUNDS:
-                genuine = [one for one in genuine if one not in found]
+                genuine = [one for one in genuine if not is_forged(one)]
                 break
             probe = _overwritten(probe, [*data, *(one.span for one in found)])
             (again,) = encode(self._tokenizer, [probe], add_special_tokens)
@@ -372,14 +375,13 @@ class ControlTokens:
 class HiddenStrings:
     """Control strings of messages while a chat template renders them.
 
-    In their place stand marks that no template looks for and nobody can guess, so that text of a
-    message neither steers the template nor is taken for what the template writes.
+    In their place stand marks that no template looks for, so that text of a message neither steers
+    the template nor is taken for what the template writes.
     """
 
     def __init__(self, control: ControlTokens) -> None:
         self._control = control
         self._strings: list[str] = []
-        self._nonce = str(secrets.randbelow(10**18))
 
     def hide(self, value: Any, *, is_answer: bool = False) -> Any:
         """Return a content with marks in place of control strings, lists and mappings inside too.
@@ -393,8 +395,11 @@ class HiddenStrings:
         """
         if isinstance(value, str):
             pieces, end = [], 0
-            for start, stop in self._control.hidden_spans(value, is_answer=is_answer):
-                pieces += [value[end:start], f"\ue010{self._nonce}:{len(self._strings)}\ue011"]
+            spans = self._control.hidden_spans(value, is_answer=is_answer)
+            # What looks like a mark is hidden as well: any other left over later is a damaged one.
+            spans += [match.span() for match in _MARK_EDGE.finditer(value)]
+            for start, stop in sorted(spans):
+                pieces += [value[end:start], f"\ue010{len(self._strings)}\ue011"]
                 self._strings.append(value[start:stop])
                 end = stop
             return "".join([*pieces, value[end:]])
@@ -415,20 +420,20 @@ class HiddenStrings:
         pieces: list[str] = []
         spans: list[Span] = []
         end = length = 0
-        for match in re.finditer(f"\ue010{self._nonce}:([0-9]+)\ue011", rendered):
+        for match in _MARK.finditer(rendered):
             string = self._strings[int(match[1])]
             pieces += [rendered[end : match.start()], string]
             length += match.start() - end
             spans.append((length, length + len(string)))
             length += len(string)
             end = match.end()
-        text = "".join([*pieces, rendered[end:]])
-        if self._strings and self._nonce in text:
+        pieces.append(rendered[end:])
+        if any(_MARK_EDGE.search(piece) for piece in pieces[::2]):
             raise ParameterError(
                 "the chat template takes messages apart in the middle of a control string: remove "
                 "such strings from the messages, or use another template"
             )
-        return text, tuple(spans)
+        return "".join(pieces), tuple(spans)
 
 
 class _BlindTokenizer:

@@ -190,7 +190,9 @@ FAMILIES: dict[str, Family] = {
 @functools.cache
 def bare_backend(name: str) -> Tokenizer:
     """Return a family's tokenizer as it is without its control tokens."""
-    return FAMILIES[name].build()
+    backend = FAMILIES[name].build()
+    backend.encode_special_tokens = True  # trainers add "<unk>"
+    return backend
 
 
 @functools.cache
