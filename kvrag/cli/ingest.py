@@ -39,6 +39,7 @@ class _Settings:
     context: str | None
     context_tokens: int | None
     compression: str | None
+    control_tokens: str | None
 
 
 def ingest(
@@ -104,6 +105,15 @@ def ingest(
             show_default=False,
         ),
     ] = None,
+    control_tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="The model's control strings, such as <|im_end|>, in documents: neutralise (read "
+            "them as text, in prompts as well), refuse (leave such documents out) or keep (new "
+            "index: neutralise for chat models, keep for others).",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, write nothing.")
     ] = False,
@@ -120,6 +130,7 @@ def ingest(
     from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
     from kvrag.ingest.making import check_lasting
     from kvrag.ingest.profiles import read_profile
+    from kvrag.models.control import check_control_tokens
     from kvrag.store.registry import without_password
 
     for path in paths:
@@ -135,7 +146,10 @@ def ingest(
         codec = parse_codec(codec).label
     if compress is not None:
         compress = str(parse_compression(compress) or NO_COMPRESSION)
-    settings = _Settings(embedding, codec, chunk_tokens, dtype, context, context_tokens, compress)
+    check_control_tokens(control_tokens)
+    settings = _Settings(
+        embedding, codec, chunk_tokens, dtype, context, context_tokens, compress, control_tokens
+    )
     given = None if profile is None else read_profile(profile)
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
         scratch_folder = Path(scratch) if dry_run else None
@@ -173,6 +187,12 @@ def _print_report(report: IngestReport) -> None:
         work += f"\nchunks are stored compressed: {report.compression}"
     if report.num_context_tokens:
         work += f"\n{report.num_context_tokens:,} tokens of context beside them, not stored"
+    if report.control_strings:
+        num_strings = sum(report.control_strings.values())
+        work += (
+            f"\n{num_strings:,} control strings of the model, in {len(report.control_strings):,} "
+            "documents, are read as text"
+        )
     console.write(
         f"documents: {len(report.added):,} new, {len(report.changed):,} changed, "
         f"{len(report.removed):,} removed, {len(report.unchanged):,} unchanged, "
@@ -214,6 +234,7 @@ def _open_or_create(
             dtype=settings.dtype,
             device=device,
             store=store,
+            control_tokens=settings.control_tokens,
         )
     try:
         if store is not None and opened.store.url != opened.config.store:

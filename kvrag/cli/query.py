@@ -93,7 +93,7 @@ def _answer_plainly(engine: KVEngine, retrieved: Retrieved, max_tokens: int, as_
     from kvrag.cli.plain import answer_plainly
 
     model = engine.index.model
-    token_ids = engine.prompt_ids(retrieved.prompt)
+    token_ids = engine.prompt_ids(retrieved.prompt, hints=retrieved.chunk_ids)
     on_text = console.AnswerText(quiet=as_json)
     given = answer_plainly(model, token_ids, max_tokens, retrieved.stop, on_text)
     on_text.end()

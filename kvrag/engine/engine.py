@@ -44,9 +44,11 @@ from kvrag.fusion.policies.registry import make_policy
 from kvrag.fusion.segments import Match
 from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag.ingest.index import Index
+from kvrag.ingest.prompt_tokens import tokenise_prompt
 from kvrag.loading import LOAD_THREADS, MAX_LOAD_THREADS
 from kvrag.loading.streaming import Known, Streaming
 from kvrag.models.adapter import resting
+from kvrag.models.chat import PromptText, render_messages
 from kvrag.models.kv_model import KVModel
 
 logger = logging.getLogger("kvrag")
@@ -158,6 +160,7 @@ class KVEngine:
         self._known = Known()
         self._buffers = BufferPool()
         self._watching = True  # for retrieved chunks that never arrive in a prompt
+        self._has_warned_of_control = False
         self._resolve_policy(None, None, None)
 
     # -- prompts ------------------------------------------------------------------------------
@@ -174,45 +177,50 @@ class KVEngine:
         ------
         ParameterError
             When the tokenizer has no chat template, or the template refuses the messages.
-        """
-        messages = _checked_messages(messages)
-        tokenizer = self.index.tokenizer
-        if not getattr(tokenizer, "chat_template", None):
-            raise ParameterError(
-                "the model's tokenizer has no chat template: pass the prompt as one string, or "
-                "set tokenizer.chat_template"
-            )
-        try:
-            rendered = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # Jinja's own and whatever a template raises
-            raise ParameterError(f"the chat template refuses these messages: {error}") from error
-        return str(rendered)
 
-    def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the token ids that the plain pipeline would feed for `prompt`."""
+        Notes
+        -----
+        Hand `generate` the messages, not this string: it no longer tells whose its control
+        strings are.
+        """
+        return render_messages(
+            self.index.tokenizer, _checked_messages(messages), self.index.control
+        ).text
+
+    def prompt_ids(self, prompt: Prompt, *, hints: Sequence[str] = ()) -> tuple[int, ...]:
+        """Return the token ids that the plain pipeline would feed for `prompt`.
+
+        Control strings of documents and messages are text in both, unless the index keeps them.
+
+        Parameters
+        ----------
+        prompt, hints
+            As in `generate`.
+        """
         if isinstance(prompt, PlacedPrompt):
             return prompt.layout.token_ids
-        text, add_special_tokens = self._text(prompt)
-        encoding = self.index.tokenizer(text, add_special_tokens=add_special_tokens)
-        return tuple(encoding["input_ids"])
+        return tokenise_prompt(self.index, self._text(prompt), hints).token_ids
 
-    def _text(self, prompt: str | Sequence[Message]) -> tuple[str, bool]:
-        """Return the prompt's text, and whether the tokenizer adds its special tokens."""
-        text = prompt if isinstance(prompt, str) else self.render(prompt)
-        if len(text) > _SURELY_TOKENISED:
+    def _text(self, prompt: str | Sequence[Message]) -> PromptText:
+        """Return the prompt as text. Raises ParameterError for what is no text."""
+        if isinstance(prompt, str):
+            written = PromptText(prompt, True)
+        else:
+            messages = _checked_messages(prompt)
+            written = render_messages(self.index.tokenizer, messages, self.index.control)
+        if len(written.text) > _SURELY_TOKENISED:
             # What cannot fit is refused before tokenising it takes minutes.
             longest = max(map(len, self.index.tokenizer.get_vocab()))
             holds = self.index.config.max_positions
             most = max(_SURELY_TOKENISED, holds * longest)
-            if len(text) > most:
+            if len(written.text) > most:
                 raise PromptTooLongError(
-                    f"the prompt has {len(text):,} characters, but the model holds {holds:,} "
-                    f"tokens, which are {most:,} characters at the most; shorten it, or retrieve "
-                    "fewer chunks"
+                    f"the prompt has {len(written.text):,} characters, but the model holds "
+                    f"{holds:,} tokens, which are {most:,} characters at the most; shorten it, or "
+                    "retrieve fewer chunks"
                 )
-        return arguments.text(text, "the prompt"), isinstance(prompt, str)
+        arguments.text(written.text, "the prompt")
+        return written
 
     def _lay_out(self, prompt: Prompt, hints: Sequence[str], reuse: bool) -> _LaidOut:
         self.index.require_open()
@@ -221,7 +229,10 @@ class KVEngine:
         if isinstance(prompt, PlacedPrompt):
             layout = prompt.layout if reuse else replace(prompt.layout, spans=())
             return _LaidOut(layout, [], prompt.open_kv)
-        text, add_special_tokens = self._text(prompt)
+        written = self._text(prompt)
+        tokens = tokenise_prompt(self.index, written, hints)
+        if tokens.num_control:
+            self._warn_of_control(tokens.num_control)
         matches: list[Match] = []
         chunks: dict[str, Chunk] = {}
         # Where chunks are encoded behind nothing, those of one text are one.
@@ -229,7 +240,7 @@ class KVEngine:
         damage: dict[str, int] = {}
         if reuse:
             try:
-                matches = self.index.matcher.find(text, hints)
+                matches = self.index.matcher.find(written.text, hints)
                 wanted = [match.chunk_id for match in matches]
                 if tells_apart:
                     wanted += chain.from_iterable(match.other_ids for match in matches)
@@ -237,13 +248,13 @@ class KVEngine:
             except (IndexFormatError, StoreError):
                 matches, damage = [], {MISS_CATALOG: 1}
         layout = lay_out(
-            text,
+            written.text,
             self.index.tokenizer,
             matches,
             chunks,
             self.index.prefix_ids,
             hints=hints,
-            add_special_tokens=add_special_tokens,
+            tokens=tokens,
         )
         if not layout.token_ids:
             raise ParameterError("the prompt is empty: there is nothing to answer")
@@ -660,6 +671,17 @@ class KVEngine:
             started = time.perf_counter()
             int(model.hf(input_ids=ids, logits_to_keep=1).logits[0, -1].argmax())
             return time.perf_counter() - started
+
+    def _warn_of_control(self, num_control: int) -> None:
+        if self._has_warned_of_control:
+            return
+        self._has_warned_of_control = True
+        logger.warning(
+            "the prompt is one string with %d control strings of the model in no document of the "
+            "index: they are taken for the caller's own. Where some may come from elsewhere, pass "
+            "messages: what stands in them is never control",
+            num_control,
+        )
 
     def _warn_if_nothing_matched(self, laid_out: _LaidOut) -> None:
         # Once a chunk has arrived the pipeline is sound: later prompts may well hold none (a

@@ -401,6 +401,8 @@ def _fuse(
         expected_load_seconds=resolved.load_seconds,
         num_compressed=num_compressed,
         num_compressed_rows=sum(span.length for span in compressed),
+        num_neutralised=layout.num_neutralised,
+        num_control=layout.num_control,
     )
     return FusedPrompt(
         fused,

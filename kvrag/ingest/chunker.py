@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvrag.chunk import Chunk, Document, content_hash, normalise_text
 from kvrag.errors import DocumentError, ParameterError
+from kvrag.models.control import ControlTokens, encode_documents
 
 PAGE_BREAK = "\f"
 """Loaders put it between the pages of a document; chunks carry the page on which they begin."""
@@ -35,6 +36,8 @@ _WORD = re.compile(r"\s+")
 
 # Offsets at which a chunk may begin, one ascending list for each rank, the highest first.
 _Seams = tuple[list[int], ...]
+# Ids and first characters of the tokens of each text, without special tokens.
+_Tokenise = Callable[[list[str]], list[tuple[list[int], list[int]]]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ class _Text:
         )
 
 
-def chunk_document(document: Document, tokenizer: Any, chunk_tokens: int) -> list[Chunk]:
+def chunk_document(
+    document: Document, tokenizer: Any, chunk_tokens: int, control: ControlTokens | None = None
+) -> list[Chunk]:
     """Cut one document.
 
     Parameters
@@ -67,6 +72,8 @@ def chunk_document(document: Document, tokenizer: Any, chunk_tokens: int) -> lis
         The model's fast tokenizer.
     chunk_tokens
         Most tokens a chunk may have.
+    control
+        Takes the model's control strings for text; None keeps them.
 
     Returns
     -------
@@ -89,7 +96,14 @@ def chunk_document(document: Document, tokenizer: Any, chunk_tokens: int) -> lis
         ) from error
     prepared = _prepare(document.text)
     chunks: list[Chunk] = []
-    for start, text, ids, starts in _cut(prepared, tokenizer, chunk_tokens):
+
+    def tokenise(texts: list[str]) -> list[tuple[list[int], list[int]]]:
+        return [
+            (list(tokens.token_ids), [start for start, _ in tokens.offsets])
+            for tokens in encode_documents(tokenizer, texts, control)
+        ]
+
+    for start, text, ids, starts in _cut(prepared, tokenise, chunk_tokens):
         ordinal = len(chunks)
         chunks.append(
             Chunk(
@@ -145,26 +159,8 @@ def _place(prepared: _Text, start: int) -> dict[str, Any]:
     return place
 
 
-def _tokenise(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], list[int]]]:
-    """Return ids and first characters of the tokens of each text, without special tokens."""
-    encoded = tokenizer(
-        texts,
-        add_special_tokens=False,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        padding=False,
-        truncation=False,
-        verbose=False,
-    )
-    return [
-        (list(ids), [start for start, _ in offsets])
-        for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-    ]
-
-
 def _cut(
-    prepared: _Text, tokenizer: Any, chunk_tokens: int
+    prepared: _Text, tokenise: _Tokenise, chunk_tokens: int
 ) -> Iterator[tuple[int, str, list[int], list[int]]]:
     """Yield offset, text, ids and token starts of each chunk."""
     text = prepared.text
@@ -173,7 +169,7 @@ def _cut(
     while position < len(text):
         end = min(len(text), position + stretch)
         seams = prepared.seams(position, end)
-        ((_, starts),) = _tokenise(tokenizer, [text[position:end]])
+        ((_, starts),) = tokenise([text[position:end]])
         starts = [position + start for start in starts]
         spans = list(_plan(seams, starts, position, end, chunk_tokens))
         # What is left of a stretch that is not the last begins the next one.
@@ -181,11 +177,11 @@ def _cut(
             spans.pop()
         pieces = [normalise_text(text[begin:stop]) for begin, stop in spans]
         for (begin, stop), piece, (ids, piece_starts) in zip(
-            spans, pieces, _tokenise(tokenizer, pieces), strict=True
+            spans, pieces, tokenise(pieces), strict=True
         ):
             if len(ids) > chunk_tokens:
                 # Tokens at a cut differ from those inside the whole text; a few more may result.
-                yield from _split(text, seams, tokenizer, begin, stop, chunk_tokens)
+                yield from _split(text, seams, tokenise, begin, stop, chunk_tokens)
             elif ids:
                 yield begin, piece, ids, piece_starts
         position = spans[-1][1]
@@ -217,11 +213,11 @@ def _best_seam(seams: _Seams, middle: int, limit: int) -> int:
 
 
 def _split(
-    text: str, seams: _Seams, tokenizer: Any, begin: int, stop: int, chunk_tokens: int
+    text: str, seams: _Seams, tokenise: _Tokenise, begin: int, stop: int, chunk_tokens: int
 ) -> Iterator[tuple[int, str, list[int], list[int]]]:
     """Yield the chunks of a span whose tokens, taken alone, are slightly too many."""
     piece = normalise_text(text[begin:stop])
-    ((ids, starts),) = _tokenise(tokenizer, [piece])
+    ((ids, starts),) = tokenise([piece])
     if len(ids) <= chunk_tokens or len(piece) == 1:
         if ids:
             yield begin, piece, ids, starts
@@ -229,5 +225,5 @@ def _split(
     origin = text.index(piece[0], begin)
     middle = origin + max(1, starts[len(ids) // 2])
     cut = _best_seam(seams, origin + max(1, starts[len(ids) // 4]), middle)
-    yield from _split(text, seams, tokenizer, begin, cut, chunk_tokens)
-    yield from _split(text, seams, tokenizer, cut, stop, chunk_tokens)
+    yield from _split(text, seams, tokenise, begin, cut, chunk_tokens)
+    yield from _split(text, seams, tokenise, cut, stop, chunk_tokens)

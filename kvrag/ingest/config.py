@@ -14,6 +14,7 @@ from kvrag.codec.names import expected_bytes_per_token
 from kvrag.errors import IndexFormatError, IndexNotFoundError, ParameterError, StoreError
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.ingest.contexts import CONTEXTS
+from kvrag.models.control import CONTROL_TOKENS, KEEP
 
 if TYPE_CHECKING:
     from kvrag.kvcache import KVSpec
@@ -61,6 +62,8 @@ class IndexConfig:
         Hexadecimal digits of the salt that keys the chunk keys.
     store
         URL of the store of KV, without a password; "" for the index's own folder.
+    control_tokens
+        What becomes of the model's control strings in documents (`kvrag.models.control`).
     """
 
     model: str
@@ -83,6 +86,7 @@ class IndexConfig:
     anchors: str
     tenant_salt: str
     store: str = ""
+    control_tokens: str = KEEP
 
     @property
     def spec(self) -> KVSpec:
@@ -190,8 +194,8 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
         raise _foreign(
             path, f"format version {FORMAT_VERSION} expected, found {values.get('format_version')}"
         )
-    # Before KV could be kept elsewhere.
-    values = {"store": "", **values}
+    # Before KV could be kept elsewhere, and control strings told from text.
+    values = {"store": "", "control_tokens": KEEP, **values}
     checked: dict[str, Any] = {}
     for field in fields(IndexConfig):
         value = values.get(field.name)
@@ -216,6 +220,8 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
         raise _foreign(path, f"'anchors' is {checked['anchors']!r}")
     if checked["context"] not in CONTEXTS:
         raise _foreign(path, f"'context' is {checked['context']!r}")
+    if checked["control_tokens"] not in CONTROL_TOKENS:
+        raise _foreign(path, f"'control_tokens' is {checked['control_tokens']!r}")
     if checked["dtype"] not in DTYPE_BYTES:
         raise _foreign(path, f"'dtype' is {checked['dtype']!r}")
     try:

@@ -13,6 +13,7 @@ from typing import Any
 from kvrag import arguments
 from kvrag.chunk import Chunk
 from kvrag.errors import ParameterError
+from kvrag.models.control import ControlTokens, encode_documents
 
 NO_CONTEXT = "none"
 DOCUMENT = "document"
@@ -52,7 +53,12 @@ def context_limit(context: str, context_tokens: int | None) -> int:
 
 
 def add_contexts(
-    chunks: Sequence[Chunk], tokenizer: Any, context: str, limit: int, room: int
+    chunks: Sequence[Chunk],
+    tokenizer: Any,
+    context: str,
+    limit: int,
+    room: int,
+    control: ControlTokens | None = None,
 ) -> list[Chunk]:
     """Return the chunks of one document with what each of them is encoded behind.
 
@@ -69,6 +75,8 @@ def add_contexts(
     room
         Tokens that context and chunk have together at the most: the model's window behind the
         shared prefix.
+    control
+        Takes control strings for text; None keeps them.
     """
     if context == NO_CONTEXT:
         return list(chunks)
@@ -76,10 +84,10 @@ def add_contexts(
     for number, chunk in enumerate(chunks):
         left = room - len(chunk.token_ids)
         if context == DOCUMENT:
-            ids = _earlier_ids(chunks[:number], chunk, tokenizer, min(limit, left))
+            ids = _earlier_ids(chunks[:number], chunk, tokenizer, min(limit, left), control)
             found.append(replace(chunk, contexts=(ids,)))
             continue
-        ids = _ids_before(chunks[max(0, number - 1) : number], chunk, tokenizer)
+        ids = _ids_before(chunks[max(0, number - 1) : number], chunk, tokenizer, control)
         # A part of the predecessor would never be recognised in a prompt.
         is_useful = 0 < len(ids) <= left
         found.append(replace(chunk, contexts=((), ids) if is_useful else ((),)))
@@ -112,7 +120,11 @@ def encoded_behind(
 
 
 def _earlier_ids(
-    earlier: Sequence[Chunk], chunk: Chunk, tokenizer: Any, limit: int
+    earlier: Sequence[Chunk],
+    chunk: Chunk,
+    tokenizer: Any,
+    limit: int,
+    control: ControlTokens | None,
 ) -> tuple[int, ...]:
     """Return the last tokens before a chunk, no more than `limit`."""
     if limit < 1:
@@ -122,27 +134,20 @@ def _earlier_ids(
     while first and num_tokens < limit:
         first -= 1
         num_tokens += len(earlier[first].token_ids)
-    return _ids_before(earlier[first:], chunk, tokenizer)[-limit:]
+    return _ids_before(earlier[first:], chunk, tokenizer, control)[-limit:]
 
 
-def _ids_before(earlier: Sequence[Chunk], chunk: Chunk, tokenizer: Any) -> tuple[int, ...]:
+def _ids_before(
+    earlier: Sequence[Chunk], chunk: Chunk, tokenizer: Any, control: ControlTokens | None
+) -> tuple[int, ...]:
     """Return the tokens before a chunk in the text that it makes with others in front of it."""
     if not earlier:
         return ()
     before = "".join(one.text + SEPARATOR for one in earlier)
     # Tokenised with the chunk, as a prompt is: what stands at a seam depends on both sides.
-    encoding = tokenizer(
-        before + chunk.text,
-        add_special_tokens=False,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        padding=False,
-        truncation=False,
-        verbose=False,
-    )
+    (tokens,) = encode_documents(tokenizer, [before + chunk.text], control)
     ids = []
-    for token_id, (_, end) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
+    for token_id, (_, end) in zip(tokens.token_ids, tokens.offsets, strict=True):
         if end > len(before):
             break
         ids.append(token_id)

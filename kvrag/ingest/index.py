@@ -46,12 +46,14 @@ from kvrag.ingest.making import (
 )
 from kvrag.ingest.pipeline import Outcome, Work, check_space, run_plan
 from kvrag.ingest.plan import Plan, Planner, Sources, gather
+from kvrag.ingest.refusal import refuse_control
 from kvrag.ingest.report import (
     IngestProgress,
     IngestReport,
 )
 from kvrag.ingest.rows import Change, DocumentRow
 from kvrag.ingest.upkeep import IndexUpkeep
+from kvrag.models.control import KEEP, REFUSE, ControlTokens, check_control_tokens
 from kvrag.store.base import Store
 from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
@@ -128,6 +130,7 @@ class Index(IndexUpkeep):
         self._vectors: VectorIndex | None = None
         self._matcher: tuple[int, ChunkMatcher] | None = None
         self._recent: deque[str] = deque(maxlen=_MAX_RECENT)
+        self._neutralised: dict[str, int] = {}  # by document, in an ingestion
         self.counters = IndexCounters(path, lambda: self.store.counts())
 
     # -- making and opening ------------------------------------------------------------------
@@ -149,6 +152,7 @@ class Index(IndexUpkeep):
         tenant_salt: bytes | None = None,
         device: str | None = None,
         store: str | None = None,
+        control_tokens: str | None = None,
     ) -> Index:
         """Make an empty index in a new or empty folder.
 
@@ -188,6 +192,11 @@ class Index(IndexUpkeep):
         store
             URL of where KV is kept (`kvrag.store.registry.open_store`), recorded without its
             password; None means a folder in the index's own.
+        control_tokens
+            What becomes of the model's control strings (``<|im_end|>``) in documents and prompts:
+            ``neutralise`` reads them as text, ``refuse`` does not index documents that hold any,
+            ``keep`` leaves them their power. None neutralises them for models with a chat template
+            and keeps them for others.
 
         Raises
         ------
@@ -210,6 +219,7 @@ class Index(IndexUpkeep):
         require_free(folder)
         salt = _DEFAULT_SALT if tenant_salt is None else tenant_salt
         check_settings(codec, chunk_tokens, salt)
+        check_control_tokens(control_tokens)
         context_limit(context, context_tokens)
         parse_compression(compression)
         check_device(device)
@@ -228,6 +238,7 @@ class Index(IndexUpkeep):
             context_tokens=context_tokens,
             compression=compression,
             tenant_salt=salt,
+            control_tokens=control_tokens,
         )
         with contextlib.ExitStack() as undoing:
             opened = None if store is None else open_store(store)
@@ -428,6 +439,13 @@ class Index(IndexUpkeep):
             return tokenizer
 
     @cached_property
+    def control(self) -> ControlTokens | None:
+        """The model's control strings, or None where they are kept. Raises as `tokenizer` does."""
+        if self.config.control_tokens == KEEP:
+            return None
+        return ControlTokens(self.tokenizer)
+
+    @cached_property
     def embedding(self) -> Embedding:
         """The embedding, loaded on first use. Raises IndexMismatchError."""
         if self._given_embedding is not None:
@@ -511,6 +529,7 @@ class Index(IndexUpkeep):
         sources = gather(paths_or_documents, self.path)
         with contextlib.nullcontext() if dry_run else lock.writer_lock(self.path):
             self._reload_codec()
+            self._neutralised.clear()
             plan = self._plan(sources, on_progress)
             if dry_run:
                 outcome = Outcome(
@@ -545,6 +564,7 @@ class Index(IndexUpkeep):
             dry_run=dry_run,
             note="" if dry_run or not outcome.num_records else self._codec_note(),
             compression=self.config.compression,
+            control_strings=self._num_control_strings([*plan.added, *plan.changed]),
         )
 
     def delete(self, *, sources: Sequence[str] = (), chunk_ids: Sequence[str] = ()) -> int:
@@ -766,10 +786,24 @@ class Index(IndexUpkeep):
     # -- private -----------------------------------------------------------------------------
 
     def _chunk(self, document: Document) -> list[Chunk]:
-        config = self.config
-        chunks = chunk_document(document, self.tokenizer, config.chunk_tokens)
+        config, control = self.config, self.control
+        chunks = chunk_document(document, self.tokenizer, config.chunk_tokens, control)
+        if control is not None and config.control_tokens == REFUSE:
+            refuse_control(document, chunks, control)
+        elif control is not None and (
+            found := sum(len(control.find_any(chunk.text)) for chunk in chunks)
+        ):
+            self._neutralised[document.source] = found
         room = config.max_positions - len(config.prefix_ids) - self._room_to_compress
-        return add_contexts(chunks, self.tokenizer, config.context, config.context_tokens, room)
+        return add_contexts(
+            chunks, self.tokenizer, config.context, config.context_tokens, room, control
+        )
+
+    def _num_control_strings(self, sources: Sequence[str]) -> dict[str, int]:
+        """Return how many control strings were read as text, of those documents that held any."""
+        return {
+            source: self._neutralised[source] for source in sources if source in self._neutralised
+        }
 
     def _missing_key(self, chunk: Chunk) -> str | None:
         key = self.key_of(chunk)

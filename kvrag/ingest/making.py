@@ -15,6 +15,7 @@ from kvrag.ingest import counting, lock, profiles
 from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import context_limit
+from kvrag.models.control import default_control_tokens
 from kvrag.store.base import Store
 from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
@@ -103,6 +104,7 @@ def make_config(
     context_tokens: int | None,
     compression: str,
     tenant_salt: bytes,
+    control_tokens: str | None,
 ) -> IndexConfig:
     """Return the settings of a new index.
 
@@ -173,6 +175,7 @@ def make_config(
         compression=compression if chosen is None else str(chosen),
         anchors=anchors,
         tenant_salt=tenant_salt.hex(),
+        control_tokens=control_tokens or default_control_tokens(model.tokenizer),
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -89,6 +90,9 @@ class IngestReport:
         What to know of how KV was stored; "" for nothing.
     compression
         How chunks are stored as fewer rows than they have tokens; ``none`` where they are not.
+    control_strings
+        Control strings of the model (``<|im_end|>``) that were read as text: how many in each
+        added or changed document that holds any.
     """
 
     added: tuple[str, ...] = ()
@@ -109,6 +113,7 @@ class IngestReport:
     dry_run: bool = False
     note: str = ""
     compression: str = "none"
+    control_strings: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -132,6 +137,8 @@ class IndexStats:
         What chunks are encoded behind, and how much of it at the most (0: no such limit).
     compression
         How chunks are stored as fewer rows than they have tokens; ``none`` where they are not.
+    control_tokens
+        What becomes of the model's control strings in documents.
     num_records
         KV records in the store.
     num_unreferenced_records
@@ -156,6 +163,7 @@ class IndexStats:
     context: str
     context_tokens: int
     compression: str
+    control_tokens: str
     num_prefix_tokens: int
     num_documents: int
     num_chunks: int

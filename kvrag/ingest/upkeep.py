@@ -174,6 +174,7 @@ class IndexUpkeep(ABC):
             context=config.context,
             context_tokens=config.context_tokens,
             compression=config.compression,
+            control_tokens=config.control_tokens,
             num_prefix_tokens=len(config.prefix_ids),
             num_documents=num_documents,
             num_chunks=num_chunks,

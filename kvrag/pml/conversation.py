@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from kvrag.models.chat import PromptText, hide_message
+from kvrag.models.control import ControlTokens
 from kvrag.pml.places import Place
 from kvrag.pml.schema import Node, Text, Turn
 
@@ -63,7 +65,12 @@ class Conversation:
         closing = alone.partition(_MARK.format(number - 1))[2]
         return closing if following.startswith(closing) else following
 
-    def tail(self, turns: Sequence[tuple[str, str]], place: Place) -> str:
+    def tail(
+        self,
+        turns: Sequence[tuple[str, str]],
+        place: Place,
+        control: ControlTokens | None = None,
+    ) -> PromptText:
         """Return what follows the schema's turns: a prompt's own, and the answer's beginning.
 
         Parameters
@@ -72,14 +79,21 @@ class Conversation:
             Role and content of each.
         place
             Where errors say that they are.
+        control
+            Its strings in the contents are noted as data; None notes none.
         """
         own = [{"role": role, "content": content} for role, content in turns]
+        hidden = None if control is None else control.hiding()
+        if hidden is not None:
+            own = [hide_message(hidden, message) for message in own]
         whole = self._render([*self._messages, *own], place, True)
         if not whole.startswith(self._head):
             raise place.error(
                 "the chat template renders the schema's turns otherwise once others follow", _REMEDY
             )
-        return whole[len(self._head) :]
+        rest = whole[len(self._head) :]
+        text, data = (rest, None) if hidden is None else hidden.restore(rest)
+        return PromptText(text, False, data)
 
     def _render(
         self, messages: Sequence[dict[str, str]], place: Place, add_generation_prompt: bool

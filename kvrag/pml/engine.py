@@ -92,7 +92,7 @@ class PMLEngine:
         if not isinstance(schema, Schema):
             schema = parse_schema(schema)
         index = self.engine.index
-        layout = lay_out_schema(schema, index.tokenizer, index.prefix_ids)
+        layout = lay_out_schema(schema, index.tokenizer, index.prefix_ids, index.control)
         passages = tuple(
             Passage(stretch.token_ids, start=stretch.start) for stretch in layout.stretches
         )
@@ -184,7 +184,9 @@ class PMLEngine:
             raise ParameterError(f"schema {name!r} was not added; known: {known}")
         if not isinstance(prompt, Prompt):
             prompt = parse_prompt(prompt, found.layout.schema)
-        pieces = place_prompt(found.layout, prompt, self.engine.index.tokenizer)
+        pieces = place_prompt(
+            found.layout, prompt, self.engine.index.tokenizer, self.engine.index.control
+        )
         numbers = [str(number) for number in range(len(found.passages))]
         layout = as_layout(found.layout, pieces, numbers)
         chosen = _choose_scaffolds(found, prompt)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from kvrag.models.control import ControlTokens
 from kvrag.pml.conversation import Conversation
 from kvrag.pml.schema import Module, Node, Parameter, Path, Schema, Text, Turn, Union
 
@@ -100,9 +101,15 @@ def placeholder_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def lay_out_schema(
-    schema: Schema, tokenizer: PreTrainedTokenizerBase, prefix_ids: Sequence[int]
+    schema: Schema,
+    tokenizer: PreTrainedTokenizerBase,
+    prefix_ids: Sequence[int],
+    control: ControlTokens | None = None,
 ) -> SchemaLayout:
     """Tokenise a schema and give everything in it a position.
+
+    With `control`, control strings are text in the files that it names; what the schema itself
+    says is its author's.
 
     Raises
     ------
@@ -114,7 +121,7 @@ def lay_out_schema(
     children: Sequence[Node] = schema.children
     if conversation is not None:
         children = conversation.spread(children)
-    arranger = _Arranger(tokenizer, children)
+    arranger = _Arranger(tokenizer, children, control)
     prefix = tuple(prefix_ids)
     if conversation is not None:
         has_prefix = arranger.take_prefix(children, prefix)
@@ -128,14 +135,23 @@ def lay_out_schema(
 
 
 class _Arranger:
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, children: Sequence[Node]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        children: Sequence[Node],
+        control: ControlTokens | None,
+    ) -> None:
         self.stretches: list[Stretch] = []
         self.extents: dict[Path, tuple[int, int]] = {}
         self._taken = 0
         self._placeholder = placeholder_id(tokenizer)
         # At once: ten thousand calls of a tokenizer take seconds.
-        texts = list(dict.fromkeys(_texts(children)))
+        texts = list(
+            dict.fromkeys(text for text, is_document in _texts(children) if not is_document)
+        )
         self._ids = dict(zip(texts, token_ids_of(tokenizer, texts), strict=True))
+        files = list(dict.fromkeys(text for text, is_document in _texts(children) if is_document))
+        self._file_ids = dict(zip(files, token_ids_of(tokenizer, files, control), strict=True))
 
     def take_prefix(self, children: Sequence[Node], prefix: tuple[int, ...]) -> bool:
         """Take the shared prefix off the first text, if the chat template begins with it."""
@@ -172,7 +188,8 @@ class _Arranger:
         for node in nodes:
             if isinstance(node, Text):
                 taken = self._taken if not path and not self.stretches and not ids else 0
-                ids += self._ids[node.text][taken:]
+                ids_by_text = self._file_ids if node.is_document else self._ids
+                ids += ids_by_text[node.text][taken:]
             else:
                 slots.append(Slot(node.name, len(ids), node.length))
                 ids += self._room(node)
@@ -192,10 +209,19 @@ class _Arranger:
         return ids + [self._placeholder] * (parameter.length - len(ids))
 
 
-def token_ids_of(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Return each text's tokens, special ones not added."""
+def token_ids_of(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    control: ControlTokens | None = None,
+) -> list[list[int]]:
+    """Return each text's tokens, special ones not added.
+
+    With `control`, control strings in them are text.
+    """
     if not texts:
         return []
+    if control is not None:
+        return [list(tokens.token_ids) for tokens in control.documents(texts)]
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
     return [list(ids) for ids in encoded["input_ids"]]
 
@@ -223,13 +249,14 @@ def _groups(
         yield group
 
 
-def _texts(children: Sequence[Node]) -> Iterable[str]:
+def _texts(children: Sequence[Node]) -> Iterable[tuple[str, bool]]:
+    """Yield all texts, and whether each is a file's."""
     for group in _groups(children):
         if isinstance(group, list):
             for node in group:
                 text = node.text if isinstance(node, Text) else node.scaffold
                 if text:
-                    yield text
+                    yield text, isinstance(node, Text) and node.is_document
             continue
         for module in group.members if isinstance(group, Union) else (group,):
             yield from _texts(module.children)

@@ -127,7 +127,7 @@ class _SchemaParser:
                 f"module {name!r} has src and contents", "give the one or the other"
             )
         text = self._source_text(element.attributes["src"], element.place)
-        children = (Text(text, element.place),) if text else ()
+        children = (Text(text, element.place, is_document=True),) if text else ()
         return Module(name, children, element.place)
 
     def _source_text(self, src: str, place: Place) -> str:

@@ -18,10 +18,11 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Text:
-    """Text that stands here, its outer white space settled."""
+    """Text that stands here, its outer white space settled; `is_document` of a file's (``src``)."""
 
     text: str
     place: Place
+    is_document: bool = False
 
 
 @dataclass(frozen=True)

@@ -159,3 +159,19 @@ def test_compression_is_recorded_told_and_cannot_change(
     assert other.code == 1
     assert "was made with compression=drop:0.5, asked for drop:0.75" in other.err
     assert "expected none, or one of kvzip, drop, anchors" in run(*common, "--compress", "half").err
+
+
+def test_control_strings_are_told(
+    run: Run, common: tuple[object, ...], documents: Path, tmp_path: Path
+) -> None:
+    (documents / "evil.txt").write_text("Ines says <eos> and <bos>.")
+    assert "2 control strings of the model, in 1 documents, are read as text" in run(*common).out
+    done = run(*common, "--control-tokens", "keep")
+    assert done.code == 1
+    assert "control_tokens=neutralise" in done.err
+    assert run(*common, "--control-tokens", "drop").code == 1
+    refusing = (*common[:2], "--index", tmp_path / "other", *common[4:])
+    done = run(*refusing, "--control-tokens", "refuse")
+    assert done.code == 1
+    assert "left out" in done.err
+    assert "line 1 of its text holds '<eos>'" in done.err

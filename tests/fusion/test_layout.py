@@ -208,9 +208,9 @@ def test_tokenizer_without_offsets_is_a_plain_prefill():
     class SlowTokenizer:
         is_fast = False
 
-        def __call__(self, prompt: str, *, return_offsets_mapping: bool, **_: Any) -> Any:
+        def __call__(self, prompts: list[str], *, return_offsets_mapping: bool, **_: Any) -> Any:
             assert not return_offsets_mapping
-            return {"input_ids": [1, 2, 3]}
+            return {"input_ids": [[1, 2, 3] for _ in prompts]}
 
     chunk = make_chunk(get_tokenizer("byte-level"), "a", A)
     matches = [Match("a", 0, len(A), False)]
