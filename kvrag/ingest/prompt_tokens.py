@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvrag.chunk import Chunk
 from kvrag.errors import IndexFormatError, StoreError
 from kvrag.models.chat import PromptText
-from kvrag.models.control import Span, Tokens, encode
+from kvrag.models.control import ControlTokens, Span, Tokens, encode, overlaps
 
 if TYPE_CHECKING:
     from kvrag.ingest.index import Index
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 # fewer where the document begins or ends, but not so few that any prompt has them.
 _NUM_BESIDE = 16
 _MIN_BESIDE = 8
+# Characters, white space included, among which those are looked for.
+_MAX_LOOK = 1024
 
 
 def tokenise_prompt(index: Index, prompt: PromptText, hints: Sequence[str] = ()) -> Tokens:
@@ -56,69 +59,85 @@ def tokenise_prompt(index: Index, prompt: PromptText, hints: Sequence[str] = ())
 
 
 class _Origin:
-    """Says whether a control string in a prompt that is one string comes from a document."""
+    """Says whether a control string in a prompt that is one string comes from a document.
+
+    Both of its parts are made with the first such string, and asked in constant time: a prompt may
+    hold thousands.
+    """
 
     def __init__(self, index: Index, prompt: str, hints: Sequence[str]) -> None:
         self._index = index
         self._prompt = prompt
         self._hints = hints
-        self._spans: list[Span] | None = None
-        self._is_whole = True
-        self._texts: list[str] | None = None
 
     def __call__(self, start: int, end: int) -> bool:
-        if self._spans is None:
-            self._spans = self._found_spans()
+        spans, is_whole = self._chunk_spans
         # Far too many candidates were to be compared: nobody but an attacker writes such text.
-        if not self._is_whole:
-            return True
         # One that only touches a chunk is made of its characters as well.
-        if any(first < end and start < last for first, last in self._spans):
+        if not is_whole or overlaps(spans, (start, end)):
             return True
-        if self._texts is None:
-            self._texts = list(self._likely_texts())
-        return any(self._is_copied(start, end, text) for text in self._texts)
+        string, left, right = _surroundings(self._prompt, start, end)
+        return (string, left, right) in self._copies or any(
+            left.endswith(before) and right.startswith(behind)
+            for before, behind in self._short_copies.get(string, ())
+        )
 
-    def _found_spans(self) -> list[Span]:
-        control = self._index.control
-        assert control is not None
+    @cached_property
+    def _control(self) -> ControlTokens:
+        assert self._index.control is not None
+        return self._index.control
+
+    @cached_property
+    def _chunk_spans(self) -> tuple[list[Span], bool]:
+        """Where chunks stand in the prompt, and whether that is all."""
         try:
-            spans, self._is_whole = self._index.matcher.find_all(self._prompt, self._hints)
+            found, is_whole = self._index.matcher.find_all(self._prompt, self._hints)
         except (IndexFormatError, StoreError):
-            return []
-        # A document that says no more than any rendered prompt does would turn all of them to text.
-        return [span for span in spans if self._prompt[slice(*span)] not in control.template_text]
+            return [], True
+        spans: list[Span] = []
+        for start, end in found:
+            # A document that says no more than any rendered prompt would make text of all of them.
+            if self._prompt[start:end] in self._control.template_text:
+                continue
+            if spans and start < spans[-1][1]:
+                spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+            else:
+                spans.append((start, end))
+        return spans, is_whole
 
-    def _likely_texts(self) -> Iterator[str]:
-        """Yield texts and metadata of chunks that may stand in the prompt in another form."""
-        control = self._index.control
-        assert control is not None
+    @cached_property
+    def _copies(self) -> set[tuple[str, str, str]]:
+        """Control strings of chunks that may stand in the prompt changed, with what is beside."""
+        return {
+            _surroundings(text, *span)
+            for text in self._likely_texts
+            for span in self._control.find(text)
+        }
+
+    @cached_property
+    def _short_copies(self) -> dict[str, set[tuple[str, str]]]:
+        """By string, what is beside those that stand near the beginning or end of their text."""
+        short: dict[str, set[tuple[str, str]]] = {}
+        for string, left, right in self._copies:
+            if min(len(left), len(right)) < _NUM_BESIDE and len(left) + len(right) >= _MIN_BESIDE:
+                short.setdefault(string, set()).add((left, right))
+        return short
+
+    @cached_property
+    def _likely_texts(self) -> list[str]:
+        """Texts and metadata of chunks that were retrieved, or stand in the prompt."""
         retrieved = dict.fromkeys([*self._hints, *self._index.recent_chunk_ids])
         try:
             found = [match.chunk_id for match in self._index.matcher.find(self._prompt)]
             chunks = self._index.get_chunks(list(dict.fromkeys([*retrieved, *found])))
         except (IndexFormatError, StoreError):
-            return
+            return []
+        texts: list[str] = []
         for chunk in chunks:
-            if chunk.chunk_id in retrieved or chunk.text not in control.template_text:
-                yield chunk.text
-            yield from _metadata(chunk)
-
-    def _is_copied(self, start: int, end: int, text: str) -> bool:
-        """Return whether a control string has the same characters beside it as in a text."""
-        prompt, string = self._prompt, self._prompt[start:end]
-        before, behind = _last(prompt[:start]), _first(prompt[end:])
-        place = text.find(string)
-        while place >= 0:
-            left, right = _last(text[:place]), _first(text[place + len(string) :])
-            if (
-                len(left) + len(right) >= _MIN_BESIDE
-                and before.endswith(left)
-                and behind.startswith(right)
-            ):
-                return True
-            place = text.find(string, place + 1)
-        return False
+            if chunk.chunk_id in retrieved or chunk.text not in self._control.template_text:
+                texts.append(chunk.text)
+            texts += _metadata(chunk)
+        return texts
 
 
 def _metadata(chunk: Chunk) -> Iterator[str]:
@@ -129,10 +148,8 @@ def _metadata(chunk: Chunk) -> Iterator[str]:
         yield f"{name}: {value}"
 
 
-def _last(text: str) -> str:
-    """Return the last characters of a text, white space left out."""
-    return "".join(text[-8 * _NUM_BESIDE :].split())[-_NUM_BESIDE:]
-
-
-def _first(text: str) -> str:
-    return "".join(text[: 8 * _NUM_BESIDE].split())[:_NUM_BESIDE]
+def _surroundings(text: str, start: int, end: int) -> tuple[str, str, str]:
+    """Return a string in a text and the characters on either side of it, no white space."""
+    left = "".join(text[max(0, start - _MAX_LOOK) : start].split())
+    right = "".join(text[end : end + _MAX_LOOK].split())
+    return text[start:end], left[-_NUM_BESIDE:], right[:_NUM_BESIDE]

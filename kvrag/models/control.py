@@ -264,7 +264,7 @@ class ControlTokens:
         is_data: Callable[[int, int], bool],
     ) -> Tokens:
         def is_forged(one: _Control) -> bool:
-            return not one.is_exact or _overlaps(data, one.span) or is_data(*one.span)
+            return not one.is_exact or overlaps(data, one.span) or is_data(*one.span)
 
         genuine = self._controls(text, tokens.token_ids, tokens.offsets)
         forged: list[_Control] = []
@@ -527,8 +527,8 @@ def _never(start: int, end: int) -> bool:  # noqa: ARG001
     return False
 
 
-def _overlaps(spans: Sequence[Span], span: Span) -> bool:
-    """Return whether a span shares a character with one of several, which are in order."""
+def overlaps(spans: Sequence[Span], span: Span) -> bool:
+    """Return whether a span shares a character with one of several, in order and apart."""
     place = bisect_left(spans, span[0], key=lambda one: one[1])
     while place < len(spans) and spans[place][0] < span[1]:
         if spans[place][1] > span[0]:
