@@ -12,12 +12,14 @@ import pytest
 
 from kvrag.chunk import Document
 from kvrag.errors import DocumentError, ParameterError
+from kvrag.ingest.files import find_files
 from kvrag.ingest.html import html_to_text
-from kvrag.ingest.loaders import find_files, load_bytes, plain_metadata, to_document
+from kvrag.ingest.loaders import SUFFIXES, load_bytes, to_document
+from kvrag.ingest.metadata import plain_metadata
 
 
 def load(name: str, content: bytes) -> list[Document]:
-    return load_bytes(f"/docs/{name}", content)
+    return list(load_bytes(f"/docs/{name}", content))
 
 
 @pytest.mark.parametrize(
@@ -56,11 +58,12 @@ def test_unknown_kinds_are_refused(name: str) -> None:
 
 def test_html_keeps_structure_and_drops_what_is_not_seen() -> None:
     title, text = html_to_text(
+        "a.html",
         "<html><head><title>Varn &amp; sea</title><style>p{}</style></head><body>"
         "<nav>Home</nav><h2>The  clock</h2><p>Tomas <b>repairs</b>\n it.<br>Daily.</p>"
         "<script>var x = '<p>no</p>';</script><ul><li>one<li>two</ul>"
         "<table><tr><th>ship</th><th>day</th></tr><tr><td>Ria</td><td>3</td></tr></table>"
-        "<pre>a\n  b</pre></body></html>"
+        "<pre>a\n  b</pre></body></html>",
     )
     assert title == "Varn & sea"
     assert text.split("\n\n") == [
@@ -74,7 +77,7 @@ def test_html_keeps_structure_and_drops_what_is_not_seen() -> None:
 
 
 def test_html_with_an_open_head_still_has_a_body() -> None:
-    assert html_to_text("<head><meta x><body><p>seen</p>")[1] == "seen"
+    assert html_to_text("a.html", "<head><meta x><body><p>seen</p>")[1] == "seen"
 
 
 def test_html_is_read_in_the_encoding_it_declares() -> None:
@@ -149,7 +152,8 @@ def test_hidden_files_other_kinds_and_the_index_are_not_found(docs: Path) -> Non
     (docs / "index").mkdir()
     (docs / "index" / "x.txt").write_text("x")
     (docs / "loop").symlink_to(docs)
-    found = [Path(path).relative_to(docs).as_posix() for path in find_files(docs, docs / "index")]
+    found = find_files(docs, docs / "index", SUFFIXES).files
+    found = [Path(path).relative_to(docs).as_posix() for path in found]
     assert found == ["clock.md", "ledger.txt", "deep/fox.txt"]
 
 
