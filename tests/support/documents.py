@@ -6,12 +6,12 @@ import io
 from typing import Any
 
 
-def docx_bytes(*, title: str = "Varn by the sea") -> bytes:
+def docx_bytes() -> bytes:
     """Return a Word file with headings, a paragraph, a table and a merged cell."""
     import docx
 
     document: Any = docx.Document()
-    document.core_properties.title = title
+    document.core_properties.title = "Varn by the sea"
     document.add_heading("Varn", 0)
     document.add_heading("The clock", 1)
     paragraph = document.add_paragraph("It\tticks")
