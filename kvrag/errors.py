@@ -32,6 +32,10 @@ class DocumentError(KVRagError):
     """A document cannot be read: missing, empty, of an unknown kind, wrongly encoded."""
 
 
+class ParserError(KVRagError):
+    """The process that parses documents cannot be started."""
+
+
 class RecordError(KVRagError):
     """Stored bytes are no valid record: foreign, truncated, flipped, oversized, too new."""
 

@@ -13,11 +13,12 @@ import typer
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE
-from kvrag.errors import DocumentError, IndexNotFoundError, ParameterError
+from kvrag.errors import IndexNotFoundError, ParameterError
 
 if TYPE_CHECKING:
     from kvrag.codec.profile import Profile
     from kvrag.ingest.index import Index
+    from kvrag.ingest.limits import ParseLimits
     from kvrag.ingest.report import IngestReport
 
 _DEFAULT_MODEL = "kvrag-tiny"
@@ -114,6 +115,32 @@ def ingest(
             show_default=False,
         ),
     ] = None,
+    max_file_size: Annotated[
+        str,
+        typer.Option(
+            metavar="BYTES", help="Larger files are left out, and those that give more text."
+        ),
+    ] = "100MB",
+    parse_seconds: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Files that take longer to parse are left out."),
+    ] = 60.0,
+    parse_memory: Annotated[
+        str,
+        typer.Option(
+            metavar="BYTES",
+            help="Files that take more memory to parse are left out (kept on Linux).",
+        ),
+    ] = "1GiB",
+    loader: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SUFFIX=MODULE:FUNCTION",
+            help="What reads another kind of files, or one of ours in another way, as in "
+            ".pptx=slides:load: takes a path and bytes, yields kvrag.Document. Once for each.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, write nothing.")
     ] = False,
@@ -123,19 +150,25 @@ def ingest(
 
     Runs again at the cost of what changed: files that stayed the same take no model time,
     changed and vanished ones are replaced. A run that was killed is completed by the next.
+    A file that cannot be read, or not within the limits, is left out with its reason; the
+    others are indexed, and the exit code is 1.
     """
     from kvrag.cli.opening import quiet_libraries
     from kvrag.cli.progress import IngestBar
     from kvrag.codec.names import parse_codec
     from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
+    from kvrag.ingest.files import resolve_path
     from kvrag.ingest.making import check_lasting
+    from kvrag.ingest.parsing import check_loaders
     from kvrag.ingest.profiles import read_profile
     from kvrag.models.control import check_control_tokens
     from kvrag.store.registry import without_password
 
+    # All before an index is made for nothing.
     for path in paths:
-        if not path.expanduser().exists():  # before an index is made for nothing
-            raise DocumentError(f"{path}: there is no such file or folder")
+        resolve_path(path)
+    limits = _limits(max_file_size, parse_seconds, parse_memory)
+    loaders = check_loaders(_loaders(loader or []))
     if store is not None and store.split("|")[-1].startswith("memory:"):
         raise ParameterError(
             f"--store {without_password(store)}: this process's memory is gone when the command "
@@ -156,13 +189,41 @@ def ingest(
         opened = _open_or_create(index, model, device, store, settings, given, scratch_folder)
         with opened, IngestBar(opened.path) as bar:
             check_lasting(opened.store)  # also of an index that was made elsewhere
-            report = opened.add(paths, dry_run=dry_run, on_progress=bar.update)
+            report = opened.add(
+                paths, dry_run=dry_run, on_progress=bar.update, limits=limits, loaders=loaders
+            )
     if as_json:
         console.print_json(report)
     else:
         _print_report(report)
     if not report.ok:
         raise typer.Exit(EXIT_FAILURE)
+
+
+def _limits(max_file_size: str, parse_seconds: float, parse_memory: str) -> ParseLimits:
+    from kvrag.ingest.limits import ParseLimits
+    from kvrag.store.registry import parse_bytes
+
+    sizes = {"--max-file-size": max_file_size, "--parse-memory": parse_memory}
+    numbers = []
+    for name, text in sizes.items():
+        try:
+            numbers.append(parse_bytes(text))
+        except ValueError as error:
+            raise ParameterError(f"{name}: {error}") from error
+    if not 0 < parse_seconds < float("inf"):
+        raise ParameterError(f"--parse-seconds: expected a number above 0, found {parse_seconds}")
+    return ParseLimits(max_file_bytes=numbers[0], seconds=parse_seconds, memory_bytes=numbers[1])
+
+
+def _loaders(given: list[str]) -> dict[str, str]:
+    loaders = {}
+    for text in given:
+        suffix, equals, name = text.partition("=")
+        if not equals:
+            raise ParameterError(f"--loader {text}: expected SUFFIX=MODULE:FUNCTION")
+        loaders[suffix] = name
+    return loaders
 
 
 def _print_report(report: IngestReport) -> None:

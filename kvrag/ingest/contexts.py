@@ -84,7 +84,9 @@ def add_contexts(
     for number, chunk in enumerate(chunks):
         left = room - len(chunk.token_ids)
         if context == DOCUMENT:
-            ids = _earlier_ids(chunks[:number], chunk, tokenizer, min(limit, left), control)
+            # Each of them has a token: no more than so many can be needed.
+            earlier = chunks[max(0, number - limit) : number]
+            ids = _earlier_ids(earlier, chunk, tokenizer, min(limit, left), control)
             found.append(replace(chunk, contexts=(ids,)))
             continue
         ids = _ids_before(chunks[max(0, number - 1) : number], chunk, tokenizer, control)

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,7 @@ from kvrag.ingest.chunker import chunk_document
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, context_limit, encoded_behind
 from kvrag.ingest.counting import IndexCounters
+from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.making import (
     KV_FOLDER,
@@ -44,6 +45,7 @@ from kvrag.ingest.making import (
     make_config,
     require_free,
 )
+from kvrag.ingest.parsing import Parser
 from kvrag.ingest.pipeline import Outcome, Work, check_space, run_plan
 from kvrag.ingest.plan import Plan, Planner, Sources, gather
 from kvrag.ingest.refusal import refuse_control
@@ -494,6 +496,8 @@ class Index(IndexUpkeep):
         *,
         dry_run: bool = False,
         on_progress: Callable[[IngestProgress], None] | None = None,
+        limits: ParseLimits | None = None,
+        loaders: Mapping[str, str] | None = None,
     ) -> IngestReport:
         """Bring files and documents into the index; what is unchanged costs no model time.
 
@@ -507,16 +511,27 @@ class Index(IndexUpkeep):
             Only say what would be done.
         on_progress
             Called from this thread as the work goes on.
+        limits
+            What a file may cost; None means `ParseLimits` as it is.
+        loaders
+            Further loaders by suffix, or others than ours, as ``package.module:function``: a
+            function of a file's path and bytes that yields a `Document` for each part of it. It
+            is called in the process that parses, within its limits.
 
         Returns
         -------
         IngestReport
-            Files that could not be read are in its `failed`; the others are ingested.
+            Files and documents at which anything failed are in its `failed`, with the reason; the
+            others are ingested.
 
         Raises
         ------
         DocumentError
             When a path does not exist; nothing is done then.
+        ParameterError
+            When something is neither a path nor a document.
+        ParserError
+            When the process that parses documents, or a loader in it, cannot be started.
         IndexLockedError
             When another process is writing to the index.
         StoreError
@@ -526,11 +541,13 @@ class Index(IndexUpkeep):
         started = time.perf_counter()
         self.require_open()
         arguments.flag(dry_run, "dry_run")
-        sources = gather(paths_or_documents, self.path)
-        with contextlib.nullcontext() if dry_run else lock.writer_lock(self.path):
+        parser = Parser(limits, loaders)
+        sources = gather(paths_or_documents, self.path, parser.suffixes)
+        lock_taken = contextlib.nullcontext() if dry_run else lock.writer_lock(self.path)
+        with parser, lock_taken:
             self._reload_codec()
             self._neutralised.clear()
-            plan = self._plan(sources, on_progress)
+            plan = self._plan(sources, parser, on_progress)
             if dry_run:
                 outcome = Outcome(
                     num_records=plan.num_records,
@@ -543,7 +560,7 @@ class Index(IndexUpkeep):
                 if self.is_store_shared:
                     room = 0  # on this disk
                 check_space(plan, self.path, room, self.config.embedding_dim)
-                outcome = run_plan(plan, self._work(), on_progress)
+                outcome = run_plan(plan, self._work(parser), on_progress)
         seconds = outcome.seconds
         return IngestReport(
             added=tuple(plan.added),
@@ -839,7 +856,12 @@ class Index(IndexUpkeep):
             )
         return compressor
 
-    def _plan(self, sources: Sources, on_progress: Callable[[IngestProgress], None] | None) -> Plan:
+    def _plan(
+        self,
+        sources: Sources,
+        parser: Parser,
+        on_progress: Callable[[IngestProgress], None] | None,
+    ) -> Plan:
         started = time.perf_counter()
         num_inputs = len(sources.files) + len(sources.documents)
 
@@ -861,14 +883,16 @@ class Index(IndexUpkeep):
                     )
                 )
 
-        return Planner(self.catalog, self._chunk, self._missing_key, report).run(sources)
+        planner = Planner(self.catalog, parser, self._chunk, self._missing_key, report)
+        return planner.run(sources)
 
-    def _work(self) -> Work:
+    def _work(self, parser: Parser) -> Work:
         return Work(
             catalog=self.catalog,
             store=self.store,
             codec_for=self._codec_for,
             embedding=self.embedding,
+            parser=parser,
             chunk=self._chunk,
             key_of=self.key_of,
             prefill=self._prefill,

@@ -15,7 +15,15 @@ from tests.cli.conftest import Run
 
 HEAVY = [
     *("torch", "transformers", "tokenizers", "safetensors", "sentence_transformers", "faiss"),
-    *("numpy", "scipy", "sklearn", "langchain_core", "llama_index", "kvrag.models"),
+    *(
+        "numpy",
+        "scipy",
+        "sklearn",
+        "langchain_core",
+        "llama_index",
+        "lxml",
+        "kvrag.models.kv_model",
+    ),
 ]
 GROUPS = {
     (): main._COMMANDS,

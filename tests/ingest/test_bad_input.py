@@ -63,14 +63,14 @@ def test_files_that_cannot_be_read_are_reported_and_the_others_ingested(
 def test_an_unreadable_file_is_reported(
     index: Index, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_bytes = Path.read_bytes
+    real_open = os.open
 
-    def refuse(self: Path) -> bytes:
-        if self.name == "ledger.txt":
+    def refuse(path: str, *arguments: int) -> int:
+        if Path(path).name == "ledger.txt":
             raise PermissionError(13, "Permission denied")
-        return read_bytes(self)
+        return real_open(path, *arguments)
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr("kvrag.ingest.files.os.open", refuse)
     report = index.add(docs)
     (failed,) = report.failed
     assert "ledger.txt: cannot be read (Permission denied)" in failed.reason
