@@ -67,7 +67,7 @@ def place_prompt(
     _place_texts(layout, prompt.body, layout.num_positions, pieces, tokenizer)
     ending = prompt.ending
     if layout.conversation is not None:
-        ending = layout.conversation.tail(prompt.turns, prompt.place)
+        ending = layout.conversation.tail(imports, prompt.turns, prompt.place)
     end = max((piece.end for piece in pieces), default=len(layout.prefix_ids))
     (ids,) = token_ids_of(tokenizer, [ending])
     if ids:
@@ -97,7 +97,7 @@ def as_layout(layout: SchemaLayout, pieces: Sequence[Piece], chunk_ids: Sequence
         row = len(token_ids)
         token_ids += piece.token_ids
         positions += range(piece.start, piece.end)
-        if piece.stretch is not None:
+        if piece.stretch is not None and layout.stretches[piece.stretch].is_cached:
             length = len(piece.token_ids)
             # The last token is computed: it gives the first logits.
             length -= piece is pieces[-1]

@@ -9,6 +9,7 @@ import pytest
 from kvrag.bench.store import drip
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = drip._cases
 

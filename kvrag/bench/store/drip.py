@@ -29,9 +29,11 @@ from kvrag.store.http_protocol import TOKEN_VARIABLE
 from kvrag.store.registry import open_store
 
 SPELL_SECONDS = 0.5
-DRIP_SECONDS = 0.5
+DRIP_SECONDS = 1.0
 """Between two bytes of one who drips; who was sent away comes again then."""
 
+# For connections that come or go all at once.
+_SETTLING_SECONDS = 0.2
 _NUM_RECORDS = 8
 _RECORDS_A_CONNECTION = 4
 _TIMEOUT_SECONDS = 2.0
@@ -206,6 +208,7 @@ def _dripping(
         for said in (True, False):
             ours.send(said)
             ours.recv()
+            time.sleep(_SETTLING_SECONDS)
             if said:
                 yield
 
@@ -226,10 +229,7 @@ def _drip(
                 _connect(selector, port, head, addresses[number % len(addresses)])
             pipe.send(None)
             due = time.monotonic() + DRIP_SECONDS
-            while not pipe.poll():
-                time.sleep(max(0.0, min(0.01, due - time.monotonic())))
-                if time.monotonic() < due:
-                    continue
+            while not pipe.poll(max(0.0, due - time.monotonic())):
                 due += DRIP_SECONDS
                 gone = {key.fd for key, _ in selector.select(0)}
                 for key in list(selector.get_map().values()):
