@@ -14,11 +14,14 @@ import ssl
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrag.errors import ParameterError
 from kvrag.store.base import Store
 from kvrag.store.extras import require
+
+if TYPE_CHECKING:
+    from kvrag.store.server_connections import Connections
 
 DEFAULT_PORT = 8650
 MAX_CONNECTIONS = 64
@@ -93,6 +96,7 @@ class RecordServer:
         )
         self._answers = Answers(store, is_writable, self._threads)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._connections: Connections | None = None
         self._lock = threading.Lock()
         self._grace_seconds: float | None = None
         self._stopping = asyncio.Event()
@@ -149,10 +153,10 @@ class RecordServer:
             if self._grace_seconds is not None:
                 return
             self._loop = asyncio.get_running_loop()
-        connections = Connections(self._gate, self._answers, self._tls, self._max_connections)
-        await connections.run(self._listener, self._stopping)
+        self._connections = Connections(self._gate, self._answers, self._tls, self._max_connections)
+        await self._connections.run(self._listener, self._stopping)
         assert self._grace_seconds is not None
-        await connections.finish(self._grace_seconds)
+        await self._connections.finish(self._grace_seconds)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

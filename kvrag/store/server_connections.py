@@ -142,6 +142,9 @@ class Connections(web.Server):
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request whose header has come whole."""
+        if request.protocol not in self._known:
+            # It ended while the request was on its way here.
+            return web.Response()
         connection, session, _ = self._known[request.protocol]
         try:
             return await self._answer(request, connection, session)

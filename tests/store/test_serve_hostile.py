@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import re
 import socket
 import threading
@@ -413,6 +414,35 @@ def test_what_is_refused_comes_back_whole(behind: MemoryStore) -> None:
             with pytest.raises(StoreError, match="--writable"):
                 store.put(KEY, bytes(3_000_000))
         store.close()
+
+
+def test_nothing_is_left_of_connections_that_ended(
+    behind: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many at once: some are driven away while their requests arrive."""
+    monkeypatch.setattr(server_admission, "MAX_GUESTS", 6)
+    monkeypatch.setattr(server_admission, "MAX_GUESTS_OF_ADDRESS", 4)
+    with KVServer(behind, max_connections=2) as server:
+
+        def come_and_go(seed: int) -> None:
+            chance = random.Random(seed)
+            for _ in range(40):
+                with contextlib.suppress(OSError), connect(server) as line:
+                    line.sendall(NEXT * chance.randint(0, 3) + NEXT[: chance.randint(0, len(NEXT))])
+                    if chance.random() < 0.5:
+                        line.recv(100)
+
+        threads = [threading.Thread(target=come_and_go, args=(seed,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        connections = server.server._connections
+        assert connections is not None
+        wait_until(lambda: not connections._tasks)
+        admission = connections._admission
+        assert not (admission._guests or admission._idle or admission._busy)
+        assert not (admission._of_address or connections._known)
 
 
 class Room:
