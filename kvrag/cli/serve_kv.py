@@ -59,7 +59,11 @@ def serve_kv(
         bool, typer.Option("--writable", help="Let clients write and delete records, too.")
     ] = False,
     max_connections: Annotated[
-        int, typer.Option(min=1, help="Connections at the same time; more are sent away.")
+        int,
+        typer.Option(
+            min=1,
+            help="Connections that are let in at the same time; who is idle makes room for others.",
+        ),
     ] = MAX_CONNECTIONS,
 ) -> None:
     """Serve stored KV over HTTP; other machines open it as http://HOST:PORT."""
@@ -126,7 +130,7 @@ def _until_told(server: RecordServer) -> None:
         number: signal.signal(number, lambda *_: told.set())
         for number in (signal.SIGTERM, signal.SIGINT)
     }
-    thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="kvrag-serve")
+    thread = threading.Thread(target=server.serve_forever, name="kvrag-serve")
     thread.start()
     try:
         rights = "reading and writing" if server.is_writable else "reading"

@@ -40,7 +40,7 @@ class EncodedSchema:
     layout
         Where everything stands.
     passages
-        For each stretch its passage.
+        For each stretch its passage; stored where the stretch is cached.
     scaffolds
         For each scaffold the stretches in it, each with the passage it is there.
     """
@@ -51,7 +51,12 @@ class EncodedSchema:
 
     def all_passages(self) -> list[Passage]:
         """Return what has to be stored, scaffolds included."""
-        found = list(self.passages)
+        stretches = self.layout.stretches
+        found = [
+            passage
+            for stretch, passage in zip(stretches, self.passages, strict=True)
+            if stretch.is_cached
+        ]
         for _, members in self.scaffolds:
             found += members.values()
         return found
@@ -237,7 +242,7 @@ def _scaffolds(layout: SchemaLayout) -> Iterator[tuple[frozenset[Path], dict[int
         before: tuple[int, ...] = ()
         position = None
         for number, stretch in enumerate(layout.stretches):
-            if stretch.path not in scaffold.paths:
+            if stretch.path not in scaffold.paths or not stretch.is_cached:
                 continue
             if position is None:
                 position = stretch.start

@@ -49,12 +49,15 @@ class Stretch:
         Its tokens, placeholders where parameters have their room.
     slots
         The parameters, in order.
+    is_cached
+        Whether it is stored; otherwise every prompt computes it.
     """
 
     path: Path
     start: int
     token_ids: tuple[int, ...]
     slots: tuple[Slot, ...]
+    is_cached: bool = True
 
     @property
     def end(self) -> int:
@@ -116,11 +119,10 @@ def lay_out_schema(
     PMLError
         When the chat template does not fit the schema's turns, or a scaffold its parameter.
     """
-    turns = [node for node in schema.children if isinstance(node, Turn)]
-    conversation = Conversation(tokenizer, turns) if turns else None
+    conversation = Conversation(tokenizer, schema) if schema.has_turns else None
     children: Sequence[Node] = schema.children
     if conversation is not None:
-        children = conversation.spread(children)
+        children = conversation.spread()
     arranger = _Arranger(tokenizer, children, control)
     prefix = tuple(prefix_ids)
     if conversation is not None:
@@ -155,14 +157,21 @@ class _Arranger:
 
     def take_prefix(self, children: Sequence[Node], prefix: tuple[int, ...]) -> bool:
         """Take the shared prefix off the first text, if the chat template begins with it."""
-        first = next(iter(_groups(children)))
+        first = next(iter(_groups(children)), None)
+        while isinstance(first, Module) and not first.name:
+            first = next(iter(_groups(first.children)), None)
         head = first[0] if isinstance(first, list) else None
-        if not isinstance(head, Text) or tuple(self._ids[head.text][: len(prefix)]) != prefix:
+        if not isinstance(head, Text) or tuple(self._ids_of(head)[: len(prefix)]) != prefix:
             return False
         self._taken = len(prefix)
         return True
 
-    def arrange(self, path: Path, children: Sequence[Node], start: int) -> int:
+    def _ids_of(self, text: Text) -> list[int]:
+        return (self._file_ids if text.is_document else self._ids)[text.text]
+
+    def arrange(
+        self, path: Path, children: Sequence[Node], start: int, is_cached: bool = True
+    ) -> int:
         """Lay out the contents of one module from a position on; return the first behind."""
         position = start
         for group in _groups(children):
@@ -173,29 +182,32 @@ class _Arranger:
                 for member in group.members:
                     position = max(position, self._module(path, member, begin))
             else:
-                position = self._stretch(path, group, position)
+                position = self._stretch(path, group, position, is_cached)
         return position
 
     def _module(self, path: Path, module: Module, start: int) -> int:
-        inner = (*path, module.name)
-        end = self.arrange(inner, module.children, start)
-        self.extents[inner] = (start, end)
+        inner = (*path, module.name) if module.name else path
+        end = self.arrange(inner, module.children, start, module.is_cached)
+        if module.name:
+            self.extents[inner] = (start, end)
         return end
 
-    def _stretch(self, path: Path, nodes: Sequence[Text | Parameter], start: int) -> int:
+    def _stretch(
+        self, path: Path, nodes: Sequence[Text | Parameter], start: int, is_cached: bool
+    ) -> int:
         ids: list[int] = []
         slots: list[Slot] = []
         for node in nodes:
             if isinstance(node, Text):
-                taken = self._taken if not path and not self.stretches and not ids else 0
-                ids_by_text = self._file_ids if node.is_document else self._ids
-                ids += ids_by_text[node.text][taken:]
+                # The prefix is the beginning of the very first text.
+                taken, self._taken = self._taken, 0
+                ids += self._ids_of(node)[taken:]
             else:
                 slots.append(Slot(node.name, len(ids), node.length))
                 ids += self._room(node)
         if not ids:
             return start
-        self.stretches.append(Stretch(path, start, tuple(ids), tuple(slots)))
+        self.stretches.append(Stretch(path, start, tuple(ids), tuple(slots), is_cached))
         return start + len(ids)
 
     def _room(self, parameter: Parameter) -> list[int]:

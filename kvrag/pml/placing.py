@@ -75,7 +75,7 @@ def place_prompt(
     if layout.conversation is None:
         (ids,) = token_ids_of(tokenizer, [prompt.ending], control)
     else:
-        tail = layout.conversation.tail(prompt.turns, prompt.place, control)
+        tail = layout.conversation.tail(imports, prompt.turns, prompt.place, control)
         if control is None:
             (ids,) = token_ids_of(tokenizer, [tail.text])
         else:
@@ -108,7 +108,7 @@ def as_layout(layout: SchemaLayout, pieces: Sequence[Piece], chunk_ids: Sequence
         row = len(token_ids)
         token_ids += piece.token_ids
         positions += range(piece.start, piece.end)
-        if piece.stretch is not None:
+        if piece.stretch is not None and layout.stretches[piece.stretch].is_cached:
             length = len(piece.token_ids)
             # The last token is computed: it gives the first logits.
             length -= piece is pieces[-1]
