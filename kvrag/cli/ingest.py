@@ -95,6 +95,10 @@ def ingest(
             show_default=False,
         ),
     ] = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Read every file again, also one that looks as it was."),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, write nothing.")
     ] = False,
@@ -131,7 +135,7 @@ def ingest(
         scratch_folder = Path(scratch) if dry_run else None
         opened = _open_or_create(index, model, device, store, settings, given, scratch_folder)
         with opened, IngestBar(opened.path) as bar:
-            report = opened.add(paths, dry_run=dry_run, on_progress=bar.update)
+            report = opened.add(paths, dry_run=dry_run, force=force, on_progress=bar.update)
     if as_json:
         console.print_json(report)
     else:

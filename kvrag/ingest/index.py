@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -32,16 +33,18 @@ from kvrag.errors import (
 from kvrag.fusion.compression.spec import NO_COMPRESSION, key_options, parse_compression
 from kvrag.fusion.segments import ChunkMatcher
 from kvrag.ingest import catalog as catalogs
+from kvrag.ingest import config as configs
 from kvrag.ingest import lock, profiles
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.chunker import chunk_document
 from kvrag.ingest.coding import (
     RecordCoding,
 )
-from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.config import FORMAT_VERSION, IndexConfig
 from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, context_limit, encoded_behind
 from kvrag.ingest.counting import IndexCounters
 from kvrag.ingest.embedding import Embedding, get_embedding
+from kvrag.ingest.encryption import catalog_key, key_check, open_catalog, secret_salt
 from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.making import (
     KV_FOLDER,
@@ -60,6 +63,7 @@ from kvrag.ingest.report import (
     IngestReport,
 )
 from kvrag.ingest.rows import Change, DocumentRow
+from kvrag.ingest.seals import seal_key
 from kvrag.ingest.upkeep import IndexUpkeep
 from kvrag.ingest.vectors import VectorIndex
 from kvrag.ingest.watched import WatchedChunk
@@ -77,6 +81,8 @@ if TYPE_CHECKING:
 
     from kvrag.fusion.compression.encoding import Compressor
     from kvrag.models.kv_model import KVModel
+
+logger = logging.getLogger("kvrag")
 
 _DEFAULT_SALT = b"kvrag"
 _MAX_RECENT = 256
@@ -132,7 +138,10 @@ class Index(IndexUpkeep):
         self._vectors: VectorIndex | None = None
         self._matcher: tuple[int, ChunkMatcher] | None = None
         self._recent: deque[str] = deque(maxlen=_MAX_RECENT)
+        self._is_swept = False
+        self._num_noted = 0
         self.counters = IndexCounters(path, lambda: self.store.counts())
+        catalog.on_damage = self._note_damage
 
     # -- making and opening ------------------------------------------------------------------
 
@@ -185,13 +194,15 @@ class Index(IndexUpkeep):
             Type of weights and KV of a model that is loaded here; None keeps the checkpoint's.
         tenant_salt
             1 to 64 bytes that key the chunk keys, so that tenants who share a store cannot
-            guess each other's; None means a public one.
+            guess each other's; None means a public one, or of an encrypted index one that follows
+            from its key.
         device
             Where a model that is loaded here runs, such as ``"cuda"``; None means the CPU. It is
             not recorded: stored KV is the same kind wherever it is computed.
         store
             URL of where KV is kept (`kvrag.store.registry.open_store`), recorded without its
-            password; None means a folder in the index's own.
+            password; None means a folder in the index's own. With ``key_file=PATH`` in it the
+            catalog is encrypted too.
 
         Raises
         ------
@@ -211,8 +222,7 @@ class Index(IndexUpkeep):
 
         folder = Path(path).expanduser().resolve()
         require_free(folder)
-        salt = _DEFAULT_SALT if tenant_salt is None else tenant_salt
-        check_settings(codec, chunk_tokens, salt)
+        check_settings(codec, chunk_tokens, _DEFAULT_SALT if tenant_salt is None else tenant_salt)
         context_limit(context, context_tokens)
         parse_compression(compression)
         check_device(device)
@@ -230,13 +240,15 @@ class Index(IndexUpkeep):
             context=context,
             context_tokens=context_tokens,
             compression=compression,
-            tenant_salt=salt,
+            tenant_salt=_DEFAULT_SALT if tenant_salt is None else tenant_salt,
         )
         with contextlib.ExitStack() as undoing:
             opened = None if store is None else open_store(store)
             if opened is not None:
                 undoing.callback(opened.close)
-                config = replace(config, store=opened.url)
+                config = replace(config, store=opened.url, key_check=key_check(opened))
+                if tenant_salt is None and (salt := secret_salt(opened)) is not None:
+                    config = replace(config, tenant_salt=salt.hex())
                 check_limit(opened, config)
                 if isinstance(base := innermost(opened), FileStore):
                     base.check_writable()
@@ -248,7 +260,11 @@ class Index(IndexUpkeep):
                 ) from error
             with lock.writer_lock(folder):
                 require_free(folder)
-                catalog = Catalog.create(folder / catalogs.FILE_NAME)
+                catalog = Catalog.create(
+                    folder / catalogs.FILE_NAME,
+                    seal_key=seal_key(bytes.fromhex(config.tenant_salt)),
+                    cipher_key=None if opened is None else catalog_key(opened),
+                )
                 if profile is not None:
                     ProfileFolder(folder / profiles.FOLDER_NAME).add(profile)
                 # Last, since it is what makes the folder an index.
@@ -318,7 +334,7 @@ class Index(IndexUpkeep):
         opened = open_store(url, must_answer=False)
         check_limit(opened, config)
         try:
-            catalog = Catalog(folder / catalogs.FILE_NAME)
+            catalog = open_catalog(folder, config, opened)
         except BaseException:
             opened.close()
             raise
@@ -331,6 +347,11 @@ class Index(IndexUpkeep):
             device=device,
             store=opened,
         )
+        try:
+            index._bring_up_to_date()
+        except BaseException:
+            index.close()
+            raise
         if model is not None and not isinstance(model, str | Path):
             try:
                 _ = index.model  # loaded already: a mismatch is best told at once
@@ -455,9 +476,13 @@ class Index(IndexUpkeep):
         paths_or_documents: Any,
         *,
         dry_run: bool = False,
+        force: bool = False,
         on_progress: Callable[[IngestProgress], None] | None = None,
     ) -> IngestReport:
         """Bring files and documents into the index; what is unchanged costs no model time.
+
+        What the index holds of the documents given is held against its seals; what is damaged is
+        written anew.
 
         Parameters
         ----------
@@ -467,6 +492,8 @@ class Index(IndexUpkeep):
             that are gone are removed from the index. A document of a known source replaces it.
         dry_run
             Only say what would be done.
+        force
+            Read and compare every file, also one whose size, times and inode are as they were.
         on_progress
             Called from this thread as the work goes on.
 
@@ -485,24 +512,44 @@ class Index(IndexUpkeep):
             When the disk is too small, full or read-only. What was done is kept; a second call
             completes it.
         """
-        started = time.perf_counter()
         sources = gather(paths_or_documents, self.path)
         with contextlib.nullcontext() if dry_run else lock.writer_lock(self.path):
-            self._reload_codec()
-            plan = self._plan(sources, on_progress)
-            if dry_run:
-                outcome = Outcome(
-                    num_records=plan.num_records,
-                    num_tokens_computed=plan.num_tokens_to_compute,
-                    num_context_tokens=plan.num_context_tokens,
-                    size_bytes=plan.num_tokens_to_compute * self.expected_bytes_per_token,
-                )
-            else:
-                room = self.expected_bytes_per_token
-                if self.is_store_shared:
-                    room = 0  # on this disk
-                check_space(plan, self.path, room, self.config.embedding_dim)
-                outcome = run_plan(plan, self._work(), on_progress)
+            return self._add(sources, dry_run, force, on_progress)
+
+    def _add_files(self, paths: Sequence[str]) -> IngestReport:
+        return self._add(Sources(list(paths), [], {}, []), False, True, None)
+
+    def _add(
+        self,
+        sources: Sources,
+        dry_run: bool,
+        force: bool,
+        on_progress: Callable[[IngestProgress], None] | None,
+    ) -> IngestReport:
+        """Do what `add` does; call with the writer's lock held, but for a dry run."""
+        started = time.perf_counter()
+        self._reload_codec()
+        is_sound = self._is_swept or self.catalog.has_sound_tables()
+        before: tuple[int, set[str]] | None = None
+        if not dry_run:
+            self._encrypt_catalog()
+            if not is_sound:
+                before = self._heal_first()
+        num_noted = self._num_noted
+        plan = self._plan(sources, force or not is_sound, on_progress)
+        if self._num_noted > num_noted and not dry_run and before is None:
+            # What is damaged elsewhere must not stand in the way of writing.
+            before = self._heal_first()
+            plan = self._plan(sources, True, on_progress)
+        outcome = self._foretell(plan) if dry_run else self._run(plan, on_progress)
+        self._is_swept = self._is_swept or not dry_run
+        note = self._codec_note() if outcome.num_records and not dry_run else ""
+        if before is not None:
+            said = (
+                "the catalog was damaged and has been mended",
+                *self._lost_since(before, len(plan.removed)),
+            )
+            note = "; ".join((*said, *filter(None, (note,))))
         seconds = outcome.seconds
         return IngestReport(
             added=tuple(plan.added),
@@ -521,9 +568,31 @@ class Index(IndexUpkeep):
             prefill_seconds=outcome.prefill_seconds,
             tokens_per_second=outcome.num_tokens_computed / seconds if seconds else 0.0,
             dry_run=dry_run,
-            note="" if dry_run or not outcome.num_records else self._codec_note(),
+            note=note,
             compression=self.config.compression,
         )
+
+    def _foretell(self, plan: Plan) -> Outcome:
+        return Outcome(
+            num_records=plan.num_records,
+            num_tokens_computed=plan.num_tokens_to_compute,
+            num_context_tokens=plan.num_context_tokens,
+            size_bytes=plan.num_tokens_to_compute * self.expected_bytes_per_token,
+        )
+
+    def _run(self, plan: Plan, on_progress: Callable[[IngestProgress], None] | None) -> Outcome:
+        # What a shared store takes is not on this disk.
+        room = 0 if self.is_store_shared else self.expected_bytes_per_token
+        check_space(plan, self.path, room, self.config.embedding_dim)
+        return run_plan(plan, self._work(), on_progress)
+
+    def _heal_first(self) -> tuple[int, set[str]]:
+        """Mend a damaged catalog before it is written to; return what it held."""
+        self._is_swept = True
+        audit = self._audit()
+        before = self._held(audit)
+        self._heal(audit)
+        return before
 
     def delete(self, *, sources: Sequence[str] = (), chunk_ids: Sequence[str] = ()) -> int:
         """Remove documents and single chunks; their KV goes with the next `gc`.
@@ -573,9 +642,20 @@ class Index(IndexUpkeep):
                 self._vectors = VectorIndex.load(self.path, self.catalog, self.config.embedding_dim)
             elif self._vectors.generation != self.catalog.generation():
                 self._vectors = VectorIndex.refresh(self.catalog, self.config.embedding_dim)
-            found = self._vectors.search(np.asarray(vector, dtype=np.float32), k)
-        chunks = self.catalog.chunks_at([row for row, _ in found])
-        hits = [SearchHit(chunks[row], score) for row, score in found if row in chunks]
+            vectors = self._vectors
+        asked = np.asarray(vector, dtype=np.float32)
+        hits: list[SearchHit] = []
+        seen: set[int] = set()
+        # Where a chunk is damaged or gone, the next one takes its place.
+        while len(hits) < k:
+            nearest = vectors.search(asked, max(k, 2 * len(seen)))
+            found = [(row, score) for row, score in nearest if row not in seen]
+            if not found:
+                break
+            chunks = self.catalog.chunks_at([row for row, _ in found])
+            hits += [SearchHit(chunks[row], score) for row, score in found if row in chunks]
+            seen.update(row for row, _ in found)
+        hits = hits[:k]
         self._recent.extend(hit.chunk.chunk_id for hit in reversed(hits))
         return hits
 
@@ -748,7 +828,12 @@ class Index(IndexUpkeep):
             )
         return compressor
 
-    def _plan(self, sources: Sources, on_progress: Callable[[IngestProgress], None] | None) -> Plan:
+    def _plan(
+        self,
+        sources: Sources,
+        force: bool,
+        on_progress: Callable[[IngestProgress], None] | None,
+    ) -> Plan:
         started = time.perf_counter()
         num_inputs = len(sources.files) + len(sources.documents)
 
@@ -770,7 +855,33 @@ class Index(IndexUpkeep):
                     )
                 )
 
-        return Planner(self.catalog, self._chunk, self._missing_key, report).run(sources)
+        return Planner(self.catalog, self._chunk, self._missing_key, report, force).run(sources)
+
+    def _bring_up_to_date(self) -> None:
+        """Seal what was written before rows and `index.json` were sealed."""
+        if not self.catalog.is_old:
+            if self.config.format_version < FORMAT_VERSION:
+                raise IndexFormatError(
+                    f"{self.path / configs.FILE_NAME} is older than the catalog beside it: it was "
+                    "exchanged. Put back the file as it was, from a copy; without one, ingest into "
+                    "a new folder"
+                )
+            return
+        logger.warning("%s was made by an older kvrag: its rows are sealed now", self.path)
+        with lock.writer_lock(self.path):
+            self.config.save(self.path)
+            self.catalog.upgrade(self.key_of)
+
+    def _note_damage(self, what: str) -> None:
+        """Count a row that was left out; say it once."""
+        self.counters.note_damage()
+        self._num_noted += 1
+        if self._num_noted == 1:
+            logger.warning(
+                "%s (left out; questions still get right answers). 'kvrag verify --repair' mends "
+                "the index",
+                what,
+            )
 
     def _work(self) -> Work:
         return Work(
