@@ -63,6 +63,12 @@ def content_hash(text: str) -> str:
     ).hexdigest()
 
 
+def chunk_id_of(source: str, ordinal: int, text: str) -> str:
+    """Return the identity of a chunk within an index: a digest of all that it is."""
+    # With its length in front of the source, no two sources and texts flatten to the same string.
+    return content_hash(f"{len(source)}\0{source}{ordinal}\0{text}")
+
+
 @dataclass(frozen=True)
 class Document:
     """One source document, as a loader yields it.
@@ -90,7 +96,7 @@ class Chunk:
     Attributes
     ----------
     chunk_id
-        Identity within the index: digest of source, ordinal and text.
+        Identity within the index: digest of source, ordinal and text (see `chunk_id_of`).
     text
         Normalised text (see `normalise_text`); exactly what retrievers return.
     token_ids
@@ -133,6 +139,11 @@ class ChunkKey:
 
     def __str__(self) -> str:
         return self.digest
+
+
+def is_key(text: object) -> bool:
+    """Say whether a text is the name of a chunk's KV."""
+    return isinstance(text, str) and _HEX_KEY.fullmatch(text) is not None
 
 
 def chunk_key(

@@ -85,7 +85,7 @@ class IndexFormatError(KVRagError):
 
 
 class IndexMismatchError(KVRagError):
-    """The index was made with another model, tokenizer or embedding than the one given."""
+    """The index was made with another model, tokenizer, embedding or key than the one given."""
 
 
 class IndexClosedError(KVRagError):

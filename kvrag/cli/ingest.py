@@ -141,6 +141,10 @@ def ingest(
             show_default=False,
         ),
     ] = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Read every file again, also one that looks as it was."),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, write nothing.")
     ] = False,
@@ -190,7 +194,12 @@ def ingest(
         with opened, IngestBar(opened.path) as bar:
             check_lasting(opened.store)  # also of an index that was made elsewhere
             report = opened.add(
-                paths, dry_run=dry_run, on_progress=bar.update, limits=limits, loaders=loaders
+                paths,
+                dry_run=dry_run,
+                force=force,
+                on_progress=bar.update,
+                limits=limits,
+                loaders=loaders,
             )
     if as_json:
         console.print_json(report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -244,7 +244,12 @@ class KVEngine:
                 wanted = [match.chunk_id for match in matches]
                 if tells_apart:
                     wanted += chain.from_iterable(match.other_ids for match in matches)
-                chunks = {chunk.chunk_id: chunk for chunk in self.index.get_chunks(wanted)}
+                found = self.index.catalog.find_chunks(wanted)
+                chunks = {i: chunk for i, chunk in found.items() if chunk is not None}
+                lost = found.keys() - chunks.keys()
+                whole = [m for m in matches if _is_left(m, lost, chunks)]
+                if len(whole) < len(matches):
+                    matches, damage = whole, {MISS_CATALOG: len(matches) - len(whole)}
             except (IndexFormatError, StoreError):
                 matches, damage = [], {MISS_CATALOG: 1}
         layout = lay_out(
@@ -718,6 +723,11 @@ class _LaidOut:
         self.layout = layout
         self.chunks = chunks
         self.open_kv = open_kv
+
+
+def _is_left(match: Match, lost: Collection[str], chunks: Collection[str]) -> bool:
+    """Say whether some chunk of a text found can be used, `lost` being those with damage."""
+    return match.chunk_id not in lost or any(one in chunks for one in match.other_ids)
 
 
 def _checked_ttft(ttft: float | None) -> float | None:

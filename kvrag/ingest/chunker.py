@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrag.chunk import Chunk, Document, content_hash, normalise_text
+from kvrag.chunk import Chunk, Document, chunk_id_of, normalise_text
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest.limits import MAX_TITLE_CHARACTERS
 from kvrag.models.control import ControlTokens, encode_documents
@@ -114,7 +114,7 @@ def chunk_document(
         ordinal = len(chunks)
         chunks.append(
             Chunk(
-                chunk_id=_chunk_id(document.source, ordinal, text),
+                chunk_id=chunk_id_of(document.source, ordinal, text),
                 text=text,
                 token_ids=tuple(ids),
                 token_starts=tuple(starts),
@@ -124,11 +124,6 @@ def chunk_document(
             )
         )
     return chunks
-
-
-def _chunk_id(source: str, ordinal: int, text: str) -> str:
-    # With its length in front of the source, no two sources and texts flatten to the same string.
-    return content_hash(f"{len(source)}\0{source}{ordinal}\0{text}")
 
 
 def _prepare(raw: str) -> _Text:

@@ -52,6 +52,7 @@ METRICS: MetricsOf = {
     "prompts": ("Prompts fused.", ()),
     "tokens": ("Prompt tokens: exact, reused, recomputed or fresh.", ("kind",)),
     "chunks": ("Stored chunks of prompts, loaded or computed by decision.", ("outcome",)),
+    "damaged_rows": ("Rows of the catalog that were left out because they are damaged.", ()),
     "misses": ("Chunks found in prompts and computed because they could not be had.", ("reason",)),
     "seconds": ("Seconds of answering by stage; hidden_load is waited for by nobody.", ("stage",)),
     "stream_chunks": ("Chunks streamed, by the level that was chosen.", ("level",)),
@@ -142,6 +143,11 @@ class IndexCounters:
                     self._counts[what] += amount
         if time.monotonic() >= self._due:
             self.keep()
+
+    def note_damage(self) -> None:
+        """Count a row of the catalog that was left out."""
+        with self._lock:
+            self._counts["damaged_rows", ()] += 1
 
     def counts(self) -> Counts:
         """Return what this process has counted of prompts; for its stores see `Store.counts`."""

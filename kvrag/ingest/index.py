@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -28,12 +29,14 @@ from kvrag.errors import (
 )
 from kvrag.fusion.compression.spec import NO_COMPRESSION, key_options, parse_compression
 from kvrag.ingest import catalog as catalogs
+from kvrag.ingest import config as configs
 from kvrag.ingest import lock, profiles
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.chunker import chunk_document
-from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.config import FORMAT_VERSION, IndexConfig
 from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, context_limit, encoded_behind
 from kvrag.ingest.counting import IndexCounters
+from kvrag.ingest.encryption import catalog_key, key_check, open_catalog, secret_salt
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.making import (
@@ -54,6 +57,7 @@ from kvrag.ingest.report import (
     IngestReport,
 )
 from kvrag.ingest.rows import Change, DocumentRow
+from kvrag.ingest.seals import seal_key
 from kvrag.ingest.upkeep import IndexUpkeep
 from kvrag.models.control import KEEP, REFUSE, ControlTokens, check_control_tokens
 from kvrag.store.base import Store
@@ -77,6 +81,8 @@ if TYPE_CHECKING:
     from kvrag.ingest.vectors import VectorIndex
     from kvrag.kvcache import ChunkKV
     from kvrag.models.kv_model import KVModel
+
+logger = logging.getLogger("kvrag")
 
 _DEFAULT_SALT = b"kvrag"
 _MAX_RECENT = 256
@@ -133,7 +139,10 @@ class Index(IndexUpkeep):
         self._matcher: tuple[int, ChunkMatcher] | None = None
         self._recent: deque[str] = deque(maxlen=_MAX_RECENT)
         self._neutralised: dict[str, int] = {}  # by document, in an ingestion
+        self._is_swept = False
+        self._num_noted = 0
         self.counters = IndexCounters(path, lambda: self.store.counts())
+        catalog.on_damage = self._note_damage
 
     # -- making and opening ------------------------------------------------------------------
 
@@ -187,13 +196,15 @@ class Index(IndexUpkeep):
             Type of weights and KV of a model that is loaded here; None keeps the checkpoint's.
         tenant_salt
             1 to 64 bytes that key the chunk keys, so that tenants who share a store cannot
-            guess each other's; None means a public one.
+            guess each other's; None means a public one, or of an encrypted index one that follows
+            from its key.
         device
             Where a model that is loaded here runs, such as ``"cuda"``; None means the CPU. It is
             not recorded: stored KV is the same kind wherever it is computed.
         store
             URL of where KV is kept (`kvrag.store.registry.open_store`), recorded without its
-            password; None means a folder in the index's own.
+            password; None means a folder in the index's own. With ``key_file=PATH`` in it the
+            catalog is encrypted too.
         control_tokens
             What becomes of the model's control strings (``<|im_end|>``) in documents and prompts:
             ``neutralise`` reads them as text, ``refuse`` does not index documents that hold any,
@@ -219,8 +230,7 @@ class Index(IndexUpkeep):
 
         folder = arguments.path(path, "path").expanduser().resolve()
         require_free(folder)
-        salt = _DEFAULT_SALT if tenant_salt is None else tenant_salt
-        check_settings(codec, chunk_tokens, salt)
+        check_settings(codec, chunk_tokens, _DEFAULT_SALT if tenant_salt is None else tenant_salt)
         check_control_tokens(control_tokens)
         context_limit(context, context_tokens)
         parse_compression(compression)
@@ -239,14 +249,16 @@ class Index(IndexUpkeep):
             context=context,
             context_tokens=context_tokens,
             compression=compression,
-            tenant_salt=salt,
+            tenant_salt=_DEFAULT_SALT if tenant_salt is None else tenant_salt,
             control_tokens=control_tokens,
         )
         with contextlib.ExitStack() as undoing:
             opened = None if store is None else open_store(store)
             if opened is not None:
                 undoing.callback(opened.close)
-                config = replace(config, store=opened.url)
+                config = replace(config, store=opened.url, key_check=key_check(opened))
+                if tenant_salt is None and (salt := secret_salt(opened)) is not None:
+                    config = replace(config, tenant_salt=salt.hex())
                 check_limit(opened, config)
                 if isinstance(base := innermost(opened), FileStore):
                     base.check_writable()
@@ -258,7 +270,11 @@ class Index(IndexUpkeep):
                 ) from error
             with lock.writer_lock(folder):
                 require_free(folder)
-                catalog = Catalog.create(folder / catalogs.FILE_NAME)
+                catalog = Catalog.create(
+                    folder / catalogs.FILE_NAME,
+                    seal_key=seal_key(bytes.fromhex(config.tenant_salt)),
+                    cipher_key=None if opened is None else catalog_key(opened),
+                )
                 if profile is not None:
                     profiles.ProfileFolder(folder / profiles.FOLDER_NAME).add(profile)
                 # Last, since it is what makes the folder an index.
@@ -331,7 +347,7 @@ class Index(IndexUpkeep):
         opened = open_store(url, must_answer=False)
         check_limit(opened, config)
         try:
-            catalog = Catalog(folder / catalogs.FILE_NAME)
+            catalog = open_catalog(folder, config, opened)
         except BaseException:
             opened.close()
             raise
@@ -344,6 +360,11 @@ class Index(IndexUpkeep):
             device=device,
             store=opened,
         )
+        try:
+            index._bring_up_to_date()
+        except BaseException:
+            index.close()
+            raise
         if model is not None and not isinstance(model, str | Path):
             try:
                 _ = index.model  # loaded already: a mismatch is best told at once
@@ -495,11 +516,15 @@ class Index(IndexUpkeep):
         paths_or_documents: Any,
         *,
         dry_run: bool = False,
+        force: bool = False,
         on_progress: Callable[[IngestProgress], None] | None = None,
         limits: ParseLimits | None = None,
         loaders: Mapping[str, str] | None = None,
     ) -> IngestReport:
         """Bring files and documents into the index; what is unchanged costs no model time.
+
+        What the index holds of the documents given is held against its seals; what is damaged is
+        written anew.
 
         Parameters
         ----------
@@ -509,6 +534,8 @@ class Index(IndexUpkeep):
             that are gone are removed from the index. A document of a known source replaces it.
         dry_run
             Only say what would be done.
+        force
+            Read and compare every file, also one whose size, times and inode are as they were.
         on_progress
             Called from this thread as the work goes on.
         limits
@@ -538,29 +565,52 @@ class Index(IndexUpkeep):
             When the disk is too small, full or read-only. What was done is kept; a second call
             completes it.
         """
-        started = time.perf_counter()
         self.require_open()
         arguments.flag(dry_run, "dry_run")
+        arguments.flag(force, "force")
         parser = Parser(limits, loaders)
         sources = gather(paths_or_documents, self.path, parser.suffixes)
         lock_taken = contextlib.nullcontext() if dry_run else lock.writer_lock(self.path)
         with parser, lock_taken:
-            self._reload_codec()
-            self._neutralised.clear()
-            plan = self._plan(sources, parser, on_progress)
-            if dry_run:
-                outcome = Outcome(
-                    num_records=plan.num_records,
-                    num_tokens_computed=plan.num_tokens_to_compute,
-                    num_context_tokens=plan.num_context_tokens,
-                    size_bytes=plan.num_tokens_to_compute * self.expected_bytes_per_token,
-                )
-            else:
-                room = self.expected_bytes_per_token
-                if self.is_store_shared:
-                    room = 0  # on this disk
-                check_space(plan, self.path, room, self.config.embedding_dim)
-                outcome = run_plan(plan, self._work(parser), on_progress)
+            return self._add(sources, parser, dry_run, force, on_progress)
+
+    def _add_files(self, paths: Sequence[str]) -> IngestReport:
+        with Parser(None, None) as parser:
+            return self._add(Sources(list(paths), [], {}, []), parser, False, True, None)
+
+    def _add(
+        self,
+        sources: Sources,
+        parser: Parser,
+        dry_run: bool,
+        force: bool,
+        on_progress: Callable[[IngestProgress], None] | None,
+    ) -> IngestReport:
+        """Do what `add` does; call with the writer's lock held, but for a dry run."""
+        started = time.perf_counter()
+        self._reload_codec()
+        self._neutralised.clear()
+        is_sound = self._is_swept or self.catalog.has_sound_tables()
+        before: tuple[int, set[str]] | None = None
+        if not dry_run:
+            self._encrypt_catalog()
+            if not is_sound:
+                before = self._heal_first()
+        num_noted = self._num_noted
+        plan = self._plan(sources, parser, force or not is_sound, on_progress)
+        if self._num_noted > num_noted and not dry_run and before is None:
+            # What is damaged elsewhere must not stand in the way of writing.
+            before = self._heal_first()
+            plan = self._plan(sources, parser, True, on_progress)
+        outcome = self._foretell(plan) if dry_run else self._run(plan, parser, on_progress)
+        self._is_swept = self._is_swept or not dry_run
+        note = self._codec_note() if outcome.num_records and not dry_run else ""
+        if before is not None:
+            said = (
+                "the catalog was damaged and has been mended",
+                *self._lost_since(before, len(plan.removed)),
+            )
+            note = "; ".join((*said, *filter(None, (note,))))
         seconds = outcome.seconds
         return IngestReport(
             added=tuple(plan.added),
@@ -579,10 +629,37 @@ class Index(IndexUpkeep):
             prefill_seconds=outcome.prefill_seconds,
             tokens_per_second=outcome.num_tokens_computed / seconds if seconds else 0.0,
             dry_run=dry_run,
-            note="" if dry_run or not outcome.num_records else self._codec_note(),
+            note=note,
             compression=self.config.compression,
             control_strings=self._num_control_strings([*plan.added, *plan.changed]),
         )
+
+    def _foretell(self, plan: Plan) -> Outcome:
+        return Outcome(
+            num_records=plan.num_records,
+            num_tokens_computed=plan.num_tokens_to_compute,
+            num_context_tokens=plan.num_context_tokens,
+            size_bytes=plan.num_tokens_to_compute * self.expected_bytes_per_token,
+        )
+
+    def _run(
+        self,
+        plan: Plan,
+        parser: Parser,
+        on_progress: Callable[[IngestProgress], None] | None,
+    ) -> Outcome:
+        # What a shared store takes is not on this disk.
+        room = 0 if self.is_store_shared else self.expected_bytes_per_token
+        check_space(plan, self.path, room, self.config.embedding_dim)
+        return run_plan(plan, self._work(parser), on_progress)
+
+    def _heal_first(self) -> tuple[int, set[str]]:
+        """Mend a damaged catalog before it is written to; return what it held."""
+        self._is_swept = True
+        audit = self._audit()
+        before = self._held(audit)
+        self._heal(audit)
+        return before
 
     def delete(self, *, sources: Sequence[str] = (), chunk_ids: Sequence[str] = ()) -> int:
         """Remove documents and single chunks; their KV goes with the next `gc`.
@@ -646,8 +723,9 @@ class Index(IndexUpkeep):
                 self._vectors = VectorIndex.load(self.path, self.catalog, self.config.embedding_dim)
             elif self._vectors.generation != self.catalog.generation():
                 self._vectors = VectorIndex.refresh(self.catalog, self.config.embedding_dim)
-            found = self._vectors.search(_as_vector(vector), k)
-        return self._hits(found)
+            vectors = self._vectors
+        asked = _as_vector(vector)
+        return self._hits(lambda most: vectors.search(asked, most), k)
 
     def _checked_search(self, query: Any, k: Any) -> tuple[str, int]:
         self.require_open()
@@ -656,9 +734,19 @@ class Index(IndexUpkeep):
             raise ParameterError("the question is empty: there is nothing to search for")
         return query, k
 
-    def _hits(self, found: Sequence[tuple[int, float]]) -> list[SearchHit]:
-        chunks = self.catalog.chunks_at([row for row, _ in found])
-        hits = [SearchHit(chunks[row], score) for row, score in found if row in chunks]
+    def _hits(self, search: Callable[[int], list[tuple[int, float]]], k: int) -> list[SearchHit]:
+        """Return the `k` best chunks that `search` finds and that are whole."""
+        hits: list[SearchHit] = []
+        seen: set[int] = set()
+        # Where a chunk is damaged or gone, the next one takes its place.
+        while len(hits) < k:
+            found = [one for one in search(max(k, 2 * len(seen))) if one[0] not in seen]
+            if not found:
+                break
+            chunks = self.catalog.chunks_at([row for row, _ in found])
+            hits += [SearchHit(chunks[row], score) for row, score in found if row in chunks]
+            seen.update(row for row, _ in found)
+        hits = hits[:k]
         self._recent.extend(hit.chunk.chunk_id for hit in reversed(hits))
         return hits
 
@@ -668,7 +756,7 @@ class Index(IndexUpkeep):
         No model is needed. A question without words finds nothing.
         """
         query, k = self._checked_search(query, k)
-        return self._hits(self.catalog.search_words(query, k))
+        return self._hits(lambda most: self.catalog.search_words(query, most), k)
 
     @property
     def recent_chunk_ids(self) -> tuple[str, ...]:
@@ -860,6 +948,7 @@ class Index(IndexUpkeep):
         self,
         sources: Sources,
         parser: Parser,
+        force: bool,
         on_progress: Callable[[IngestProgress], None] | None,
     ) -> Plan:
         started = time.perf_counter()
@@ -883,8 +972,34 @@ class Index(IndexUpkeep):
                     )
                 )
 
-        planner = Planner(self.catalog, parser, self._chunk, self._missing_key, report)
+        planner = Planner(self.catalog, parser, self._chunk, self._missing_key, report, force)
         return planner.run(sources)
+
+    def _bring_up_to_date(self) -> None:
+        """Seal what was written before rows and `index.json` were sealed."""
+        if not self.catalog.is_old:
+            if self.config.format_version < FORMAT_VERSION:
+                raise IndexFormatError(
+                    f"{self.path / configs.FILE_NAME} is older than the catalog beside it: it was "
+                    "exchanged. Put back the file as it was, from a copy; without one, ingest into "
+                    "a new folder"
+                )
+            return
+        logger.warning("%s was made by an older kvrag: its rows are sealed now", self.path)
+        with lock.writer_lock(self.path):
+            self.config.save(self.path)
+            self.catalog.upgrade(self.key_of)
+
+    def _note_damage(self, what: str) -> None:
+        """Count a row that was left out; say it once."""
+        self.counters.note_damage()
+        self._num_noted += 1
+        if self._num_noted == 1:
+            logger.warning(
+                "%s (left out; questions still get right answers). 'kvrag verify --repair' mends "
+                "the index",
+                what,
+            )
 
     def _work(self, parser: Parser) -> Work:
         return Work(

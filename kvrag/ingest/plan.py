@@ -11,8 +11,9 @@ import hashlib
 import json
 import os
 import stat
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from kvrag.ingest.rows import FileState
 # Chunks kept from planning for computing; what does not fit is read and cut once more.
 _MAX_KEPT_TOKENS = 1 << 20
 _MAX_LIST_DEPTH = 100
+_TICK_NS = 50_000_000
+_MAX_INTEGER = (1 << 63) - 1  # of SQLite
 
 
 @dataclass
@@ -208,6 +211,8 @@ class Planner:
         Returns the name of a chunk's (first) KV if the store lacks it, else None.
     on_progress
         Called with the number of inputs looked at.
+    force
+        Read every file, also one that looks as it was.
     """
 
     def __init__(
@@ -217,7 +222,9 @@ class Planner:
         chunk: Callable[[Document], list[Chunk]],
         missing_key: Callable[[Chunk], str | None],
         on_progress: Callable[[int], None],
+        force: bool = False,
     ) -> None:
+        self._force = force
         self._catalog = catalog
         self._parser = parser
         self._chunk = chunk
@@ -285,13 +292,17 @@ class Planner:
     def _add_file(self, path: str) -> None:
         plan = self._plan
         known = self._catalog.file(path)
-        state, content = _read_if_changed(path, known, self._parser.limits.max_file_bytes)
+        before = self._catalog.documents_of_file(path)
+        # Damaged documents have no digest: what the file holds is then compared one by one.
+        is_whole = all(before.values())
+        state, content = _read_if_changed(
+            path, known if is_whole else None, self._force, self._parser.limits.max_file_bytes
+        )
         if content is None:
-            plan.unchanged.extend(self._catalog.documents_of_file(path))
+            plan.unchanged.extend(before)
             if state != known:
                 plan.touched.append(state)
             return
-        before = self._catalog.documents_of_file(path)
         # Cut before anything is planned: a file is taken whole or not at all.
         prepared = []
         unchanged = []
@@ -388,16 +399,22 @@ def document_digest(document: Document) -> str:
 
 
 def _read_if_changed(
-    path: str, known: FileState | None, max_bytes: int
+    path: str, known: FileState | None, force: bool, max_bytes: int
 ) -> tuple[FileState, bytes | None]:
     """Return a file's state, and its bytes unless they are those that were read before."""
     try:
         status = Path(path).stat()
     except OSError as error:
         raise DocumentError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if known and (known.size_bytes, known.mtime_ns) == (status.st_size, status.st_mtime_ns):
+    inode = status.st_ino & _MAX_INTEGER
+    ctime_ns = status.st_ctime_ns
+    # Another change in the same tick of the system's clock would not be seen.
+    if time.time_ns() - ctime_ns < _TICK_NS:
+        ctime_ns = 0
+    state = FileState(path, "", status.st_size, status.st_mtime_ns, inode, ctime_ns)
+    if known and not force and ctime_ns and replace(state, digest=known.digest) == known:
         return known, None
     content = read_file(path, max_bytes)
     digest = hashlib.blake2b(content, digest_size=20).hexdigest()
-    state = FileState(path, digest, status.st_size, status.st_mtime_ns)
-    return state, None if known and known.digest == digest else content
+    is_same = known is not None and known.digest == digest
+    return replace(state, digest=digest), None if is_same else content

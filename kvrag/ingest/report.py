@@ -207,8 +207,13 @@ class VerifyReport:
     num_repaired
         Records among them that were computed anew.
     catalog_problems
-        What SQLite's own check found wrong with the catalog, or chunks whose row contradicts
-        itself; after a repair the next ingestion of their documents writes them anew.
+        What is not as it was written in the catalog, row by row. Questions still get right answers
+        here too: such rows are left out, and counted.
+    not_healed
+        After a repair, what is lost, and what to do about it: documents with damage that could not
+        be read again. What was sound of them stays.
+    is_healed
+        Whether the catalog was mended; what is in `not_healed` aside.
     """
 
     num_chunks: int
@@ -218,12 +223,15 @@ class VerifyReport:
     num_repaired: int
     catalog_problems: tuple[str, ...]
     seconds: float
+    not_healed: tuple[str, ...] = ()
+    is_healed: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong (any more)."""
         broken = {problem.key for problem in self.problems}
-        return not self.catalog_problems and len(broken) == self.num_repaired
+        is_sound = not self.catalog_problems or (self.is_healed and not self.not_healed)
+        return is_sound and len(broken) == self.num_repaired
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, `ok` among them."""

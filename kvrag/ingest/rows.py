@@ -18,12 +18,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FileState:
-    """A file as it was when it was last read whole."""
+    """A file as it was when it was last read whole.
+
+    Attributes
+    ----------
+    digest
+        Of its content.
+    size_bytes, mtime_ns, inode, ctime_ns
+        What the system said of it. Whoever alters a file can set back its size and its mtime, but
+        not its ctime; 0 where that was not noted, or too young to tell one change from the next.
+    """
 
     path: str
     digest: str
     size_bytes: int
     mtime_ns: int
+    inode: int = 0
+    ctime_ns: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrag import arguments
-from kvrag.chunk import Chunk, ChunkKey
+from kvrag.chunk import Chunk, ChunkKey, is_key
 from kvrag.codec.names import parse_codec
 from kvrag.errors import IndexMismatchError, ParameterError, ProfileError, StoreError
 from kvrag.fusion.compression.spec import Compression, parse_compression
@@ -19,12 +19,20 @@ from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import lock, profiles
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import VECTORS_NAME, IndexConfig, write_atomically
-from kvrag.ingest.maintenance import collect_garbage, verify_records
+from kvrag.ingest.encryption import (
+    catalog_key,
+    key_check,
+    next_path,
+    put_in_place,
+    require_key_of_records,
+)
+from kvrag.ingest.maintenance import collect_garbage, first_of, verify_records
 from kvrag.ingest.making import KV_FOLDER, check_lasting, check_limit
+from kvrag.ingest.mending import Audit
 from kvrag.ingest.moving import MoveReport, copy_records, is_same_store
 from kvrag.ingest.passages import kept_keys
 from kvrag.ingest.profiles import LEAST_TOKENS, SAMPLE_TOKENS, ProfileFolder
-from kvrag.ingest.report import GcReport, IndexStats, RecodeReport, VerifyReport
+from kvrag.ingest.report import GcReport, IndexStats, IngestReport, RecodeReport, VerifyReport
 from kvrag.store.base import Store
 from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store, without_password
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
     from kvrag.codec.profile import Profile
     from kvrag.fusion.calibration import Calibration
     from kvrag.ingest.coding import RecordCoding
+    from kvrag.ingest.embedding import Embedding
     from kvrag.kvcache import ChunkKV
 
 CALIBRATION_NAME = "calibration.json"
@@ -61,6 +70,15 @@ class IndexUpkeep(ABC):
     @abstractmethod
     def key_of(self, chunk: Chunk) -> ChunkKey:
         """Return the name of a chunk's KV, of those it has the first."""
+
+    @property
+    @abstractmethod
+    def embedding(self) -> Embedding:
+        """What makes vectors of texts."""
+
+    @abstractmethod
+    def _add_files(self, paths: Sequence[str]) -> IngestReport:
+        """Read files again, whatever is known of them; call with the writer's lock held."""
 
     @abstractmethod
     def _prefill(self, chunk: Chunk) -> ChunkKV:
@@ -200,29 +218,86 @@ class IndexUpkeep(ABC):
         Parameters
         ----------
         repair
-            Compute missing and damaged records anew, and let the next ingestion write documents
-            with damaged rows anew; loads the model and takes the lock.
+            Compute missing and damaged records anew, and mend the catalog: what is damaged is read
+            again from the files it came from. Loads the model and takes the lock.
         on_progress
             Called with the number of records read, and of how many.
         """
         arguments.flag(repair, "repair")
         with lock.writer_lock(self.path) if repair else contextlib.nullcontext():
             self._reload_codec()
+            audit = self._audit()
+            found = audit.problems
+            not_healed: tuple[str, ...] = ()
             if repair:
+                self._encrypt_catalog()
                 self._find_profile()
+                if found:
+                    before = self._held(audit)
+                    failed = self._heal(audit).failed
+                    not_healed = (
+                        *self._lost_since(before),
+                        *(f"{one.source}: {one.reason}" for one in failed),
+                    )
+                    audit = self._audit()
             report = verify_records(
                 self.catalog,
                 self.store,
                 self.coding,
                 self.config.spec,
-                key_of=self.key_of,
+                audit=audit,
                 num_rows=self.num_rows,
                 repair=self._repair if repair else None,
                 on_progress=on_progress,
             )
-            if not report.catalog_problems and (found := self.catalog.check_words(repair=repair)):
-                report = replace(report, catalog_problems=(found,))
-            return report
+            if not report.catalog_problems and (words := self.catalog.check_words(repair=repair)):
+                report = replace(report, catalog_problems=(words,))
+            if not repair or not found:
+                return report
+            return replace(
+                report,
+                catalog_problems=first_of(found),
+                not_healed=not_healed,
+                is_healed=not audit.problems,
+            )
+
+    def _audit(self) -> Audit:
+        """Hold all that the catalog holds against its seals."""
+        audit = self.catalog.audit(self.key_of)
+        audit.structure = self.catalog.damage()
+        return audit
+
+    def _heal(self, audit: Audit) -> IngestReport:
+        """Mend the catalog, and read the files again that are concerned; return what that did."""
+        if audit.structure:
+            self.catalog.rebuild()
+            audit = self.catalog.audit(self.key_of)
+            audit.others.append("the file was rebuilt")  # something may be missing
+        paths = self.catalog.mend(audit, self.key_of, lambda texts: self.embedding.embed(texts))
+        return self._add_files([path for path in paths if Path(path).is_file()])
+
+    def _held(self, audit: Audit) -> tuple[int, set[str]]:
+        """Return the number of documents there should be, and those not whole to our knowledge."""
+        num_documents = max(audit.num_documents, self.catalog.counts()[0])
+        return num_documents, set(self.catalog.distrusted())
+
+    def _lost_since(self, before: tuple[int, set[str]], num_removed: int = 0) -> list[str]:
+        """Return what was lost by damage since `_held`, and what to do about it.
+
+        So many documents were removed because their files are gone.
+        """
+        num_documents, distrusted = before
+        lost = [
+            f"{source}: part of it was damaged and is gone; add it again"
+            for source in self.catalog.distrusted()
+            if source not in distrusted
+        ]
+        missing = num_documents - num_removed - self.catalog.counts()[0]
+        if missing > 0:
+            lost.append(
+                f"{missing:,} documents are gone with all their chunks; ingest all documents again"
+            )
+        return lost
 
     def fit_profile(
         self,
@@ -317,7 +392,7 @@ class IndexUpkeep(ABC):
         """Return all KV by name, with its rows, and what returns the KV of one by its place."""
         from kvrag.ingest.coding import read_exact
 
-        found = self.catalog.audit(self.key_of)[0]
+        found = self.catalog.audit(self.key_of).needed
         needed = {key: self.num_rows(found[key]) for key in sorted(found)}
         keys = list(needed)
 
@@ -381,15 +456,15 @@ class IndexUpkeep(ABC):
             check_limit(target, self.config)
             try:
                 check_lasting(target)
-                needed = {ChunkKey(one) for one in kept_keys(self.path) | self.catalog.keys()}
+                needed = {ChunkKey(one) for one in self._needed_keys()}
                 report = copy_records(needed, self.store, target, on_progress)
                 own = f"file:{self.path / KV_FOLDER}"
                 url = "" if target.url == own else target.url
                 left = self._left_by_moving(own, report.num_lost) if url else None
                 if left is not None and is_same_store(left, target):
                     left = None
-                self.config = replace(self.config, store=url)
-                self.config.save(self.path)
+                config = replace(self.config, store=url, key_check=key_check(target))
+                self._use_key_of(target, config)
             except BaseException:
                 target.close()
                 raise
@@ -417,14 +492,41 @@ class IndexUpkeep(ABC):
             self._reload_codec()
             return collect_garbage(
                 self.path,
-                self.catalog,
                 self.store,
                 self._profiles,
                 self.config.profile,
+                needed=self._needed_keys(),
                 keeps_unknown=self.is_store_shared and not delete_shared,
             )
 
     # -- private -----------------------------------------------------------------------------
+
+    def _needed_keys(self) -> set[str]:
+        """Return the names of all KV that is needed: those noted, and those that must be."""
+        noted = set(filter(is_key, self.catalog.keys()))
+        must_be = {key.digest for key in self.catalog.audit(self.key_of).needed}
+        return noted | must_be | kept_keys(self.path).keys()
+
+    def _encrypt_catalog(self) -> None:
+        """Encrypt the catalog of an index whose records were encrypted before catalogs were."""
+        if self.config.key_check or "key_file=" not in self.config.store:
+            return
+        require_key_of_records(self.store)
+        self._use_key_of(self.store, replace(self.config, key_check=key_check(self.store)))
+
+    def _use_key_of(self, store: Store, config: IndexConfig) -> None:
+        """Write the catalog under a store's key, or none, and note a configuration with it."""
+        if config.key_check == self.config.key_check:
+            config.save(self.path)
+            self.config = config
+            return
+        key = catalog_key(store) if config.key_check else None
+        path = self.catalog.path
+        self.catalog.write_copy(next_path(path), key)
+        config.save(self.path)
+        self.config = config
+        self.catalog.use_key(key, lambda: put_in_place(path))
+        (self.path / VECTORS_NAME).unlink(missing_ok=True)
 
     def _left_by_moving(self, own: str, num_lost: int) -> Store | None:
         """Return the store in the index's folder, where its records are not needed any more."""

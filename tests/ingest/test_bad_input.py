@@ -220,7 +220,7 @@ def test_a_missing_index(tmp_path: Path) -> None:
     [
         ("{", "", "not JSON"),
         ('"kvrag index"', '"other"', "'kind' is not"),
-        ('"format_version": 4', '"format_version": 1', "version 4 expected, found 1"),
+        ('"format_version": 5', '"format_version": 1', "version 5 expected, found 1"),
         ('"profile": ""', '"profile": "../x"', "'profile' is '../x'"),
         ('"chunk_tokens": 64', '"chunk_tokens": "64"', "'chunk_tokens' is '64'"),
         ('"context": "none"', '"context": "later"', "'context' is 'later'"),
@@ -228,7 +228,12 @@ def test_a_missing_index(tmp_path: Path) -> None:
         ('"num_layers": 2', '"num_layers": -2', "'num_layers' is -2"),
         ('"float32"', '"float8"', "'dtype' is 'float8'"),
         ('"tenant_salt": "', '"tenant_salt": "zz', "not hexadecimal"),
-        ('"raw"', '"later"', "no codec 'later'.*newer kvrag"),
+        ('"num_layers": 2', '"num_layers": 3', r"index\.json was altered or damaged"),
+        ('"prefix_ids": [', '"prefix_ids": [7, ', r"index\.json was altered or damaged"),
+        ('"tenant_salt": "', '"tenant_salt": "00', r"index\.json was altered or damaged"),
+        ('"checksum": "', '"checksum": "0', "Put back the file as it was"),
+        ('"checksum"', '"other"', r"checksum is None"),
+        ('"kind"', '"more": 1, "kind"', r"index\.json was altered or damaged"),
     ],
 )
 def test_a_foreign_index(index: Index, old: str, new: str, message: str) -> None:
@@ -252,7 +257,7 @@ def test_a_damaged_catalog(index: Index, docs: Path) -> None:
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(IndexFormatError, match=r"expected schema 2, found .* schema 99"):
+    with pytest.raises(IndexFormatError, match=r"expected schema 3, found .* schema 99"):
         Index.open(index.path)
     path.unlink()
     with pytest.raises(IndexFormatError, match="is missing"):
