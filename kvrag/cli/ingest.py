@@ -120,7 +120,7 @@ def ingest(
         typer.Option(
             metavar="BYTES", help="Larger files are left out, and those that give more text."
         ),
-    ] = "100MB",
+    ] = "50MB",
     parse_seconds: Annotated[
         float,
         typer.Option(metavar="SECONDS", help="Files that take longer to parse are left out."),

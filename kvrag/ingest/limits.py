@@ -40,7 +40,7 @@ class ParseLimits:
         When a value is no number above 0.
     """
 
-    max_file_bytes: int = 100_000_000
+    max_file_bytes: int = 50_000_000
     seconds: float = 60.0
     memory_bytes: int = 1 << 30
 
