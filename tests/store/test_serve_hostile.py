@@ -441,8 +441,8 @@ def test_nothing_is_left_of_connections_that_ended(
         assert connections is not None
         wait_until(lambda: not connections._tasks)
         admission = connections._admission
-        assert not (admission._guests or admission._idle or admission._busy)
-        assert not (admission._of_address or connections._known)
+        left = [admission._guests, admission._idle, admission._busy, admission._of_address]
+        assert not any([*left, connections._known])
 
 
 class Room:
