@@ -20,8 +20,8 @@ HEAD_SECONDS = 10.0
 IDLE_SECONDS = 30.0
 """From an answer to the end of the next request's header."""
 
-MAX_GUESTS = 256
-MAX_GUESTS_OF_ADDRESS = 64
+MAX_GUESTS = 512
+MAX_GUESTS_OF_ADDRESS = 128
 """Below the first, so that one address cannot drive away the guests of others."""
 
 
