@@ -148,6 +148,10 @@ class KVEngine:
         load_threads: int = LOAD_THREADS,
         ttft: float | None = None,
     ) -> None:
+        if index is None or isinstance(index, str | bytes | int | float | Path):
+            raise ParameterError(
+                f"index {index!r}: expected an opened index, such as Index.open({str(index)!r})"
+            )
         self.index = index
         self._links = ChosenLinks(links, lambda: index.model_folder, lambda: index.model)
         self._policy = policy

@@ -295,6 +295,8 @@ class KVRagVectorStore(VectorStore):
     ) -> list[Document]:
         """Return `k` chunks that are near to a vector and unlike one another."""
         _refuse(kwargs)
+        fetch_k = arguments.whole(fetch_k, "fetch_k", 0)
+        lambda_mult = arguments.number(lambda_mult, "lambda_mult", 0.0, 1.0)
         hits = self.index.search_by_vector(embedding, max(_checked_k(k), fetch_k))
         if not hits:
             return []

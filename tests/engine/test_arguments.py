@@ -13,6 +13,7 @@ from kvrag import arguments
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.sampling import Sampling
+from kvrag.engine.shared import shared_index
 from kvrag.errors import IndexClosedError, KVRagError, ParameterError, PromptTooLongError
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
@@ -107,6 +108,13 @@ def test_fusing(index: Index, name: str, value: object) -> None:
 )
 def test_engines(index: Index, name: str, value: object) -> None:
     refused(lambda: KVEngine(index, **{name: value}))
+
+
+@pytest.mark.parametrize("value", [None, 5, True, b"x", "my-index", Path("my-index")], ids=ids)
+def test_what_is_no_index(value: Any) -> None:
+    assert "opened index" in refused(lambda: KVEngine(value), "index")
+    if not isinstance(value, str | Path):
+        refused(lambda: shared_index(value), "index")
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=ids)

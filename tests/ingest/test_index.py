@@ -358,7 +358,7 @@ def test_questions_about_an_empty_index(index: Index) -> None:
     assert index.documents() == []
     assert index.verify().ok
     assert index.add([]).to_dict()["added"] == ()
-    with pytest.raises(ParameterError, match="k is at least 1"):
+    with pytest.raises(ParameterError, match="k 0: expected a whole number"):
         index.search("x", 0)
 
 
