@@ -291,7 +291,7 @@ class ControlTokens:
         token_ids, offsets = list(head), [(0, 0)] * len(head)
         begin, left = 0, None
         for right in (*genuine, None):
-            end = len(text) if right is None else right.start
+            end = len(text) if right is None else self._blind.end_before(right)
             for token_id, start, stop in self._as_text(text, begin, end, left, right):
                 token_ids.append(token_id)
                 offsets.append((start, stop))
@@ -453,7 +453,7 @@ class _BlindTokenizer:
         for token in definition["added_tokens"]:
             # The copy is blind to what is flagged special, so that no token has another number.
             token["special"] = token["content"] in known
-            if token["normalized"]:
+            if token["normalized"] and not token["lstrip"]:
                 self._normalised.add(token["id"])
         self._backend = Tokenizer.from_str(json.dumps(definition))
         self._backend.encode_special_tokens = True
@@ -476,6 +476,14 @@ class _BlindTokenizer:
         if control is None:
             return ""
         return self.marks[control.token_id in self._normalised]
+
+    def end_before(self, control: _Control) -> int:
+        """Return where the text before a control token ends, for `encode` with its mark behind.
+
+        A space that was taken for the one that normalising puts before the token is left to the
+        mark, before which it is put as well.
+        """
+        return control.span[0] if control.token_id in self._normalised else control.start
 
     def encode(self, before: str, text: str, after: str) -> Iterator[tuple[int, int, int]]:
         """Yield id, first character and first behind of a text's tokens between two marks."""

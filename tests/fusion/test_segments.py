@@ -292,3 +292,23 @@ def test_any_text_around_and_between(data):
     pieces = data.draw(st.lists(st.tuples(piece, st.integers(0, 300), joint), max_size=8))
     prompt = "".join(text[:length] + end for text, length, end in pieces)
     check(prompt, make_matcher(corpus).find(prompt), corpus)
+
+
+def test_find_all_tells_chunks_that_others_cover() -> None:
+    matcher = ChunkMatcher()
+    text = "Ines keeps the harbour ledger of Varn, and nobody else may write in it before noon."
+    cover = "Context: " + text[:60]
+    for chunk_id, one in {"whole": text, "cover": cover, "short": "ledger of"}.items():
+        matcher.add(chunk_id, one)
+    prompt = f"Context: {text} End."
+    assert [match.chunk_id for match in matcher.find(prompt)] == ["cover"]
+    spans, is_whole = matcher.find_all(prompt)
+    assert is_whole
+    assert [prompt[start:end] for start, end in spans] == [cover, text, "ledger of"]
+
+
+def test_find_all_says_when_it_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher = ChunkMatcher()
+    matcher.add("a", "the quick brown fox jumps over the lazy dog " * 3)
+    monkeypatch.setattr("kvrag.fusion.segments._MAX_HASHES", 0)
+    assert matcher.find_all("the quick brown fox jumps over the lazy dog " * 3)[1] is False
