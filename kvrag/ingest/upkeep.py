@@ -15,7 +15,13 @@ from kvrag.codec.presets import CodecChoice, choose_codec, expected_bytes_per_to
 from kvrag.codec.profile import Profile
 from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import is_profile_of
-from kvrag.errors import IndexMismatchError, ParameterError, ProfileError, StoreError
+from kvrag.errors import (
+    IndexFormatError,
+    IndexMismatchError,
+    ParameterError,
+    ProfileError,
+    StoreError,
+)
 from kvrag.fusion.calibration import Calibration
 from kvrag.fusion.compression.spec import Compression, parse_compression
 from kvrag.ingest import catalog as catalogs
@@ -32,14 +38,9 @@ from kvrag.ingest.coding import (
     recode_records,
 )
 from kvrag.ingest.config import IndexConfig, write_atomically
+from kvrag.ingest.connection import next_path
 from kvrag.ingest.embedding import Embedding
-from kvrag.ingest.encryption import (
-    catalog_key,
-    key_check,
-    next_path,
-    put_in_place,
-    require_key_of_records,
-)
+from kvrag.ingest.encryption import catalog_key, key_check, require_key_of_records
 from kvrag.ingest.maintenance import collect_garbage, first_of, verify_records
 from kvrag.ingest.making import KV_FOLDER, check_lasting, check_limit
 from kvrag.ingest.mending import Audit
@@ -265,7 +266,9 @@ class IndexUpkeep(ABC):
 
     def _held(self, audit: Audit) -> tuple[int, set[str]]:
         """Return the number of documents there should be, and those not whole to our knowledge."""
-        num_documents = max(audit.num_documents, self.catalog.counts()[0])
+        num_documents = audit.num_documents
+        with contextlib.suppress(IndexFormatError):
+            num_documents = max(num_documents, self.catalog.counts()[0])
         return num_documents, set(self.catalog.distrusted())
 
     def _lost_since(self, before: tuple[int, set[str]], num_removed: int = 0) -> list[str]:
@@ -499,11 +502,10 @@ class IndexUpkeep(ABC):
             self.config = config
             return
         key = catalog_key(store) if config.key_check else None
-        path = self.catalog.path
-        self.catalog.write_copy(next_path(path), key)
+        self.catalog.write_copy(next_path(self.catalog.path), key)
         config.save(self.path)
         self.config = config
-        self.catalog.use_key(key, lambda: put_in_place(path))
+        self.catalog.use_next(key)
         (self.path / vectors.FILE_NAME).unlink(missing_ok=True)
 
     def _left_by_moving(self, own: str, num_lost: int) -> Store | None:
