@@ -191,10 +191,10 @@ class Catalog(CatalogMending):
         IndexFormatError
             When the chunk is not what was written.
         """
-        row = self._connection.execute(
-            f"SELECT {CHUNK_COLUMNS}, {KEYS} FROM chunks WHERE chunk_id = ?", (chunk_id,)
-        ).fetchone()
-        return (self._chunk(row[:-1]), str(row[-1]).split(" ")) if row else None
+        where = f"SELECT {CHUNK_COLUMNS}, {KEYS} FROM chunks WHERE chunk_id = ?"
+        for *row, keys in self._rows(where, (chunk_id,)):
+            return self._chunk(row), str(keys).split(" ")
+        return None
 
     @checked
     def chunk_ids_of(self, source: str) -> list[str]:
@@ -274,17 +274,17 @@ class Catalog(CatalogMending):
     @checked
     def places_of_key(self, key: ChunkKey) -> list[tuple[str, str, int]]:
         """Return id, source and ordinal of the chunks that share one record."""
-        return self._connection.execute(
+        return self._rows(
             f"SELECT chunk_id, source, ordinal FROM chunks WHERE {_HAS_KEY} ORDER BY row",
             (key.digest,),
-        ).fetchall()
+        )
 
     @checked
     def chunk_with(self, key: ChunkKey, key_of: Callable[[Chunk], ChunkKey]) -> Chunk:
         """Return a sound chunk whose KV has a certain name, with the context of that KV alone;
         `audit` has found one.
         """
-        for row in self._connection.execute(
+        for row in self._rows(
             f"SELECT {CHUNK_COLUMNS} FROM chunks WHERE {_HAS_KEY} ORDER BY row", (key.digest,)
         ):
             if self._is_sound(row):

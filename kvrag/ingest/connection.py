@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from kvrag.errors import IndexFormatError, StoreError
 from kvrag.sqlitefile import FileStamp, connect, file_stamp
 
-__all__ = ["FileStamp", "catalog_error", "connect", "file_stamp", "is_damage"]
+__all__ = [
+    "FileStamp",
+    "catalog_error",
+    "connect",
+    "file_stamp",
+    "is_damage",
+    "next_path",
+    "put_in_place",
+]
 
 _DAMAGE = (
     "not a database",
     "malformed",
     "no such table",
     "no such column",
+    "Could not decode",
     "too big",
     "unsupported file format",
 )
@@ -37,3 +47,16 @@ def catalog_error(path: Path, error: Exception) -> StoreError | IndexFormatError
     elif "readonly" in text or "unable to open" in text:
         text += "; change the folder's permissions, or use another folder"
     return StoreError(f"cannot use {path}: {text}")
+
+
+def next_path(path: Path) -> Path:
+    """Return where a catalog that was written anew is, until it is put in place."""
+    return path.with_name(f"{path.name}.next")
+
+
+def put_in_place(path: Path) -> None:
+    """Let the catalog that was written anew take the place of the one there was."""
+    with contextlib.suppress(FileNotFoundError):
+        next_path(path).replace(path)
+    for end in ("-wal", "-shm"):  # of the old one, which is whole without
+        path.with_name(path.name + end).unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from kvrag.errors import IndexFormatError, IndexMismatchError, RecordError, StoreError
 from kvrag.ingest.catalog import FILE_NAME, Catalog
 from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.connection import next_path, put_in_place
 from kvrag.ingest.seals import seal_key
 from kvrag.store.base import Store
 from kvrag.store.encrypted import EncryptedStore
@@ -125,16 +126,3 @@ def require_key_of_records(store: Store) -> None:
             f"wrong key: it opens none of the records that {store.url} holds; give the key file "
             "that they were stored with"
         )
-
-
-def next_path(path: Path) -> Path:
-    """Return where a catalog under another key is, until it is put in place."""
-    return path.with_name(f"{path.name}.next")
-
-
-def put_in_place(path: Path) -> None:
-    """Let the catalog under another key take the place of the one there was."""
-    with contextlib.suppress(FileNotFoundError):
-        next_path(path).replace(path)
-    for end in ("-wal", "-shm"):  # of the old one, which is whole without
-        path.with_name(path.name + end).unlink(missing_ok=True)

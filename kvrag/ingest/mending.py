@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvrag.chunk import Chunk, ChunkKey, chunk_id_of
 from kvrag.errors import IndexFormatError
-from kvrag.ingest.connection import catalog_error
+from kvrag.ingest.connection import catalog_error, next_path
 from kvrag.ingest.rows import pack_json
 from kvrag.ingest.tables import (
     APPLICATION_ID,
@@ -196,6 +196,9 @@ class CatalogMending(CatalogTables):
         state = self._state()
         if state is None or state != self._counted(state.generation):
             return False
+        for table in ("documents", "files"):  # and their indexes
+            if self._rows(f"PRAGMA integrity_check({table})") != [("ok",)]:
+                return False
         tables = (
             (f"SELECT {DOCUMENT_COLUMNS} FROM documents", self._seals.document),
             (f"SELECT {FILE_COLUMNS} FROM files", self._seals.file),
@@ -330,9 +333,9 @@ class CatalogMending(CatalogTables):
 
         For damage to the file's structure; what is in the rows stays as it is.
         """
-        aside = self.path.with_name(f".{self.path.name}.rebuilt.tmp")
-        aside.unlink(missing_ok=True)
-        fresh = self._sql.connect(aside, isolation_level=None)
+        following = next_path(self.path)
+        following.unlink(missing_ok=True)
+        fresh = self._sql.connect(following, isolation_level=None)
         try:
             unlock(fresh, self._cipher_key)
             fresh.executescript(f"BEGIN;{SCHEMA}COMMIT;")
@@ -343,10 +346,10 @@ class CatalogMending(CatalogTables):
             fresh.execute("COMMIT")
             fresh.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             fresh.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            fresh.backup(self._connection)
+            fresh.execute("PRAGMA journal_mode = WAL")
         finally:
             fresh.close()
-            aside.unlink(missing_ok=True)
+        self.use_next(self._cipher_key)
 
     def _readable(self, table: str, columns: str) -> Iterable[tuple[Any, ...]]:
         """Yield a table's rows up to the first that cannot be read."""

@@ -21,7 +21,14 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import IndexFormatError, StoreError
 from kvrag.ingest import words
-from kvrag.ingest.connection import FileStamp, catalog_error, connect, file_stamp, is_damage
+from kvrag.ingest.connection import (
+    FileStamp,
+    catalog_error,
+    connect,
+    file_stamp,
+    is_damage,
+    put_in_place,
+)
 from kvrag.ingest.rows import ChunkRow, FileState, pack_contexts, pack_ids, pack_json, unpack_chunk
 from kvrag.ingest.seals import SEAL_BYTES, Seals
 from kvrag.sqlitefile import library, unlock
@@ -105,9 +112,15 @@ KEYS = (
 )
 
 
-_ROW_BY_ID = (
+# Whether a chunk is found by its id and by the names of its KV: SQLite's indexes may be damaged.
+_IS_FOUND = (
     "(SELECT c.row FROM chunks c INDEXED BY sqlite_autoindex_chunks_1 "
-    "WHERE c.chunk_id = chunks.chunk_id)"
+    "WHERE c.chunk_id = chunks.chunk_id) = row "
+    "AND EXISTS (SELECT 1 FROM chunks c INDEXED BY chunks_by_key "
+    "WHERE c.kv_key = chunks.kv_key AND c.row = chunks.row) "
+    "AND NOT EXISTS (SELECT 1 FROM other_keys o WHERE o.row = chunks.row AND NOT EXISTS "
+    "(SELECT 1 FROM other_keys p INDEXED BY other_keys_by_key "
+    "WHERE p.kv_key = o.kv_key AND p.row = o.row AND p.place = o.place))"
 )
 
 
@@ -305,8 +318,6 @@ class CatalogTables:
 
     def _connect(self) -> None:
         self._connection, self._stamp = connect(self.path, self._cipher_key)
-        # What is no text is another text, not an error: its seal tells.
-        self._connection.text_factory = _decoded
         self._inode = self.path.stat().st_ino
 
     # -- reading -----------------------------------------------------------------------------
@@ -320,20 +331,26 @@ class CatalogTables:
         try:
             return self._connection.execute(statement, values).fetchall()
         except self._sql.DatabaseError as error:
-            self._go_on(error)
+            if self._go_on(error):
+                return self._rows(statement, values)
             return []
 
-    def _go_on(self, error: sqlite3.DatabaseError) -> None:
+    def _go_on(self, error: sqlite3.DatabaseError) -> bool:
         """Note an error that tells of damage, and make the connection usable again; raise others.
 
-        After a page that is not authentic SQLCipher refuses all the others.
+        After a page that is not authentic SQLCipher refuses all the others. What is no UTF-8 is
+        from now on another text instead of an error, and its seal tells: True says to try again.
         """
         if not is_damage(error):
             raise error
+        if "Could not decode" in str(error) and self._connection.text_factory is str:
+            self._connection.text_factory = _decoded
+            return True
         self._note(str(error))
         if self._cipher_key is not None and self._state_now is _NOT_WRITING:
             self._connection.close()
             self._connect()
+        return False
 
     def _select_in(
         self, columns: str, column: str, values: Sequence[Any]
@@ -427,13 +444,13 @@ class CatalogTables:
     def _has_its_chunks(self, document: StoredDocument) -> bool:
         seals = []
         for values in self._rows(
-            f"SELECT {CHUNK_COLUMNS}, embedding, vector_seal, {KEYS}, {_ROW_BY_ID} FROM chunks "
+            f"SELECT {CHUNK_COLUMNS}, embedding, vector_seal, {KEYS}, {_IS_FOUND} FROM chunks "
             "WHERE source = ? ORDER BY ordinal",
             (document.source,),
         ):
             *chunk, embedding, vector_seal, keys, found = values
-            if found != chunk[0]:
-                return False  # it would not be found by its id
+            if not found:
+                return False
             if not self._is_sound(chunk) or not self._is_vector_sound(
                 (*chunk[:2], embedding, vector_seal)
             ):
@@ -490,12 +507,13 @@ class CatalogTables:
             except sql.Error as error:
                 raise catalog_error(path, error) from error
 
-    def use_key(self, cipher_key: bytes | None, put_in_place: Callable[[], None]) -> None:
-        """Go on with the file that `put_in_place` brings, which is under another key or none."""
+    def use_next(self, cipher_key: bytes | None) -> None:
+        """Go on with the file at `next_path`, which is under another key, the same or none."""
         with self._lock:
-            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            with contextlib.suppress(self._sql.DatabaseError):
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._connection.close()
-            put_in_place()
+            put_in_place(self.path)
             self._cipher_key = cipher_key
             self._sql = library(cipher_key)
             try:

@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING
 from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey, is_key
 from kvrag.codec.names import parse_codec
-from kvrag.errors import IndexMismatchError, ParameterError, ProfileError, StoreError
+from kvrag.errors import (
+    IndexFormatError,
+    IndexMismatchError,
+    ParameterError,
+    ProfileError,
+    StoreError,
+)
 from kvrag.fusion.compression.spec import Compression, parse_compression
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import lock, profiles
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import VECTORS_NAME, IndexConfig, write_atomically
-from kvrag.ingest.encryption import (
-    catalog_key,
-    key_check,
-    next_path,
-    put_in_place,
-    require_key_of_records,
-)
+from kvrag.ingest.connection import next_path
+from kvrag.ingest.encryption import catalog_key, key_check, require_key_of_records
 from kvrag.ingest.maintenance import collect_garbage, first_of, verify_records
 from kvrag.ingest.making import KV_FOLDER, check_lasting, check_limit
 from kvrag.ingest.mending import Audit
@@ -278,7 +279,9 @@ class IndexUpkeep(ABC):
 
     def _held(self, audit: Audit) -> tuple[int, set[str]]:
         """Return the number of documents there should be, and those not whole to our knowledge."""
-        num_documents = max(audit.num_documents, self.catalog.counts()[0])
+        num_documents = audit.num_documents
+        with contextlib.suppress(IndexFormatError):
+            num_documents = max(num_documents, self.catalog.counts()[0])
         return num_documents, set(self.catalog.distrusted())
 
     def _lost_since(self, before: tuple[int, set[str]], num_removed: int = 0) -> list[str]:
@@ -521,11 +524,10 @@ class IndexUpkeep(ABC):
             self.config = config
             return
         key = catalog_key(store) if config.key_check else None
-        path = self.catalog.path
-        self.catalog.write_copy(next_path(path), key)
+        self.catalog.write_copy(next_path(self.catalog.path), key)
         config.save(self.path)
         self.config = config
-        self.catalog.use_key(key, lambda: put_in_place(path))
+        self.catalog.use_next(key)
         (self.path / VECTORS_NAME).unlink(missing_ok=True)
 
     def _left_by_moving(self, own: str, num_lost: int) -> Store | None:

@@ -156,13 +156,13 @@ def test_a_move_takes_the_catalog_along(
 def test_a_move_that_was_killed_is_completed(
     encrypted: Index, model: KVModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvrag.ingest import upkeep
+    from kvrag.ingest import tables
 
     def die(path: Path) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(upkeep, "put_in_place", die)
+        patch.setattr(tables, "put_in_place", die)
         url = f"file:{tmp_path / 'elsewhere'}?key_file={key_file(tmp_path / 'other.key', 'cd')}"
         with pytest.raises(KeyboardInterrupt):
             encrypted.move(url)
