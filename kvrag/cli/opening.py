@@ -21,13 +21,17 @@ def quiet_libraries() -> None:
 
 
 def open_index(
-    path: Path, model: str | None = None, device: str | None = None, store: str | None = None
+    path: Path,
+    model: str | None = None,
+    device: str | None = None,
+    store: str | None = None,
+    mend: bool = False,
 ) -> Index:
     """Open an index without loading its model."""
     from kvrag.ingest.index import Index
 
     quiet_libraries()
-    return Index.open(path, model=model, device=device, store=store)
+    return Index.open(path, model=model, device=device, store=store, mend=mend)
 
 
 def warm_up(index: Index) -> None:
