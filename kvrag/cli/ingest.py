@@ -285,7 +285,7 @@ def _open_or_create(
     from kvrag.ingest.index import Index
 
     try:
-        opened = Index.open(path, model=model, device=device, store=store)
+        opened = Index.open(path, model=model, device=device, store=store, mend=not scratch)
     except IndexNotFoundError:
         if model is None:
             console.note(f"no --model given: the index is made with the embedded {_DEFAULT_MODEL}")

@@ -21,11 +21,15 @@ def quiet_libraries() -> None:
 
 
 def open_index(
-    path: Path, model: str | None = None, device: str | None = None, store: str | None = None
+    path: Path,
+    model: str | None = None,
+    device: str | None = None,
+    store: str | None = None,
+    mend: bool = False,
 ) -> Index:
     """Open an index without loading its model."""
     quiet_libraries()
-    return _open(path, model=model, device=device, store=store)
+    return _open(path, model=model, device=device, store=store, mend=mend)
 
 
 def open_catalog(path: Path) -> Index:
@@ -33,7 +37,7 @@ def open_catalog(path: Path) -> Index:
     return _open(path)
 
 
-def _open(path: Path, **given: str | None) -> Index:
+def _open(path: Path, **given: Any) -> Index:
     from kvrag.ingest.index import Index
 
     return Index.open(path, **given)

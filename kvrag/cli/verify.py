@@ -29,7 +29,10 @@ def verify(
     """Check every stored record and every row of the catalog; exit 1 when something is wrong."""
     from kvrag.cli.opening import open_index
 
-    with open_index(index) as opened, console.progress("reading every record") as say:
+    with (
+        open_index(index, mend=repair) as opened,
+        console.progress("reading every record") as say,
+    ):
 
         def show(done: int, total: int) -> None:
             say(f"{done:,} of {total:,} records read")

@@ -90,6 +90,18 @@ def open_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
         return Catalog(path, seal_key=the_seal_key, cipher_key=key)
 
 
+def replace_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
+    """Set a catalog aside that cannot be opened, and return an empty one; hold the lock."""
+    path = folder / FILE_NAME
+    with contextlib.suppress(FileNotFoundError):
+        path.replace(path.with_name(f"{path.name}.damaged"))
+    return Catalog.create(
+        path,
+        seal_key=seal_key(bytes.fromhex(config.tenant_salt)),
+        cipher_key=catalog_key(store) if config.key_check else None,
+    )
+
+
 def require_key(folder: Path, config: IndexConfig, store: Store) -> None:
     """Raise IndexMismatchError unless a store has the key that an index was made with."""
     found = key_check(store)

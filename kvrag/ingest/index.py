@@ -36,7 +36,13 @@ from kvrag.ingest.chunker import chunk_document
 from kvrag.ingest.config import FORMAT_VERSION, IndexConfig
 from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, context_limit, encoded_behind
 from kvrag.ingest.counting import IndexCounters
-from kvrag.ingest.encryption import catalog_key, key_check, open_catalog, secret_salt
+from kvrag.ingest.encryption import (
+    catalog_key,
+    key_check,
+    open_catalog,
+    replace_catalog,
+    secret_salt,
+)
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.making import (
@@ -299,6 +305,7 @@ class Index(IndexUpkeep):
         embedding: Embedding | Any | None = None,
         device: str | None = None,
         store: str | None = None,
+        mend: bool = False,
     ) -> Index:
         """Open an index. Neither weights nor the embedding are loaded before they are needed.
 
@@ -316,6 +323,9 @@ class Index(IndexUpkeep):
         store
             URL of where KV is kept, in place of the one recorded: the same store with other tiers
             before it, say. One that does not answer is no error: chunks are then prefilled.
+        mend
+            Where the catalog cannot be opened at all, set it aside (``catalog.sqlite.damaged``) and
+            begin an empty one; adding the documents again finds their KV in the store.
 
         Raises
         ------
@@ -347,7 +357,15 @@ class Index(IndexUpkeep):
         opened = open_store(url, must_answer=False)
         check_limit(opened, config)
         try:
-            catalog = open_catalog(folder, config, opened)
+            try:
+                catalog = open_catalog(folder, config, opened)
+            except IndexFormatError as error:
+                is_there = (folder / catalogs.FILE_NAME).exists()
+                if not mend or (is_there and error.__cause__ is None):
+                    raise  # one of another version is none that is damaged
+                with lock.writer_lock(folder):
+                    catalog = replace_catalog(folder, config, opened)
+                logger.warning("%s; it was set aside: ingest all documents again", error)
         except BaseException:
             opened.close()
             raise

@@ -112,7 +112,7 @@ KEYS = (
 )
 
 
-# Whether a chunk is found by its id and by the names of its KV: SQLite's indexes may be damaged.
+# Whether a chunk is found by its id and the names of its KV: indexes may be damaged too.
 _IS_FOUND = (
     "(SELECT c.row FROM chunks c INDEXED BY sqlite_autoindex_chunks_1 "
     "WHERE c.chunk_id = chunks.chunk_id) = row "
@@ -445,7 +445,8 @@ class CatalogTables:
         seals = []
         for values in self._rows(
             f"SELECT {CHUNK_COLUMNS}, embedding, vector_seal, {KEYS}, {_IS_FOUND} FROM chunks "
-            "WHERE source = ? ORDER BY ordinal",
+            # By row, so that what is compared is the table's and not its index's.
+            "NOT INDEXED WHERE row IN (SELECT row FROM chunks WHERE source = ?) ORDER BY ordinal",
             (document.source,),
         ):
             *chunk, embedding, vector_seal, keys, found = values

@@ -258,7 +258,7 @@ def test_a_damaged_catalog(index: Index, docs: Path) -> None:
     connection.execute("PRAGMA user_version = 99")
     connection.close()
     with pytest.raises(IndexFormatError, match=r"expected schema 3, found .* schema 99"):
-        Index.open(index.path)
+        Index.open(index.path, mend=True)
     path.unlink()
     with pytest.raises(IndexFormatError, match="is missing"):
         Index.open(index.path)

@@ -110,6 +110,25 @@ def test_force_reads_every_file(index: Index, docs: Path, monkeypatch: pytest.Mo
     assert {"ledger.txt", "clock.md", "fox.txt"} <= set(read)
 
 
+@pytest.mark.parametrize("damage", ["missing", "foreign", "short"])
+def test_a_catalog_that_cannot_be_opened_is_set_aside(
+    index: Index, docs: Path, model: KVModel, damage: str
+) -> None:
+    index.add(docs)
+    index.close()
+    path = index.path / "catalog.sqlite"
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(b"x" * (5000 if damage == "foreign" else 10))
+    with pytest.raises(IndexFormatError, match=r"missing|damaged"):
+        Index.open(index.path, model=model)
+    with Index.open(index.path, model=model, mend=True) as again:
+        report = again.add(docs)
+        assert (len(report.added), report.num_records) == (3, 0)
+        assert again.verify().ok
+    assert path.with_name("catalog.sqlite.damaged").exists() == (damage != "missing")
+
+
 def test_an_edited_cache_of_vectors_is_not_believed(
     index: Index, docs: Path, model: KVModel
 ) -> None:
