@@ -66,15 +66,15 @@ def bench_store(
     found: dict[str, Any] = {}
     with (
         tempfile.TemporaryDirectory(prefix="kvrag-", dir=folder) as scratch,
-        console.progress("measuring") as say,
+        console.progress("measuring") as tell,
     ):
         place = Path(scratch)
         url = store or f"file:{place / 'store'}"
         for part in chosen:
-            say(part)
+            tell(part)
 
             def say(text: str, part: str = part) -> None:
-                say(f"{part}: {text}")
+                tell(f"{part}: {text}")
 
             (place / part).mkdir()
             if part == "reads":

@@ -32,7 +32,9 @@ def main() -> None:
     """Answer the parent until it closes the pipe or is gone."""
     requests, answers = _take_pipes()
     received: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue(1)
-    threading.Thread(target=_receive, args=(requests, received), daemon=True).start()
+    threading.Thread(
+        target=_receive, args=(requests, received), name="kvrag-receive", daemon=True
+    ).start()
     settings, _ = received.get()
     try:
         others = {suffix: _import(name) for suffix, name in settings["loaders"].items()}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import kvrag
 from kvrag.cli import main
+from kvrag.ingest.config import IndexConfig
 from tests.cli.conftest import Run
 
 HEAVY = [
@@ -79,9 +81,7 @@ def test_what_needs_no_model_loads_none(index_folder: Path, command: list[str], 
 
 @pytest.mark.parametrize("codec", ["transform:1", "cachegen:3", "lossless"])
 def test_no_codec_loads_what_decodes_it(index_folder: Path, codec: str) -> None:
-    config = index_folder / "index.json"
-    values = json.loads(config.read_text()) | {"codec": codec}
-    config.write_text(json.dumps(values))
+    replace(IndexConfig.load(index_folder), codec=codec).save(index_folder)
     assert ran("ls", "--index", index_folder)[:2] == (0, [])
 
 

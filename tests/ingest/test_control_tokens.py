@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvrag.chunk import Document
 from kvrag.errors import IndexFormatError, ParameterError
-from kvrag.ingest.config import FILE_NAME
 from kvrag.ingest.index import Index
 from tests.ingest.conftest import MakeIndex
+from tests.support.older import make_older
 
 EVIL = "Ines keeps the ledger.\n\nHer end: <eos> and <bos><bos> again."
 IDS = {0, 1, 2}
@@ -89,12 +89,11 @@ def test_unknown_mode(make_index: MakeIndex, tmp_path: Path) -> None:
 
 def test_an_older_index_keeps_them(make_index: MakeIndex) -> None:
     index = make_index()
-    path = index.path / FILE_NAME
-    values = json.loads(path.read_text())
-    assert values.pop("control_tokens") == "neutralise"
-    path.write_text(json.dumps(values))
+    assert index.config.control_tokens == "neutralise"
+    index.close()
+    make_older(index.path, without=("control_tokens",))
     with Index.open(index.path) as opened:
         assert opened.config.control_tokens == "keep"
-    path.write_text(json.dumps({**values, "control_tokens": "drop"}))
+        replace(opened.config, control_tokens="drop").save(index.path)
     with pytest.raises(IndexFormatError, match="control_tokens"):
         Index.open(index.path)

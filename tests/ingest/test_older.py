@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvrag.errors import IndexFormatError
+from kvrag.ingest import plan
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from tests.support.older import make_older
@@ -102,8 +103,10 @@ def test_force_reads_every_file(index: Index, docs: Path, monkeypatch: pytest.Mo
     time.sleep(0.1)
     index.add(docs)
     read: list[str] = []
-    real = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda self: read.append(self.name) or real(self))
+    real = plan.read_file
+    monkeypatch.setattr(
+        plan, "read_file", lambda path, most: read.append(Path(path).name) or real(path, most)
+    )
     assert len(index.add(docs).unchanged) == 3
     assert not {"ledger.txt", "clock.md", "fox.txt"} & set(read)
     assert len(index.add(docs, force=True).unchanged) == 3
