@@ -16,11 +16,12 @@ STAMP := $(VENV)/.kvrag-installed
 NATIVE := CMakeLists.txt $(wildcard cuda/include/kvrag/*.h cuda/host/*.h cuda/host/*.cpp)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test install-vllm test-vllm check format install clean sanitize train-tiny
+.PHONY: help demo test test-all install-vllm test-vllm check format install clean sanitize train-tiny
 
 help:
 	@echo "make demo     index a few text files and answer questions about them"
-	@echo "make test     lint, types, layers and all tests"
+	@echo "make test     lint, types, layers and the tests, those that are slow left out (minutes)"
+	@echo "make test-all make test, then the slow tests, and property tests with more examples"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of its own (2.5 GB)"
 	@echo "make check    lint, types and layers only"
 	@echo "make format   rewrite the sources in the house's style"
@@ -31,8 +32,16 @@ help:
 demo: $(STAMP)
 	$(BIN)/kvrag demo
 
+# A worker for each core; each imports all the libraries, hence at most eight.
+WORKERS ?= logical
+PYTEST := $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
+
 test: check
-	$(BIN)/pytest
+	$(PYTEST) -m "not slow"
+
+# `make test-all -o test` runs what `make test` has left out, and no more.
+test-all: test
+	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=full
 
 # vLLM pins a torch of its own.
 VLLM_VENV ?= .venv-vllm

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvrag.engine.metrics import serve_metrics
     from kvrag.fusion.report import FusionReport
     from kvrag.ingest.index import Index
+    from kvrag.ingest.limits import ParseLimits
     from kvrag.models.kv_model import KVModel
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ _PUBLIC = {
     "Index": "kvrag.ingest.index",
     "KVEngine": "kvrag.engine.engine",
     "KVModel": "kvrag.models.kv_model",
+    "ParseLimits": "kvrag.ingest.limits",
     "serve_metrics": "kvrag.engine.metrics",
 }
 
@@ -42,6 +44,7 @@ __all__ = [
     "Index",
     "KVEngine",
     "KVModel",
+    "ParseLimits",
     "serve_metrics",
 ]
 

@@ -8,6 +8,7 @@ token ids under the same model share one key, hence one stored record.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import struct
 import unicodedata
@@ -20,6 +21,8 @@ from kvrag.errors import ParameterError
 KEY_FORMAT_VERSION = 1
 _DIGEST_BYTES = 20
 _CONTEXT = "context"
+# What may be combining marks: no letters, digits or ASCII.
+_LONG_RUN = re.compile(r"[^\w\x00-\x7f]{64,}")
 _HEX_KEY = re.compile(r"[0-9a-f]{40}")
 
 
@@ -29,7 +32,28 @@ def normalise_text(text: str) -> str:
     NFC, line ends as ``\n``, outer whitespace stripped: the form in which prompt builders
     hand a chunk on, so that it can be found again in the rendered prompt.
     """
-    return unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n")).strip()
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", _LONG_RUN.sub(_order_marks, text))
+    return text.strip()
+
+
+def _order_marks(run: re.Match[str]) -> str:
+    """Return a run of combining marks in canonical order, which NFC then keeps.
+
+    Python's own NFC sorts marks by insertion, in a time that grows with the square of their
+    number: 160 KB of them take seconds.
+    """
+    ordered: list[str] = []
+    marks: list[str] = []
+    for char in itertools.chain.from_iterable(unicodedata.normalize("NFD", c) for c in run[0]):
+        if unicodedata.combining(char):
+            marks.append(char)
+        else:
+            ordered += sorted(marks, key=unicodedata.combining)
+            marks.clear()
+            ordered.append(char)
+    return "".join(ordered + sorted(marks, key=unicodedata.combining))
 
 
 def content_hash(text: str) -> str:
@@ -37,6 +61,12 @@ def content_hash(text: str) -> str:
     return hashlib.blake2b(
         text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES
     ).hexdigest()
+
+
+def chunk_id_of(source: str, ordinal: int, text: str) -> str:
+    """Return the identity of a chunk within an index: a digest of all that it is."""
+    # With its length in front of the source, no two sources and texts flatten to the same string.
+    return content_hash(f"{len(source)}\0{source}{ordinal}\0{text}")
 
 
 @dataclass(frozen=True)
@@ -66,7 +96,7 @@ class Chunk:
     Attributes
     ----------
     chunk_id
-        Identity within the index: digest of source, ordinal and text.
+        Identity within the index: digest of source, ordinal and text (see `chunk_id_of`).
     text
         Normalised text (see `normalise_text`); exactly what retrievers return.
     token_ids
@@ -109,6 +139,11 @@ class ChunkKey:
 
     def __str__(self) -> str:
         return self.digest
+
+
+def is_key(text: object) -> bool:
+    """Say whether a text is the name of a chunk's KV."""
+    return isinstance(text, str) and _HEX_KEY.fullmatch(text) is not None
 
 
 def chunk_key(

@@ -52,6 +52,10 @@ class DocumentError(KVRagError):
     """A document cannot be read: missing, empty, of an unknown kind, wrongly encoded."""
 
 
+class ParserError(KVRagError):
+    """The process that parses documents cannot be started."""
+
+
 class RecordError(KVRagError):
     """Stored bytes are no valid record: foreign, truncated, flipped, oversized, too new."""
 
@@ -101,7 +105,11 @@ class IndexFormatError(KVRagError):
 
 
 class IndexMismatchError(KVRagError):
-    """The index was made with another model, tokenizer or embedding than the one given."""
+    """The index was made with another model, tokenizer, embedding or key than the one given."""
+
+
+class IndexClosedError(KVRagError):
+    """The index was closed; open it again to use it."""
 
 
 class IndexLockedError(KVRagError):

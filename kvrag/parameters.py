@@ -5,6 +5,8 @@ A method is a frozen dataclass of its parameters with a class attribute ``name``
 
 from __future__ import annotations
 
+import numbers
+import re
 from collections.abc import Collection
 from dataclasses import fields
 from types import NoneType
@@ -14,11 +16,12 @@ from kvrag.errors import ParameterError
 
 # What a parameter may be, by the first word of its field's type.
 _TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (float, int),
+    "int": (numbers.Integral,),
+    "float": (numbers.Real,),
     "str": (str,),
     "None": (NoneType,),
 }
+_DESCRIBED = re.compile(r"(\w+)\((.*=.*)\)")
 _EXPECTED = {"int": "a whole number", "float": "a number", "str": "a word"}
 
 
@@ -28,7 +31,7 @@ def parse_spec(spec: str, known: Collection[str], kind: str) -> tuple[str, dict[
     Parameters
     ----------
     spec
-        Such as ``"gradual:spread=0.8:on=k"``.
+        Such as ``"gradual:spread=0.8:on=k"``, or as reports name a method (`describe`).
     known
         The names there are.
     kind
@@ -41,7 +44,8 @@ def parse_spec(spec: str, known: Collection[str], kind: str) -> tuple[str, dict[
     """
     if not isinstance(spec, str):
         raise ParameterError(f"{kind} {spec!r}: expected a name; known: {', '.join(known)}")
-    name, *settings = spec.split(":")
+    described = _DESCRIBED.fullmatch(spec)
+    name, *settings = [described[1], *described[2].split(", ")] if described else spec.split(":")
     if name not in known:
         raise ParameterError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
     given: dict[str, Any] = {}

@@ -49,8 +49,8 @@ def bench_ttft(
         question_tokens=question_tokens,
         repeats=repeats,
     )
-    with console.err().status("measuring") as status:
-        rows = list(run_ttft_bench(options, on_progress=status.update))
+    with console.progress("measuring") as say:
+        rows = list(run_ttft_bench(options, on_progress=say))
     if as_json:
         console.print_json(rows)
     else:
@@ -85,8 +85,8 @@ def bench_ingest(
         batch_sizes=sizes,
         repeats=repeats,
     )
-    with console.err().status("measuring") as status:
-        row = run_ingest_bench(options, on_progress=status.update)
+    with console.progress("measuring") as say:
+        row = run_ingest_bench(options, on_progress=say)
     if as_json:
         console.print_json([row])
         return

@@ -125,8 +125,8 @@ def bench_codec(
     draw = None if out is None else _drawing(out, wanted)
     from kvrag.bench.codec import run
 
-    with console.err().status("measuring") as status:
-        rows = list(run.run_codec_bench(options, on_progress=status.update))
+    with console.progress("measuring") as say:
+        rows = list(run.run_codec_bench(options, on_progress=say))
     if draw is not None:
         draw(rows)
     if as_json:

@@ -44,8 +44,8 @@ def bench_eviction(
         num_steps=steps,
         sharpness=sharpness,
     )
-    with console.err().status("measuring") as status:
-        rows = run_eviction_bench(options, on_progress=status.update)
+    with console.progress("measuring") as say:
+        rows = run_eviction_bench(options, on_progress=say)
     if as_json:
         console.print_json(rows)
     else:

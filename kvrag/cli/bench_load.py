@@ -79,15 +79,15 @@ def bench_load(
     quiet_libraries()
     prompt = LoadPrompt(model, random_shape, chunks, chunk_tokens, question_tokens, codec)
     found: dict[str, list[Any]] = {}
-    with console.err().status("measuring") as status:
+    with console.progress("measuring") as say:
         if "pipelining" in chosen:
             pipelining = PipeliningOptions(
                 prompt, rates, load_threads=threads, repeats=repeats, **given
             )
-            found["pipelining"] = list(measure_pipelining(pipelining, status.update))
+            found["pipelining"] = list(measure_pipelining(pipelining, say))
         if "controller" in chosen:
             controller = ControllerOptions(prompt, rates, floor=floor, repeats=repeats, **given)
-            found["controller"] = list(measure_controller(controller, status.update))
+            found["controller"] = list(measure_controller(controller, say))
     if as_json:
         console.print_json(found)
         return

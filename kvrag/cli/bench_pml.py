@@ -42,8 +42,8 @@ def bench_pml(
         batch=batch,
         repeats=repeats,
     )
-    with console.err().status("measuring") as status:
-        row = run_pml_bench(options, on_progress=status.update)
+    with console.progress("measuring") as say:
+        row = run_pml_bench(options, on_progress=say)
     if as_json:
         console.print_json([row])
         return

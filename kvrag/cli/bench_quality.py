@@ -121,8 +121,8 @@ def bench_quality(
         device=device,
         links=links,
     )
-    with console.err().status("measuring") as status:
-        rows = contest.run_quality_bench(options, on_progress=status.update)
+    with console.progress("measuring") as say:
+        rows = contest.run_quality_bench(options, on_progress=say)
     if draw is not None:
         draw(rows)
     if rows[0].num_left_out:

@@ -13,7 +13,7 @@ from kvrag.cli import console, lists
 from kvrag.cli import options as o
 from kvrag.errors import ParameterError
 
-_PARTS = ("reads", "readers", "million", "crash", "soak")
+_PARTS = ("reads", "readers", "million", "crash", "soak", "drip")
 
 
 def bench_store(
@@ -22,7 +22,8 @@ def bench_store(
         typer.Option(
             help="What to run, with commas: reads (warm reads over a plain copy of a mapping), "
             "readers (many threads at once), million (a catalog and store of small chunks), crash "
-            "(processes killed at random moments), soak (many queries)."
+            "(processes killed at random moments), soak (many queries), drip (clients of serve-kv "
+            "among others that only hold connections)."
         ),
     ] = ",".join(_PARTS),
     store: Annotated[
@@ -37,10 +38,15 @@ def bench_store(
     layer_bytes: Annotated[
         int, typer.Option(min=64, help="Bytes of each of a record's 24 layers.")
     ] = 262_144,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of reads; the median counts.")] = 15,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds of reads and drip; the median counts.")
+    ] = 15,
     threads: Annotated[int, typer.Option(min=1, help="Threads of readers.")] = 64,
     chunks: Annotated[int, typer.Option(min=2, help="Chunks of million.")] = 1_000_000,
     kills: Annotated[int, typer.Option(min=3, help="Processes that crash kills.")] = 200,
+    drippers: Annotated[
+        int, typer.Option(min=1, help="Clients of drip that hold connections.")
+    ] = 200,
     queries: Annotated[int, typer.Option(min=5, help="Queries of soak.")] = 10_000,
     seed: Annotated[int, typer.Option(help="Of the moments at which crash kills.")] = 0,
     folder: Annotated[
@@ -60,15 +66,15 @@ def bench_store(
     found: dict[str, Any] = {}
     with (
         tempfile.TemporaryDirectory(prefix="kvrag-", dir=folder) as scratch,
-        console.err().status("measuring") as status,
+        console.progress("measuring") as tell,
     ):
         place = Path(scratch)
         url = store or f"file:{place / 'store'}"
         for part in chosen:
-            status.update(part)
+            tell(part)
 
             def say(text: str, part: str = part) -> None:
-                status.update(f"{part}: {text}")
+                tell(f"{part}: {text}")
 
             (place / part).mkdir()
             if part == "reads":
@@ -79,6 +85,10 @@ def bench_store(
                 from kvrag.bench.store.reads import measure_readers
 
                 found[part] = measure_readers(url, records, layer_bytes, threads, 20 * threads)
+            elif part == "drip":
+                from kvrag.bench.store.drip import measure_drip
+
+                found[part] = measure_drip(place / part, drippers, rounds, say)
             else:
                 found[part] = _without_store(part, place / part, chunks, kills, seed, queries, say)
     if as_json:

@@ -38,8 +38,8 @@ def bench_stream(
         codec, chunks, chunk_tokens, ttft, traces, step, seed, repeats, time_scale
     )
     quiet_libraries()
-    with console.err().status("measuring") as status:
-        rows = measure_streaming(options, status.update)
+    with console.progress("measuring") as say:
+        rows = measure_streaming(options, say)
     if as_json:
         console.print_json(rows)
         return

@@ -59,9 +59,9 @@ def bench_vllm(
         document_tokens=document_tokens,
     )
     found: dict[str, Any] = {}
-    with console.err().status("measuring") as status, serving(options, status.update) as served:
+    with console.progress("measuring") as say, serving(options, say) as served:
         for part in chosen:
-            found[part] = _measure(part, served, options, status.update)
+            found[part] = _measure(part, served, options, say)
             if not as_json:
                 _print(part, found[part])
     if as_json:

@@ -64,9 +64,9 @@ def calibrate(
     )
     with (
         open_index(index, model, device, store) as opened,
-        console.err().status("reading the index") as status,
+        console.progress("reading the index") as say,
     ):
-        found = measure(opened, options, status.update)
+        found = measure(opened, options, say)
         opened.keep_calibration(found)
     if as_json:
         console.write(found.to_json())

@@ -32,8 +32,7 @@ MINIMUM_VERSIONS = {
 _OPTIONAL = {
     "langchain-core": "kvrag[langchain]",
     "llama-index-core": "kvrag[llama-index]",
-    "pypdf": "kvrag[ingest]",
-    "python-docx": "kvrag[ingest]",
+    "pypdfium2": "kvrag[ingest]",
     "matplotlib": "kvrag[bench]",
     "accelerate": "kvrag[train]",
 }

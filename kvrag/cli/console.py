@@ -7,7 +7,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 # A table written to a pipe is read by a program or kept in a file: no line is cut to fit.
 _PIPE_WIDTH = 240
+
+SECONDS_BETWEEN_LINES = 5.0
+"""Between two lines of progress where stderr is no terminal."""
 
 # Control characters but tab and line feed: escape sequences can rewrite a screen or its title.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -92,6 +96,45 @@ def working(what: str) -> Iterator[None]:
     """Show `what` with a spinner on stderr while the block runs (on a terminal only)."""
     with err().status(what):
         yield
+
+
+class Lines:
+    """Progress where no terminal is: a line on stderr every few seconds, none of short work."""
+
+    def __init__(self) -> None:
+        self._due = time.monotonic() + SECONDS_BETWEEN_LINES
+        self._last = ""
+
+    def update(self, text: str) -> None:
+        """Write the text if it is another one, and the last line was long enough ago."""
+        if text != self._last and time.monotonic() >= self._due:
+            self._last = text
+            self._due = time.monotonic() + SECONDS_BETWEEN_LINES
+            print(harmless(" ".join(text.split())), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """Show what long work is at, on stderr: a spinner on a terminal, elsewhere `Lines`.
+
+    Parameters
+    ----------
+    what
+        Shown first.
+
+    Yields
+    ------
+    update
+        Is told whenever there is something new to say.
+    """
+    stderr = err()
+    if not stderr.is_terminal:
+        yield Lines().update
+        return
+    from rich.text import Text
+
+    with stderr.status(Text(what)) as status:
+        yield lambda text: status.update(Text(text))
 
 
 def print_json(value: object) -> None:

@@ -169,7 +169,7 @@ def read_questions(path: Path) -> list[DemoQuestion]:
         ]
     except OSError as error:
         raise DocumentError(f"cannot read the questions at {path}: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DocumentError(
             f"{path} is not a list of questions: expected JSON such as "
             '[{"question": "...", "answers": ["..."]}]'
@@ -187,7 +187,7 @@ def answer_three_ways(
     from kvrag.cli.plain import answer_plainly
 
     retrieved = retrieve(index, asked.question, settings)
-    token_ids = engine.prompt_ids(retrieved.prompt)
+    token_ids = engine.prompt_ids(retrieved.prompt, hints=retrieved.chunk_ids)
     plain = answer_plainly(index.model, token_ids, settings.max_tokens, retrieved.stop)
     unrepaired = replace(settings, policy="none", ratio=None)
     return DemoRow(

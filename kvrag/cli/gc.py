@@ -22,9 +22,9 @@ def gc(
     as_json: o.JsonOption = False,
 ) -> None:
     """Delete records that no chunk refers to, such as those of an interrupted run."""
-    from kvrag.cli.opening import open_index
+    from kvrag.cli.opening import open_catalog
 
-    with open_index(index) as opened:
+    with open_catalog(index) as opened:
         report = opened.gc(delete_shared=shared)
     if as_json:
         console.print_json(report)

@@ -13,11 +13,12 @@ import typer
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE
-from kvrag.errors import DocumentError, IndexNotFoundError, ParameterError
+from kvrag.errors import IndexNotFoundError, ParameterError
 
 if TYPE_CHECKING:
     from kvrag.codec.profile import Profile
     from kvrag.ingest.index import Index
+    from kvrag.ingest.limits import ParseLimits
     from kvrag.ingest.report import IngestReport
 
 _DEFAULT_MODEL = "kvrag-tiny"
@@ -35,9 +36,11 @@ class _Settings:
     embedding: str | None
     codec: str | None
     chunk_tokens: int | None
+    dtype: str | None
     context: str | None
     context_tokens: int | None
     compression: str | None
+    control_tokens: str | None
 
 
 def ingest(
@@ -70,6 +73,14 @@ def ingest(
         ),
     ] = None,
     profile: o.ProfileOption = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Type of the model's weights and of its KV: float32, bfloat16 or float16 (new "
+            "index: the checkpoint's own).",
+            show_default=False,
+        ),
+    ] = None,
     context: Annotated[
         str | None,
         typer.Option(
@@ -95,6 +106,45 @@ def ingest(
             show_default=False,
         ),
     ] = None,
+    control_tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="The model's control strings, such as <|im_end|>, in documents: neutralise (read "
+            "them as text, in prompts as well), refuse (leave such documents out) or keep (new "
+            "index: neutralise for chat models, keep for others).",
+            show_default=False,
+        ),
+    ] = None,
+    max_file_size: Annotated[
+        str,
+        typer.Option(
+            metavar="BYTES", help="Larger files are left out, and those that give more text."
+        ),
+    ] = "50MB",
+    parse_seconds: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Files that take longer to parse are left out."),
+    ] = 60.0,
+    parse_memory: Annotated[
+        str,
+        typer.Option(
+            metavar="BYTES",
+            help="Files that take more memory to parse are left out (kept on Linux).",
+        ),
+    ] = "1GiB",
+    loader: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SUFFIX=MODULE:FUNCTION",
+            help="What reads another kind of files, or one of ours in another way, as in "
+            ".pptx=slides:load: takes a path and bytes, yields kvrag.Document. Once for each.",
+            show_default=False,
+        ),
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Read every file again, also one that looks as it was."),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, write nothing.")
     ] = False,
@@ -104,17 +154,25 @@ def ingest(
 
     Runs again at the cost of what changed: files that stayed the same take no model time,
     changed and vanished ones are replaced. A run that was killed is completed by the next.
+    A file that cannot be read, or not within the limits, is left out with its reason; the
+    others are indexed, and the exit code is 1.
     """
     from kvrag.cli.opening import quiet_libraries
     from kvrag.cli.progress import IngestBar
-    from kvrag.codec.presets import choose_codec
+    from kvrag.codec.names import parse_codec
     from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
+    from kvrag.ingest.files import resolve_path
+    from kvrag.ingest.making import check_lasting
+    from kvrag.ingest.parsing import check_loaders
     from kvrag.ingest.profiles import read_profile
+    from kvrag.models.control import check_control_tokens
     from kvrag.store.registry import without_password
 
+    # All before an index is made for nothing.
     for path in paths:
-        if not path.expanduser().exists():  # before an index is made for nothing
-            raise DocumentError(f"{path}: there is no such file or folder")
+        resolve_path(path)
+    limits = _limits(max_file_size, parse_seconds, parse_memory)
+    loaders = check_loaders(_loaders(loader or []))
     if store is not None and store.split("|")[-1].startswith("memory:"):
         raise ParameterError(
             f"--store {without_password(store)}: this process's memory is gone when the command "
@@ -122,22 +180,59 @@ def ingest(
         )
     quiet_libraries()
     if codec is not None:
-        codec = choose_codec(codec).label
+        codec = parse_codec(codec).label
     if compress is not None:
         compress = str(parse_compression(compress) or NO_COMPRESSION)
-    settings = _Settings(embedding, codec, chunk_tokens, context, context_tokens, compress)
+    check_control_tokens(control_tokens)
+    settings = _Settings(
+        embedding, codec, chunk_tokens, dtype, context, context_tokens, compress, control_tokens
+    )
     given = None if profile is None else read_profile(profile)
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
         scratch_folder = Path(scratch) if dry_run else None
         opened = _open_or_create(index, model, device, store, settings, given, scratch_folder)
         with opened, IngestBar(opened.path) as bar:
-            report = opened.add(paths, dry_run=dry_run, on_progress=bar.update)
+            check_lasting(opened.store)  # also of an index that was made elsewhere
+            report = opened.add(
+                paths,
+                dry_run=dry_run,
+                force=force,
+                on_progress=bar.update,
+                limits=limits,
+                loaders=loaders,
+            )
     if as_json:
         console.print_json(report)
     else:
         _print_report(report)
     if not report.ok:
         raise typer.Exit(EXIT_FAILURE)
+
+
+def _limits(max_file_size: str, parse_seconds: float, parse_memory: str) -> ParseLimits:
+    from kvrag.ingest.limits import ParseLimits
+    from kvrag.store.registry import parse_bytes
+
+    sizes = {"--max-file-size": max_file_size, "--parse-memory": parse_memory}
+    numbers = []
+    for name, text in sizes.items():
+        try:
+            numbers.append(parse_bytes(text))
+        except ValueError as error:
+            raise ParameterError(f"{name}: {error}") from error
+    if not 0 < parse_seconds < float("inf"):
+        raise ParameterError(f"--parse-seconds: expected a number above 0, found {parse_seconds}")
+    return ParseLimits(max_file_bytes=numbers[0], seconds=parse_seconds, memory_bytes=numbers[1])
+
+
+def _loaders(given: list[str]) -> dict[str, str]:
+    loaders = {}
+    for text in given:
+        suffix, equals, name = text.partition("=")
+        if not equals:
+            raise ParameterError(f"--loader {text}: expected SUFFIX=MODULE:FUNCTION")
+        loaders[suffix] = name
+    return loaders
 
 
 def _print_report(report: IngestReport) -> None:
@@ -162,6 +257,12 @@ def _print_report(report: IngestReport) -> None:
         work += f"\nchunks are stored compressed: {report.compression}"
     if report.num_context_tokens:
         work += f"\n{report.num_context_tokens:,} tokens of context beside them, not stored"
+    if report.control_strings:
+        num_strings = sum(report.control_strings.values())
+        work += (
+            f"\n{num_strings:,} control strings of the model, in {len(report.control_strings):,} "
+            "documents, are read as text"
+        )
     console.write(
         f"documents: {len(report.added):,} new, {len(report.changed):,} changed, "
         f"{len(report.removed):,} removed, {len(report.unchanged):,} unchanged, "
@@ -184,7 +285,7 @@ def _open_or_create(
     from kvrag.ingest.index import Index
 
     try:
-        opened = Index.open(path, model=model, device=device, store=store)
+        opened = Index.open(path, model=model, device=device, store=store, mend=not scratch)
     except IndexNotFoundError:
         if model is None:
             console.note(f"no --model given: the index is made with the embedded {_DEFAULT_MODEL}")
@@ -200,8 +301,10 @@ def _open_or_create(
             context=settings.context or _DEFAULT_CONTEXT,
             context_tokens=settings.context_tokens,
             compression=settings.compression or _DEFAULT_COMPRESSION,
+            dtype=settings.dtype,
             device=device,
             store=store,
+            control_tokens=settings.control_tokens,
         )
     try:
         if store is not None and opened.store.url != opened.config.store:

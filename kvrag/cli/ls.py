@@ -11,9 +11,9 @@ def ls(index: o.IndexOption, as_json: o.JsonOption = False) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from kvrag.cli.opening import open_index
+    from kvrag.cli.opening import open_catalog
 
-    with open_index(index) as opened:
+    with open_catalog(index) as opened:
         rows = opened.documents()
     if as_json:
         console.print_json(rows)

@@ -21,13 +21,26 @@ def quiet_libraries() -> None:
 
 
 def open_index(
-    path: Path, model: str | None = None, device: str | None = None, store: str | None = None
+    path: Path,
+    model: str | None = None,
+    device: str | None = None,
+    store: str | None = None,
+    mend: bool = False,
 ) -> Index:
     """Open an index without loading its model."""
+    quiet_libraries()
+    return _open(path, model=model, device=device, store=store, mend=mend)
+
+
+def open_catalog(path: Path) -> Index:
+    """Open an index for what needs no model: nothing of the model's libraries is imported."""
+    return _open(path)
+
+
+def _open(path: Path, **given: Any) -> Index:
     from kvrag.ingest.index import Index
 
-    quiet_libraries()
-    return Index.open(path, model=model, device=device, store=store)
+    return Index.open(path, **given)
 
 
 def warm_up(index: Index) -> None:

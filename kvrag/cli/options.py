@@ -132,5 +132,12 @@ NoChatOption = Annotated[
     typer.Option("--no-chat", help="A plain prompt even where the model has a chat template."),
 ]
 
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Say whether an option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 DEFAULT_TOP_K = 4
 DEFAULT_MAX_TOKENS = 256

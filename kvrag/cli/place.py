@@ -49,6 +49,7 @@ def place(
     from kvrag.cli.opening import open_index
     from kvrag.ingest.config import write_atomically
     from kvrag.loading.price_list import EXAMPLES, FILE_NAME, read_prices
+    from kvrag.store.registry import check_kind
 
     urls = stores.split("|")
     if any(not url or url.startswith(("tiered:", "memory:")) for url in urls):
@@ -56,6 +57,8 @@ def place(
             "--stores: give stores that last, not tiers of them, with | between them; memory may "
             "be a tier before the one chosen"
         )
+    for url in urls:
+        check_kind(url)
     with open_index(index, model) as opened:
         path = prices or opened.path / FILE_NAME
         if prices is None and not path.exists():
@@ -63,14 +66,12 @@ def place(
             console.note(f"{path} holds example prices: edit them to yours")
         table = read_prices(path)
         moved = None
-        with console.err().status("measuring") as status:
-            found = choose(
-                opened, urls, table, str(path), loss=loss, reads=reads, say=status.update
-            )
+        with console.progress("measuring") as say:
+            found = choose(opened, urls, table, str(path), loss=loss, reads=reads, say=say)
             if move:
                 moved = opened.move(
                     urls[found.offers.index(found.chosen)],
-                    on_progress=lambda done, total: status.update(f"{done:,} of {total:,} records"),
+                    on_progress=lambda done, total: say(f"{done:,} of {total:,} records"),
                 )
     if as_json:
         console.print_json({**found.to_dict(), "moved": None if moved is None else moved.to_dict()})

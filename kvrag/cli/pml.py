@@ -100,10 +100,10 @@ def encode(
     schema = parse_schema(file)
     with (
         open_index(index, model, device) as opened,
-        console.err().status("loading the model") as status,
+        console.progress("loading the model") as say,
     ):
         report = PMLEngine(KVEngine(opened)).encode(
-            schema, lambda done, total: status.update(f"{done:,} of {total:,} records")
+            schema, lambda done, total: say(f"{done:,} of {total:,} records")
         )
     if as_json:
         console.print_json(report)

@@ -39,9 +39,9 @@ def profile(
 
     with (
         open_index(index, model, device) as opened,
-        console.err().status("reading the index") as status,
+        console.progress("reading the index") as say,
     ):
-        fitted = opened.fit_profile(codec, num_tokens=tokens, on_progress=status.update)
+        fitted = opened.fit_profile(codec, num_tokens=tokens, on_progress=say)
     if out is not None:
         from kvrag.ingest.config import write_atomically
 

@@ -37,6 +37,7 @@ class IngestBar:
         )
         self._task = self._bar.add_task("reading", total=None, detail="")
         self._stage = ""
+        self._lines = None if stderr.is_terminal else console.Lines()
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -56,9 +57,7 @@ class IngestBar:
             done, total = progress.num_documents_done, progress.num_documents
             detail = f"{done:,} of {total:,} documents"
         elif progress.stage == "profile":
-            self._bar.update(
-                self._task, description="fitting the codec", total=None, detail=progress.doing
-            )
+            self._show("fitting the codec", progress.doing, 0, None)
             return
         else:
             if self._stage != progress.stage and progress.num_tokens:
@@ -67,12 +66,13 @@ class IngestBar:
             detail = f"{done:,} of {total:,} tokens{_speed(progress)}"
         self._stage = progress.stage
         description = "reading" if progress.stage == "read" else "computing"
+        self._show(description, detail, done, max(total, 1))
+
+    def _show(self, description: str, detail: str, done: int, total: int | None) -> None:
+        if self._lines is not None:
+            self._lines.update(f"{description}: {detail}")
         self._bar.update(
-            self._task,
-            description=description,
-            completed=done,
-            total=max(total, 1),
-            detail=detail,
+            self._task, description=description, completed=done, total=total, detail=detail
         )
 
     def _say_estimate(self, progress: IngestProgress) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvrag import arguments
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.fusion.policies import DEFAULT_POLICY
@@ -15,7 +16,15 @@ if TYPE_CHECKING:
     from kvrag.engine.engine import KVEngine
 
 
+# They say how reused KV is repaired and how tokens are drawn: plain prefill does neither.
+_NOT_PLAIN = (
+    *("policy", "ratio", "boundary_tokens", "eviction", "links", "ttft"),
+    *("temperature", "seed"),
+)
+
+
 def query(
+    context: typer.Context,
     question: Annotated[str, typer.Argument(help="The question.")],
     index: o.IndexOption,
     model: o.ModelOption = None,
@@ -43,8 +52,14 @@ def query(
     from kvrag.cli.opening import open_index, warm_up
     from kvrag.errors import ParameterError
 
-    if not question.strip():
+    if not arguments.text(question, "the question").strip():
         raise ParameterError("the question is empty: give one in quotes")
+    if plain and (given := [name for name in _NOT_PLAIN if o.is_given(context, name)]):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ParameterError(
+            f"--plain answers by plain prefill, greedily: it has no use for {options}; leave one "
+            "or the other out"
+        )
     settings = Settings(
         top_k=top_k,
         policy=policy,
@@ -78,7 +93,7 @@ def _answer_plainly(engine: KVEngine, retrieved: Retrieved, max_tokens: int, as_
     from kvrag.cli.plain import answer_plainly
 
     model = engine.index.model
-    token_ids = engine.prompt_ids(retrieved.prompt)
+    token_ids = engine.prompt_ids(retrieved.prompt, hints=retrieved.chunk_ids)
     on_text = console.AnswerText(quiet=as_json)
     given = answer_plainly(model, token_ids, max_tokens, retrieved.stop, on_text)
     on_text.end()

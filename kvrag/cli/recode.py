@@ -30,13 +30,13 @@ def recode(
     given = None if profile is None else read_profile(profile)
     with (
         open_index(index, model, device) as opened,
-        console.err().status("reading the index") as status,
+        console.progress("reading the index") as say,
     ):
         report = opened.recode(
             codec,
             profile=given,
-            on_progress=lambda done, total: status.update(f"{done:,} of {total:,} records"),
-            on_profile=status.update,
+            on_progress=lambda done, total: say(f"{done:,} of {total:,} records"),
+            on_profile=say,
         )
     if as_json:
         console.print_json(report)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvrag.cli import console
+from kvrag.cli import console, names
 from kvrag.cli import options as o
 from kvrag.errors import ParameterError
 from kvrag.store.http_protocol import TOKEN_VARIABLE, read_token
@@ -59,7 +59,11 @@ def serve_kv(
         bool, typer.Option("--writable", help="Let clients write and delete records, too.")
     ] = False,
     max_connections: Annotated[
-        int, typer.Option(min=1, help="Connections at the same time; more are sent away.")
+        int,
+        typer.Option(
+            min=1,
+            help="Connections that are let in at the same time; who is idle makes room for others.",
+        ),
     ] = MAX_CONNECTIONS,
 ) -> None:
     """Serve stored KV over HTTP; other machines open it as http://HOST:PORT."""
@@ -69,8 +73,18 @@ def serve_kv(
     tls = None
     if tls_certificate is not None:
         tls = tls_context(str(tls_certificate), None if tls_key is None else str(tls_key))
-    from kvrag.store.registry import open_store, without_password
+    from kvrag.store.registry import missing_folders, open_store, without_password
 
+    if store is not None and index is not None:
+        raise ParameterError("--index and --store: each says what is served; leave one out")
+    if store is not None and not writable:
+        # A folder made for a typing error would be served, and be empty.
+        for folder in missing_folders(store):
+            raise ParameterError(
+                f"--store {without_password(store)}: there is no folder {folder}"
+                f"{names.like(folder.name, names.beside(folder))}; name one that exists, or give "
+                "--writable to begin with an empty one"
+            )
     url = store or _store_of(index)
     opened = open_store(url)
     try:
@@ -116,7 +130,7 @@ def _until_told(server: RecordServer) -> None:
         number: signal.signal(number, lambda *_: told.set())
         for number in (signal.SIGTERM, signal.SIGINT)
     }
-    thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="kvrag-serve")
+    thread = threading.Thread(target=server.serve_forever, name="kvrag-serve")
     thread.start()
     try:
         rights = "reading and writing" if server.is_writable else "reading"

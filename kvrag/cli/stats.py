@@ -20,10 +20,10 @@ def stats(index: o.IndexOption, as_json: o.JsonOption = False) -> None:
     Counts are those of all processes: each adds its own every half minute and when it closes the
     index.
     """
-    from kvrag.cli.opening import open_index
+    from kvrag.cli.opening import open_catalog
     from kvrag.ingest.counting import read_kept
 
-    with open_index(index) as opened:
+    with open_catalog(index) as opened:
         values = console.plain(opened.stats())
         counted = read_kept(opened.path)
     if as_json:

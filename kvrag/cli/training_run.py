@@ -20,8 +20,8 @@ def run(options: LinkTrainingOptions, as_json: bool) -> None:
     quiet_libraries()
     with launched(options.device) as processes:
         if processes.is_main:
-            with console.err().status("preparing") as status:
-                trainer = train_links(options, status.update, processes)
+            with console.progress("preparing") as say:
+                trainer = train_links(options, say, processes)
         else:
             trainer = train_links(options, processes=processes)
         scores = trainer.evaluate()

@@ -1,4 +1,4 @@
-"""`kvrag verify`: read every record of an index and check it."""
+"""`kvrag verify`: read every record of an index and every row of its catalog, and check them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,25 @@ if TYPE_CHECKING:
 def verify(
     index: o.IndexOption,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Compute missing and damaged records anew.")
+        bool,
+        typer.Option(
+            "--repair",
+            help="Compute missing and damaged records anew, and read documents again whose rows in "
+            "the catalog are damaged.",
+        ),
     ] = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Check every stored record against its checksums; exit 1 when something is wrong."""
+    """Check every stored record and every row of the catalog; exit 1 when something is wrong."""
     from kvrag.cli.opening import open_index
 
-    with open_index(index) as opened, console.err().status("reading every record") as status:
+    with (
+        open_index(index, mend=repair) as opened,
+        console.progress("reading every record") as say,
+    ):
 
         def show(done: int, total: int) -> None:
-            status.update(f"{done:,} of {total:,} records read")
+            say(f"{done:,} of {total:,} records read")
 
         report = opened.verify(repair=repair, on_progress=show)
     if as_json:
@@ -48,12 +56,17 @@ def _print_report(report: VerifyReport) -> None:
         place = f"{console.short_path(problem.source)}#{problem.ordinal}"
         console.stream(f"damaged: {place}: {problem.reason}\n")
     for text in report.catalog_problems:
-        console.stream(f"catalog: {text}\n")
+        console.stream(f"catalog: {console.harmless(text)}\n")
+    for text in report.not_healed:
+        console.stream(f"lost: {console.harmless(text)}\n")
     if report.ok:
         repaired = f", {report.num_repaired:,} records computed anew" if report.problems else ""
-        console.write(f"sound{repaired}\n")
+        mended = ", the catalog mended" if report.catalog_problems else ""
+        console.write(f"sound{repaired}{mended}\n")
+    elif report.is_healed:
+        console.write("The catalog is sound again, without what is lost.\n")
     else:
         console.write(
-            "Questions still get right answers: damaged chunks are prefilled. "
-            "`kvrag verify --repair` computes them anew.\n"
+            "Questions still get right answers: damaged chunks are prefilled or left out. "
+            "`kvrag verify --repair` mends them.\n"
         )

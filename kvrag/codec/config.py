@@ -71,7 +71,7 @@ class PipelineConfig:
         """
         try:
             stages = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ParameterError(f"a codec configuration is JSON: {error}") from error
         if not isinstance(stages, dict) or set(stages) != set(_STAGES):
             found = sorted(stages) if isinstance(stages, dict) else type(stages).__name__

@@ -31,6 +31,10 @@ MAX_BLOCK_BYTES = 1 << 32
 MAX_DIMENSION = 1 << 16
 MAX_LEVEL = 255
 
+# No codec makes more of KV than this; a record of a token or two is mostly tables and states.
+_MOST_TIMES = 4
+_MOST_MORE_BYTES = 1 << 24
+
 _KEY = slice(24, 44)
 # One read fetches the whole header of records of up to 165 blocks.
 _FIRST_READ_BYTES = 4096
@@ -451,9 +455,17 @@ class RecordReader:
         ):
             if not 1 <= value <= cap:
                 self.refuse(what, f"1 to {cap}", str(value))
+        spec = KVSpec(num_layers, num_kv_heads, head_dim, _DTYPES[dtype_code])
+        # Whoever opens the record compares shape and tokens with what they expect: so nobody makes
+        # room for more than those can take.
+        most = _MOST_TIMES * num_tokens * spec.bytes_per_token + _MOST_MORE_BYTES
+        if size > most:
+            self.refuse(
+                "length", f"at most {most} bytes for {num_tokens} tokens of {spec}", f"{size} bytes"
+            )
         return RecordHeader(
             codec=name.decode("ascii"),
-            spec=KVSpec(num_layers, num_kv_heads, head_dim, _DTYPES[dtype_code]),
+            spec=spec,
             num_tokens=num_tokens,
             blocks=self._check_blocks(header, num_blocks, size),
             level=level,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvrag import arguments
 from kvrag.chunk import Chunk
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Source, Usage
 from kvrag.engine.buffers import BufferPool
@@ -46,9 +46,11 @@ from kvrag.fusion.repair import Repair
 from kvrag.fusion.segments import Match
 from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag.ingest.index import Index
+from kvrag.ingest.prompt_tokens import tokenise_prompt
 from kvrag.loading import LOAD_THREADS, MAX_LOAD_THREADS
 from kvrag.loading.streaming import Known, Streaming
 from kvrag.models.adapter import resting
+from kvrag.models.chat import PromptText, render_messages
 from kvrag.models.kv_model import KVModel
 
 logger = logging.getLogger("kvrag")
@@ -75,6 +77,9 @@ class PlacedPrompt:
 Prompt = str | Sequence[Message] | PlacedPrompt
 
 MISS_CATALOG = "catalog damaged"
+
+# Characters that are tokenised whatever the model: in a second or so.
+_SURELY_TOKENISED = 1_000_000
 
 # A question, and a context: amounts between which a calibration's prices are a line.
 _PRIOR_TOKENS = (30, 1000)
@@ -145,6 +150,10 @@ class KVEngine:
         load_threads: int = LOAD_THREADS,
         ttft: float | None = None,
     ) -> None:
+        if index is None or isinstance(index, str | bytes | int | float | Path):
+            raise ParameterError(
+                f"index {index!r}: expected an opened index, such as Index.open({str(index)!r})"
+            )
         self.index = index
         self._links = ChosenLinks(links, lambda: index.model_folder, lambda: index.model)
         self._policy = policy
@@ -152,15 +161,12 @@ class KVEngine:
         self._boundary_tokens = boundary_tokens
         self._eviction = make_eviction(eviction)
         self._max_tokens = _checked_max_tokens(max_tokens)
-        if not isinstance(load_threads, int) or not 0 <= load_threads <= MAX_LOAD_THREADS:
-            raise ParameterError(
-                f"load_threads {load_threads!r}: expected a whole number, 0 to {MAX_LOAD_THREADS}"
-            )
-        self._load_threads = load_threads
+        self._load_threads = arguments.whole(load_threads, "load_threads", 0, MAX_LOAD_THREADS)
         self._ttft = _checked_ttft(ttft)
         self._known = Known()
         self._buffers = BufferPool()
         self._watching = True  # for retrieved chunks that never arrive in a prompt
+        self._has_warned_of_control = False
         self._resolve_policy(None, None, None)
 
     # -- prompts ------------------------------------------------------------------------------
@@ -177,46 +183,62 @@ class KVEngine:
         ------
         ParameterError
             When the tokenizer has no chat template, or the template refuses the messages.
-        """
-        tokenizer = self.index.tokenizer
-        if not getattr(tokenizer, "chat_template", None):
-            raise ParameterError(
-                "the model's tokenizer has no chat template: pass the prompt as one string, or "
-                "set tokenizer.chat_template"
-            )
-        try:
-            rendered = tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # Jinja's own and whatever a template raises
-            raise ParameterError(f"the chat template refuses these messages: {error}") from error
-        return str(rendered)
 
-    def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the token ids that the plain pipeline would feed for `prompt`."""
+        Notes
+        -----
+        Hand `generate` the messages, not this string: it no longer tells whose its control
+        strings are.
+        """
+        return render_messages(
+            self.index.tokenizer, _checked_messages(messages), self.index.control
+        ).text
+
+    def prompt_ids(self, prompt: Prompt, *, hints: Sequence[str] = ()) -> tuple[int, ...]:
+        """Return the token ids that the plain pipeline would feed for `prompt`.
+
+        Control strings of documents and messages are text in both, unless the index keeps them.
+
+        Parameters
+        ----------
+        prompt, hints
+            As in `generate`.
+        """
         if isinstance(prompt, PlacedPrompt):
             return prompt.layout.token_ids
-        text, add_special_tokens = self._text(prompt)
-        encoding = self.index.tokenizer(text, add_special_tokens=add_special_tokens)
-        return tuple(encoding["input_ids"])
+        return tokenise_prompt(self.index, self._text(prompt), hints).token_ids
 
-    def _text(self, prompt: str | Sequence[Message]) -> tuple[str, bool]:
-        """Return the prompt's text, and whether the tokenizer adds its special tokens."""
-        text = prompt if isinstance(prompt, str) else self.render(prompt)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ParameterError(
-                f"the prompt is not valid Unicode: character {error.start} is half of a surrogate "
-                "pair; decode its bytes as UTF-8"
-            ) from error
-        return text, isinstance(prompt, str)
+    def _text(self, prompt: str | Sequence[Message]) -> PromptText:
+        """Return the prompt as text. Raises ParameterError for what is no text."""
+        if isinstance(prompt, str):
+            written = PromptText(prompt, True)
+        else:
+            messages = _checked_messages(prompt)
+            written = render_messages(self.index.tokenizer, messages, self.index.control)
+        if len(written.text) > _SURELY_TOKENISED:
+            # What cannot fit is refused before tokenising it takes minutes.
+            longest = max(map(len, self.index.tokenizer.get_vocab()))
+            holds = self.index.config.max_positions
+            most = max(_SURELY_TOKENISED, holds * longest)
+            if len(written.text) > most:
+                raise PromptTooLongError(
+                    f"the prompt has {len(written.text):,} characters, but the model holds "
+                    f"{holds:,} tokens, which are {most:,} characters at the most; shorten it, or "
+                    "retrieve fewer chunks"
+                )
+        arguments.text(written.text, "the prompt")
+        return written
 
     def _lay_out(self, prompt: Prompt, hints: Sequence[str], reuse: bool) -> _LaidOut:
+        self.index.require_open()
+        hints = arguments.texts(hints, "hints")
+        arguments.flag(reuse, "reuse")
         if isinstance(prompt, PlacedPrompt):
             layout = prompt.layout if reuse else replace(prompt.layout, spans=())
             return _LaidOut(layout, [], prompt.open_kv)
-        text, add_special_tokens = self._text(prompt)
+        written = self._text(prompt)
+        tokens = tokenise_prompt(self.index, written, hints)
+        if tokens.num_control:
+            self._warn_of_control(tokens.num_control)
         matches: list[Match] = []
         chunks: dict[str, Chunk] = {}
         # Where chunks are encoded behind nothing, those of one text are one.
@@ -224,21 +246,26 @@ class KVEngine:
         damage: dict[str, int] = {}
         if reuse:
             try:
-                matches = self.index.matcher.find(text, hints)
+                matches = self.index.matcher.find(written.text, hints)
                 wanted = [match.chunk_id for match in matches]
                 if tells_apart:
                     wanted += chain.from_iterable(match.other_ids for match in matches)
-                chunks = {chunk.chunk_id: chunk for chunk in self.index.get_chunks(wanted)}
+                found = self.index.catalog.find_chunks(wanted)
+                chunks = {i: chunk for i, chunk in found.items() if chunk is not None}
+                lost = found.keys() - chunks.keys()
+                whole = [m for m in matches if _is_left(m, lost, chunks)]
+                if len(whole) < len(matches):
+                    matches, damage = whole, {MISS_CATALOG: len(matches) - len(whole)}
             except (IndexFormatError, StoreError):
                 matches, damage = [], {MISS_CATALOG: 1}
         layout = lay_out(
-            text,
+            written.text,
             self.index.tokenizer,
             matches,
             chunks,
             self.index.prefix_ids,
             hints=hints,
-            add_special_tokens=add_special_tokens,
+            tokens=tokens,
         )
         if not layout.token_ids:
             raise ParameterError("the prompt is empty: there is nothing to answer")
@@ -557,8 +584,8 @@ class KVEngine:
         sampling = Sampling(temperature, top_p, top_k, repetition_penalty, seed)
         if not isinstance(stop, list | tuple) or not all(s and isinstance(s, str) for s in stop):
             raise ParameterError(f"stop {stop!r}: expected a list of non-empty strings")
-        if timeout_seconds is not None and timeout_seconds <= 0:
-            raise ParameterError(f"timeout_seconds {timeout_seconds}: expected more than 0")
+        if timeout_seconds is not None:
+            timeout_seconds = arguments.number(timeout_seconds, "timeout_seconds", above=0.0)
         chosen = self._resolve_policy(policy, ratio, boundary_tokens)
         aim = self._aim(ttft)
         evicts = self._resolve_eviction(eviction, chosen)
@@ -660,6 +687,17 @@ class KVEngine:
             int(model.hf(input_ids=ids, logits_to_keep=1).logits[0, -1].argmax())
             return time.perf_counter() - started
 
+    def _warn_of_control(self, num_control: int) -> None:
+        if self._has_warned_of_control:
+            return
+        self._has_warned_of_control = True
+        logger.warning(
+            "the prompt is one string with %d control strings of the model in no document of the "
+            "index: they are taken for the caller's own. Where some may come from elsewhere, pass "
+            "messages: what stands in them is never control",
+            num_control,
+        )
+
     def _warn_if_nothing_matched(self, laid_out: _LaidOut) -> None:
         # Once a chunk has arrived the pipeline is sound: later prompts may well hold none (a
         # chain that rephrases the question first, say).
@@ -697,16 +735,33 @@ class _LaidOut:
     open_kv: OpenKV | None = None
 
 
+def _is_left(match: Match, lost: Collection[str], chunks: Collection[str]) -> bool:
+    """Say whether some chunk of a text found can be used, `lost` being those with damage."""
+    return match.chunk_id not in lost or any(one in chunks for one in match.other_ids)
+
+
 def _checked_ttft(ttft: float | None) -> float | None:
-    if ttft is not None and not (isinstance(ttft, int | float) and 0.0 < ttft < math.inf):
-        raise ParameterError(f"ttft {ttft!r}: expected seconds above 0, and finite")
-    return ttft
+    return None if ttft is None else arguments.number(ttft, "ttft", above=0.0)
 
 
 def _checked_max_tokens(max_tokens: int) -> int:
-    if not isinstance(max_tokens, int) or max_tokens < 1:
-        raise ParameterError(f"max_tokens {max_tokens}: expected a whole number, at least 1")
-    return max_tokens
+    return arguments.whole(max_tokens, "max_tokens", 1)
+
+
+def _checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return messages as the chat template takes them."""
+    if (
+        isinstance(messages, str | bytes | Mapping)
+        or not isinstance(messages, Sequence)
+        or not all(isinstance(one, Mapping) for one in messages)
+    ):
+        raise ParameterError(
+            f"a prompt is one text, or messages such as {{'role': 'user', 'content': '...'}} in a "
+            f"list; found {type(messages).__name__} {str(messages)[:60]!r}"
+        )
+    if not messages:
+        raise ParameterError("the prompt has no messages: there is nothing to answer")
+    return [dict(one) for one in messages]
 
 
 def end_ids(generation_config: object, tokenizer: object) -> frozenset[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from kvrag import arguments
 from kvrag.errors import ParameterError
 
 # Colder than this, logits divided by the temperature leave float32.
@@ -45,19 +45,24 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, holds, expected in (
-            (
-                "temperature",
-                self.temperature == 0.0 or _COLDEST <= self.temperature < math.inf,
-                f"0 (the likeliest token) or at least {_COLDEST}",
+        temperature = arguments.number(self.temperature, "temperature", 0.0)
+        if 0.0 < temperature < _COLDEST:
+            raise ParameterError(
+                f"temperature {temperature}: expected 0 (the likeliest token) or at least "
+                f"{_COLDEST}"
+            )
+        checked = {
+            "temperature": temperature,
+            "top_p": arguments.number(self.top_p, "top_p", most=1.0, above=0.0),
+            "top_k": arguments.whole(self.top_k, "top_k", 0, 2**31 - 1),
+            "repetition_penalty": arguments.number(
+                self.repetition_penalty, "repetition_penalty", above=0.0
             ),
-            ("top_p", 0.0 < self.top_p <= 1.0, "more than 0, at most 1"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "more than 0"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2**63 - 1"),
-        ):
-            if not holds:
-                raise ParameterError(f"{name} {getattr(self, name)}: expected {expected}")
+        }
+        if self.seed is not None:
+            checked["seed"] = arguments.whole(self.seed, "seed", 0, 2**63 - 1)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)  # plain numbers, whatever library they came from
 
 
 class Sampler:

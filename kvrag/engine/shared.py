@@ -10,6 +10,7 @@ import atexit
 import threading
 from pathlib import Path
 
+from kvrag import arguments
 from kvrag.ingest.config import FILE_NAME
 from kvrag.ingest.index import Index
 
@@ -43,7 +44,7 @@ def shared_index(
         if model is None and device is None:
             return index
         return shared_index(index.path, model=model, device=device)
-    path = Path(index).expanduser().resolve()
+    path = arguments.path(index, "index").expanduser().resolve()
     key = (str(path), model, device)
     with _opening:
         identity = _identity(path)

@@ -341,6 +341,8 @@ def _report(
         expected_load_seconds=expected.load_seconds,
         num_compressed=num_compressed,
         num_compressed_rows=sum(span.length for span in plan.compressed),
+        num_neutralised=layout.num_neutralised,
+        num_control=layout.num_control,
     )
 
 

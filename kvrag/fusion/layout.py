@@ -1,6 +1,6 @@
 """Which tokens of a prompt can be taken from stored chunks.
 
-The whole prompt is tokenised once, so its ids are those of the plain pipeline. A chunk found
+The prompt is tokenised as a whole, so its ids are those of the plain pipeline. A chunk found
 in the text is then laid over the prompt's tokens by character offset and token id. Where the
 text around it changed its first or last tokens, those are left out and computed.
 """
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from kvrag.chunk import Chunk
 from kvrag.fusion.records import FoundText, choose_records
 from kvrag.fusion.segments import Match
+from kvrag.models.control import Tokens, encode
 
 MIN_RUN_LENGTH = 4
 """Tokens below which a stretch is computed: reading its KV would save nothing."""
@@ -119,6 +120,10 @@ class Layout:
     positions
         For each of `token_ids` its position, ascending; None where they are 0, 1, 2 and so on.
         Rows of buffers are numbered without gaps all the same: row r has position ``positions[r]``.
+    num_neutralised
+        Control strings of documents and messages that are tokenised as text.
+    num_control
+        Control strings of a prompt given as one string that are its own, as far as can be told.
     """
 
     token_ids: tuple[int, ...]
@@ -131,6 +136,8 @@ class Layout:
     given_ids: tuple[int, ...] | None = None
     chunk_ids: tuple[str, ...] = ()
     positions: tuple[int, ...] | None = None
+    num_neutralised: int = 0
+    num_control: int = 0
 
     @property
     def end_position(self) -> int:
@@ -196,6 +203,7 @@ def lay_out(
     hints: Collection[str] = (),
     add_special_tokens: bool = True,
     min_run_length: int = MIN_RUN_LENGTH,
+    tokens: Tokens | None = None,
 ) -> Layout:
     """Tokenise a prompt and lay the chunks found in it over its tokens.
 
@@ -219,15 +227,13 @@ def lay_out(
         with a chat template, which holds its special tokens already.
     min_run_length
         Tokens a span has at least; a match with fewer is a miss.
+    tokens
+        The prompt's tokens, where somebody knows which of its control strings are data; None
+        tokenises it here, and all of them are control.
     """
-    encoding = tokenizer(
-        prompt,
-        add_special_tokens=add_special_tokens,
-        return_offsets_mapping=tokenizer.is_fast,
-        return_attention_mask=False,
-        verbose=False,
-    )
-    token_ids: tuple[int, ...] = tuple(encoding["input_ids"])
+    if tokens is None:
+        (tokens,) = encode(tokenizer, [prompt], add_special_tokens)
+    token_ids = tokens.token_ids
     prefix = tuple(prefix_ids)
     has_prefix = token_ids[: len(prefix)] == prefix
     prefix_length = len(prefix) if has_prefix else 0
@@ -236,19 +242,17 @@ def lay_out(
     spans: list[ReusedSpan] = []
     texts: list[FoundText] = []
     places: list[int] = []  # of each span's chunk among the ids
-    tokens = None
-    if tokenizer.is_fast:
-        tokens = _PromptTokens(token_ids, encoding["offset_mapping"])
+    placed = _PromptTokens(token_ids, tokens.offsets) if tokenizer.is_fast else None
     for match in matches:
         known = [chunks[i] for i in (match.chunk_id, *match.other_ids) if i in chunks]
         if not known:
             misses[MISS_UNKNOWN_CHUNK] += 1
             continue
         chunk_ids.append(known[0].chunk_id)
-        if tokens is None:
+        if placed is None:
             misses[MISS_NO_OFFSETS] += 1
             continue
-        span = tokens.longest_run(match, known[0], prefix_length)
+        span = placed.longest_run(match, known[0], prefix_length)
         if span.length < min_run_length:
             misses[MISS_TOKENS_DIFFER] += 1
             continue
@@ -269,7 +273,14 @@ def lay_out(
         chunk, context_ids = record
         chunk_ids[place] = chunk.chunk_id
         chosen.append(replace(span, chunk_id=chunk.chunk_id, context_ids=context_ids))
-    return replace(layout, spans=tuple(chosen), misses=dict(misses), chunk_ids=tuple(chunk_ids))
+    return replace(
+        layout,
+        spans=tuple(chosen),
+        misses=dict(misses),
+        chunk_ids=tuple(chunk_ids),
+        num_neutralised=tokens.num_neutralised,
+        num_control=tokens.num_control,
+    )
 
 
 def _found_text(match: Match, span: ReusedSpan, known: Sequence[Chunk]) -> FoundText:

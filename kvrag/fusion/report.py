@@ -75,6 +75,11 @@ class FusionReport:
         Why chunks found in the prompt were prefilled instead: reason to number of chunks.
     stream
         What streaming towards a time to first token came to; None where the KV was loaded whole.
+    num_neutralised
+        Control strings of documents and messages (``<|im_end|>``) that were tokenised as text.
+    num_control
+        Control strings that stand in a prompt given as one string, in no document that is known:
+        they were taken for the caller's own. Not counted where the index keeps control strings.
     """
 
     policy: str
@@ -101,6 +106,8 @@ class FusionReport:
     eviction: EvictionReport | None = None
     stream: StreamReport | None = None
     decisions: tuple[ChunkDecision, ...] = ()
+    num_neutralised: int = 0
+    num_control: int = 0
 
     @property
     def num_computed(self) -> int:
@@ -169,6 +176,8 @@ class FusionReport:
             parts.append(f"streamed in {self.stream.one_line()}")
         if self.eviction is not None:
             parts.append(self.eviction.one_line())
+        if self.num_neutralised:
+            parts.append(f"{self.num_neutralised} control strings read as text")
         if self.misses:
             parts.append(
                 "misses: " + ", ".join(f"{count} {why}" for why, count in self.misses.items())

@@ -160,6 +160,25 @@ class ChunkMatcher:
         """
         return _Search(self, prompt, hints).run()
 
+    def find_all(
+        self, prompt: str, hints: Sequence[str] = ()
+    ) -> tuple[list[tuple[int, int]], bool]:
+        """Return where chunks stand in `prompt`, those included that overlap others.
+
+        Parameters
+        ----------
+        prompt, hints
+            As in `find`.
+
+        Returns
+        -------
+        list of (int, int)
+            First characters and first behind, in order of the former.
+        bool
+            Whether these are all: of a prompt with far too many candidates they are not.
+        """
+        return _Search(self, prompt, hints).run_all()
+
     def _text(self, chunk_id: str) -> str | None:
         if self._texts is not None:
             return self._texts.get(chunk_id)
@@ -208,6 +227,19 @@ class _Search:
             matches += list(chain.from_iterable(map(self._short_matches, *self._gaps(matches))))
             matches.sort(key=lambda match: match.start)
         return matches
+
+    def run_all(self) -> tuple[list[tuple[int, int]], bool]:
+        matcher, end = self._matcher, len(self._prompt)
+        found = []
+        for start in matcher._long_heads.positions(self._prompt, 0, end):
+            at = self._at(start)
+            is_cut_long = at.cut_end - start >= matcher.min_prefix_length
+            found.append((start, max(at.whole_end, at.cut_end if is_cut_long else start)))
+        for start in matcher._short_heads.positions(self._prompt, 0, end):
+            family = matcher._short_heads[self._prompt[start : start + MIN_LENGTH]]
+            found.append((start, self._whole(start, family, end)[1]))
+        is_whole = self._num_hashes < _MAX_HASHES and self._num_comparisons < _MAX_COMPARISONS
+        return sorted(span for span in found if span[1] > span[0]), is_whole
 
     def _gaps(self, matches: list[Match]) -> tuple[list[int], list[int]]:
         return [0, *(m.end for m in matches)], [*(m.start for m in matches), len(self._prompt)]

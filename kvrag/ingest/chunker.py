@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrag.chunk import Chunk, Document, content_hash, normalise_text
+from kvrag.chunk import Chunk, Document, chunk_id_of, normalise_text
 from kvrag.errors import DocumentError, ParameterError
+from kvrag.ingest.limits import MAX_TITLE_CHARACTERS
+from kvrag.models.control import ControlTokens, encode_documents
 
 PAGE_BREAK = "\f"
 """Loaders put it between the pages of a document; chunks carry the page on which they begin."""
@@ -25,8 +27,14 @@ MIN_CHUNK_TOKENS = 16
 # offsets of a whole book never stand in memory.
 _STRETCH_CHARACTERS = 65_536
 _MAX_CHARACTERS_PER_TOKEN = 16
-_FENCE = re.compile(r"^(?:```|~~~)", re.MULTILINE)
-_HEADING = re.compile(r"^#{1,6}[ \t]+(\S.*?)[ \t#]*$", re.MULTILINE)
+# All patterns take time that grows with the text and no faster, whatever it holds.
+# What makes a heading, or a fence within which nothing does. A full parser of Markdown
+# (markdown-it-py) takes 2.5 s and 250,000 objects for 0.2 MB of "- a" lines.
+_MARK = re.compile(
+    r"^ {0,3}(?:(#{1,6})(?=[ \t])|(`{3,}|~{3,})|(?:=++|-{2,}+)[ \t]*+$)", re.MULTILINE
+)
+# Lines that are no title, even with a line of dashes under them.
+_NO_TITLE = re.compile(r"\s|[-*+>|#=`~]|\d+[.)]")
 _PARAGRAPH = re.compile(r"\n[ \t]*\n\s*")
 _SENTENCE = re.compile("[.!?\u2026][\"'\u201d\u2019)\\]]*\\s+|[\u3002\uff01\uff1f](?=\\S)")
 _LINE = re.compile(r"\n")
@@ -35,6 +43,8 @@ _WORD = re.compile(r"\s+")
 
 # Offsets at which a chunk may begin, one ascending list for each rank, the highest first.
 _Seams = tuple[list[int], ...]
+# Ids and first characters of the tokens of each text, without special tokens.
+_Tokenise = Callable[[list[str]], list[tuple[list[int], list[int]]]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,9 @@ class _Text:
         )
 
 
-def chunk_document(document: Document, tokenizer: Any, chunk_tokens: int) -> list[Chunk]:
+def chunk_document(
+    document: Document, tokenizer: Any, chunk_tokens: int, control: ControlTokens | None = None
+) -> list[Chunk]:
     """Cut one document.
 
     Parameters
@@ -67,6 +79,8 @@ def chunk_document(document: Document, tokenizer: Any, chunk_tokens: int) -> lis
         The model's fast tokenizer.
     chunk_tokens
         Most tokens a chunk may have.
+    control
+        Takes the model's control strings for text; None keeps them.
 
     Returns
     -------
@@ -89,25 +103,29 @@ def chunk_document(document: Document, tokenizer: Any, chunk_tokens: int) -> lis
         ) from error
     prepared = _prepare(document.text)
     chunks: list[Chunk] = []
-    for start, text, ids, starts in _cut(prepared, tokenizer, chunk_tokens):
+
+    def tokenise(texts: list[str]) -> list[tuple[list[int], list[int]]]:
+        return [
+            (list(tokens.token_ids), [start for start, _ in tokens.offsets])
+            for tokens in encode_documents(tokenizer, texts, control)
+        ]
+
+    # The tokenizer gives a new object for each number; shared, a token takes half the memory.
+    share = dict[int, int]().setdefault
+    for start, text, ids, starts in _cut(prepared, tokenise, chunk_tokens):
         ordinal = len(chunks)
         chunks.append(
             Chunk(
-                chunk_id=_chunk_id(document.source, ordinal, text),
+                chunk_id=chunk_id_of(document.source, ordinal, text),
                 text=text,
-                token_ids=tuple(ids),
-                token_starts=tuple(starts),
+                token_ids=tuple(map(share, ids, ids)),
+                token_starts=tuple(map(share, starts, starts)),
                 source=document.source,
                 ordinal=ordinal,
                 metadata={**_place(prepared, start), **document.metadata},
             )
         )
     return chunks
-
-
-def _chunk_id(source: str, ordinal: int, text: str) -> str:
-    # With its length in front of the source, no two sources and texts flatten to the same string.
-    return content_hash(f"{len(source)}\0{source}{ordinal}\0{text}")
 
 
 def _prepare(raw: str) -> _Text:
@@ -125,13 +143,40 @@ def _prepare(raw: str) -> _Text:
 
 
 def _headings(text: str) -> list[tuple[int, str]]:
-    """Return offset and title of the headings outside code fences."""
-    fences = [match.start() for match in _FENCE.finditer(text)]
-    return [
-        (match.start(), match[1])
-        for match in _HEADING.finditer(text)
-        if bisect_left(fences, match.start()) % 2 == 0
-    ]
+    """Return offset and title of the headings outside code fences.
+
+    A title stands after hashes, or alone between an empty line and a line of dashes or equals
+    signs.
+    """
+    found: list[tuple[int, str]] = []
+    fence = ""
+    for mark in _MARK.finditer(text):
+        hashes, ticks = mark.groups()
+        end = text.find("\n", mark.end())
+        rest = text[mark.end() : end if end >= 0 else len(text)]
+        start, title = mark.start(), ""
+        if ticks:
+            if not fence:
+                fence = ticks
+            elif ticks.startswith(fence) and not rest.strip():
+                fence = ""
+        elif fence:
+            continue
+        elif hashes:
+            title = rest.strip(" \t")
+            closed = title.rstrip("#")
+            if not closed or closed[-1] in " \t":
+                title = closed.rstrip(" \t")
+        elif start:
+            before = text.rfind("\n", 0, start - 1)
+            title = text[before + 1 : start - 1].rstrip()
+            above = text.rfind("\n", 0, max(0, before))
+            if _NO_TITLE.match(title) or text[above + 1 : max(0, before)].strip():
+                title = ""
+            start = before + 1
+        if title:
+            found.append((start, title[:MAX_TITLE_CHARACTERS]))
+    return found
 
 
 def _place(prepared: _Text, start: int) -> dict[str, Any]:
@@ -145,26 +190,8 @@ def _place(prepared: _Text, start: int) -> dict[str, Any]:
     return place
 
 
-def _tokenise(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], list[int]]]:
-    """Return ids and first characters of the tokens of each text, without special tokens."""
-    encoded = tokenizer(
-        texts,
-        add_special_tokens=False,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        padding=False,
-        truncation=False,
-        verbose=False,
-    )
-    return [
-        (list(ids), [start for start, _ in offsets])
-        for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-    ]
-
-
 def _cut(
-    prepared: _Text, tokenizer: Any, chunk_tokens: int
+    prepared: _Text, tokenise: _Tokenise, chunk_tokens: int
 ) -> Iterator[tuple[int, str, list[int], list[int]]]:
     """Yield offset, text, ids and token starts of each chunk."""
     text = prepared.text
@@ -173,7 +200,7 @@ def _cut(
     while position < len(text):
         end = min(len(text), position + stretch)
         seams = prepared.seams(position, end)
-        ((_, starts),) = _tokenise(tokenizer, [text[position:end]])
+        ((_, starts),) = tokenise([text[position:end]])
         starts = [position + start for start in starts]
         spans = list(_plan(seams, starts, position, end, chunk_tokens))
         # What is left of a stretch that is not the last begins the next one.
@@ -181,11 +208,11 @@ def _cut(
             spans.pop()
         pieces = [normalise_text(text[begin:stop]) for begin, stop in spans]
         for (begin, stop), piece, (ids, piece_starts) in zip(
-            spans, pieces, _tokenise(tokenizer, pieces), strict=True
+            spans, pieces, tokenise(pieces), strict=True
         ):
             if len(ids) > chunk_tokens:
                 # Tokens at a cut differ from those inside the whole text; a few more may result.
-                yield from _split(text, seams, tokenizer, begin, stop, chunk_tokens)
+                yield from _split(text, seams, tokenise, begin, stop, chunk_tokens)
             elif ids:
                 yield begin, piece, ids, piece_starts
         position = spans[-1][1]
@@ -217,11 +244,11 @@ def _best_seam(seams: _Seams, middle: int, limit: int) -> int:
 
 
 def _split(
-    text: str, seams: _Seams, tokenizer: Any, begin: int, stop: int, chunk_tokens: int
+    text: str, seams: _Seams, tokenise: _Tokenise, begin: int, stop: int, chunk_tokens: int
 ) -> Iterator[tuple[int, str, list[int], list[int]]]:
     """Yield the chunks of a span whose tokens, taken alone, are slightly too many."""
     piece = normalise_text(text[begin:stop])
-    ((ids, starts),) = _tokenise(tokenizer, [piece])
+    ((ids, starts),) = tokenise([piece])
     if len(ids) <= chunk_tokens or len(piece) == 1:
         if ids:
             yield begin, piece, ids, starts
@@ -229,5 +256,5 @@ def _split(
     origin = text.index(piece[0], begin)
     middle = origin + max(1, starts[len(ids) // 2])
     cut = _best_seam(seams, origin + max(1, starts[len(ids) // 4]), middle)
-    yield from _split(text, seams, tokenizer, begin, cut, chunk_tokens)
-    yield from _split(text, seams, tokenizer, cut, stop, chunk_tokens)
+    yield from _split(text, seams, tokenise, begin, cut, chunk_tokens)
+    yield from _split(text, seams, tokenise, cut, stop, chunk_tokens)

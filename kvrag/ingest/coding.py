@@ -16,23 +16,18 @@ from kvrag.codec.base import Codec, EncodedChunk
 from kvrag.codec.container import RecordHeader, RecordReader
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.lossless import NAME as LOSSLESS
-from kvrag.codec.presets import RAW, CodecChoice, choose_codec, expected_bytes_per_token
+from kvrag.codec.names import RAW, expected_bytes_per_token
+from kvrag.codec.presets import CodecChoice, choose_codec
 from kvrag.codec.profile import Profile
 from kvrag.codec.registry import RecordOpener, get_codec
 from kvrag.errors import ParameterError, ProfileError, RecordError, StoreError
-from kvrag.ingest.profiles import ProfileFolder
+from kvrag.ingest.profiles import SAMPLE_TOKENS, ProfileFolder
 from kvrag.ingest.report import RecodeReport
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.store.base import Store, StoredRecord
 
 EXACT_CODECS = (RAW, LOSSLESS)
 """Codecs whose records give back what the model gave."""
-
-SAMPLE_TOKENS = 16_384
-"""Tokens a profile is fitted on unless another number is asked for."""
-
-LEAST_TOKENS = 512
-"""With fewer, an ingestion stores KV raw: what is fitted to a handful fits nothing else."""
 
 
 def check_profile(profile: Profile, codec: str, spec: KVSpec, model_fingerprint: str) -> None:
@@ -213,7 +208,8 @@ def check_room(
     needed: Mapping[ChunkKey, int], store: Store, choice: CodecChoice, spec: KVSpec, folder: Path
 ) -> None:
     """Raise StoreError when the disk has no room for all records in another codec."""
-    more = sum(needed.values()) * expected_bytes_per_token(choice, spec) - store.size_bytes()
+    per_token = expected_bytes_per_token(choice.label, spec.bytes_per_token, spec.dtype.itemsize)
+    more = sum(needed.values()) * per_token - store.size_bytes()
     free = shutil.disk_usage(folder).free
     if more > free:
         raise StoreError(

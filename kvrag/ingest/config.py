@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvrag.codec.names import expected_bytes_per_token
 from kvrag.errors import IndexFormatError, IndexNotFoundError, ParameterError, StoreError
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.ingest.contexts import CONTEXTS
-from kvrag.kvcache import DTYPES, KVSpec
+from kvrag.models.control import CONTROL_TOKENS, KEEP
 
-FORMAT_VERSION = 4
+if TYPE_CHECKING:
+    from kvrag.kvcache import KVSpec
+
+FORMAT_VERSION = 5
+OLDEST_VERSION = 3
 FILE_NAME = "index.json"
+VECTORS_NAME = "vectors.cache"
 _KIND = "kvrag index"
+# Known here, so that to list an index no tensor library is needed.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""The element types that KV may have, with their size."""
+
+# What files of earlier versions do not say.
+_DEFAULTS = {
+    "compression": NO_COMPRESSION,
+    "anchors": "",
+    "store": "",
+    "key_check": "",
+    "control_tokens": KEEP,
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +74,12 @@ class IndexConfig:
         Hexadecimal digits of the salt that keys the chunk keys.
     store
         URL of the store of KV, without a password; "" for the index's own folder.
+    control_tokens
+        What becomes of the model's control strings in documents (`kvrag.models.control`).
+    key_check
+        Hexadecimal digits that tell whether a key is the index's; "" where nothing is encrypted.
+    format_version
+        Of the file that it was read from.
     """
 
     model: str
@@ -76,15 +102,32 @@ class IndexConfig:
     anchors: str
     tenant_salt: str
     store: str = ""
+    control_tokens: str = KEEP
+    key_check: str = ""
+    format_version: int = FORMAT_VERSION
 
     @property
     def spec(self) -> KVSpec:
         """Shape and type of the model's KV."""
+        from kvrag.kvcache import DTYPES, KVSpec
+
         return KVSpec(self.num_layers, self.num_kv_heads, self.head_dim, DTYPES[self.dtype])
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers, uncompressed."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def expected_bytes_per_token(self) -> int:
+        """About what the codec makes of a token's KV, before any compression of chunks."""
+        size = DTYPE_BYTES[self.dtype]
+        return expected_bytes_per_token(self.codec, self.bytes_per_token, size)
 
     def save(self, folder: Path) -> None:
         """Write ``index.json`` atomically. Raises StoreError when the folder refuses it."""
-        values = {"kind": _KIND, "format_version": FORMAT_VERSION, **asdict(self)}
+        values = {"kind": _KIND, **asdict(self), "format_version": FORMAT_VERSION}
+        values["checksum"] = _checksum(values)
         write_atomically(folder / FILE_NAME, json.dumps(values, indent=2).encode() + b"\n")
 
     @classmethod
@@ -96,7 +139,7 @@ class IndexConfig:
         IndexNotFoundError
             When there is no such file.
         IndexFormatError
-            When it is not one of this version of kvrag.
+            When it is not one of this version of kvrag, or not what was written.
         """
         path = folder / FILE_NAME
         try:
@@ -110,9 +153,11 @@ class IndexConfig:
             raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
         try:
             values = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _foreign(path, f"it is not JSON ({error})") from error
-        return cls(**_checked(path, values))
+        config = cls(**_checked(path, values))
+        _compare(path, values, config.format_version)
+        return config
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -160,18 +205,34 @@ def _foreign(path: Path, what: str) -> IndexFormatError:
     )
 
 
+def _checksum(values: Mapping[str, Any]) -> str:
+    """Return the digest of all that a file says but the digest itself."""
+    said = {name: value for name, value in values.items() if name != "checksum"}
+    canonical = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+
+def _compare(path: Path, values: Mapping[str, Any], version: int) -> None:
+    """Raise IndexFormatError unless a file is what was written."""
+    found = values.get("checksum")
+    if found is None and version < FORMAT_VERSION:
+        return  # Written before there were checksums.
+    expected = _checksum(values)
+    if found != expected:
+        raise IndexFormatError(
+            f"{path} was altered or damaged after it was written: its checksum is {found!r}, its "
+            f"content gives {expected!r}. Put back the file as it was, from a copy; without one, "
+            "ingest into a new folder"
+        )
+
+
 def _checked(path: Path, values: Any) -> dict[str, Any]:
     if not isinstance(values, dict) or values.get("kind") != _KIND:
         raise _foreign(path, f"its 'kind' is not {_KIND!r}")
-    if values.get("format_version") == 3:
-        # Before chunks could be compressed.
-        values = {"compression": NO_COMPRESSION, "anchors": "", **values}
-    elif values.get("format_version") != FORMAT_VERSION:
-        raise _foreign(
-            path, f"format version {FORMAT_VERSION} expected, found {values.get('format_version')}"
-        )
-    # Before KV could be kept elsewhere.
-    values = {"store": "", **values}
+    version = values.get("format_version")
+    if type(version) is not int or not OLDEST_VERSION <= version <= FORMAT_VERSION:
+        raise _foreign(path, f"format version {FORMAT_VERSION} expected, found {version}")
+    values = {**_DEFAULTS, **values}
     checked: dict[str, Any] = {}
     for field in fields(IndexConfig):
         value = values.get(field.name)
@@ -194,9 +255,13 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
         raise _foreign(path, str(error)) from error
     if not re.fullmatch(r"([0-9a-f]{40})?", checked["anchors"]):
         raise _foreign(path, f"'anchors' is {checked['anchors']!r}")
+    if not re.fullmatch(r"([0-9a-f]{32})?", checked["key_check"]):
+        raise _foreign(path, f"'key_check' is {checked['key_check']!r}")
     if checked["context"] not in CONTEXTS:
         raise _foreign(path, f"'context' is {checked['context']!r}")
-    if checked["dtype"] not in DTYPES:
+    if checked["control_tokens"] not in CONTROL_TOKENS:
+        raise _foreign(path, f"'control_tokens' is {checked['control_tokens']!r}")
+    if checked["dtype"] not in DTYPE_BYTES:
         raise _foreign(path, f"'dtype' is {checked['dtype']!r}")
     try:
         salt = bytes.fromhex(checked["tenant_salt"])

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvrag import arguments
 from kvrag.chunk import Chunk
 from kvrag.errors import ParameterError
+from kvrag.models.control import ControlTokens, encode_documents
 
 NO_CONTEXT = "none"
 DOCUMENT = "document"
@@ -39,7 +41,7 @@ def context_limit(context: str, context_tokens: int | None) -> int:
     if context not in CONTEXTS:
         raise ParameterError(f"context {context!r}: expected one of {', '.join(CONTEXTS)}")
     if context != DOCUMENT:
-        if context_tokens:
+        if context_tokens is not None and context_tokens != 0:
             raise ParameterError(
                 f"context_tokens={context_tokens} does nothing with context {context!r}: leave it "
                 f"out, or choose context {DOCUMENT!r}"
@@ -47,16 +49,16 @@ def context_limit(context: str, context_tokens: int | None) -> int:
         return 0
     if context_tokens is None:
         return DEFAULT_CONTEXT_TOKENS
-    # Exactly int: the number is written down as JSON and read back as one.
-    if type(context_tokens) is not int or context_tokens < 1:
-        raise ParameterError(
-            f"context_tokens {context_tokens!r}: expected a whole number (int), at least 1"
-        )
-    return context_tokens
+    return arguments.whole(context_tokens, "context_tokens", 1)
 
 
 def add_contexts(
-    chunks: Sequence[Chunk], tokenizer: Any, context: str, limit: int, room: int
+    chunks: Sequence[Chunk],
+    tokenizer: Any,
+    context: str,
+    limit: int,
+    room: int,
+    control: ControlTokens | None = None,
 ) -> list[Chunk]:
     """Return the chunks of one document with what each of them is encoded behind.
 
@@ -73,6 +75,8 @@ def add_contexts(
     room
         Tokens that context and chunk have together at the most: the model's window behind the
         shared prefix.
+    control
+        Takes control strings for text; None keeps them.
     """
     if context == NO_CONTEXT:
         return list(chunks)
@@ -80,10 +84,12 @@ def add_contexts(
     for number, chunk in enumerate(chunks):
         left = room - len(chunk.token_ids)
         if context == DOCUMENT:
-            ids = _earlier_ids(chunks[:number], chunk, tokenizer, min(limit, left))
+            # Each of them has a token: no more than so many can be needed.
+            earlier = chunks[max(0, number - limit) : number]
+            ids = _earlier_ids(earlier, chunk, tokenizer, min(limit, left), control)
             found.append(replace(chunk, contexts=(ids,)))
             continue
-        ids = _ids_before(chunks[max(0, number - 1) : number], chunk, tokenizer)
+        ids = _ids_before(chunks[max(0, number - 1) : number], chunk, tokenizer, control)
         # A part of the predecessor would never be recognised in a prompt.
         is_useful = 0 < len(ids) <= left
         found.append(replace(chunk, contexts=((), ids) if is_useful else ((),)))
@@ -116,7 +122,11 @@ def encoded_behind(
 
 
 def _earlier_ids(
-    earlier: Sequence[Chunk], chunk: Chunk, tokenizer: Any, limit: int
+    earlier: Sequence[Chunk],
+    chunk: Chunk,
+    tokenizer: Any,
+    limit: int,
+    control: ControlTokens | None,
 ) -> tuple[int, ...]:
     """Return the last tokens before a chunk, no more than `limit`."""
     if limit < 1:
@@ -126,27 +136,20 @@ def _earlier_ids(
     while first and num_tokens < limit:
         first -= 1
         num_tokens += len(earlier[first].token_ids)
-    return _ids_before(earlier[first:], chunk, tokenizer)[-limit:]
+    return _ids_before(earlier[first:], chunk, tokenizer, control)[-limit:]
 
 
-def _ids_before(earlier: Sequence[Chunk], chunk: Chunk, tokenizer: Any) -> tuple[int, ...]:
+def _ids_before(
+    earlier: Sequence[Chunk], chunk: Chunk, tokenizer: Any, control: ControlTokens | None
+) -> tuple[int, ...]:
     """Return the tokens before a chunk in the text that it makes with others in front of it."""
     if not earlier:
         return ()
     before = "".join(one.text + SEPARATOR for one in earlier)
     # Tokenised with the chunk, as a prompt is: what stands at a seam depends on both sides.
-    encoding = tokenizer(
-        before + chunk.text,
-        add_special_tokens=False,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        padding=False,
-        truncation=False,
-        verbose=False,
-    )
+    (tokens,) = encode_documents(tokenizer, [before + chunk.text], control)
     ids = []
-    for token_id, (_, end) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
+    for token_id, (_, end) in zip(tokens.token_ids, tokens.offsets, strict=True):
         if end > len(before):
             break
         ids.append(token_id)

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sqlite3
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,6 +52,7 @@ METRICS: MetricsOf = {
     "prompts": ("Prompts fused.", ()),
     "tokens": ("Prompt tokens: exact, reused, recomputed or fresh.", ("kind",)),
     "chunks": ("Stored chunks of prompts, loaded or computed by decision.", ("outcome",)),
+    "damaged_rows": ("Rows of the catalog that were left out because they are damaged.", ()),
     "misses": ("Chunks found in prompts and computed because they could not be had.", ("reason",)),
     "seconds": ("Seconds of answering by stage; hidden_load is waited for by nobody.", ("stage",)),
     "stream_chunks": ("Chunks streamed, by the level that was chosen.", ("level",)),
@@ -103,6 +106,18 @@ class IndexCounters:
         self._keeping = threading.Lock()
         self._kept: Counts = {}
         self._due = time.monotonic() + _SECONDS_BETWEEN
+        self._at_fork: Counts = {}
+        _living.add(self)
+
+    def before_fork(self) -> None:
+        """Remember what this process has counted: that stays its own."""
+        self._at_fork = self._now()
+
+    def in_child(self) -> None:
+        """Count from here on, in a process that was forked."""
+        self._kept = self._at_fork
+        # Another thread of the parent may have held them.
+        self._lock, self._keeping = threading.Lock(), threading.Lock()
 
     def note(self, report: FusionReport) -> None:
         """Count a prompt, with the streaming in it if there was any."""
@@ -129,6 +144,11 @@ class IndexCounters:
         if time.monotonic() >= self._due:
             self.keep()
 
+    def note_damage(self) -> None:
+        """Count a row of the catalog that was left out."""
+        with self._lock:
+            self._counts["damaged_rows", ()] += 1
+
     def counts(self) -> Counts:
         """Return what this process has counted of prompts; for its stores see `Store.counts`."""
         with self._lock:
@@ -138,7 +158,7 @@ class IndexCounters:
         """Add to the file what is new since the last time."""
         with self._keeping:
             self._due = time.monotonic() + _SECONDS_BETWEEN
-            now = self.counts() | labelled(self._store_counts())
+            now = self._now()
             new = {what: count - self._kept.get(what, 0.0) for what, count in now.items()}
             new = {what: count for what, count in new.items() if count > 0}
             if not new or not self._path.parent.is_dir():
@@ -146,6 +166,26 @@ class IndexCounters:
             with contextlib.suppress(sqlite3.Error, OSError):
                 _add(self._path, new)
                 self._kept = now
+
+    def _now(self) -> Counts:
+        return self.counts() | labelled(self._store_counts())
+
+
+_living: weakref.WeakSet[IndexCounters] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for counters in list(_living):
+        counters.before_fork()
+
+
+def _in_child() -> None:
+    for counters in list(_living):
+        counters.in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 
 
 def read_kept(folder: Path) -> KeptCounts | None:

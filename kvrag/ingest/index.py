@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey, Document, chunk_key
-from kvrag.codec.base import EncodedChunk
-from kvrag.codec.presets import choose_codec
-from kvrag.codec.profile import Profile
+from kvrag.codec.names import parse_codec
 from kvrag.errors import (
     AnchorsError,
+    IndexClosedError,
     IndexFormatError,
     IndexMismatchError,
     ModelLoadError,
@@ -30,18 +28,22 @@ from kvrag.errors import (
     StoreError,
 )
 from kvrag.fusion.compression.spec import NO_COMPRESSION, key_options, parse_compression
-from kvrag.fusion.segments import ChunkMatcher
 from kvrag.ingest import catalog as catalogs
+from kvrag.ingest import config as configs
 from kvrag.ingest import lock, profiles
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.chunker import chunk_document
-from kvrag.ingest.coding import (
-    RecordCoding,
-)
-from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.config import FORMAT_VERSION, IndexConfig
 from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, context_limit, encoded_behind
 from kvrag.ingest.counting import IndexCounters
-from kvrag.ingest.embedding import Embedding, get_embedding
+from kvrag.ingest.encryption import (
+    catalog_key,
+    key_check,
+    open_catalog,
+    replace_catalog,
+    secret_salt,
+)
+from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.making import (
     KV_FOLDER,
@@ -52,18 +54,18 @@ from kvrag.ingest.making import (
     make_config,
     require_free,
 )
+from kvrag.ingest.parsing import Parser
 from kvrag.ingest.pipeline import Outcome, Work, check_space, run_plan
 from kvrag.ingest.plan import Plan, Planner, Sources, gather
-from kvrag.ingest.profiles import ProfileFolder
+from kvrag.ingest.refusal import refuse_control
 from kvrag.ingest.report import (
     IngestProgress,
     IngestReport,
 )
 from kvrag.ingest.rows import Change, DocumentRow
+from kvrag.ingest.seals import seal_key
 from kvrag.ingest.upkeep import IndexUpkeep
-from kvrag.ingest.vectors import VectorIndex
-from kvrag.ingest.watched import WatchedChunk
-from kvrag.kvcache import ChunkKV
+from kvrag.models.control import KEEP, REFUSE, ControlTokens, check_control_tokens
 from kvrag.store.base import Store
 from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
@@ -72,14 +74,25 @@ from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import innermost
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from kvrag.codec.base import EncodedChunk
+    from kvrag.codec.profile import Profile
     from kvrag.fusion.compression.encoding import Compressor
+    from kvrag.fusion.segments import ChunkMatcher
+    from kvrag.ingest.embedding import Embedding
+    from kvrag.ingest.vectors import VectorIndex
+    from kvrag.kvcache import ChunkKV
     from kvrag.models.kv_model import KVModel
+
+logger = logging.getLogger("kvrag")
 
 _DEFAULT_SALT = b"kvrag"
 _MAX_RECENT = 256
+_MOST_CHUNKS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -121,18 +134,21 @@ class Index(IndexUpkeep):
     ) -> None:
         self.path = path
         self.config = config
-        self.catalog = catalog
+        self._catalog = catalog
         self.store = store
-        folder = ProfileFolder(path / profiles.FOLDER_NAME)
-        self.coding = RecordCoding(folder, config.codec, config.profile, config.model_fingerprint)
         self._given_model = model
         self._given_embedding = embedding
         self._device = device
         self._lazy = threading.RLock()
+        self._is_closed = False
         self._vectors: VectorIndex | None = None
         self._matcher: tuple[int, ChunkMatcher] | None = None
         self._recent: deque[str] = deque(maxlen=_MAX_RECENT)
+        self._neutralised: dict[str, int] = {}  # by document, in an ingestion
+        self._is_swept = False
+        self._num_noted = 0
         self.counters = IndexCounters(path, lambda: self.store.counts())
+        catalog.on_damage = self._note_damage
 
     # -- making and opening ------------------------------------------------------------------
 
@@ -153,6 +169,7 @@ class Index(IndexUpkeep):
         tenant_salt: bytes | None = None,
         device: str | None = None,
         store: str | None = None,
+        control_tokens: str | None = None,
     ) -> Index:
         """Make an empty index in a new or empty folder.
 
@@ -185,13 +202,20 @@ class Index(IndexUpkeep):
             Type of weights and KV of a model that is loaded here; None keeps the checkpoint's.
         tenant_salt
             1 to 64 bytes that key the chunk keys, so that tenants who share a store cannot
-            guess each other's; None means a public one.
+            guess each other's; None means a public one, or of an encrypted index one that follows
+            from its key.
         device
             Where a model that is loaded here runs, such as ``"cuda"``; None means the CPU. It is
             not recorded: stored KV is the same kind wherever it is computed.
         store
             URL of where KV is kept (`kvrag.store.registry.open_store`), recorded without its
-            password; None means a folder in the index's own.
+            password; None means a folder in the index's own. With ``key_file=PATH`` in it the
+            catalog is encrypted too.
+        control_tokens
+            What becomes of the model's control strings (``<|im_end|>``) in documents and prompts:
+            ``neutralise`` reads them as text, ``refuse`` does not index documents that hold any,
+            ``keep`` leaves them their power. None neutralises them for models with a chat template
+            and keeps them for others.
 
         Raises
         ------
@@ -207,12 +231,13 @@ class Index(IndexUpkeep):
         IndexLockedError
             When another process is making an index there.
         """
+        from kvrag.ingest.embedding import get_embedding
         from kvrag.models.kv_model import KVModel
 
-        folder = Path(path).expanduser().resolve()
+        folder = arguments.path(path, "path").expanduser().resolve()
         require_free(folder)
-        salt = _DEFAULT_SALT if tenant_salt is None else tenant_salt
-        check_settings(codec, chunk_tokens, salt)
+        check_settings(codec, chunk_tokens, _DEFAULT_SALT if tenant_salt is None else tenant_salt)
+        check_control_tokens(control_tokens)
         context_limit(context, context_tokens)
         parse_compression(compression)
         check_device(device)
@@ -230,13 +255,16 @@ class Index(IndexUpkeep):
             context=context,
             context_tokens=context_tokens,
             compression=compression,
-            tenant_salt=salt,
+            tenant_salt=_DEFAULT_SALT if tenant_salt is None else tenant_salt,
+            control_tokens=control_tokens,
         )
         with contextlib.ExitStack() as undoing:
             opened = None if store is None else open_store(store)
             if opened is not None:
                 undoing.callback(opened.close)
-                config = replace(config, store=opened.url)
+                config = replace(config, store=opened.url, key_check=key_check(opened))
+                if tenant_salt is None and (salt := secret_salt(opened)) is not None:
+                    config = replace(config, tenant_salt=salt.hex())
                 check_limit(opened, config)
                 if isinstance(base := innermost(opened), FileStore):
                     base.check_writable()
@@ -248,9 +276,13 @@ class Index(IndexUpkeep):
                 ) from error
             with lock.writer_lock(folder):
                 require_free(folder)
-                catalog = Catalog.create(folder / catalogs.FILE_NAME)
+                catalog = Catalog.create(
+                    folder / catalogs.FILE_NAME,
+                    seal_key=seal_key(bytes.fromhex(config.tenant_salt)),
+                    cipher_key=None if opened is None else catalog_key(opened),
+                )
                 if profile is not None:
-                    ProfileFolder(folder / profiles.FOLDER_NAME).add(profile)
+                    profiles.ProfileFolder(folder / profiles.FOLDER_NAME).add(profile)
                 # Last, since it is what makes the folder an index.
                 config.save(folder)
             undoing.pop_all()
@@ -273,6 +305,7 @@ class Index(IndexUpkeep):
         embedding: Embedding | Any | None = None,
         device: str | None = None,
         store: str | None = None,
+        mend: bool = False,
     ) -> Index:
         """Open an index. Neither weights nor the embedding are loaded before they are needed.
 
@@ -290,6 +323,9 @@ class Index(IndexUpkeep):
         store
             URL of where KV is kept, in place of the one recorded: the same store with other tiers
             before it, say. One that does not answer is no error: chunks are then prefilled.
+        mend
+            Where the catalog cannot be opened at all, set it aside (``catalog.sqlite.damaged``) and
+            begin an empty one; adding the documents again finds their KV in the store.
 
         Raises
         ------
@@ -305,20 +341,31 @@ class Index(IndexUpkeep):
             When the store refuses: a wrong password, a missing bucket.
         """
         check_device(device)
-        folder = Path(path).expanduser().resolve()
+        folder = arguments.path(path, "path").expanduser().resolve()
         config = IndexConfig.load(folder)
         try:
-            choose_codec(config.codec)
+            parse_codec(config.codec)
         except ParameterError as error:
             raise IndexFormatError(f"{folder}: {error}; a newer kvrag may know it") from error
-        the_embedding = None if embedding is None else get_embedding(embedding)
-        if the_embedding is not None:
+        the_embedding = None
+        if embedding is not None:
+            from kvrag.ingest.embedding import get_embedding
+
+            the_embedding = get_embedding(embedding)
             check_embedding(config, folder, the_embedding)
         url = store or config.store or f"file:{folder / KV_FOLDER}"
         opened = open_store(url, must_answer=False)
         check_limit(opened, config)
         try:
-            catalog = Catalog(folder / catalogs.FILE_NAME)
+            try:
+                catalog = open_catalog(folder, config, opened)
+            except IndexFormatError as error:
+                is_there = (folder / catalogs.FILE_NAME).exists()
+                if not mend or (is_there and error.__cause__ is None):
+                    raise  # one of another version is none that is damaged
+                with lock.writer_lock(folder):
+                    catalog = replace_catalog(folder, config, opened)
+                logger.warning("%s; it was set aside: ingest all documents again", error)
         except BaseException:
             opened.close()
             raise
@@ -331,6 +378,11 @@ class Index(IndexUpkeep):
             device=device,
             store=opened,
         )
+        try:
+            index._bring_up_to_date()
+        except BaseException:
+            index.close()
+            raise
         if model is not None and not isinstance(model, str | Path):
             try:
                 _ = index.model  # loaded already: a mismatch is best told at once
@@ -341,9 +393,19 @@ class Index(IndexUpkeep):
 
     def close(self) -> None:
         """Close the catalog and the store, and keep what was counted."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.counters.keep()
-        self.catalog.close()
+        self._catalog.close()
         self.store.close()
+
+    def require_open(self) -> None:
+        """Raise IndexClosedError when the index was closed."""
+        if self._is_closed:
+            raise IndexClosedError(
+                f"the index in {self.path} was closed: open it again, with Index.open"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -418,10 +480,19 @@ class Index(IndexUpkeep):
             return tokenizer
 
     @cached_property
+    def control(self) -> ControlTokens | None:
+        """The model's control strings, or None where they are kept. Raises as `tokenizer` does."""
+        if self.config.control_tokens == KEEP:
+            return None
+        return ControlTokens(self.tokenizer)
+
+    @cached_property
     def embedding(self) -> Embedding:
         """The embedding, loaded on first use. Raises IndexMismatchError."""
         if self._given_embedding is not None:
             return self._given_embedding
+        from kvrag.ingest.embedding import get_embedding
+
         with self._lazy:
             try:
                 embedding = get_embedding(self.config.embedding)
@@ -434,6 +505,12 @@ class Index(IndexUpkeep):
             return embedding
 
     @property
+    def catalog(self) -> Catalog:
+        """Documents and chunks. Raises IndexClosedError when the index was closed."""
+        self.require_open()
+        return self._catalog
+
+    @property
     def prefix_ids(self) -> tuple[int, ...]:
         """Token ids every chunk is encoded behind."""
         return self.config.prefix_ids
@@ -441,6 +518,8 @@ class Index(IndexUpkeep):
     @property
     def matcher(self) -> ChunkMatcher:
         """Finds the index's chunks in a prompt; a new one after every change of the catalog."""
+        from kvrag.fusion.segments import ChunkMatcher
+
         with self._lazy:
             if self._matcher is None or self._matcher[0] != self.catalog.generation():
                 # Made anew rather than altered: other threads may be searching with the old one.
@@ -455,9 +534,15 @@ class Index(IndexUpkeep):
         paths_or_documents: Any,
         *,
         dry_run: bool = False,
+        force: bool = False,
         on_progress: Callable[[IngestProgress], None] | None = None,
+        limits: ParseLimits | None = None,
+        loaders: Mapping[str, str] | None = None,
     ) -> IngestReport:
         """Bring files and documents into the index; what is unchanged costs no model time.
+
+        What the index holds of the documents given is held against its seals; what is damaged is
+        written anew.
 
         Parameters
         ----------
@@ -467,42 +552,83 @@ class Index(IndexUpkeep):
             that are gone are removed from the index. A document of a known source replaces it.
         dry_run
             Only say what would be done.
+        force
+            Read and compare every file, also one whose size, times and inode are as they were.
         on_progress
             Called from this thread as the work goes on.
+        limits
+            What a file may cost; None means `ParseLimits` as it is.
+        loaders
+            Further loaders by suffix, or others than ours, as ``package.module:function``: a
+            function of a file's path and bytes that yields a `Document` for each part of it. It
+            is called in the process that parses, within its limits.
 
         Returns
         -------
         IngestReport
-            Files that could not be read are in its `failed`; the others are ingested.
+            Files and documents at which anything failed are in its `failed`, with the reason; the
+            others are ingested.
 
         Raises
         ------
         DocumentError
             When a path does not exist; nothing is done then.
+        ParameterError
+            When something is neither a path nor a document.
+        ParserError
+            When the process that parses documents, or a loader in it, cannot be started.
         IndexLockedError
             When another process is writing to the index.
         StoreError
             When the disk is too small, full or read-only. What was done is kept; a second call
             completes it.
         """
+        self.require_open()
+        arguments.flag(dry_run, "dry_run")
+        arguments.flag(force, "force")
+        parser = Parser(limits, loaders)
+        sources = gather(paths_or_documents, self.path, parser.suffixes)
+        lock_taken = contextlib.nullcontext() if dry_run else lock.writer_lock(self.path)
+        with parser, lock_taken:
+            return self._add(sources, parser, dry_run, force, on_progress)
+
+    def _add_files(self, paths: Sequence[str]) -> IngestReport:
+        with Parser(None, None) as parser:
+            return self._add(Sources(list(paths), [], {}, []), parser, False, True, None)
+
+    def _add(
+        self,
+        sources: Sources,
+        parser: Parser,
+        dry_run: bool,
+        force: bool,
+        on_progress: Callable[[IngestProgress], None] | None,
+    ) -> IngestReport:
+        """Do what `add` does; call with the writer's lock held, but for a dry run."""
         started = time.perf_counter()
-        sources = gather(paths_or_documents, self.path)
-        with contextlib.nullcontext() if dry_run else lock.writer_lock(self.path):
-            self._reload_codec()
-            plan = self._plan(sources, on_progress)
-            if dry_run:
-                outcome = Outcome(
-                    num_records=plan.num_records,
-                    num_tokens_computed=plan.num_tokens_to_compute,
-                    num_context_tokens=plan.num_context_tokens,
-                    size_bytes=plan.num_tokens_to_compute * self.expected_bytes_per_token,
-                )
-            else:
-                room = self.expected_bytes_per_token
-                if self.is_store_shared:
-                    room = 0  # on this disk
-                check_space(plan, self.path, room, self.config.embedding_dim)
-                outcome = run_plan(plan, self._work(), on_progress)
+        self._reload_codec()
+        self._neutralised.clear()
+        is_sound = self._is_swept or self.catalog.has_sound_tables()
+        before: tuple[int, set[str]] | None = None
+        if not dry_run:
+            self._encrypt_catalog()
+            if not is_sound:
+                before = self._heal_first()
+        num_noted = self._num_noted
+        plan = self._plan(sources, parser, force or not is_sound, on_progress)
+        if self._num_noted > num_noted and not dry_run and before is None:
+            # What is damaged elsewhere must not stand in the way of writing.
+            before = self._heal_first()
+            plan = self._plan(sources, parser, True, on_progress)
+        outcome = self._foretell(plan) if dry_run else self._run(plan, parser, on_progress)
+        self._is_swept = self._is_swept or not dry_run
+        note = self._codec_note() if outcome.num_records and not dry_run else ""
+        if before is not None:
+            said = (
+                "the catalog was damaged and has been mended",
+                *self._lost_since(before, len(plan.removed)),
+            )
+            note = "; ".join((*said, *filter(None, (note,))))
         seconds = outcome.seconds
         return IngestReport(
             added=tuple(plan.added),
@@ -521,9 +647,37 @@ class Index(IndexUpkeep):
             prefill_seconds=outcome.prefill_seconds,
             tokens_per_second=outcome.num_tokens_computed / seconds if seconds else 0.0,
             dry_run=dry_run,
-            note="" if dry_run or not outcome.num_records else self._codec_note(),
+            note=note,
             compression=self.config.compression,
+            control_strings=self._num_control_strings([*plan.added, *plan.changed]),
         )
+
+    def _foretell(self, plan: Plan) -> Outcome:
+        return Outcome(
+            num_records=plan.num_records,
+            num_tokens_computed=plan.num_tokens_to_compute,
+            num_context_tokens=plan.num_context_tokens,
+            size_bytes=plan.num_tokens_to_compute * self.expected_bytes_per_token,
+        )
+
+    def _run(
+        self,
+        plan: Plan,
+        parser: Parser,
+        on_progress: Callable[[IngestProgress], None] | None,
+    ) -> Outcome:
+        # What a shared store takes is not on this disk.
+        room = 0 if self.is_store_shared else self.expected_bytes_per_token
+        check_space(plan, self.path, room, self.config.embedding_dim)
+        return run_plan(plan, self._work(parser), on_progress)
+
+    def _heal_first(self) -> tuple[int, set[str]]:
+        """Mend a damaged catalog before it is written to; return what it held."""
+        self._is_swept = True
+        audit = self._audit()
+        before = self._held(audit)
+        self._heal(audit)
+        return before
 
     def delete(self, *, sources: Sequence[str] = (), chunk_ids: Sequence[str] = ()) -> int:
         """Remove documents and single chunks; their KV goes with the next `gc`.
@@ -537,6 +691,9 @@ class Index(IndexUpkeep):
         int
             Chunks removed. Sources and ids that are not known are skipped.
         """
+        self.require_open()
+        sources = arguments.texts(sources, "sources")
+        chunk_ids = arguments.texts(chunk_ids, "chunk_ids")
         with lock.writer_lock(self.path):
             known = {
                 source: self.catalog.chunk_ids_of(source)
@@ -559,25 +716,65 @@ class Index(IndexUpkeep):
     # -- reading -----------------------------------------------------------------------------
 
     def search(self, query: str, k: int = 4) -> list[SearchHit]:
-        """Return the `k` chunks nearest to a question, best first."""
+        """Return the `k` chunks nearest to a question, best first.
+
+        Raises
+        ------
+        ParameterError
+            When the question is no text, or blank, or `k` is no whole number from 1 on.
+        IndexClosedError
+            When the index was closed.
+        """
+        query, k = self._checked_search(query, k)
         return self.search_by_vector(self.embedding.embed([query])[0], k)
 
     def search_by_vector(
         self, vector: NDArray[np.float32] | Sequence[float], k: int = 4
     ) -> list[SearchHit]:
         """Return the `k` chunks nearest to a vector ``[dim]``, best first."""
-        if k < 1:
-            raise ParameterError(f"k is at least 1, found {k}")
+        self.require_open()
+        k = arguments.whole(k, "k", 1, _MOST_CHUNKS)
+        from kvrag.ingest.vectors import VectorIndex
+
         with self._lazy:
             if self._vectors is None:
                 self._vectors = VectorIndex.load(self.path, self.catalog, self.config.embedding_dim)
             elif self._vectors.generation != self.catalog.generation():
                 self._vectors = VectorIndex.refresh(self.catalog, self.config.embedding_dim)
-            found = self._vectors.search(np.asarray(vector, dtype=np.float32), k)
-        chunks = self.catalog.chunks_at([row for row, _ in found])
-        hits = [SearchHit(chunks[row], score) for row, score in found if row in chunks]
+            vectors = self._vectors
+        asked = _as_vector(vector)
+        return self._hits(lambda most: vectors.search(asked, most), k)
+
+    def _checked_search(self, query: Any, k: Any) -> tuple[str, int]:
+        self.require_open()
+        k = arguments.whole(k, "k", 1, _MOST_CHUNKS)
+        if not arguments.text(query, "the question").strip():
+            raise ParameterError("the question is empty: there is nothing to search for")
+        return query, k
+
+    def _hits(self, search: Callable[[int], list[tuple[int, float]]], k: int) -> list[SearchHit]:
+        """Return the `k` best chunks that `search` finds and that are whole."""
+        hits: list[SearchHit] = []
+        seen: set[int] = set()
+        # Where a chunk is damaged or gone, the next one takes its place.
+        while len(hits) < k:
+            found = [one for one in search(max(k, 2 * len(seen))) if one[0] not in seen]
+            if not found:
+                break
+            chunks = self.catalog.chunks_at([row for row, _ in found])
+            hits += [SearchHit(chunks[row], score) for row, score in found if row in chunks]
+            seen.update(row for row, _ in found)
+        hits = hits[:k]
         self._recent.extend(hit.chunk.chunk_id for hit in reversed(hits))
         return hits
+
+    def search_words(self, query: str, k: int = 4) -> list[SearchHit]:
+        """Return the `k` chunks that say most of a question's words (BM25), best first.
+
+        No model is needed. A question without words finds nothing.
+        """
+        query, k = self._checked_search(query, k)
+        return self._hits(lambda most: self.catalog.search_words(query, most), k)
 
     @property
     def recent_chunk_ids(self) -> tuple[str, ...]:
@@ -586,7 +783,7 @@ class Index(IndexUpkeep):
 
     def get_chunks(self, chunk_ids: Sequence[str]) -> list[Chunk]:
         """Return chunks by id, in that order; ids that are not known are skipped."""
-        return self.catalog.chunks(chunk_ids)
+        return self.catalog.chunks(arguments.texts(chunk_ids, "chunk_ids"))
 
     def documents(self) -> list[DocumentRow]:
         """Return the indexed documents, by source."""
@@ -627,6 +824,8 @@ class Index(IndexUpkeep):
         StoreError
             When the store cannot be read.
         """
+        from kvrag.ingest.watched import WatchedChunk
+
         found = self.catalog.chunk_and_keys(chunk_id)
         if found is None:
             return None
@@ -697,6 +896,7 @@ class Index(IndexUpkeep):
         int
             Records pinned; none where the store has no limit to keep within.
         """
+        sources = arguments.texts(sources, "sources")
         chunk_ids = [chunk_id for one in sources for chunk_id in self.catalog.chunk_ids_of(one)]
         keys = {
             self.key_of(one) for chunk in self.get_chunks(chunk_ids) for one in chunk.encodings()
@@ -709,10 +909,24 @@ class Index(IndexUpkeep):
     # -- private -----------------------------------------------------------------------------
 
     def _chunk(self, document: Document) -> list[Chunk]:
-        config = self.config
-        chunks = chunk_document(document, self.tokenizer, config.chunk_tokens)
+        config, control = self.config, self.control
+        chunks = chunk_document(document, self.tokenizer, config.chunk_tokens, control)
+        if control is not None and config.control_tokens == REFUSE:
+            refuse_control(document, chunks, control)
+        elif control is not None and (
+            found := sum(len(control.find_any(chunk.text)) for chunk in chunks)
+        ):
+            self._neutralised[document.source] = found
         room = config.max_positions - len(config.prefix_ids) - self._room_to_compress
-        return add_contexts(chunks, self.tokenizer, config.context, config.context_tokens, room)
+        return add_contexts(
+            chunks, self.tokenizer, config.context, config.context_tokens, room, control
+        )
+
+    def _num_control_strings(self, sources: Sequence[str]) -> dict[str, int]:
+        """Return how many control strings were read as text, of those documents that held any."""
+        return {
+            source: self._neutralised[source] for source in sources if source in self._neutralised
+        }
 
     def _missing_key(self, chunk: Chunk) -> str | None:
         key = self.key_of(chunk)
@@ -748,7 +962,13 @@ class Index(IndexUpkeep):
             )
         return compressor
 
-    def _plan(self, sources: Sources, on_progress: Callable[[IngestProgress], None] | None) -> Plan:
+    def _plan(
+        self,
+        sources: Sources,
+        parser: Parser,
+        force: bool,
+        on_progress: Callable[[IngestProgress], None] | None,
+    ) -> Plan:
         started = time.perf_counter()
         num_inputs = len(sources.files) + len(sources.documents)
 
@@ -770,14 +990,42 @@ class Index(IndexUpkeep):
                     )
                 )
 
-        return Planner(self.catalog, self._chunk, self._missing_key, report).run(sources)
+        planner = Planner(self.catalog, parser, self._chunk, self._missing_key, report, force)
+        return planner.run(sources)
 
-    def _work(self) -> Work:
+    def _bring_up_to_date(self) -> None:
+        """Seal what was written before rows and `index.json` were sealed."""
+        if not self.catalog.is_old:
+            if self.config.format_version < FORMAT_VERSION:
+                raise IndexFormatError(
+                    f"{self.path / configs.FILE_NAME} is older than the catalog beside it: it was "
+                    "exchanged. Put back the file as it was, from a copy; without one, ingest into "
+                    "a new folder"
+                )
+            return
+        logger.warning("%s was made by an older kvrag: its rows are sealed now", self.path)
+        with lock.writer_lock(self.path):
+            self.config.save(self.path)
+            self.catalog.upgrade(self.key_of)
+
+    def _note_damage(self, what: str) -> None:
+        """Count a row that was left out; say it once."""
+        self.counters.note_damage()
+        self._num_noted += 1
+        if self._num_noted == 1:
+            logger.warning(
+                "%s (left out; questions still get right answers). 'kvrag verify --repair' mends "
+                "the index",
+                what,
+            )
+
+    def _work(self, parser: Parser) -> Work:
         return Work(
             catalog=self.catalog,
             store=self.store,
             codec_for=self._codec_for,
             embedding=self.embedding,
+            parser=parser,
             chunk=self._chunk,
             key_of=self.key_of,
             prefill=self._prefill,
@@ -801,3 +1049,17 @@ class Index(IndexUpkeep):
             f"(fingerprint {expected}), but that of {name!r} has fingerprint {found}; give the "
             "model it was made with, or ingest into a new folder"
         )
+
+
+def _as_vector(vector: Any) -> NDArray[np.float32]:
+    import numpy as np
+
+    try:
+        found = np.asarray(vector, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise ParameterError(f"vector: expected numbers, found {str(vector)[:60]!r}") from error
+    if found.ndim != 1 or not np.isfinite(found).all():
+        raise ParameterError(
+            f"vector: expected finite numbers in one dimension, found shape {found.shape}"
+        )
+    return found

@@ -9,17 +9,23 @@ from __future__ import annotations
 import codecs
 import csv
 import io
+import itertools
 import json
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvrag.chunk import Document, content_hash
 from kvrag.errors import DocumentError, ParameterError
+from kvrag.ingest.files import printable
 from kvrag.ingest.html import html_to_text
+from kvrag.ingest.limits import MAX_TITLE_CHARACTERS
+from kvrag.ingest.metadata import plain_metadata
 from kvrag.ingest.office import docx_to_text, pdf_to_text
+
+# The largest a C long holds everywhere; what files hold is limited as a whole.
+_MAX_FIELD_CHARACTERS = (1 << 31) - 1
 
 _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -35,6 +41,24 @@ class NoTextError(DocumentError):
 
 
 _TEXT_FIELDS = ("text", "page_content", "content", "body", "passage")
+# Encodings that pages declare, by the name Python knows them under, and what they are read as:
+# the list and the meanings of https://encoding.spec.whatwg.org. Python knows more codecs by name,
+# some of which do not even give text.
+_WEB_ENCODINGS = {
+    **{name: name for name in ("utf-8", "cp866", "koi8-r", "koi8-u", "mac-roman", "mac-cyrillic")},
+    **{f"iso8859-{part}": f"iso8859-{part}" for part in (2, 3, 4, 5, 6, 7, 8, 10, 13, 14, 15, 16)},
+    **{f"cp{page}": f"cp{page}" for page in (874, 932, 949, *range(1250, 1259))},
+    **{name: name for name in ("gbk", "gb18030", "euc_jp", "iso2022_jp")},
+    **dict.fromkeys(("ascii", "iso8859-1"), "cp1252"),
+    **dict.fromkeys(("iso8859-11", "tis-620"), "cp874"),
+    "iso8859-9": "cp1254",
+    "gb2312": "gbk",
+    **dict.fromkeys(("big5", "big5hkscs"), "big5hkscs"),
+    "shift_jis": "cp932",
+    "euc_kr": "cp949",
+    # Markup whose declaration could be read as ASCII is in none of these.
+    **dict.fromkeys(("utf-16", "utf-16-le", "utf-16-be"), "utf-8"),
+}
 _DECLARED = re.compile(rb"<meta[^>]+charset=[\"']?([\w.:-]+)", re.IGNORECASE)
 
 
@@ -75,21 +99,28 @@ def _load_html(path: str, content: bytes) -> Iterator[Document]:
     declared = None
     if match := _DECLARED.search(content[:4096]):
         try:
-            declared = codecs.lookup(match[1].decode("ascii")).name
+            declared = _WEB_ENCODINGS[codecs.lookup(match[1].decode("ascii")).name]
         except LookupError as error:
-            raise DocumentError(f"{path}: declares an unknown encoding {match[1]!r}") from error
-    title, text = html_to_text(read_text(path, content, declared))
-    yield Document(path, text, {"title": title} if title else {})
+            raise DocumentError(
+                f"{path}: declares {match[1].decode('ascii')!r}, an unknown encoding for pages; "
+                "declare the right one, or convert it to UTF-8"
+            ) from error
+    title, text = html_to_text(path, read_text(path, content, declared))
+    yield Document(path, text, _titled(title))
 
 
 def _load_pdf(path: str, content: bytes) -> Iterator[Document]:
     title, text = pdf_to_text(path, content)
-    yield Document(path, text, plain_metadata({"title": title}) if title else {})
+    yield Document(path, text, _titled(title))
 
 
 def _load_docx(path: str, content: bytes) -> Iterator[Document]:
     title, text = docx_to_text(path, content)
-    yield Document(path, text, {"title": title} if title else {})
+    yield Document(path, text, _titled(title))
+
+
+def _titled(title: str) -> dict[str, Any]:
+    return plain_metadata({"title": title[:MAX_TITLE_CHARACTERS]}) if title else {}
 
 
 def _load_jsonl(path: str, content: bytes) -> Iterator[Document]:
@@ -114,7 +145,11 @@ def _load_jsonl(path: str, content: bytes) -> Iterator[Document]:
         if not text.strip():
             continue
         extra = metadata if isinstance(metadata, Mapping) else {}
-        yield Document(f"{path}#{number}", text, plain_metadata({**row, **extra}))
+        try:
+            plain = plain_metadata({**row, **extra})
+        except DocumentError as error:
+            raise DocumentError(f"{path}, line {number}: {error}") from error
+        yield Document(f"{path}#{number}", text, plain)
 
 
 def _is_text(row: Any, name: str) -> bool:
@@ -125,20 +160,24 @@ def _load_csv(path: str, content: bytes) -> Iterator[Document]:
     text = read_text(path, content)
     header = text.split("\n", 1)[0]
     delimiter = max(",;\t|", key=header.count)  # a comma where no other is more frequent
+    csv.field_size_limit(_MAX_FIELD_CHARACTERS)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
-        columns = next(reader, [])
+        columns = [name.strip() for name in next(reader, [])]
         for number, row in enumerate(reader, 1):
-            names = columns + [f"column {place + 1}" for place in range(len(columns), len(row))]
-            cells = zip(names, row, strict=False)
-            lines = [f"{name.strip()}: {cell.strip()}" for name, cell in cells if cell.strip()]
+            beyond = (f"column {place + 1}" for place in range(len(columns), len(row)))
+            cells = zip(itertools.chain(columns, beyond), row, strict=False)
+            lines = [f"{name}: {cell.strip()}" for name, cell in cells if cell.strip()]
             if lines:
                 yield Document(f"{path}#{number}", "\n".join(lines), {"row": number})
     except csv.Error as error:
         raise DocumentError(f"{path}, line {reader.line_num}: {error}") from error
 
 
-_LOADERS: dict[str, Callable[[str, bytes], Iterator[Document]]] = {
+Loader = Callable[[str, bytes], Iterable[Document]]
+"""Yields the documents in a file's bytes; their sources are its path, with ``#...`` for parts."""
+
+_LOADERS: dict[str, Loader] = {
     **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst", ".log"), _load_plain),
     **dict.fromkeys((".html", ".htm", ".xhtml"), _load_html),
     **dict.fromkeys((".jsonl", ".ndjson"), _load_jsonl),
@@ -146,10 +185,32 @@ _LOADERS: dict[str, Callable[[str, bytes], Iterator[Document]]] = {
     ".pdf": _load_pdf,
     ".docx": _load_docx,
 }
+SUFFIXES = frozenset(_LOADERS)
+"""Of files that are read without further loaders."""
 
 
-def load_bytes(path: str, content: bytes) -> list[Document]:
-    """Return the documents in a file's bytes.
+def find_loader(path: str, others: Mapping[str, Loader]) -> Loader:
+    """Return what reads a file, one of `others` before one of ours.
+
+    Raises
+    ------
+    DocumentError
+        When it is of no known kind.
+    """
+    suffix = Path(path).suffix.lower()
+    loader = others.get(suffix) or _LOADERS.get(suffix)
+    if loader is None:
+        known = " ".join(sorted({*SUFFIXES, *others}))
+        raise DocumentError(
+            f"{path}: files of kind {suffix or 'no suffix'!r} are not read; expected one of {known}"
+        )
+    return loader
+
+
+def load_bytes(
+    path: str, content: bytes, others: Mapping[str, Loader] | None = None
+) -> Iterator[Document]:
+    """Yield the documents in a file's bytes.
 
     Parameters
     ----------
@@ -157,6 +218,8 @@ def load_bytes(path: str, content: bytes) -> list[Document]:
         Its absolute path: the documents' source, with ``#row`` for rows of jsonl and csv.
     content
         All its bytes.
+    others
+        Further loaders, by suffix.
 
     Raises
     ------
@@ -165,58 +228,15 @@ def load_bytes(path: str, content: bytes) -> list[Document]:
     NoTextError
         When it is empty, or all its text is whitespace.
     """
-    suffix = Path(path).suffix.lower()
-    loader = _LOADERS.get(suffix)
-    if loader is None:
-        raise DocumentError(
-            f"{path}: files of kind {suffix or 'no suffix'!r} are not read; expected one of "
-            f"{' '.join(sorted(_LOADERS))}"
-        )
+    loader = find_loader(path, others or {})
     if not content:
         raise NoTextError(f"{path}: the file is empty")
-    documents = list(loader(path, content))
-    if not any(document.text.strip() for document in documents):
+    has_text = False
+    for document in loader(path, content):
+        has_text = has_text or bool(document.text.strip())
+        yield document
+    if not has_text:
         raise NoTextError(f"{path}: holds no text")
-    return documents
-
-
-def read_file(path: str) -> bytes:
-    """Return a file's bytes. Raises DocumentError when it cannot be read."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise DocumentError(f"{path}: cannot be read ({error.strerror or error})") from error
-
-
-def find_files(folder: Path, exclude: Path) -> Iterator[str]:
-    """Yield the readable kinds of files at any depth under `folder`, sorted, without hidden ones.
-
-    Parameters
-    ----------
-    folder
-        An absolute folder. Links to folders are not followed.
-    exclude
-        The index's own folder, which may lie inside.
-
-    Raises
-    ------
-    DocumentError
-        When a folder cannot be listed: its files would otherwise look deleted.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise DocumentError(
-            f"{error.filename}: the folder cannot be listed ({error.strerror})"
-        ) from error
-
-    for root, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = sorted(
-            name for name in folders if not name.startswith(".") and Path(root, name) != exclude
-        )
-        for name in sorted(names):
-            path = Path(root, name)
-            if not name.startswith(".") and path.suffix.lower() in _LOADERS and path.is_file():
-                yield str(path)
 
 
 def to_document(value: Any) -> Document:
@@ -233,24 +253,28 @@ def to_document(value: Any) -> Document:
         When it holds no text, or its id cannot be stored.
     """
     if isinstance(value, Document):
-        document = Document(value.source, value.text, plain_metadata(value.metadata))
+        source, text, metadata = str(value.source), str(value.text), value.metadata
     elif isinstance(getattr(value, "page_content", None), str):
-        metadata = plain_metadata(getattr(value, "metadata", None) or {})
-        source = getattr(value, "id", None) or _content_id(value.page_content, metadata)
-        document = Document(str(source), value.page_content, metadata)
+        source, text = str(getattr(value, "id", None) or ""), value.page_content
+        metadata = getattr(value, "metadata", None) or {}
     elif callable(getattr(value, "get_content", None)) and hasattr(value, "node_id"):
         # Without arguments: the node's own text, not the form with metadata in front of it.
-        metadata = plain_metadata(getattr(value, "metadata", None) or {})
-        document = Document(str(value.node_id), str(value.get_content()), metadata)
+        source, text = str(value.node_id), str(value.get_content())
+        metadata = getattr(value, "metadata", None) or {}
     else:
         raise ParameterError(
             f"cannot ingest a {type(value).__name__}: expected a path, a kvrag.Document, a "
             "LangChain Document or a LlamaIndex node"
         )
-    check_source(document.source)
-    if not document.text.strip():
-        raise NoTextError(f"{document.source}: holds no text")
-    return document
+    try:
+        metadata = plain_metadata(metadata)
+    except DocumentError as error:
+        raise DocumentError(f"{printable(source) or 'a document without id'}: {error}") from error
+    source = source or _content_id(text, metadata)
+    check_source(source)
+    if not text.strip():
+        raise NoTextError(f"{source}: holds no text")
+    return Document(source, text, metadata)
 
 
 def is_storable(source: str) -> bool:
@@ -260,11 +284,6 @@ def is_storable(source: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def printable(source: str) -> str:
-    r"""Return a source as it can be shown: what is no valid Unicode in it as ``\udce9``."""
-    return source.encode("utf-8", "backslashreplace").decode()
 
 
 def check_source(source: str) -> None:
@@ -279,24 +298,3 @@ def check_source(source: str) -> None:
 def _content_id(text: str, metadata: Mapping[str, Any]) -> str:
     place = str(metadata.get("source") or "text")
     return f"{place}#{content_hash(json.dumps([text, metadata], sort_keys=True))[:16]}"
-
-
-def plain_metadata(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return metadata as JSON can hold it; what it cannot hold becomes text."""
-    return {_plain(str(key)): _plain(value) for key, value in values.items()}
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, float):
-        return value if value - value == 0 else str(value)
-    if isinstance(value, Mapping):
-        return plain_metadata(value)
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return _plain(value.item())  # a NumPy scalar
-    return _plain(str(value))

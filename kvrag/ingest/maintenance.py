@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvrag.chunk import Chunk, ChunkKey
-from kvrag.codec.container import RecordReader
-from kvrag.errors import IndexFormatError, ProfileError, RecordError, StoreError
+from kvrag.chunk import ChunkKey
+from kvrag.errors import ProfileError, RecordError, StoreError
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.coding import RecordCoding
-from kvrag.ingest.passages import kept_keys
+from kvrag.ingest.mending import Audit
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport, RecordProblem, VerifyReport
-from kvrag.kvcache import KVSpec
 from kvrag.store.base import Store
+
+if TYPE_CHECKING:
+    from kvrag.ingest.coding import RecordCoding
+    from kvrag.kvcache import KVSpec
 
 # Readers write the vectors' cache without the writer's lock.
 _TEMPORARY_AGE_SECONDS = 3600.0
@@ -29,7 +31,7 @@ def verify_records(
     coding: RecordCoding,
     spec: KVSpec,
     *,
-    key_of: Callable[[Chunk], ChunkKey],
+    audit: Audit,
     num_rows: Callable[[int], int],
     repair: Callable[[ChunkKey], None] | None,
     on_progress: Callable[[int, int], None] | None,
@@ -38,8 +40,8 @@ def verify_records(
 
     Parameters
     ----------
-    key_of
-        Returns the name a chunk's KV must have.
+    audit
+        What holding the catalog's rows against their seals brought to light.
     num_rows
         Returns the rows of KV that a chunk of so many tokens must have.
     repair
@@ -48,16 +50,7 @@ def verify_records(
         Called with the number of records read, and of how many.
     """
     started = time.perf_counter()
-    damage = catalog.damage()
-    try:
-        needed, unsound = ({}, {}) if damage else catalog.audit(key_of)
-    except IndexFormatError as error:
-        damage = [str(error)]
-    if damage:
-        # What such a catalog says of records is worth nothing.
-        return VerifyReport(0, 0, 0, (), 0, tuple(damage), time.perf_counter() - started)
-    if unsound and repair is not None:
-        catalog.distrust(unsound)
+    needed = audit.needed
     problems: list[RecordProblem] = []
     num_repaired = 0
     size_bytes = 0
@@ -75,21 +68,22 @@ def verify_records(
         if on_progress is not None:
             on_progress(num_done, len(needed))
     return VerifyReport(
-        num_chunks=catalog.counts()[1],
+        num_chunks=audit.num_chunks,
         num_records=len(needed),
         size_bytes=size_bytes,
         problems=tuple(problems),
         num_repaired=num_repaired,
-        catalog_problems=_first_of(list(unsound.values())),
+        catalog_problems=first_of(audit.problems),
         seconds=time.perf_counter() - started,
     )
 
 
-def _first_of(problems: list[str]) -> tuple[str, ...]:
+def first_of(problems: list[str]) -> tuple[str, ...]:
+    """Return problems of a catalog as they are told: the first of them, and how many more."""
     if len(problems) <= _MAX_CATALOG_PROBLEMS:
         return tuple(problems)
     num_more = len(problems) - _MAX_CATALOG_PROBLEMS
-    return (*problems[:_MAX_CATALOG_PROBLEMS], f"and {num_more:,} more chunks alike")
+    return (*problems[:_MAX_CATALOG_PROBLEMS], f"and {num_more:,} more")
 
 
 def _read_record(
@@ -113,11 +107,11 @@ def _read_record(
 
 def collect_garbage(
     folder: Path,
-    catalog: Catalog,
     store: Store,
     profiles: ProfileFolder,
     profile_hash: str,
     *,
+    needed: Collection[str],
     keeps_unknown: bool,
 ) -> GcReport:
     """Remove records that no chunk refers to, profiles no record needs, files of killed processes.
@@ -126,10 +120,11 @@ def collect_garbage(
 
     Parameters
     ----------
+    needed
+        Names of the records that stay.
     keeps_unknown
         Leave records alone that this index does not need: others share the store.
     """
-    needed = kept_keys(folder) | catalog.keys()
     num_records = size_bytes = 0
     for key, size in [] if keeps_unknown else list(store.sizes()):
         if key.digest not in needed and store.delete(key):
@@ -150,8 +145,10 @@ def collect_garbage(
     return GcReport(num_records, size_bytes, num_temporary, len(unused))
 
 
-def _profiles_in_use(store: Store, needed: Iterable[str]) -> set[str]:
+def _profiles_in_use(store: Store, needed: Collection[str]) -> set[str]:
     """Return the profiles that records name, those of damaged records left out."""
+    from kvrag.codec.container import RecordReader
+
     used = set()
     for key in map(ChunkKey, needed):
         with contextlib.suppress(RecordError, StoreError):

@@ -5,18 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.codec.presets import choose_codec, expected_bytes_per_token
-from kvrag.codec.profile import Profile
+from kvrag import arguments
+from kvrag.codec.names import RAW, parse_codec
 from kvrag.errors import IndexMismatchError, ParameterError
 from kvrag.fusion.compression.spec import parse_compression
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import config as configs
-from kvrag.ingest import counting, lock, profiles, vectors
+from kvrag.ingest import counting, lock, profiles
 from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
-from kvrag.ingest.coding import check_profile
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import context_limit
-from kvrag.ingest.embedding import Embedding
+from kvrag.models.control import default_control_tokens
 from kvrag.store.base import Store
 from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
@@ -26,6 +25,8 @@ from kvrag.store.wrapper import innermost
 if TYPE_CHECKING:
     import torch
 
+    from kvrag.codec.profile import Profile
+    from kvrag.ingest.embedding import Embedding
     from kvrag.models.kv_model import KVModel
 
 KV_FOLDER = "kv"
@@ -33,7 +34,7 @@ _OUR_FILES = {
     configs.FILE_NAME,
     counting.FILE_NAME,
     lock.FILE_NAME,
-    vectors.FILE_NAME,
+    configs.VECTORS_NAME,
     KV_FOLDER,
     profiles.FOLDER_NAME,
 } | {catalogs.FILE_NAME + end for end in ("", "-wal", "-shm", "-journal")}
@@ -41,16 +42,19 @@ _OUR_FILES = {
 
 def check_settings(codec: str, chunk_tokens: int, tenant_salt: bytes) -> None:
     """Raise ParameterError for values that no model could make good."""
-    choose_codec(codec)
-    if chunk_tokens < MIN_CHUNK_TOKENS:
-        raise ParameterError(f"chunk_tokens is at least {MIN_CHUNK_TOKENS}, found {chunk_tokens}")
+    parse_codec(codec)
+    arguments.whole(chunk_tokens, "chunk_tokens", MIN_CHUNK_TOKENS)
+    if not isinstance(tenant_salt, bytes):
+        raise ParameterError(
+            f"tenant_salt: expected 1 to 64 bytes, found {type(tenant_salt).__name__}"
+        )
     if not 1 <= len(tenant_salt) <= 64:
         raise ParameterError(f"tenant_salt is 1 to 64 bytes, found {len(tenant_salt)}")
 
 
 def check_limit(store: Store, config: IndexConfig) -> None:
     """Close a store and raise ParameterError when a tier of it is limited to less than a chunk."""
-    needed = config.chunk_tokens * expected_bytes_per_token(choose_codec(config.codec), config.spec)
+    needed = config.chunk_tokens * config.expected_bytes_per_token
     tiers = store.tiers if isinstance(store, TieredStore) else (store,)
     for tier in tiers:
         if isinstance(tier, LimitedStore) and tier.limit_bytes < needed:
@@ -75,6 +79,8 @@ def check_device(device: str | None, model: KVModel | None = None) -> None:
     """Raise ParameterError when a device cannot be used here, or `model` is on another one."""
     if device is None:
         return
+    if not isinstance(device, str):
+        raise ParameterError(f"device {device!r}: expected a name such as 'cpu' or 'cuda'")
     # Only now: without a device nothing of the model's library is needed yet.
     from kvrag.models.loading import usable_device
 
@@ -98,6 +104,7 @@ def make_config(
     context_tokens: int | None,
     compression: str,
     tenant_salt: bytes,
+    control_tokens: str | None,
 ) -> IndexConfig:
     """Return the settings of a new index.
 
@@ -127,11 +134,13 @@ def make_config(
             f"exceeds the model's context of {model.max_positions}; choose at most "
             f"{model.max_positions - len(prefix_ids)}"
         )
-    if profile is not None and choose_codec(codec).config is None:
+    if profile is not None and parse_codec(codec).preset == RAW:
         raise ParameterError(
             f"codec {codec!r} takes no profile: name the codec it was fitted for, or leave it out"
         )
     if profile is not None:
+        from kvrag.ingest.coding import check_profile
+
         check_profile(profile, codec, model.spec, model.fingerprint)
     chosen = parse_compression(compression)
     anchors = ""
@@ -158,14 +167,15 @@ def make_config(
         prefix_ids=prefix_ids,
         embedding=embedding.name,
         embedding_dim=embedding.dim,
-        codec=choose_codec(codec).label,
+        codec=parse_codec(codec).label,
         profile="" if profile is None else profile.hash,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=int(chunk_tokens),
         context=context,
         context_tokens=context_limit(context, context_tokens),
         compression=compression if chosen is None else str(chosen),
         anchors=anchors,
         tenant_salt=tenant_salt.hex(),
+        control_tokens=control_tokens or default_control_tokens(model.tokenizer),
     )
 
 

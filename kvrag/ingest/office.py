@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import io
-import logging
-import warnings
+import zipfile
+from collections.abc import Iterator
 
 from kvrag.errors import DocumentError
 
 _PAGE_BREAK = "\f"
+# PDFium's signs for a hyphen at the end of a line, where it joins the two lines.
+_LINE_END_HYPHENS = ("\ufffe", "\x02")
+
+_MAX_UNPACKED_BYTES = 256 << 20
+_MAX_STYLE_BYTES = 16 << 20
+_PIECE_BYTES = 1 << 16
+_WORD = frozenset(
+    {
+        "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}",
+        "{http://purl.oclc.org/ooxml/wordprocessingml/main}",
+    }
+)
+_TITLE = "{http://purl.org/dc/elements/1.1/}title"
+# The same text a second time, for readers that do not know the first form.
+_FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
+_MARKS = {"tab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
 
 
 def pdf_to_text(path: str, content: bytes) -> tuple[str, str]:
@@ -17,77 +34,239 @@ def pdf_to_text(path: str, content: bytes) -> tuple[str, str]:
     Raises
     ------
     DocumentError
-        When it is damaged, encrypted, or has no text layer; or pypdf is not installed.
+        When it is damaged, encrypted, or has no text layer; or pypdfium2 is not installed.
     """
     try:
-        import pypdf
+        import pypdfium2
     except ImportError as error:
-        raise _missing(path, "pypdf") from error
-    # Its warnings about small defects of a file are of no use to who indexes a thousand.
-    logger = logging.getLogger("pypdf")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+        raise DocumentError(
+            f"{path}: reading it needs pypdfium2: pip install 'kvrag[ingest]'"
+        ) from error
     try:
-        reader = pypdf.PdfReader(io.BytesIO(content))
-        if reader.is_encrypted and not reader.decrypt(""):
-            raise DocumentError(f"{path}: the PDF is encrypted; remove its password first")
-        pages = [page.extract_text() for page in reader.pages]
-        title = str((reader.metadata and reader.metadata.title) or "").strip()
-    except DocumentError:
-        raise
-    except Exception as error:  # whatever a parser of hostile files raises, the file is at fault
+        document = pypdfium2.PdfDocument(content)
+        pages = [_page_text(page) for page in _pages(document)]
+        title = document.get_metadata_value("Title").strip()
+    except pypdfium2.PdfiumError as error:
+        if "password" in str(error).lower():
+            raise DocumentError(
+                f"{path}: the PDF is encrypted; remove its password first"
+            ) from error
         raise _damaged(path, "PDF", error) from error
-    finally:
-        logger.setLevel(level)
     if not any(page.strip() for page in pages):
         raise DocumentError(
             f"{path}: the PDF has {len(pages)} pages but no text layer; run OCR over it first"
         )
-    return title, _PAGE_BREAK.join(page.replace(_PAGE_BREAK, "\n") for page in pages)
+    return title, _PAGE_BREAK.join(pages)
+
+
+def _pages(document: object) -> Iterator[object]:
+    for number in range(len(document)):  # type: ignore[arg-type]
+        page = document[number]  # type: ignore[index]
+        yield page
+        page.close()
+
+
+def _page_text(page: object) -> str:
+    text_page = page.get_textpage()  # type: ignore[attr-defined]
+    text: str = text_page.get_text_range()
+    text_page.close()
+    for hyphen in _LINE_END_HYPHENS:
+        text = text.replace(hyphen, "-\n")
+    return text.replace("\r\n", "\n").replace(_PAGE_BREAK, "\n")
 
 
 def docx_to_text(path: str, content: bytes) -> tuple[str, str]:
     """Return the title and the text of a Word file: headings, paragraphs, table rows.
 
+    Its XML is read as a stream, so that neither a document of a million paragraphs nor a cell
+    that spans a million columns costs more than its own text.
+
     Raises
     ------
     DocumentError
-        When it is damaged, or python-docx is not installed.
+        When it is damaged, or unpacks to more than 256 MiB.
     """
     try:
-        import docx
-        from docx.table import Table
-    except ImportError as error:
-        raise _missing(path, "python-docx") from error
-    blocks: list[str] = []
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # duplicate names inside the archive
-            document = docx.Document(io.BytesIO(content))
-        for item in document.iter_inner_content():
-            if isinstance(item, Table):
-                rows = (" | ".join(cell.text.strip() for cell in row.cells) for row in item.rows)
-                blocks.append("\n".join(rows))
-            elif item.text.strip():
-                blocks.append(_heading_marks(item.style) + item.text.strip())
-        title = (document.core_properties.title or "").strip()
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            styles = _Styles()
+            if "word/styles.xml" in archive.namelist():
+                _parse(path, archive, "word/styles.xml", styles, _MAX_STYLE_BYTES)
+            body = _Body(styles.headings)
+            _parse(path, archive, "word/document.xml", body, _MAX_UNPACKED_BYTES)
+            about = _About()
+            if "docProps/core.xml" in archive.namelist():
+                _parse(path, archive, "docProps/core.xml", about, _MAX_STYLE_BYTES)
+    except DocumentError:
+        raise
     except Exception as error:  # whatever a parser of hostile files raises, the file is at fault
         raise _damaged(path, "Word file", error) from error
-    return title, "\n\n".join(blocks)
+    return "".join(about.title).strip(), "\n\n".join(body.blocks)
 
 
-def _heading_marks(style: object) -> str:
-    name = str(getattr(style, "name", "") or "")
-    if name == "Title":
-        return "# "
-    if name.startswith("Heading "):
-        level = name.removeprefix("Heading ")
-        return "#" * min(6, max(1, int(level) if level.isdecimal() else 1)) + " "
-    return ""
+def _parse(path: str, archive: zipfile.ZipFile, name: str, target: _Target, limit: int) -> None:
+    """Feed one file of an archive to `target`."""
+    from lxml import etree
+
+    # Not more than this is unpacked, also where the header says less than is there.
+    if archive.getinfo(name).file_size > limit:
+        raise DocumentError(
+            f"{path}: {name} in it unpacks to {archive.getinfo(name).file_size:,} bytes, and at "
+            f"most {limit:,} are read; save the document in parts"
+        )
+    parser = etree.XMLParser(
+        target=target, huge_tree=True, resolve_entities=False, no_network=True, load_dtd=False
+    )
+    with archive.open(name) as file:
+        while piece := file.read(_PIECE_BYTES):
+            parser.feed(piece)
+    parser.close()
 
 
-def _missing(path: str, package: str) -> DocumentError:
-    return DocumentError(f"{path}: reading it needs {package}: pip install 'kvrag[ingest]'")
+class _Target:
+    """Takes the XML parser's calls."""
+
+    def start(self, tag: str, attributes: dict[str, str]) -> None: ...
+
+    def end(self, tag: str) -> None: ...
+
+    def data(self, data: str) -> None: ...
+
+    def doctype(self, name: str, public_id: str, system_url: str) -> None:
+        del public_id, system_url
+        # Entities defined in one are how small files grow.
+        raise ValueError(f"a document type declaration of {name!r}, which no Word file has")
+
+    def close(self) -> None:
+        """Nothing is returned."""
+
+
+class _Styles(_Target):
+    """Marks in front of paragraphs of a style, by the style's id."""
+
+    def __init__(self) -> None:
+        self.headings: dict[str, str] = {}
+        self._style = ""
+
+    def start(self, tag: str, attributes: dict[str, str]) -> None:
+        name = _local(tag)
+        if name == "style":
+            self._style = _value(attributes, "styleId")
+        elif name == "name":
+            style = _value(attributes, "val").lower()
+            level = style.removeprefix("heading ")  # up to 9, Markdown has 6
+            if style == "title":
+                self.headings[self._style] = "# "
+            elif level != style:
+                number = "123456".find(level) + 1 if len(level) == 1 else 0
+                self.headings[self._style] = "#" * (number or 6) + " "
+
+
+class _About(_Target):
+    def __init__(self) -> None:
+        self.title: list[str] = []
+        self._in_title = False
+
+    def start(self, tag: str, attributes: dict[str, str]) -> None:
+        del attributes
+        self._in_title = tag == _TITLE
+
+    def end(self, tag: str) -> None:
+        del tag
+        self._in_title = False
+
+    def data(self, data: str) -> None:
+        if self._in_title:
+            self.title.append(data)
+
+
+class _Body(_Target):
+    """Collects paragraphs, and of the outermost tables the rows.
+
+    A cell that spans several columns stands once; tables inside a cell are lines of it.
+    """
+
+    def __init__(self, headings: dict[str, str]) -> None:
+        self.blocks: list[str] = []
+        self._headings = headings
+        self._mark = ""
+        self._text: list[str] = []
+        self._in_text = False
+        self._num_tables = 0
+        self._rows: list[str] = []
+        self._cells: list[str] = []
+        self._cell: list[str] = []
+        self._num_skipped = 0
+
+    def start(self, tag: str, attributes: dict[str, str]) -> None:
+        if self._num_skipped or tag == _FALLBACK:
+            self._num_skipped += 1
+            return
+        name = _local(tag)
+        if name == "t":
+            self._in_text = True
+        elif name in _MARKS:
+            # `tab` is also the name of a tab stop, in a paragraph's properties.
+            if name != "tab" or not attributes:
+                self._text.append(_MARKS[name])
+        elif name == "pStyle":
+            self._mark = self._headings.get(_value(attributes, "val"), "")
+        elif name == "p":
+            # A paragraph inside another, in a text box: the outer one's text so far stands first.
+            self._end_paragraph()
+        elif name == "tbl":
+            self._num_tables += 1
+
+    def data(self, data: str) -> None:
+        if self._in_text:
+            self._text.append(data)
+
+    def end(self, tag: str) -> None:
+        if self._num_skipped:
+            self._num_skipped -= 1
+            return
+        name = _local(tag)
+        if name == "t":
+            self._in_text = False
+        elif name == "p":
+            self._end_paragraph()
+        elif name == "tbl":
+            self._num_tables -= 1
+            if not self._num_tables:
+                self._end_table()
+        elif self._num_tables == 1:
+            if name == "tc":
+                self._cells.append("\n".join(self._cell))
+                self._cell.clear()
+            elif name == "tr":
+                self._rows.append(" | ".join(self._cells))
+                self._cells.clear()
+
+    def _end_paragraph(self) -> None:
+        text = "".join(self._text).strip()
+        self._text.clear()
+        if text and self._num_tables:
+            self._cell.append(text)
+        elif text:
+            self.blocks.append(self._mark + text)
+        self._mark = ""
+
+    def _end_table(self) -> None:
+        rows = "\n".join(self._rows)
+        self._rows.clear()
+        if rows.strip():
+            self.blocks.append(rows)
+
+
+@functools.lru_cache(maxsize=256)
+def _local(tag: str) -> str:
+    """Return the name of an element of Word's own, "" of others."""
+    namespace, brace, name = tag.rpartition("}")
+    return name if namespace + brace in _WORD else ""
+
+
+def _value(attributes: dict[str, str], name: str) -> str:
+    """Return an attribute of Word's own, "" where there is none."""
+    return next((attributes[space + name] for space in _WORD if space + name in attributes), "")
 
 
 def _damaged(path: str, kind: str, error: Exception) -> DocumentError:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
-from kvrag.codec.base import EncodedChunk
 from kvrag.errors import IndexFormatError, ParameterError, RecordError, StoreError
 from kvrag.ingest import lock
 from kvrag.ingest.config import write_atomically
 from kvrag.ingest.writer import BackgroundWriter
 
 if TYPE_CHECKING:
+    from kvrag.codec.base import EncodedChunk
     from kvrag.ingest.index import Index
 
 FOLDER = "kept"

@@ -13,24 +13,33 @@ fixed shape.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvrag.chunk import Chunk, ChunkKey, Document
-from kvrag.codec.base import Codec
 from kvrag.errors import DocumentError, StoreError
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.embedding import Embedding
-from kvrag.ingest.loaders import load_bytes, read_file
-from kvrag.ingest.plan import STAYS, Plan, PlannedDocument, document_digest
+from kvrag.ingest.failures import STAYS, document_failures
+from kvrag.ingest.files import read_file
+from kvrag.ingest.parsing import Parser
+from kvrag.ingest.plan import Plan, PlannedDocument, document_digest
 from kvrag.ingest.report import FailedDocument, IngestProgress
 from kvrag.ingest.rows import Change, ChunkRow
 from kvrag.ingest.writer import BackgroundWriter
-from kvrag.kvcache import ChunkKV
 from kvrag.store.base import Store
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvrag.codec.base import Codec
+    from kvrag.ingest.embedding import Embedding
+    from kvrag.kvcache import ChunkKV
 
 # Tokens after which the catalog is brought up to date: what a killed run must embed again.
 _COMMIT_TOKENS = 32_768
@@ -46,6 +55,8 @@ class Work:
 
     Attributes
     ----------
+    parser
+        Parses files.
     chunk
         Cuts a document.
     key_of
@@ -60,6 +71,7 @@ class Work:
     catalog: Catalog
     store: Store
     embedding: Embedding
+    parser: Parser
     chunk: Callable[[Document], list[Chunk]]
     key_of: Callable[[Chunk], ChunkKey]
     prefill: Callable[[Chunk], ChunkKV]
@@ -100,7 +112,7 @@ def run_plan(
     work: Work,
     on_progress: Callable[[IngestProgress], None] | None,
 ) -> Outcome:
-    """Carry out a plan. Documents that can no longer be read are added to its `failed`.
+    """Carry out a plan. Documents that make something fail are added to its `failed`.
 
     Raises
     ------
@@ -120,8 +132,12 @@ class _Run:
         self._started = time.perf_counter()
         self._outcome = Outcome()
         self._num_documents_done = 0
-        self._reread = _Rereader(work.chunk)
+        self._reread = _Rereader(work.parser, work.chunk)
         self._codec: Codec | None = None
+        # Also filled by the writer's thread.
+        self._failed: dict[str, str] = {}
+        self._failed_files: set[str] = set()
+        self._last_computed: Chunk | None = None
 
     def run(self) -> Outcome:
         plan, work = self._plan, self._work
@@ -131,6 +147,7 @@ class _Run:
         with BackgroundWriter() as writer:
             for window in self._windows():
                 self._run_window(window, writer)
+        self._list_failures()
         self._outcome.seconds = time.perf_counter() - self._started
         self._report()
         return self._outcome
@@ -139,10 +156,11 @@ class _Run:
         window: list[tuple[PlannedDocument, list[Chunk]]] = []
         num_tokens = 0
         for planned in self._plan.documents:
-            try:
-                chunks = self._reread(planned) if planned.chunks is None else planned.chunks
-            except DocumentError as error:
-                self._fail(planned, str(error))
+            chunks = planned.chunks
+            if chunks is None:
+                with document_failures(functools.partial(self._fail, planned)):
+                    chunks = self._reread(planned)
+            if chunks is None:
                 continue
             planned.chunks = None  # the window holds them now, and not for longer than needed
             window.append((planned, chunks))
@@ -154,13 +172,18 @@ class _Run:
             yield window
 
     def _fail(self, planned: PlannedDocument, reason: str) -> None:
+        self._failed[planned.source] = reason
+        if planned.file is not None:
+            self._failed_files.add(planned.file.path)
+
+    def _list_failures(self) -> None:
         plan = self._plan
-        if planned.source in plan.changed:
-            reason += STAYS
-        plan.failed.append(FailedDocument(planned.source, reason))
-        for listed in (plan.added, plan.changed):
-            if planned.source in listed:
-                listed.remove(planned.source)
+        known = set(plan.changed)
+        for source, reason in self._failed.items():
+            stays = STAYS if source in known else ""
+            plan.failed.append(FailedDocument(source, reason + stays))
+        plan.added[:] = [source for source in plan.added if source not in self._failed]
+        plan.changed[:] = [source for source in plan.changed if source not in self._failed]
 
     def _run_window(
         self, window: list[tuple[PlannedDocument, list[Chunk]]], writer: BackgroundWriter
@@ -177,39 +200,94 @@ class _Run:
         missing.sort(key=lambda pair: (_num_prefilled(pair[1]), pair[0]))
         if missing and self._codec is None:
             self._codec = work.codec_for([chunk for _, chunk in missing], self._report_profile)
+        bad_keys: dict[ChunkKey, str] = {}
         for key, chunk in missing:
-            self._compute(key, chunk, writer)
-        # Passages that several documents hold are embedded once.
-        texts = dict.fromkeys(chunk.text for _, chunks in window for chunk in chunks)
-        vectors = dict(zip(texts, work.embedding.embed(list(texts)), strict=True))
-        change = Change()
-        for planned, chunks in window:
-            rows = [ChunkRow(chunk, keys[chunk.chunk_id], vectors[chunk.text]) for chunk in chunks]
-            file = planned.file
-            path = None if file is None else file.path
-            change.put.append((planned.source, path, planned.digest, planned.metadata, rows))
-            if file is not None and planned.is_last_of_file:
-                change.put_files.append(file)
-        num_documents = len(window)
+            self._compute(key, chunk, writer, bad_keys)
+        vectors, bad_texts = self._embed(window)
+
+        def reason_against(chunks: list[Chunk]) -> str | None:
+            for chunk in chunks:
+                for key in keys[chunk.chunk_id]:
+                    if key in bad_keys:
+                        return bad_keys[key]
+                if chunk.text in bad_texts:
+                    return bad_texts[chunk.text]
+            return None
 
         def commit() -> None:
+            change = Change()
+            for planned, chunks in window:
+                reason = reason_against(chunks)
+                if reason is not None:
+                    self._fail(planned, f"{planned.source}: {reason}")
+                    continue
+                rows = [
+                    ChunkRow(chunk, keys[chunk.chunk_id], vectors[chunk.text]) for chunk in chunks
+                ]
+                file = planned.file
+                path = None if file is None else file.path
+                change.put.append((planned.source, path, planned.digest, planned.metadata, rows))
+            for planned, _ in window:
+                file = planned.file
+                # One of whose documents failed is read again next time.
+                if file and planned.is_last_of_file and file.path not in self._failed_files:
+                    change.put_files.append(file)
             work.catalog.apply(change)
-            self._num_documents_done += num_documents
+            self._num_documents_done += len(window)
 
         writer.submit(commit)
 
-    def _compute(self, key: ChunkKey, chunk: Chunk, writer: BackgroundWriter) -> None:
+    def _embed(
+        self, window: list[tuple[PlannedDocument, list[Chunk]]]
+    ) -> tuple[dict[str, NDArray[np.float32]], dict[str, str]]:
+        """Return vectors by text, and why other texts have none."""
+        # Passages that several documents hold are embedded once.
+        texts = list(dict.fromkeys(chunk.text for _, chunks in window for chunk in chunks))
+        with document_failures(lambda _: None):
+            return self._vectors(texts), {}
+        # Some text is to blame, or the embedding itself: then it fails at a plain word too.
+        self._vectors(["word"])
+        vectors: dict[str, NDArray[np.float32]] = {}
+        bad: dict[str, str] = {}
+        for text in texts:
+            with document_failures(functools.partial(bad.__setitem__, text)):
+                vectors |= self._vectors([text])
+        return vectors, {text: f"it cannot be embedded ({reason})" for text, reason in bad.items()}
+
+    def _vectors(self, texts: list[str]) -> dict[str, NDArray[np.float32]]:
+        import numpy as np
+
+        rows = self._work.embedding.embed(texts)
+        if not np.isfinite(rows).all():
+            raise DocumentError("its vector is not finite")
+        return dict(zip(texts, rows, strict=True))
+
+    def _compute(
+        self, key: ChunkKey, chunk: Chunk, writer: BackgroundWriter, bad: dict[ChunkKey, str]
+    ) -> None:
+        """Compute a chunk's KV and have it stored; note in `bad` why it cannot be."""
         work = self._work
         started = time.perf_counter()
-        kv = work.prefill(chunk)
+        fail = functools.partial(bad.__setitem__, key)
+        kv: ChunkKV | None = None
+        with document_failures(fail):
+            kv = work.prefill(chunk)
+        if kv is None:
+            # A model that fails at what it could do before, or at any few tokens, is broken.
+            work.prefill(self._last_computed or replace(chunk, token_ids=chunk.token_ids[:16]))
+            return
+        self._last_computed = chunk
         codec = self._codec
         assert codec is not None
         self._outcome.prefill_seconds += time.perf_counter() - started
 
         def store() -> None:
-            record = codec.encode(key, kv)
-            work.store.put(key, record)
-            self._outcome.size_bytes += len(record)
+            record: bytes | None = None
+            with document_failures(fail):
+                record = codec.encode(key, kv)
+            if record is not None:
+                work.store.put(key, record)
+                self._outcome.size_bytes += len(record)
 
         writer.submit(store)
         self._outcome.num_records += 1
@@ -250,10 +328,12 @@ def _num_prefilled(chunk: Chunk) -> int:
 class _Rereader:
     """Reads and cuts again documents whose chunks were not kept; each file once."""
 
-    def __init__(self, chunk: Callable[[Document], list[Chunk]]) -> None:
+    def __init__(self, parser: Parser, chunk: Callable[[Document], list[Chunk]]) -> None:
+        self._parser = parser
         self._chunk = chunk
         self._path = ""
         self._documents: dict[str, Document] = {}
+        self._reason: str | None = None
 
     def __call__(self, planned: PlannedDocument) -> list[Chunk]:
         if planned.document is not None:
@@ -261,10 +341,18 @@ class _Rereader:
         assert planned.file is not None
         path = planned.file.path
         if path != self._path:
-            documents = load_bytes(path, read_file(path))
-            self._documents = {document.source: document for document in documents}
-            self._path = path
+            self._path, self._documents, self._reason = path, {}, None
+            # Once for all documents of the file, also where it fails.
+            with document_failures(self._note):
+                content = read_file(path, self._parser.limits.max_file_bytes)
+                documents = self._parser.parse(path, content)
+                self._documents = {document.source: document for document in documents}
+        if self._reason is not None:
+            raise DocumentError(self._reason)
         document = self._documents.get(planned.source)
         if document is None or document_digest(document) != planned.digest:
             raise DocumentError(f"{path}: changed while it was being ingested; ingest it again")
         return self._chunk(document)
+
+    def _note(self, reason: str) -> None:
+        self._reason = reason

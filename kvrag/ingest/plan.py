@@ -5,33 +5,34 @@ Reading and cutting happen here; nothing is written and no weights are needed.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import os
+import stat
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvrag.chunk import Chunk, Document, content_hash
-from kvrag.errors import DocumentError
+from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.loaders import (
-    NoTextError,
-    check_source,
-    find_files,
-    load_bytes,
-    printable,
-    read_file,
-    to_document,
-)
+from kvrag.ingest.failures import STAYS, document_failures
+from kvrag.ingest.files import check_regular, find_files, printable, read_file, resolve_path
+from kvrag.ingest.limits import MAX_REPEATED_CHARACTERS
+from kvrag.ingest.loaders import NoTextError, check_source, to_document
+from kvrag.ingest.parsing import Parser
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import FileState
 
-STAYS = "; the version indexed before stays"
-"""Ends the reason of a failure that leaves an old version in the index."""
-
 # Chunks kept from planning for computing; what does not fit is read and cut once more.
 _MAX_KEPT_TOKENS = 1 << 20
+_MAX_LIST_DEPTH = 100
+_TICK_NS = 50_000_000
+_MAX_INTEGER = (1 << 63) - 1  # of SQLite
 
 
 @dataclass
@@ -103,65 +104,96 @@ class Sources:
     documents
         Objects, by source; of several with one source, the last.
     failed
-        Objects and folders that cannot be used.
+        Objects, paths and folders that cannot be used.
+    unlisted
+        Folders that cannot be listed: what was under them may still be there.
     """
 
     files: list[str]
     folders: list[str]
     documents: dict[str, Document]
     failed: list[FailedDocument]
+    unlisted: list[str] = field(default_factory=list)
 
 
-def gather(given: Any, index_folder: Path) -> Sources:
+def gather(given: Any, index_folder: Path, suffixes: Collection[str]) -> Sources:
     """Sort paths, documents and iterables of them.
+
+    Parameters
+    ----------
+    given
+        What `Index.add` was given.
+    index_folder
+        Left out where it lies in a folder given.
+    suffixes
+        Of files to look for in folders.
 
     Raises
     ------
     DocumentError
         When a path does not exist, before anything else is done.
+    ParameterError
+        When something is neither a path nor a document, or a list holds itself.
     """
     files: dict[str, None] = {}
     folders: list[str] = []
     documents: dict[str, Document] = {}
     failed: list[FailedDocument] = []
+    unlisted: list[str] = []
     for value in _flatten(given):
         if not isinstance(value, str | Path):
-            try:
+            reasons: list[str] = []
+            with document_failures(reasons.append):
                 document = to_document(value)
                 documents[document.source] = document
-            except DocumentError as error:
-                source = getattr(value, "source", None) or getattr(value, "id", None)
-                source = printable(str(source or type(value).__name__))
-                failed.append(FailedDocument(source, str(error)))
+            failed.extend(FailedDocument(_shown_source(value), reason) for reason in reasons)
             continue
-        path = Path(value).expanduser()
-        if not path.exists():
-            raise DocumentError(f"{printable(str(value))}: there is no such file or folder")
-        path = path.resolve()
+        path, status = resolve_path(value)
+        is_folder = stat.S_ISDIR(status.st_mode)
         try:
             check_source(str(path))
-            found = list(find_files(path, index_folder)) if path.is_dir() else [str(path)]
+            if not is_folder:
+                check_regular(str(path), status.st_mode)
         except DocumentError as error:
             failed.append(FailedDocument(printable(str(path)), str(error)))
             continue
-        if path.is_dir():
+        found = [str(path)]
+        if is_folder:
             folders.append(str(path))
+            inside = find_files(path, index_folder, suffixes)
+            found = inside.files
+            unlisted.extend(inside.unlisted)
+            failed.extend(
+                FailedDocument(printable(place), f"{printable(place)}: {reason}")
+                for place, reason in inside.unlisted.items()
+            )
         for name in found:
             try:
                 check_source(name)
                 files[name] = None
             except DocumentError as error:
                 failed.append(FailedDocument(printable(name), str(error)))
-    return Sources(list(files), folders, documents, failed)
+    return Sources(list(files), folders, documents, failed, unlisted)
 
 
-def _flatten(given: Any) -> Iterator[Any]:
+def _shown_source(value: Any) -> str:
+    with contextlib.suppress(Exception):  # objects of others, which may raise anything
+        if source := getattr(value, "source", None) or getattr(value, "id", None):
+            return printable(str(source))
+    return type(value).__name__
+
+
+def _flatten(given: Any, depth: int = 0) -> Iterator[Any]:
+    if depth > _MAX_LIST_DEPTH:
+        raise ParameterError(
+            f"lists of documents are nested more than {_MAX_LIST_DEPTH} deep; give one list"
+        )
     is_one = isinstance(given, str | Path | Document | Mapping) or hasattr(given, "page_content")
     if is_one or hasattr(given, "get_content") or not isinstance(given, Iterable):
         yield given
         return
     for value in given:
-        yield from _flatten(value)
+        yield from _flatten(value, depth + 1)
 
 
 class Planner:
@@ -171,22 +203,30 @@ class Planner:
     ----------
     catalog
         What is indexed.
+    parser
+        Parses files.
     chunk
         Cuts a document.
     missing_key
         Returns the name of a chunk's (first) KV if the store lacks it, else None.
     on_progress
         Called with the number of inputs looked at.
+    force
+        Read every file, also one that looks as it was.
     """
 
     def __init__(
         self,
         catalog: Catalog,
+        parser: Parser,
         chunk: Callable[[Document], list[Chunk]],
         missing_key: Callable[[Chunk], str | None],
         on_progress: Callable[[int], None],
+        force: bool = False,
     ) -> None:
+        self._force = force
         self._catalog = catalog
+        self._parser = parser
         self._chunk = chunk
         self._missing_key = missing_key
         self._on_progress = on_progress
@@ -201,23 +241,20 @@ class Planner:
             self._fail(failed.source, failed.reason)
         num_done = 0
         for path in sources.files:
-            try:
-                self._add_file(path)
-            except NoTextError as error:
-                plan.failed.append(FailedDocument(path, str(error)))
-                # It was read whole: answering from its old text would be wrong.
-                if before := self._catalog.documents_of_file(path):
-                    plan.removed.extend(before)
-                    plan.gone_files.append(path)
-            except DocumentError as error:
-                self._fail(path, str(error))
+            with document_failures(functools.partial(self._fail, path)):
+                try:
+                    self._add_file(path)
+                except NoTextError as error:
+                    plan.failed.append(FailedDocument(path, str(error)))
+                    # It was read whole: answering from its old text would be wrong.
+                    if before := self._catalog.documents_of_file(path):
+                        plan.removed.extend(before)
+                        plan.gone_files.append(path)
             num_done += 1
             self._on_progress(num_done)
         for document in sources.documents.values():
-            try:
+            with document_failures(functools.partial(self._fail, document.source)):
                 self._add_object(document)
-            except DocumentError as error:
-                self._fail(document.source, str(error))
             num_done += 1
             self._on_progress(num_done)
         self._find_gone(sources)
@@ -231,10 +268,13 @@ class Planner:
 
     def _find_gone(self, sources: Sources) -> None:
         present = set(sources.files)
+        unknown = tuple(os.path.join(folder, "") for folder in sources.unlisted)  # noqa: PTH118
         for folder in sources.folders:
             for path in self._catalog.files_under(folder):
                 # One that is hidden or linked to now was not listed but is not gone either.
-                if path not in present and not Path(path).exists():
+                if path in present or path.startswith(unknown):
+                    continue
+                if not Path(path).exists():
                     self._plan.gone_files.append(path)
                     self._plan.removed.extend(self._catalog.documents_of_file(path))
                     present.add(path)
@@ -245,67 +285,112 @@ class Planner:
         if known == digest:
             self._plan.unchanged.append(document.source)
             return
-        chunks = self._chunk(document)
+        planned, cost = self._cut(document, digest, None)
         (self._plan.added if known is None else self._plan.changed).append(document.source)
-        self._add_planned(
-            PlannedDocument(
-                document.source, digest, document.metadata, None, False, document, chunks
-            )
-        )
+        self._add_planned(planned, cost)
 
     def _add_file(self, path: str) -> None:
         plan = self._plan
         known = self._catalog.file(path)
-        state, content = _read_if_changed(path, known)
+        before = self._catalog.documents_of_file(path)
+        # Damaged documents have no digest: what the file holds is then compared one by one.
+        is_whole = all(before.values())
+        state, content = _read_if_changed(
+            path, known if is_whole else None, self._force, self._parser.limits.max_file_bytes
+        )
         if content is None:
-            plan.unchanged.extend(self._catalog.documents_of_file(path))
+            plan.unchanged.extend(before)
             if state != known:
                 plan.touched.append(state)
             return
-        before = self._catalog.documents_of_file(path)
         # Cut before anything is planned: a file is taken whole or not at all.
         prepared = []
-        for document in load_bytes(path, content):
-            digest = document_digest(document)
-            if before.pop(document.source, None) == digest:
-                plan.unchanged.append(document.source)
-                continue
-            is_known = self._catalog.digest_of(document.source) is not None
-            prepared.append((document, digest, is_known, self._chunk(document)))
+        unchanged = []
+        num_kept = self._num_kept_tokens
+        try:
+            for document in self._parser.parse(path, content):
+                digest = document_digest(document)
+                if before.pop(document.source, None) == digest:
+                    unchanged.append(document.source)
+                    continue
+                is_known = self._catalog.digest_of(document.source) is not None
+                prepared.append((is_known, *self._cut(document, digest, state)))
+        except BaseException:
+            self._num_kept_tokens = num_kept
+            raise
         plan.removed.extend(before)
-        for document, digest, is_known, chunks in prepared:
-            (plan.changed if is_known else plan.added).append(document.source)
-            self._add_planned(
-                PlannedDocument(
-                    document.source,
-                    digest,
-                    document.metadata,
-                    state,
-                    document is prepared[-1][0],
-                    None,
-                    chunks,
-                )
-            )
+        plan.unchanged.extend(unchanged)
+        for is_known, planned, cost in prepared:
+            (plan.changed if is_known else plan.added).append(planned.source)
+            planned.is_last_of_file = planned is prepared[-1][1]
+            self._add_planned(planned, cost)
         if not prepared:
             plan.touched.append(state)
 
-    def _add_planned(self, planned: PlannedDocument) -> None:
-        plan = self._plan
-        assert planned.chunks is not None
-        for chunk in planned.chunks:
-            plan.num_chunks += 1
-            plan.num_tokens += len(chunk.token_ids)
-            self._num_kept_tokens += len(chunk.token_ids) + sum(map(len, chunk.contexts))
+    def _cut(
+        self, document: Document, digest: str, file: FileState | None
+    ) -> tuple[PlannedDocument, _Cost]:
+        """Return a document with its chunks, unless they are too many to keep, and their cost."""
+        chunks = self._chunk(document)
+        check_repeated(document, len(chunks))
+        cost = _Cost(len(chunks), sum(len(chunk.token_ids) for chunk in chunks), {})
+        for chunk in chunks:
             for one in chunk.encodings():
                 key = self._missing_key(one)
-                if key is not None and key not in self._new_keys:
-                    self._new_keys.add(key)
-                    plan.num_records += 1
-                    plan.num_tokens_to_compute += len(one.token_ids)
-                    plan.num_context_tokens += len(one.contexts[0])
-        if self._num_kept_tokens > _MAX_KEPT_TOKENS:
-            planned.chunks = None
+                if key is not None:
+                    cost.missing[key] = len(one.token_ids), len(one.contexts[0])
+        self._num_kept_tokens += cost.num_tokens + sum(
+            len(context) for chunk in chunks for context in chunk.contexts
+        )
+        is_kept = self._num_kept_tokens <= _MAX_KEPT_TOKENS
+        planned = PlannedDocument(
+            source=document.source,
+            digest=digest,
+            metadata=document.metadata,
+            file=file,
+            is_last_of_file=False,
+            document=document if file is None else None,
+            chunks=chunks if is_kept else None,
+        )
+        return planned, cost
+
+    def _add_planned(self, planned: PlannedDocument, cost: _Cost) -> None:
+        plan = self._plan
+        plan.num_chunks += cost.num_chunks
+        plan.num_tokens += cost.num_tokens
+        for key, (num_tokens, num_context_tokens) in cost.missing.items():
+            if key not in self._new_keys:
+                self._new_keys.add(key)
+                plan.num_records += 1
+                plan.num_tokens_to_compute += num_tokens
+                plan.num_context_tokens += num_context_tokens
         plan.documents.append(planned)
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """What a document will take.
+
+    Attributes
+    ----------
+    missing
+        Tokens of the records that the store lacks, and of what these are encoded behind, by key.
+    """
+
+    num_chunks: int
+    num_tokens: int
+    missing: dict[str, tuple[int, int]]
+
+
+def check_repeated(document: Document, num_chunks: int) -> None:
+    """Raise DocumentError when what each chunk repeats of its document would fill the catalog."""
+    num_characters = len(document.source) + len(json.dumps(document.metadata, default=str))
+    if num_chunks * num_characters > MAX_REPEATED_CHARACTERS:
+        raise DocumentError(
+            f"{document.source}: metadata of {num_characters:,} characters would stand beside "
+            f"each of {num_chunks:,} chunks, and at most {MAX_REPEATED_CHARACTERS:,} characters "
+            "are kept of it in all; shorten it, or split the document"
+        )
 
 
 def document_digest(document: Document) -> str:
@@ -313,15 +398,23 @@ def document_digest(document: Document) -> str:
     return content_hash(json.dumps([document.text, document.metadata], sort_keys=True, default=str))
 
 
-def _read_if_changed(path: str, known: FileState | None) -> tuple[FileState, bytes | None]:
+def _read_if_changed(
+    path: str, known: FileState | None, force: bool, max_bytes: int
+) -> tuple[FileState, bytes | None]:
     """Return a file's state, and its bytes unless they are those that were read before."""
     try:
         status = Path(path).stat()
     except OSError as error:
         raise DocumentError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if known and (known.size_bytes, known.mtime_ns) == (status.st_size, status.st_mtime_ns):
+    inode = status.st_ino & _MAX_INTEGER
+    ctime_ns = status.st_ctime_ns
+    # Another change in the same tick of the system's clock would not be seen.
+    if time.time_ns() - ctime_ns < _TICK_NS:
+        ctime_ns = 0
+    state = FileState(path, "", status.st_size, status.st_mtime_ns, inode, ctime_ns)
+    if known and not force and ctime_ns and replace(state, digest=known.digest) == known:
         return known, None
-    content = read_file(path)
+    content = read_file(path, max_bytes)
     digest = hashlib.blake2b(content, digest_size=20).hexdigest()
-    state = FileState(path, digest, status.st_size, status.st_mtime_ns)
-    return state, None if known and known.digest == digest else content
+    is_same = known is not None and known.digest == digest
+    return replace(state, digest=digest), None if is_same else content

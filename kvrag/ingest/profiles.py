@@ -5,12 +5,22 @@ from __future__ import annotations
 import re
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvrag.codec.profile import MAX_PROFILE_BYTES, Profile
 from kvrag.errors import ProfileError, StoreError
 from kvrag.ingest.config import write_atomically
 
+if TYPE_CHECKING:
+    from kvrag.codec.profile import Profile
+
 FOLDER_NAME = "profiles"
+
+SAMPLE_TOKENS = 16_384
+"""Tokens a profile is fitted on unless another number is asked for."""
+
+LEAST_TOKENS = 512
+"""With fewer, an ingestion stores KV raw: what is fitted to a handful fits nothing else."""
+
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"([0-9a-f]{40})\.safetensors")
 
@@ -31,6 +41,8 @@ class ProfileFolder:
 
     def add(self, profile: Profile) -> None:
         """Write a profile, unless it is there whole. Raises StoreError."""
+        from kvrag.codec.profile import MAX_PROFILE_BYTES
+
         path = self._path(profile.hash)
         if len(profile.content) > MAX_PROFILE_BYTES:
             raise ProfileError(
@@ -95,6 +107,8 @@ def read_profile(path: Path, expected_hash: str | None = None) -> Profile:
     ProfileError
         When it cannot be read, is none, or is another one than expected.
     """
+    from kvrag.codec.profile import MAX_PROFILE_BYTES, Profile
+
     try:
         size = path.stat().st_size
         if size > MAX_PROFILE_BYTES:

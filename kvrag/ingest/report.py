@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -89,6 +90,9 @@ class IngestReport:
         What to know of how KV was stored; "" for nothing.
     compression
         How chunks are stored as fewer rows than they have tokens; ``none`` where they are not.
+    control_strings
+        Control strings of the model (``<|im_end|>``) that were read as text: how many in each
+        added or changed document that holds any.
     """
 
     added: tuple[str, ...] = ()
@@ -109,6 +113,7 @@ class IngestReport:
     dry_run: bool = False
     note: str = ""
     compression: str = "none"
+    control_strings: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -132,6 +137,8 @@ class IndexStats:
         What chunks are encoded behind, and how much of it at the most (0: no such limit).
     compression
         How chunks are stored as fewer rows than they have tokens; ``none`` where they are not.
+    control_tokens
+        What becomes of the model's control strings in documents.
     num_records
         KV records in the store.
     num_unreferenced_records
@@ -156,6 +163,7 @@ class IndexStats:
     context: str
     context_tokens: int
     compression: str
+    control_tokens: str
     num_prefix_tokens: int
     num_documents: int
     num_chunks: int
@@ -199,8 +207,13 @@ class VerifyReport:
     num_repaired
         Records among them that were computed anew.
     catalog_problems
-        What SQLite's own check found wrong with the catalog, or chunks whose row contradicts
-        itself; after a repair the next ingestion of their documents writes them anew.
+        What is not as it was written in the catalog, row by row. Questions still get right answers
+        here too: such rows are left out, and counted.
+    not_healed
+        After a repair, what is lost, and what to do about it: documents with damage that could not
+        be read again. What was sound of them stays.
+    is_healed
+        Whether the catalog was mended; what is in `not_healed` aside.
     """
 
     num_chunks: int
@@ -210,12 +223,15 @@ class VerifyReport:
     num_repaired: int
     catalog_problems: tuple[str, ...]
     seconds: float
+    not_healed: tuple[str, ...] = ()
+    is_healed: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong (any more)."""
         broken = {problem.key for problem in self.problems}
-        return not self.catalog_problems and len(broken) == self.num_repaired
+        is_sound = not self.catalog_problems or (self.is_healed and not self.not_healed)
+        return is_sound and len(broken) == self.num_repaired
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, `ok` among them."""

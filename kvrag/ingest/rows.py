@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import json
+import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from kvrag.chunk import Chunk, ChunkKey
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
 class FileState:
-    """A file as it was when it was last read whole."""
+    """A file as it was when it was last read whole.
+
+    Attributes
+    ----------
+    digest
+        Of its content.
+    size_bytes, mtime_ns, inode, ctime_ns
+        What the system said of it. Whoever alters a file can set back its size and its mtime, but
+        not its ctime; 0 where that was not noted, or too young to tell one change from the next.
+    """
 
     path: str
     digest: str
     size_bytes: int
     mtime_ns: int
+    inode: int = 0
+    ctime_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +103,7 @@ class Change:
 
 def pack_ids(values: Sequence[int]) -> bytes:
     """Return token ids or offsets as a row holds them."""
-    return np.asarray(values, dtype="<i4").tobytes()
+    return _little_endian(array("i", values)).tobytes()
 
 
 def pack_contexts(contexts: Sequence[Sequence[int]]) -> bytes:
@@ -122,8 +136,7 @@ def unpack_chunk(row: Sequence[Any]) -> Chunk:
         When the row is not as it was written.
     """
     chunk_id, text, token_ids, token_starts, source, ordinal, metadata, contexts = row
-    ids = tuple(np.frombuffer(token_ids, dtype="<i4").tolist())
-    starts = tuple(np.frombuffer(token_starts, dtype="<i4").tolist())
+    ids, starts = tuple(_unpack_ids(token_ids)), tuple(_unpack_ids(token_starts))
     if not (isinstance(text, str) and isinstance(source, str) and isinstance(ordinal, int)):
         raise TypeError("text, source or place is of another type")
     if not 0 < len(ids) == len(starts):
@@ -142,8 +155,20 @@ def unpack_chunk(row: Sequence[Any]) -> Chunk:
     )
 
 
+def _unpack_ids(packed: bytes) -> list[int]:
+    values = array("i")
+    values.frombytes(packed)
+    return _little_endian(values).tolist()
+
+
+def _little_endian(values: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
 def _unpack_contexts(packed: bytes) -> tuple[tuple[int, ...], ...]:
-    values = np.frombuffer(packed, dtype="<i4").tolist()
+    values = _unpack_ids(packed)
     if not values:
         return ((),)
     if min(values) < 0:

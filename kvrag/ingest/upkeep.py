@@ -8,39 +8,44 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvrag.chunk import Chunk, ChunkKey
-from kvrag.codec.base import Codec
-from kvrag.codec.presets import CodecChoice, choose_codec, expected_bytes_per_token
-from kvrag.codec.profile import Profile
-from kvrag.codec.raw import RawCodec
-from kvrag.codec.registry import is_profile_of
-from kvrag.errors import IndexMismatchError, ParameterError, ProfileError, StoreError
-from kvrag.fusion.calibration import Calibration
+from kvrag import arguments
+from kvrag.chunk import Chunk, ChunkKey, is_key
+from kvrag.codec.names import parse_codec
+from kvrag.errors import (
+    IndexFormatError,
+    IndexMismatchError,
+    ParameterError,
+    ProfileError,
+    StoreError,
+)
 from kvrag.fusion.compression.spec import Compression, parse_compression
 from kvrag.ingest import catalog as catalogs
-from kvrag.ingest import lock, vectors
+from kvrag.ingest import lock, profiles
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.coding import (
-    LEAST_TOKENS,
-    SAMPLE_TOKENS,
-    RecordCoding,
-    check_profile,
-    check_room,
-    fit_to,
-    read_exact,
-    recode_records,
-)
-from kvrag.ingest.config import IndexConfig, write_atomically
-from kvrag.ingest.maintenance import collect_garbage, verify_records
+from kvrag.ingest.config import VECTORS_NAME, IndexConfig, write_atomically
+from kvrag.ingest.connection import next_path
+from kvrag.ingest.encryption import catalog_key, key_check, require_key_of_records
+from kvrag.ingest.maintenance import collect_garbage, first_of, verify_records
 from kvrag.ingest.making import KV_FOLDER, check_lasting, check_limit
+from kvrag.ingest.mending import Audit
 from kvrag.ingest.moving import MoveReport, copy_records, is_same_store
 from kvrag.ingest.passages import kept_keys
-from kvrag.ingest.report import GcReport, IndexStats, RecodeReport, VerifyReport
-from kvrag.kvcache import ChunkKV
+from kvrag.ingest.profiles import LEAST_TOKENS, SAMPLE_TOKENS, ProfileFolder
+from kvrag.ingest.report import GcReport, IndexStats, IngestReport, RecodeReport, VerifyReport
 from kvrag.store.base import Store
 from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store, without_password
+
+if TYPE_CHECKING:
+    from kvrag.codec.base import Codec
+    from kvrag.codec.presets import CodecChoice
+    from kvrag.codec.profile import Profile
+    from kvrag.fusion.calibration import Calibration
+    from kvrag.ingest.coding import RecordCoding
+    from kvrag.ingest.embedding import Embedding
+    from kvrag.kvcache import ChunkKV
 
 CALIBRATION_NAME = "calibration.json"
 
@@ -56,17 +61,38 @@ class IndexUpkeep(ABC):
 
     path: Path
     config: IndexConfig
-    catalog: Catalog
     store: Store
-    coding: RecordCoding
+
+    @property
+    @abstractmethod
+    def catalog(self) -> Catalog:
+        """Documents and chunks."""
 
     @abstractmethod
     def key_of(self, chunk: Chunk) -> ChunkKey:
         """Return the name of a chunk's KV, of those it has the first."""
 
+    @property
+    @abstractmethod
+    def embedding(self) -> Embedding:
+        """What makes vectors of texts."""
+
+    @abstractmethod
+    def _add_files(self, paths: Sequence[str]) -> IngestReport:
+        """Read files again, whatever is known of them; call with the writer's lock held."""
+
     @abstractmethod
     def _prefill(self, chunk: Chunk) -> ChunkKV:
         """Return the KV of a chunk by the model, behind the first of its contexts."""
+
+    @cached_property
+    def coding(self) -> RecordCoding:
+        """How KV is encoded; what only counts or lists never needs it."""
+        return self._make_coding()
+
+    @cached_property
+    def _profiles(self) -> ProfileFolder:
+        return ProfileFolder(self.path / profiles.FOLDER_NAME)
 
     @property
     def is_store_shared(self) -> bool:
@@ -90,7 +116,7 @@ class IndexUpkeep(ABC):
     @property
     def expected_bytes_per_token(self) -> int:
         """About what a token's KV takes in the store."""
-        per_row = expected_bytes_per_token(choose_codec(self.config.codec), self.config.spec)
+        per_row = self.config.expected_bytes_per_token
         return per_row if self.compression is None else round(per_row * self.compression.share)
 
     @property
@@ -113,6 +139,8 @@ class IndexUpkeep(ABC):
             return None
         except OSError as error:
             raise StoreError(f"{path}: cannot be read ({error})") from error
+        from kvrag.fusion.calibration import Calibration
+
         found = Calibration.from_json(text, str(path))
         if found.model_fingerprint != self.config.model_fingerprint:
             raise IndexMismatchError(
@@ -165,6 +193,7 @@ class IndexUpkeep(ABC):
             context=config.context,
             context_tokens=config.context_tokens,
             compression=config.compression,
+            control_tokens=config.control_tokens,
             num_prefix_tokens=len(config.prefix_ids),
             num_documents=num_documents,
             num_chunks=num_chunks,
@@ -172,10 +201,10 @@ class IndexUpkeep(ABC):
             num_records=len(stored),
             num_unreferenced_records=sum(digest not in needed for digest in stored),
             size_bytes=size_bytes,
-            bytes_per_token=config.spec.bytes_per_token,
+            bytes_per_token=config.bytes_per_token,
             stored_bytes_per_token=size_bytes / stored_tokens if stored_tokens else 0.0,
             catalog_bytes=_size_of(self.path / catalogs.FILE_NAME),
-            vectors_bytes=_size_of(self.path / vectors.FILE_NAME),
+            vectors_bytes=_size_of(self.path / VECTORS_NAME),
             generation=self.catalog.generation(),
         )
 
@@ -190,25 +219,88 @@ class IndexUpkeep(ABC):
         Parameters
         ----------
         repair
-            Compute missing and damaged records anew, and let the next ingestion write documents
-            with damaged rows anew; loads the model and takes the lock.
+            Compute missing and damaged records anew, and mend the catalog: what is damaged is read
+            again from the files it came from. Loads the model and takes the lock.
         on_progress
             Called with the number of records read, and of how many.
         """
+        arguments.flag(repair, "repair")
         with lock.writer_lock(self.path) if repair else contextlib.nullcontext():
             self._reload_codec()
+            audit = self._audit()
+            found = audit.problems
+            not_healed: tuple[str, ...] = ()
             if repair:
+                self._encrypt_catalog()
                 self._find_profile()
-            return verify_records(
+                if found:
+                    before = self._held(audit)
+                    failed = self._heal(audit).failed
+                    not_healed = (
+                        *self._lost_since(before),
+                        *(f"{one.source}: {one.reason}" for one in failed),
+                    )
+                    audit = self._audit()
+            report = verify_records(
                 self.catalog,
                 self.store,
                 self.coding,
                 self.config.spec,
-                key_of=self.key_of,
+                audit=audit,
                 num_rows=self.num_rows,
                 repair=self._repair if repair else None,
                 on_progress=on_progress,
             )
+            if not report.catalog_problems and (words := self.catalog.check_words(repair=repair)):
+                report = replace(report, catalog_problems=(words,))
+            if not repair or not found:
+                return report
+            return replace(
+                report,
+                catalog_problems=first_of(found),
+                not_healed=not_healed,
+                is_healed=not audit.problems,
+            )
+
+    def _audit(self) -> Audit:
+        """Hold all that the catalog holds against its seals."""
+        audit = self.catalog.audit(self.key_of)
+        audit.structure = self.catalog.damage()
+        return audit
+
+    def _heal(self, audit: Audit) -> IngestReport:
+        """Mend the catalog, and read the files again that are concerned; return what that did."""
+        if audit.structure:
+            self.catalog.rebuild()
+            audit = self.catalog.audit(self.key_of)
+            audit.others.append("the file was rebuilt")  # something may be missing
+        paths = self.catalog.mend(audit, self.key_of, lambda texts: self.embedding.embed(texts))
+        return self._add_files([path for path in paths if Path(path).is_file()])
+
+    def _held(self, audit: Audit) -> tuple[int, set[str]]:
+        """Return the number of documents there should be, and those not whole to our knowledge."""
+        num_documents = audit.num_documents
+        with contextlib.suppress(IndexFormatError):
+            num_documents = max(num_documents, self.catalog.counts()[0])
+        return num_documents, set(self.catalog.distrusted())
+
+    def _lost_since(self, before: tuple[int, set[str]], num_removed: int = 0) -> list[str]:
+        """Return what was lost by damage since `_held`, and what to do about it.
+
+        So many documents were removed because their files are gone.
+        """
+        num_documents, distrusted = before
+        lost = [
+            f"{source}: part of it was damaged and is gone; add it again"
+            for source in self.catalog.distrusted()
+            if source not in distrusted
+        ]
+        missing = num_documents - num_removed - self.catalog.counts()[0]
+        if missing > 0:
+            lost.append(
+                f"{missing:,} documents are gone with all their chunks; ingest all documents again"
+            )
+        return lost
 
     def fit_profile(
         self,
@@ -233,6 +325,7 @@ class IndexUpkeep(ABC):
         ParameterError
             When the codec needs no profile, or the index holds fewer than 256 tokens.
         """
+        num_tokens = arguments.whole(num_tokens, "num_tokens", 1)
         with lock.writer_lock(self.path):
             self._reload_codec()
             needed, kv_of = self._codable()
@@ -271,6 +364,9 @@ class IndexUpkeep(ABC):
         IndexLockedError
             When another process is writing to the index.
         """
+        from kvrag.codec.presets import choose_codec
+        from kvrag.ingest.coding import check_profile, check_room, recode_records
+
         choice = choose_codec(codec)
         with lock.writer_lock(self.path):
             self._reload_codec()
@@ -297,7 +393,9 @@ class IndexUpkeep(ABC):
 
     def _codable(self) -> tuple[dict[ChunkKey, int], Callable[[int], ChunkKV]]:
         """Return all KV by name, with its rows, and what returns the KV of one by its place."""
-        found = self.catalog.audit(self.key_of)[0]
+        from kvrag.ingest.coding import read_exact
+
+        found = self.catalog.audit(self.key_of).needed
         needed = {key: self.num_rows(found[key]) for key in sorted(found)}
         keys = list(needed)
 
@@ -315,6 +413,8 @@ class IndexUpkeep(ABC):
 
         One that was fitted on much less than there is now is not: an index is small at first.
         """
+        from kvrag.codec.registry import is_profile_of
+
         fitting: list[Profile] = []
         for profile_hash in self.coding.profiles.hashes():
             with contextlib.suppress(ProfileError):
@@ -359,15 +459,15 @@ class IndexUpkeep(ABC):
             check_limit(target, self.config)
             try:
                 check_lasting(target)
-                needed = {ChunkKey(one) for one in kept_keys(self.path) | self.catalog.keys()}
+                needed = {ChunkKey(one) for one in self._needed_keys()}
                 report = copy_records(needed, self.store, target, on_progress)
                 own = f"file:{self.path / KV_FOLDER}"
                 url = "" if target.url == own else target.url
                 left = self._left_by_moving(own, report.num_lost) if url else None
                 if left is not None and is_same_store(left, target):
                     left = None
-                self.config = replace(self.config, store=url)
-                self.config.save(self.path)
+                config = replace(self.config, store=url, key_check=key_check(target))
+                self._use_key_of(target, config)
             except BaseException:
                 target.close()
                 raise
@@ -390,18 +490,45 @@ class IndexUpkeep(ABC):
             Also of a store outside the index's folder remove every record that this index does
             not need. Without, its records stay: other indexes may need them.
         """
+        arguments.flag(delete_shared, "delete_shared")
         with lock.writer_lock(self.path):
             self._reload_codec()
             return collect_garbage(
                 self.path,
-                self.catalog,
                 self.store,
-                self.coding.profiles,
+                self._profiles,
                 self.config.profile,
+                needed=self._needed_keys(),
                 keeps_unknown=self.is_store_shared and not delete_shared,
             )
 
     # -- private -----------------------------------------------------------------------------
+
+    def _needed_keys(self) -> set[str]:
+        """Return the names of all KV that is needed: those noted, and those that must be."""
+        noted = set(filter(is_key, self.catalog.keys()))
+        must_be = {key.digest for key in self.catalog.audit(self.key_of).needed}
+        return noted | must_be | kept_keys(self.path).keys()
+
+    def _encrypt_catalog(self) -> None:
+        """Encrypt the catalog of an index whose records were encrypted before catalogs were."""
+        if self.config.key_check or "key_file=" not in self.config.store:
+            return
+        require_key_of_records(self.store)
+        self._use_key_of(self.store, replace(self.config, key_check=key_check(self.store)))
+
+    def _use_key_of(self, store: Store, config: IndexConfig) -> None:
+        """Write the catalog under a store's key, or none, and note a configuration with it."""
+        if config.key_check == self.config.key_check:
+            config.save(self.path)
+            self.config = config
+            return
+        key = catalog_key(store) if config.key_check else None
+        self.catalog.write_copy(next_path(self.catalog.path), key)
+        config.save(self.path)
+        self.config = config
+        self.catalog.use_next(key)
+        (self.path / VECTORS_NAME).unlink(missing_ok=True)
 
     def _left_by_moving(self, own: str, num_lost: int) -> Store | None:
         """Return the store in the index's folder, where its records are not needed any more."""
@@ -425,6 +552,8 @@ class IndexUpkeep(ABC):
             return self.codec
         lengths = [self.num_rows(len(chunk.token_ids)) for chunk in chunks]
         if sum(lengths) < LEAST_TOKENS:
+            from kvrag.codec.raw import RawCodec
+
             return RawCodec()
         codec = self.config.codec
         profile = self._fit(codec, lengths, lambda number: self._prefill(chunks[number]), say)
@@ -462,10 +591,10 @@ class IndexUpkeep(ABC):
             self.coding = self._make_coding()
 
     def _make_coding(self) -> RecordCoding:
+        from kvrag.ingest.coding import RecordCoding
+
         config = self.config
-        return RecordCoding(
-            self.coding.profiles, config.codec, config.profile, config.model_fingerprint
-        )
+        return RecordCoding(self._profiles, config.codec, config.profile, config.model_fingerprint)
 
     def _fit(
         self,
@@ -476,6 +605,8 @@ class IndexUpkeep(ABC):
         num_tokens: int = SAMPLE_TOKENS,
     ) -> Profile:
         config = self.config
+        from kvrag.ingest.coding import fit_to
+
         return fit_to(
             codec,
             lengths,
@@ -490,7 +621,7 @@ class IndexUpkeep(ABC):
         """Write records with another codec from now on."""
         if profile is not None:
             self.coding.profiles.add(profile)
-        name = choose_codec(codec).label
+        name = parse_codec(codec).label
         config = replace(self.config, codec=name, profile="" if profile is None else profile.hash)
         config.save(self.path)
         self.config = config

@@ -1,7 +1,8 @@
 """Nearest chunks by inner product: FAISS over the catalog's vectors, with a cache on disk.
 
 The cache spares reading every row of the catalog when an index is opened. It is never trusted:
-one of another generation, length or checksum is made again.
+one of another version of the catalog, length or seal is made again. Beside an encrypted catalog
+there is none.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,16 @@ from numpy.typing import NDArray
 
 from kvrag.errors import IndexMismatchError, StoreError
 from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.config import VECTORS_NAME as FILE_NAME
 from kvrag.ingest.config import write_atomically
+from kvrag.ingest.tables import NO_GENERATION
 
-FILE_NAME = "vectors.cache"
 _MAGIC = b"KVRAGVEC"
-_HEADER = struct.Struct("<8sIIQQQ")  # magic, version, dim, count, generation, checksum
-_VERSION = 1
+_HEADER = struct.Struct("<8sIIQq16s16s")  # magic, version, dim, count, generation, documents, seal
+_VERSION = 2
+
+CatalogVersion = tuple[int, bytes]
+"""Generation of a catalog, and a digest of what its documents hold (`Catalog.version`)."""
 
 
 class VectorIndex:
@@ -36,9 +42,9 @@ class VectorIndex:
     """
 
     def __init__(
-        self, generation: int, rows: NDArray[np.int64], vectors: NDArray[np.float32]
+        self, version: CatalogVersion, rows: NDArray[np.int64], vectors: NDArray[np.float32]
     ) -> None:
-        self.generation = generation
+        self.generation = version[0]
         self._rows = rows
         self._dim = vectors.shape[1]
         self._flat = _import_faiss().IndexFlatIP(self._dim)
@@ -51,12 +57,17 @@ class VectorIndex:
 
         A cache that was not is written anew, if the folder lets us.
         """
-        cached = _read(folder / FILE_NAME, catalog.generation(), dim)
+        if catalog.is_encrypted:
+            return cls.refresh(catalog, dim)
+        cached = _read(folder / FILE_NAME, catalog, dim)
         if cached is not None:
             return cls(*cached)
+        num_noted = catalog.num_noted
         read = catalog.vectors(dim)
-        with contextlib.suppress(StoreError):
-            _write(folder / FILE_NAME, *read)
+        # What is left out is left out, and counted, each time.
+        if catalog.num_noted == num_noted and read[0][0] != NO_GENERATION:
+            with contextlib.suppress(StoreError):
+                _write(folder / FILE_NAME, catalog, *read)
         return cls(*read)
 
     @classmethod
@@ -101,31 +112,41 @@ def _import_faiss() -> Any:
 
 
 def _write(
-    path: Path, generation: int, rows: NDArray[np.int64], vectors: NDArray[np.float32]
+    path: Path,
+    catalog: Catalog,
+    version: CatalogVersion,
+    rows: NDArray[np.int64],
+    vectors: NDArray[np.float32],
 ) -> None:
     body = rows.astype("<i8").tobytes() + vectors.astype("<f4").tobytes()
-    checksum = xxhash.xxh3_64_intdigest(body)
-    header = _HEADER.pack(_MAGIC, _VERSION, vectors.shape[1], len(rows), generation, checksum)
-    write_atomically(path, header + body)
+    said = (_MAGIC, _VERSION, vectors.shape[1], len(rows), *version)
+    write_atomically(path, _HEADER.pack(*said, _seal(catalog, said, body)) + body)
 
 
 def _read(
-    path: Path, generation: int, dim: int
-) -> tuple[int, NDArray[np.int64], NDArray[np.float32]] | None:
+    path: Path, catalog: Catalog, dim: int
+) -> tuple[CatalogVersion, NDArray[np.int64], NDArray[np.float32]] | None:
     try:
         content = path.read_bytes()
     except OSError:
         return None
     if len(content) < _HEADER.size:
         return None
-    magic, version, its_dim, count, its_generation, checksum = _HEADER.unpack_from(content)
+    *said, seal = _HEADER.unpack_from(content)
+    count = said[3]
+    version = catalog.version()
     body = memoryview(content)[_HEADER.size :]
     if (
-        (magic, version, its_dim, its_generation) != (_MAGIC, _VERSION, dim, generation)
+        said != [_MAGIC, _VERSION, dim, count, *version]
         or len(body) != count * (8 + 4 * dim)
-        or xxhash.xxh3_64_intdigest(body) != checksum
+        or _seal(catalog, said, body) != seal
     ):
         return None
     rows = np.frombuffer(body[: 8 * count], dtype="<i8").astype(np.int64)
     vectors = np.frombuffer(body[8 * count :], dtype="<f4").astype(np.float32)
-    return generation, rows, vectors.reshape(count, dim)
+    return version, rows, vectors.reshape(count, dim)
+
+
+def _seal(catalog: Catalog, said: Sequence[Any], body: bytes | memoryview) -> bytes:
+    """Return the catalog's seal of a cache; of its vectors by a faster digest."""
+    return catalog.seal(_HEADER.pack(*said, xxhash.xxh3_128_digest(body)))

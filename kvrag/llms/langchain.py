@@ -215,6 +215,9 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
 
     streaming: bool = False
 
+    def _asks_in_messages(self) -> bool:
+        return True
+
     def _generate(
         self,
         messages: list[BaseMessage],

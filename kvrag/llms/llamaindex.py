@@ -83,11 +83,10 @@ class KVRagLLM(EngineSettings, CustomLLM):
     @property
     def metadata(self) -> LLMMetadata:
         """What LlamaIndex plans its prompts with."""
-        chat = self.is_chat_model
         return LLMMetadata(
             context_window=self.context_window(),
             num_output=self.max_tokens,
-            is_chat_model=self._has_template() if chat is None else chat,
+            is_chat_model=self._asks_in_messages(),
             model_name=str(self.model_name),
         )
 
@@ -163,6 +162,9 @@ class KVRagLLM(EngineSettings, CustomLLM):
     def _raw(self, answer: Answer, call: dict[str, Any]) -> dict[str, Any]:
         name = str(call.get("model") or self.model_name)
         return {"usage": token_usage(answer), **answer_details(answer, name)}
+
+    def _asks_in_messages(self) -> bool:
+        return self._has_template() if self.is_chat_model is None else self.is_chat_model
 
     def _has_template(self) -> bool:
         return bool(getattr(shared_index(self.index).tokenizer, "chat_template", None))

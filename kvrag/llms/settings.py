@@ -32,6 +32,8 @@ from kvrag.eviction.registry import make_eviction
 from kvrag.fusion.controller import make_choice
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.ingest.index import Index
+from kvrag.ingest.prompt_tokens import tokenise_prompt
+from kvrag.models.chat import PromptText
 from kvrag.pml.engine import PMLEngine
 
 INDEX_VARIABLE = "KVRAG_INDEX"
@@ -297,10 +299,21 @@ class EngineSettings(BaseModel):
         return shared_index(self.index).config.max_positions
 
     def token_ids(self, text: str) -> list[int]:
-        """Return the model's token ids of `text`, without special tokens; loads no weights."""
-        tokenizer = shared_index(self.index).tokenizer
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        """Return the model's token ids of `text`, without special tokens; loads no weights.
+
+        As they are in a prompt: in that of a chat model all text is a message's, in which no
+        control string is control (unless the index keeps them).
+        """
+        index = shared_index(self.index)
+        if self._asks_in_messages() and index.control is not None:
+            (tokens,) = index.control.documents([text])
+        else:
+            tokens = tokenise_prompt(index, PromptText(text, False))
+        return list(tokens.token_ids)
+
+    def _asks_in_messages(self) -> bool:
+        """Whether prompts are messages for the chat template."""
+        return False
 
     def _retrying(self, attempt: Callable[[], T]) -> T:
         for number in range(self.max_retries):
@@ -353,4 +366,5 @@ def recorded_identity(index: Index) -> dict[str, str]:
         "tokenizer_fingerprint": index.config.tokenizer_fingerprint,
         "dtype": index.config.dtype,
         "codec": index.config.codec,
+        "control_tokens": index.config.control_tokens,
     }

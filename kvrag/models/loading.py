@@ -49,6 +49,11 @@ def resolve_model(reference: str | Path) -> str:
     ModelLoadError
         When `reference` looks like a path and nothing is there.
     """
+    if not isinstance(reference, str | Path):
+        raise ParameterError(
+            f"model {reference!r}: expected a folder, a hub name such as 'org/name', or "
+            "'kvrag-tiny'"
+        )
     text = str(reference)
     if text == EMBEDDED_MODEL:
         return str(Path(__file__).parent / "tiny")
@@ -115,9 +120,12 @@ def all_finite(tensor: torch.Tensor) -> bool:
 def usable_device(name: str) -> torch.device:
     """Return the device of that name. Raises ParameterError when it cannot be used here."""
     try:
-        # Allocating tells an unknown name, a missing driver and a number too high alike.
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
+        # Allocating tells an unknown name, a missing driver and a number too high alike; reading
+        # tells a place that holds no numbers ("meta").
+        found = torch.zeros(1, device=name)
+        found.cpu()
+        return found.device
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ParameterError(
             f"device {name!r} cannot be used: {reason}; leave it out for the CPU"

@@ -40,7 +40,7 @@ class EncodedSchema:
     layout
         Where everything stands.
     passages
-        For each stretch its passage.
+        For each stretch its passage; stored where the stretch is cached.
     scaffolds
         For each scaffold the stretches in it, each with the passage it is there.
     """
@@ -51,7 +51,12 @@ class EncodedSchema:
 
     def all_passages(self) -> list[Passage]:
         """Return what has to be stored, scaffolds included."""
-        found = list(self.passages)
+        stretches = self.layout.stretches
+        found = [
+            passage
+            for stretch, passage in zip(stretches, self.passages, strict=True)
+            if stretch.is_cached
+        ]
         for _, members in self.scaffolds:
             found += members.values()
         return found
@@ -92,7 +97,7 @@ class PMLEngine:
         if not isinstance(schema, Schema):
             schema = parse_schema(schema)
         index = self.engine.index
-        layout = lay_out_schema(schema, index.tokenizer, index.prefix_ids)
+        layout = lay_out_schema(schema, index.tokenizer, index.prefix_ids, index.control)
         passages = tuple(
             Passage(stretch.token_ids, start=stretch.start) for stretch in layout.stretches
         )
@@ -184,7 +189,9 @@ class PMLEngine:
             raise ParameterError(f"schema {name!r} was not added; known: {known}")
         if not isinstance(prompt, Prompt):
             prompt = parse_prompt(prompt, found.layout.schema)
-        pieces = place_prompt(found.layout, prompt, self.engine.index.tokenizer)
+        pieces = place_prompt(
+            found.layout, prompt, self.engine.index.tokenizer, self.engine.index.control
+        )
         numbers = [str(number) for number in range(len(found.passages))]
         layout = as_layout(found.layout, pieces, numbers)
         chosen = _choose_scaffolds(found, prompt)
@@ -235,7 +242,7 @@ def _scaffolds(layout: SchemaLayout) -> Iterator[tuple[frozenset[Path], dict[int
         before: tuple[int, ...] = ()
         position = None
         for number, stretch in enumerate(layout.stretches):
-            if stretch.path not in scaffold.paths:
+            if stretch.path not in scaffold.paths or not stretch.is_cached:
                 continue
             if position is None:
                 position = stretch.start

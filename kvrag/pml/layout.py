@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from kvrag.models.control import ControlTokens
 from kvrag.pml.conversation import Conversation
 from kvrag.pml.schema import Module, Node, Parameter, Path, Schema, Text, Turn, Union
 
@@ -48,12 +49,15 @@ class Stretch:
         Its tokens, placeholders where parameters have their room.
     slots
         The parameters, in order.
+    is_cached
+        Whether it is stored; otherwise every prompt computes it.
     """
 
     path: Path
     start: int
     token_ids: tuple[int, ...]
     slots: tuple[Slot, ...]
+    is_cached: bool = True
 
     @property
     def end(self) -> int:
@@ -100,21 +104,26 @@ def placeholder_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def lay_out_schema(
-    schema: Schema, tokenizer: PreTrainedTokenizerBase, prefix_ids: Sequence[int]
+    schema: Schema,
+    tokenizer: PreTrainedTokenizerBase,
+    prefix_ids: Sequence[int],
+    control: ControlTokens | None = None,
 ) -> SchemaLayout:
     """Tokenise a schema and give everything in it a position.
+
+    With `control`, control strings are text in the files that it names; what the schema itself
+    says is its author's.
 
     Raises
     ------
     PMLError
         When the chat template does not fit the schema's turns, or a scaffold its parameter.
     """
-    turns = [node for node in schema.children if isinstance(node, Turn)]
-    conversation = Conversation(tokenizer, turns) if turns else None
+    conversation = Conversation(tokenizer, schema) if schema.has_turns else None
     children: Sequence[Node] = schema.children
     if conversation is not None:
-        children = conversation.spread(children)
-    arranger = _Arranger(tokenizer, children)
+        children = conversation.spread()
+    arranger = _Arranger(tokenizer, children, control)
     prefix = tuple(prefix_ids)
     if conversation is not None:
         has_prefix = arranger.take_prefix(children, prefix)
@@ -128,25 +137,41 @@ def lay_out_schema(
 
 
 class _Arranger:
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, children: Sequence[Node]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        children: Sequence[Node],
+        control: ControlTokens | None,
+    ) -> None:
         self.stretches: list[Stretch] = []
         self.extents: dict[Path, tuple[int, int]] = {}
         self._taken = 0
         self._placeholder = placeholder_id(tokenizer)
         # At once: ten thousand calls of a tokenizer take seconds.
-        texts = list(dict.fromkeys(_texts(children)))
+        texts = list(
+            dict.fromkeys(text for text, is_document in _texts(children) if not is_document)
+        )
         self._ids = dict(zip(texts, token_ids_of(tokenizer, texts), strict=True))
+        files = list(dict.fromkeys(text for text, is_document in _texts(children) if is_document))
+        self._file_ids = dict(zip(files, token_ids_of(tokenizer, files, control), strict=True))
 
     def take_prefix(self, children: Sequence[Node], prefix: tuple[int, ...]) -> bool:
         """Take the shared prefix off the first text, if the chat template begins with it."""
-        first = next(iter(_groups(children)))
+        first = next(iter(_groups(children)), None)
+        while isinstance(first, Module) and not first.name:
+            first = next(iter(_groups(first.children)), None)
         head = first[0] if isinstance(first, list) else None
-        if not isinstance(head, Text) or tuple(self._ids[head.text][: len(prefix)]) != prefix:
+        if not isinstance(head, Text) or tuple(self._ids_of(head)[: len(prefix)]) != prefix:
             return False
         self._taken = len(prefix)
         return True
 
-    def arrange(self, path: Path, children: Sequence[Node], start: int) -> int:
+    def _ids_of(self, text: Text) -> list[int]:
+        return (self._file_ids if text.is_document else self._ids)[text.text]
+
+    def arrange(
+        self, path: Path, children: Sequence[Node], start: int, is_cached: bool = True
+    ) -> int:
         """Lay out the contents of one module from a position on; return the first behind."""
         position = start
         for group in _groups(children):
@@ -157,28 +182,32 @@ class _Arranger:
                 for member in group.members:
                     position = max(position, self._module(path, member, begin))
             else:
-                position = self._stretch(path, group, position)
+                position = self._stretch(path, group, position, is_cached)
         return position
 
     def _module(self, path: Path, module: Module, start: int) -> int:
-        inner = (*path, module.name)
-        end = self.arrange(inner, module.children, start)
-        self.extents[inner] = (start, end)
+        inner = (*path, module.name) if module.name else path
+        end = self.arrange(inner, module.children, start, module.is_cached)
+        if module.name:
+            self.extents[inner] = (start, end)
         return end
 
-    def _stretch(self, path: Path, nodes: Sequence[Text | Parameter], start: int) -> int:
+    def _stretch(
+        self, path: Path, nodes: Sequence[Text | Parameter], start: int, is_cached: bool
+    ) -> int:
         ids: list[int] = []
         slots: list[Slot] = []
         for node in nodes:
             if isinstance(node, Text):
-                taken = self._taken if not path and not self.stretches and not ids else 0
-                ids += self._ids[node.text][taken:]
+                # The prefix is the beginning of the very first text.
+                taken, self._taken = self._taken, 0
+                ids += self._ids_of(node)[taken:]
             else:
                 slots.append(Slot(node.name, len(ids), node.length))
                 ids += self._room(node)
         if not ids:
             return start
-        self.stretches.append(Stretch(path, start, tuple(ids), tuple(slots)))
+        self.stretches.append(Stretch(path, start, tuple(ids), tuple(slots), is_cached))
         return start + len(ids)
 
     def _room(self, parameter: Parameter) -> list[int]:
@@ -192,10 +221,19 @@ class _Arranger:
         return ids + [self._placeholder] * (parameter.length - len(ids))
 
 
-def token_ids_of(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Return each text's tokens, special ones not added."""
+def token_ids_of(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    control: ControlTokens | None = None,
+) -> list[list[int]]:
+    """Return each text's tokens, special ones not added.
+
+    With `control`, control strings in them are text.
+    """
     if not texts:
         return []
+    if control is not None:
+        return [list(tokens.token_ids) for tokens in control.documents(texts)]
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
     return [list(ids) for ids in encoded["input_ids"]]
 
@@ -223,13 +261,14 @@ def _groups(
         yield group
 
 
-def _texts(children: Sequence[Node]) -> Iterable[str]:
+def _texts(children: Sequence[Node]) -> Iterable[tuple[str, bool]]:
+    """Yield all texts, and whether each is a file's."""
     for group in _groups(children):
         if isinstance(group, list):
             for node in group:
                 text = node.text if isinstance(node, Text) else node.scaffold
                 if text:
-                    yield text
+                    yield text, isinstance(node, Text) and node.is_document
             continue
         for module in group.members if isinstance(group, Union) else (group,):
             yield from _texts(module.children)

@@ -29,6 +29,7 @@ from kvrag.pml.schema import (
     Turn,
     Union,
     flat,
+    turns,
 )
 
 ROLES = ("system", "user", "assistant")
@@ -61,6 +62,8 @@ def parse_schema(source: str | FilePath) -> Schema:
 class _SchemaParser:
     def __init__(self, folder: FilePath | None) -> None:
         self._folder = folder
+        # The one that is being read.
+        self._turn: Element | None = None
 
     def schema(self, root: Element) -> Schema:
         if root.tag != "schema":
@@ -76,12 +79,7 @@ class _SchemaParser:
                 body.content[-1] = Run(before.text + part.text, before.place)
             elif isinstance(part, Run) or part.tag != "scaffold":
                 body.content.append(part)
-        children = self._children(body, allow_turns=True)
-        if any(isinstance(node, Turn) for node in children):
-            # What stands between turns is the chat template's business.
-            children = tuple(
-                node for node in children if not (isinstance(node, Text) and node.text.isspace())
-            )
+        children = self._children(body)
         schema = Schema(name, children, (), root.place)
         listed = [_scaffold(one, schema) for one in scaffolds]
         named = tuple(_named_members(children, ()))
@@ -89,46 +87,69 @@ class _SchemaParser:
             listed.append(Scaffold(named, root.place))
         return Schema(name, children, tuple(listed), root.place)
 
-    def _children(self, element: Element, *, allow_turns: bool = False) -> tuple[Node, ...]:
+    def _children(self, element: Element, *, is_cached: bool = True) -> tuple[Node, ...]:
         nodes: list[Node] = []
         for part in settled(element.content):
-            nodes.append(part if isinstance(part, Text) else self._node(part, allow_turns))
+            nodes.append(part if isinstance(part, Text) else self._node(part, is_cached))
+        if any(turns(tuple(nodes))):
+            # What stands between turns is the chat template's business.
+            nodes = [one for one in nodes if not (isinstance(one, Text) and one.text.isspace())]
         _check_unique(flat(tuple(nodes)))
         return tuple(nodes)
 
-    def _node(self, element: Element, allow_turns: bool) -> Node:
+    def _node(self, element: Element, is_cached: bool) -> Node:
         if element.tag == "module":
-            return self._module(element)
+            return self._module(element, is_cached)
         if element.tag == "union":
-            return self._union(element)
+            return self._union(element, is_cached)
         if element.tag in ("param", "parameter"):
             return _parameter(element)
         if element.tag in ROLES:
-            if not allow_turns:
+            if self._turn is not None:
                 raise element.place.error(
-                    f"<{element.tag}> inside another element",
-                    "a turn of the conversation stands directly in <schema>; modules go inside it",
+                    f"<{element.tag}> inside <{self._turn.tag}> (line {self._turn.place.line})",
+                    f"one turn ends before the next begins: write </{self._turn.tag}> before it",
                 )
             check_attributes(element, set())
-            return Turn(element.tag, self._children(element), element.place)
+            self._turn = element
+            children = self._children(element, is_cached=is_cached)
+            self._turn = None
+            return Turn(element.tag, children, element.place)
+        remedies = {
+            "schema": "a file holds one schema: give the other a file of its own",
+            "prompt": "a prompt is a file of its own, or a string of its own",
+            "scaffold": "it stands directly in <schema>, and names modules by their paths",
+        }
         raise element.place.error(
             f"<{element.tag}> is not known here",
-            "expected module, union, parameter, system, user or assistant; text or code with '<' "
-            "belongs in <![CDATA[ ... ]]>",
+            remedies.get(
+                element.tag,
+                "expected module, union, parameter, system, user or assistant; text or code with "
+                "'<' belongs in <![CDATA[ ... ]]>",
+            ),
         )
 
-    def _module(self, element: Element) -> Module:
-        name = checked_name(element)
-        check_attributes(element, {"name", "src"})
+    def _module(self, element: Element, is_cached: bool) -> Module:
+        # Without a name it is always there (§3.2.1).
+        name = checked_name(element) if "name" in element.attributes else ""
+        check_attributes(element, {"name", "src", "cache"})
+        cache = element.attributes.get("cache")
+        if cache not in (None, "true", "false"):
+            raise element.place.error(
+                f"cache={cache!r} of a module",
+                "expected 'false', for what every prompt computes, or 'true'",
+            )
+        is_cached = is_cached if cache is None else cache == "true"
         if "src" not in element.attributes:
-            return Module(name, self._children(element), element.place)
+            children = self._children(element, is_cached=is_cached)
+            return Module(name, children, element.place, is_cached)
         if settled(element.content):
             raise element.place.error(
-                f"module {name!r} has src and contents", "give the one or the other"
+                f"{_called(name)} has src and contents", "give the one or the other"
             )
         text = self._source_text(element.attributes["src"], element.place)
-        children = (Text(text, element.place),) if text else ()
-        return Module(name, children, element.place)
+        children = (Text(text, element.place, is_document=True),) if text else ()
+        return Module(name, children, element.place, is_cached)
 
     def _source_text(self, src: str, place: Place) -> str:
         remedy = "src names a text file beside the schema or in a folder below it"
@@ -156,7 +177,7 @@ class _SchemaParser:
                 f"src={src!r} is no UTF-8 text (byte {error.start})", "save it as UTF-8"
             ) from error
 
-    def _union(self, element: Element) -> Union:
+    def _union(self, element: Element, is_cached: bool) -> Union:
         check_attributes(element, {"scaffold"})
         members: list[Module] = []
         for part in element.content:
@@ -166,9 +187,16 @@ class _SchemaParser:
                         "text directly in <union>", "put it into one of its modules, or outside"
                     )
             elif part.tag != "module":
-                raise part.place.error(f"<{part.tag}> in <union>", "a union holds modules alone")
+                raise part.place.error(
+                    f"<{part.tag}> directly in <union>",
+                    f"a union holds modules: put it into one, <module name=...><{part.tag} ...",
+                )
+            elif "name" not in part.attributes:
+                raise part.place.error(
+                    "a member of <union> has no name", "give it name=...: prompts choose by it"
+                )
             else:
-                members.append(self._module(part))
+                members.append(self._module(part, is_cached))
         if not members:
             raise element.place.error("an empty <union>", "give it a module, or remove it")
         scaffold = element.attributes.get("scaffold", "")
@@ -176,6 +204,11 @@ class _SchemaParser:
             raise element.place.error(
                 f"scaffold={scaffold!r} is no member of this union",
                 f"expected one of {listing(member.name for member in members)}",
+            )
+        if not all(member.is_cached for member in members if member.name == scaffold):
+            raise element.place.error(
+                f"scaffold={scaffold!r} is a module with cache='false'",
+                "a scaffold is stored: name another member, or let that one be cached",
             )
         _check_unique(members)
         return Union(tuple(members), scaffold, element.place)
@@ -251,7 +284,8 @@ def _parameter(element: Element) -> Parameter:
         isinstance(part, Run) and part.text.strip() for part in element.content
     ):
         raise element.place.error(
-            f"parameter {name!r} has contents", "a parameter is empty: <parameter .../>"
+            f"parameter {name!r} has contents",
+            "it is empty, <parameter .../>; what stands there by default is scaffold='...'",
         )
     given = [element.attributes[key] for key in ("len", "length") if key in element.attributes]
     if len(given) != 1:
@@ -298,6 +332,10 @@ def _named_members(children: tuple[Node, ...], path: Path) -> Iterable[Path]:
             yield from _named_members(node.children, (*path, node.name))
 
 
+def _called(name: str) -> str:
+    return f"module {name!r}" if name else "<module>"
+
+
 def _scaffold(element: Element, schema: Schema) -> Scaffold:
     check_attributes(element, {"modules"})
     if settled(element.content):
@@ -311,6 +349,12 @@ def _scaffold(element: Element, schema: Schema) -> Scaffold:
             f"a scaffold of {len(paths)} modules", "it holds two modules or more"
         )
     check_exclusive(schema, ((path, element.place) for path in paths))
+    for path in paths:
+        if not schema.modules[path].is_cached:
+            raise element.place.error(
+                f"a scaffold of {'/'.join(path)!r}, which has cache='false'",
+                "a scaffold is stored: leave the module out, or let it be cached",
+            )
     ordered = tuple(path for path in schema.modules if path in paths)
     return Scaffold(ordered, element.place)
 

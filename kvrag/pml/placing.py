@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from kvrag.fusion.layout import Layout, ReusedSpan
+from kvrag.models.control import ControlTokens
 from kvrag.pml.layout import SchemaLayout, Stretch, token_ids_of
 from kvrag.pml.prompt import Import, Prompt
 from kvrag.pml.schema import Path, Text
@@ -49,9 +50,14 @@ class Piece:
 
 
 def place_prompt(
-    layout: SchemaLayout, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
+    layout: SchemaLayout,
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    control: ControlTokens | None = None,
 ) -> list[Piece]:
     """Return the pieces of a prompt, the shared prefix left out, in the order of their positions.
+
+    With `control`, control strings are text in all that the prompt says: arguments, texts, turns.
 
     Raises
     ------
@@ -63,13 +69,18 @@ def place_prompt(
     pieces: list[Piece] = []
     for number, stretch in enumerate(layout.stretches):
         if stretch.path in imports:
-            pieces += _filled(number, stretch, imports[stretch.path], prompt, tokenizer)
-    _place_texts(layout, prompt.body, layout.num_positions, pieces, tokenizer)
-    ending = prompt.ending
-    if layout.conversation is not None:
-        ending = layout.conversation.tail(prompt.turns, prompt.place)
+            pieces += _filled(number, stretch, imports[stretch.path], prompt, tokenizer, control)
+    _place_texts(layout, prompt.body, layout.num_positions, pieces, tokenizer, control)
     end = max((piece.end for piece in pieces), default=len(layout.prefix_ids))
-    (ids,) = token_ids_of(tokenizer, [ending])
+    if layout.conversation is None:
+        (ids,) = token_ids_of(tokenizer, [prompt.ending], control)
+    else:
+        tail = layout.conversation.tail(imports, prompt.turns, prompt.place, control)
+        if control is None:
+            (ids,) = token_ids_of(tokenizer, [tail.text])
+        else:
+            tokens = control.prompt(tail.text, add_special_tokens=False, data=tail.data or ())
+            ids = list(tokens.token_ids)
     if ids:
         pieces.append(Piece(end, tuple(ids)))
     if not pieces and not layout.prefix_ids:
@@ -97,7 +108,7 @@ def as_layout(layout: SchemaLayout, pieces: Sequence[Piece], chunk_ids: Sequence
         row = len(token_ids)
         token_ids += piece.token_ids
         positions += range(piece.start, piece.end)
-        if piece.stretch is not None:
+        if piece.stretch is not None and layout.stretches[piece.stretch].is_cached:
             length = len(piece.token_ids)
             # The last token is computed: it gives the first logits.
             length -= piece is pieces[-1]
@@ -118,6 +129,7 @@ def _filled(
     found: Import,
     prompt: Prompt,
     tokenizer: PreTrainedTokenizerBase,
+    control: ControlTokens | None,
 ) -> list[Piece]:
     """Return one stretch, with arguments in place of placeholders."""
     pieces: list[Piece] = []
@@ -128,7 +140,7 @@ def _filled(
         if begin < slot.offset:
             ids = stretch.token_ids[begin : slot.offset]
             pieces.append(Piece(stretch.start + begin, ids, number, begin))
-        (ids_of_argument,) = token_ids_of(tokenizer, [found.arguments[slot.name]])
+        (ids_of_argument,) = token_ids_of(tokenizer, [found.arguments[slot.name]], control)
         if len(ids_of_argument) > slot.length:
             raise found.place.error(
                 f"argument {slot.name!r} has {len(ids_of_argument)} tokens, its parameter holds "
@@ -150,17 +162,18 @@ def _place_texts(
     limit: int,
     pieces: list[Piece],
     tokenizer: PreTrainedTokenizerBase,
+    control: ControlTokens | None,
 ) -> None:
     """Put the texts between a module's imports into gaps, adding them to `pieces` in order."""
     lower = layout.extents[body.path][0]
     for number, part in enumerate(body.parts):
         if isinstance(part, Import):
-            _place_texts(layout, part, layout.extents[part.path][1], pieces, tokenizer)
+            _place_texts(layout, part, layout.extents[part.path][1], pieces, tokenizer, control)
             lower = max(lower, _last_end(pieces, layout, part.path))
             continue
         following = next((one for one in body.parts[number + 1 :] if isinstance(one, Import)), None)
         upper = limit if following is None else layout.extents[following.path][0]
-        (ids,) = token_ids_of(tokenizer, [part.text])
+        (ids,) = token_ids_of(tokenizer, [part.text], control)
         piece = Piece(_first_gap(pieces, lower, upper, len(ids), part), tuple(ids))
         pieces.insert(bisect_left(pieces, piece.start, key=lambda one: one.start), piece)
         lower = piece.end

@@ -1,7 +1,8 @@
 """Python functions as schemas: what a program may say becomes what a prompt may import.
 
 Source: Prompt Cache §3.2.4: ``if`` becomes a module, ``if``/``else`` and ``match`` a union, a call
-of another prompt function a nested module, a decorator gives parameters their lengths.
+of another prompt function a nested module, a decorator gives parameters their lengths. What a call
+gives as a constant is text of that module, and decides its conditions.
 
 Deviations from the public reference: ``elif``, ``else`` and every statement of a branch count;
 names of modules come from the program (conditions are compiled by what they say), so equal
@@ -56,7 +57,11 @@ def prompt(function: F) -> F:
 
     A prompt function builds its text in statements that are texts (an expression alone in its
     line), in conditions on its untyped or ``bool`` parameters, and in calls of other prompt
-    functions. Parameters annotated with a `Length` become parameters of the schema.
+    functions. Parameters annotated with a `Length` become parameters of the schema, with their
+    defaults as the text that stands there where a prompt gives none.
+
+    Arguments of such a call are constants, which become text and decide conditions, or parameters
+    of the caller, which stay parameters and conditions of the function that is called.
 
     Raises
     ------
@@ -93,8 +98,30 @@ def schema_of(function: Callable[..., Any]) -> Schema:
     return found
 
 
+_Constant = str | int | float | bool | None
+
+
 class _Compiler:
-    def __init__(self, function: Callable[..., Any]) -> None:
+    """Compiles one function.
+
+    Parameters
+    ----------
+    function
+        The function.
+    constants
+        Of a call: parameters that it makes constant.
+    passed
+        Of a call: parameters that it passes on, each with the default that it has there.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        constants: Mapping[str, _Constant] | None = None,
+        passed: Mapping[str, _Constant] | None = None,
+    ) -> None:
+        self._constants = dict(constants or {})
+        self._passed = dict(passed or {})
         if not inspect.isfunction(function):
             raise ParameterError(
                 f"{function!r} is no prompt function: expected a function written with def, "
@@ -184,23 +211,28 @@ class _Compiler:
                 raise self._refuse(statement, "a return before the function's end")
             return self._text(statement.value)
         if isinstance(statement, ast.If):
-            return [self._choice(statement, is_last)]
+            return self._choice(statement, is_last)
         if isinstance(statement, ast.Match):
-            return [self._match(statement, is_last)]
+            return self._match(statement, is_last)
         raise self._refuse(statement, type(statement).__name__.lower())
 
-    def _text(self, value: ast.expr) -> list[Node]:
-        """Compile what gives text: a literal, an f-string, a sum of those, a call."""
+    def _text(self, value: ast.expr, *, is_whole: bool = True) -> list[Node]:
+        """Compile what gives text: a literal, an f-string, a sum of those, a call.
+
+        A literal that is the whole statement loses its indentation, as a docstring does.
+        """
         place = self._place(value)
         if isinstance(value, ast.Constant):
             if not isinstance(value.value, str):
                 raise self._refuse(value, f"the constant {value.value!r}")
-            text = self._words(inspect.cleandoc(value.value), value)
+            text = inspect.cleandoc(value.value) if is_whole else value.value
+            text = self._words(text, value)
             return [Text(text, place)] if text else []
         if isinstance(value, ast.JoinedStr):
             return [node for part in value.values for node in self._part(part)]
         if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
-            return self._text(value.left) + self._text(value.right)
+            summands = (value.left, value.right)
+            return [node for one in summands for node in self._text(one, is_whole=False)]
         if isinstance(value, ast.Call):
             return [self._call(value)]
         raise self._refuse(value, ast.unparse(value))
@@ -216,12 +248,17 @@ class _Compiler:
         if not isinstance(part.value, ast.Name):
             raise self._refuse(part, ast.unparse(part.value))
         name = part.value.id
+        if name in self._constants:
+            words = self._words(str(self._constants[name]), part)
+            return [Text(words, self._place(part))] if words else []
         if name not in self._lengths:
             raise self._place(part).error(
                 f"{name!r} has no length", f"annotate it: {name}: Annotated[str, Length(TOKENS)]"
             )
         check_name(name, self._place(part))
-        return [Parameter(name, self._lengths[name], "", self._place(part))]
+        default = self._passed.get(name, _defaults(self._function).get(name))
+        scaffold = "" if default is None else self._words(str(default), part)
+        return [Parameter(name, self._lengths[name], scaffold, self._place(part))]
 
     def _words(self, text: str, node: ast.AST) -> str:
         try:
@@ -232,35 +269,67 @@ class _Compiler:
             ) from error
         return normalise(text)
 
-    def _choice(self, statement: ast.If, is_last: bool) -> Node:
-        name = self._condition(statement.test)
-        body = self._body(statement.body, is_last=is_last)
-        first = Module(name, body, self._place(statement))
-        if not statement.orelse:
-            return first
-        members = [first]
-        rest = statement.orelse
+    def _choice(self, statement: ast.If, is_last: bool) -> list[Node]:
+        members: list[Module] = []
+        rest: list[ast.stmt] = [statement]
         while len(rest) == 1 and isinstance(rest[0], ast.If):
             branch = rest[0]
-            name = self._condition(branch.test)
-            body = self._body(branch.body, is_last=is_last)
-            members.append(Module(name, body, self._place(branch)))
+            decided = self._decided(branch.test)
+            if decided:
+                rest = branch.body
+                break
+            if decided is None:
+                name = self._condition(branch.test)
+                body = self._body(branch.body, is_last=is_last)
+                members.append(Module(name, body, self._place(branch)))
             rest = branch.orelse
+        if not members:
+            return list(self._body(rest, is_last=is_last))
         if rest:
             name = f"not-{members[0].name}" if len(members) == 1 else "otherwise"
             body = self._body(rest, is_last=is_last)
             members.append(Module(name, body, self._place(rest[0])))
-        return self._union(members, statement)
+        return [members[0] if len(members) == 1 else self._union(members, statement)]
 
-    def _match(self, statement: ast.Match, is_last: bool) -> Node:
+    def _match(self, statement: ast.Match, is_last: bool) -> list[Node]:
+        subject = statement.subject
+        is_decided = self._is_decided(subject)
         members = []
         for case in statement.cases:
             if case.guard is not None:
                 raise self._refuse(case.guard, "a guard of a case")
             name = _as_name(self._pattern(case.pattern))
+            if is_decided:
+                if _matches(case.pattern, self._value(subject, self._constants)):
+                    return list(self._body(case.body, is_last=is_last))
+                continue
             body = self._body(case.body, is_last=is_last)
             members.append(Module(name, body, self._place(case.pattern)))
-        return self._union(members, statement)
+        return [self._union(members, statement)] if members else []
+
+    def _is_decided(self, expression: ast.expr) -> bool:
+        """Return whether an expression is made of constants alone, one of a call among them."""
+        names = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
+        return bool(names) and names <= self._constants.keys()
+
+    def _decided(self, test: ast.expr) -> bool | None:
+        """Return what a condition comes to, or None where a prompt decides it."""
+        self._condition(test)
+        return bool(self._value(test, self._constants)) if self._is_decided(test) else None
+
+    def _value(self, expression: ast.expr, known: Mapping[str, Any]) -> Any:
+        """Return what an expression of constants comes to. It calls nothing."""
+        words = ast.unparse(expression)
+        if any(isinstance(node, ast.Call | ast.Lambda) for node in ast.walk(expression)):
+            raise self._refuse(expression, words)
+        code = compile(ast.Expression(expression), self._file, "eval")
+        try:
+            return eval(code, {"__builtins__": {}}, dict(known))
+        except Exception as error:  # whatever the expression raises
+            raise self._place(expression).error(
+                f"{words} cannot be computed ({error})",
+                "write constants with which the function could be called",
+            ) from error
 
     def _pattern(self, pattern: ast.pattern) -> str:
         if isinstance(pattern, ast.MatchValue) and isinstance(pattern.value, ast.Constant):
@@ -289,15 +358,86 @@ class _Compiler:
         name = call.func.id
         target = self._known().get(name)
         found = getattr(target, _SCHEMA, None)
-        if not isinstance(found, Schema):
+        if not isinstance(found, Schema) or target is None:
             raise self._place(call).error(
                 f"{name!r} is no prompt function defined before this one", _SUPPORTED
             )
-        return Module(found.name, found.children, self._place(call))
+        children = _Compiler(target, *self._arguments(call, target)).schema().children
+        return Module(found.name, children, self._place(call))
+
+    def _arguments(
+        self, call: ast.Call, target: Callable[..., Any]
+    ) -> tuple[dict[str, _Constant], dict[str, _Constant]]:
+        """Return what a call makes of parameters: constants, and for the rest their defaults."""
+        unpacked = [one for one in call.args if isinstance(one, ast.Starred)]
+        if unpacked or any(one.arg is None for one in call.keywords):
+            raise self._refuse(call, f"{ast.unparse(call)}, which unpacks arguments,")
+        try:
+            bound = inspect.signature(target).bind(
+                *call.args, **{str(one.arg): one.value for one in call.keywords}
+            )
+        except TypeError as error:
+            raise self._place(call).error(
+                f"{ast.unparse(call)}: {error}",
+                "give each parameter without a default a constant, or a parameter of this function",
+            ) from error
+        own = _defaults(self._function)
+        constants = _defaults(target)
+        passed: dict[str, _Constant] = {}
+        for name, value in bound.arguments.items():
+            constants.pop(name, None)
+            if isinstance(value, ast.Name) and value.id in self._of_the_prompt():
+                passed[name] = self._passed.get(value.id, own.get(value.id))
+            else:
+                constants[name] = self._constant(value)
+        return constants, passed
+
+    def _of_the_prompt(self) -> set[str]:
+        """Return the parameters that prompts decide."""
+        return set(inspect.signature(self._function).parameters) - self._constants.keys()
+
+    def _constant(self, value: ast.expr) -> _Constant:
+        """Return what an argument is."""
+        known = {**self._known(), **self._constants}
+        names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+        if names & self._of_the_prompt():
+            raise self._place(value).error(
+                f"the argument {ast.unparse(value)} is made of a parameter and more",
+                "pass the parameter alone, and write the rest in the function that is called",
+            )
+        found = self._value(value, {name: known[name] for name in names & known.keys()})
+        if not _is_constant(found):
+            raise self._place(value).error(
+                f"the argument {ast.unparse(value)} is no constant",
+                "pass a text, a number, True, False or None, or a parameter of this function",
+            )
+        return found  # type: ignore[no-any-return]
 
     def _known(self) -> Mapping[str, Any]:
         variables = inspect.getclosurevars(self._function)
         return {**variables.globals, **variables.nonlocals}
+
+
+def _defaults(function: Callable[..., Any]) -> dict[str, _Constant]:
+    """Return the parameters' defaults, as far as they are constants."""
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: one.default for one in parameters if _is_constant(one.default)}
+
+
+def _is_constant(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
+def _matches(pattern: ast.pattern, value: Any) -> bool:
+    """Return whether one of the patterns that are compiled takes a value."""
+    if isinstance(pattern, ast.MatchValue):
+        assert isinstance(pattern.value, ast.Constant)
+        return bool(pattern.value.value == value)
+    if isinstance(pattern, ast.MatchSingleton):
+        return pattern.value is value
+    if isinstance(pattern, ast.MatchOr):
+        return any(_matches(one, value) for one in pattern.patterns)
+    return True
 
 
 def _as_name(words: str) -> str:

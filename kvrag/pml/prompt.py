@@ -20,7 +20,7 @@ from kvrag.pml.parser import (
     settled,
 )
 from kvrag.pml.places import Place
-from kvrag.pml.schema import Path, Schema, Text, Turn
+from kvrag.pml.schema import Path, Schema, Text
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def parse_prompt(source: str | FilePath, schema: Schema) -> Prompt:
     if parts and isinstance(parts[-1], Text):
         text = parts[-1].text
         parts.pop()
-    if schema_has_turns(schema):
+    if schema.has_turns:
         if text.strip():
             # Bare text goes on where the conversation is: it is the user's next turn.
             turns = (("user", text.strip()), *turns)
@@ -119,11 +119,6 @@ def parse_prompt(source: str | FilePath, schema: Schema) -> Prompt:
     body = Import((), *_checked(schema, (), arguments, parts, root.place), root.place)
     check_exclusive(schema, ((one.path, one.place) for one in body.all()))
     return Prompt(schema, body, turns, text, root.place)
-
-
-def schema_has_turns(schema: Schema) -> bool:
-    """Return whether a schema is a conversation."""
-    return any(isinstance(node, Turn) for node in schema.children)
 
 
 def _root(source: str | FilePath) -> Element:

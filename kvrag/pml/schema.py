@@ -18,10 +18,11 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Text:
-    """Text that stands here, its outer white space settled."""
+    """Text that stands here, its outer white space settled; `is_document` of a file's (``src``)."""
 
     text: str
     place: Place
+    is_document: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,20 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Module:
-    """Text that a prompt may import by name, with what is in it."""
+    """Text that a prompt may import by name, with what is in it.
+
+    Attributes
+    ----------
+    name
+        "" for an anonymous one, which is there wherever what is around it is.
+    is_cached
+        Whether its text is encoded once and stored; otherwise every prompt computes it.
+    """
 
     name: str
     children: tuple[Node, ...]
     place: Place
+    is_cached: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ class Union:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the conversation.
+    """One turn of the conversation; no turn is inside another.
 
     Attributes
     ----------
@@ -125,6 +135,11 @@ class Schema:
                 numbers[(*path, member.name)] = number
         return numbers
 
+    @property
+    def has_turns(self) -> bool:
+        """Whether it is a conversation."""
+        return any(True for _ in turns(self.children))
+
     def parameters(self, path: Path) -> dict[str, Parameter]:
         """Return the parameters of one module, those of modules in it not among them."""
         children = self.modules[path].children if path else self.children
@@ -132,12 +147,23 @@ class Schema:
 
 
 def flat(children: tuple[Node, ...]) -> Iterator[Node]:
-    """Yield nodes in order, with the contents of turns in place of the turns."""
+    """Yield nodes in order, turns and anonymous modules replaced by what is in them."""
     for node in children:
-        if isinstance(node, Turn):
-            yield from node.children
+        if isinstance(node, Turn) or (isinstance(node, Module) and not node.name):
+            yield from flat(node.children)
         else:
             yield node
+
+
+def turns(children: tuple[Node, ...], path: Path = ()) -> Iterator[tuple[Path, Turn]]:
+    """Yield all turns in order, each with the module that it is in."""
+    for node in children:
+        if isinstance(node, Turn):
+            yield path, node
+        elif isinstance(node, Module):
+            yield from turns(node.children, (*path, node.name) if node.name else path)
+        elif isinstance(node, Union):
+            yield from turns(node.members, path)
 
 
 def _modules(children: tuple[Node, ...], path: Path) -> Iterator[tuple[Path, Module]]:

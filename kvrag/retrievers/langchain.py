@@ -28,6 +28,7 @@ except ImportError as error:
 
 from pydantic import ConfigDict, Field
 
+from kvrag import arguments
 from kvrag.chunk import Chunk
 from kvrag.chunk import Document as KVRagDocument
 from kvrag.codec.presets import choose_codec
@@ -294,6 +295,8 @@ class KVRagVectorStore(VectorStore):
     ) -> list[Document]:
         """Return `k` chunks that are near to a vector and unlike one another."""
         _refuse(kwargs)
+        fetch_k = arguments.whole(fetch_k, "fetch_k", 0)
+        lambda_mult = arguments.number(lambda_mult, "lambda_mult", 0.0, 1.0)
         hits = self.index.search_by_vector(embedding, max(_checked_k(k), fetch_k))
         if not hits:
             return []
@@ -339,9 +342,7 @@ def _content_id(document: Document) -> str:
 
 
 def _checked_k(k: int) -> int:
-    if k < 1:
-        raise ParameterError(f"k is at least 1, found {k}")
-    return k
+    return arguments.whole(k, "k", 1)
 
 
 def _refuse(options: dict[str, Any]) -> None:

@@ -21,8 +21,8 @@ except ImportError as error:
         "kvrag.retrievers.llamaindex needs llama-index-core: pip install 'kvrag[llama-index]'"
     ) from error
 
+from kvrag import arguments
 from kvrag.engine.shared import shared_index
-from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index, SearchHit
 
 
@@ -48,8 +48,7 @@ class KVRagRetriever(BaseRetriever):
         k: int = 4,
         callback_manager: CallbackManager | None = None,
     ) -> None:
-        if k < 1:
-            raise ParameterError(f"k is at least 1, found {k}")
+        k = arguments.whole(k, "k", 1)
         super().__init__(callback_manager=callback_manager)
         self._index = index
         self._k = k

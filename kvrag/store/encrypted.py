@@ -102,6 +102,13 @@ class EncryptedStore(StoreWrapper):
             return url
         return f"{url}{'&' if '?' in url else '?'}key_file={self._key_file}"
 
+    def derive(self, purpose: bytes) -> bytes:
+        """Return 32 bytes that follow from the tenant's key, others for each purpose."""
+        derived = self._hkdf.HKDF(
+            algorithm=self._hashes.SHA256(), length=KEY_BYTES, salt=None, info=purpose
+        )
+        return bytes(derived.derive(self._key))
+
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Encrypt and write a record; a key that is present keeps its record."""
         if not self.inner.contains(key):

@@ -268,6 +268,7 @@ class FileStore(CountedStore):
                 return None
             file = self._segments.open(place.segment)
             if file is not None:
+                file.require(key, place.offset, place.size_bytes)
                 return FileRecord(key, file, place.offset, place.size_bytes, self.metrics)
             if self._index.find(key) == place:
                 # Not moved meanwhile: somebody took the file away.
@@ -308,10 +309,11 @@ class FileStore(CountedStore):
         """Yield the records in a segment; what cannot be read any more is nothing to keep."""
         file = self._segments.open(segment)
         for key, place in writer.places(segment):
-            content = bytearray(place.size_bytes)
             try:
                 if file is None:
                     raise RecordError(f"record {key}: its segment is gone")
+                file.require(key, place.offset, place.size_bytes)
+                content = bytearray(place.size_bytes)
                 file.read_into(key, place.offset, memoryview(content))
             except RecordError:
                 writer.remove(key)

@@ -62,37 +62,70 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
     StoreError
         When it cannot be used.
     """
-    scheme, colon, rest = url.partition(":")
-    if colon and scheme == "tiered":
+    check_kind(url)
+    scheme, _, rest = url.partition(":")
+    if scheme == "tiered":
         return _open_tiers(rest.split("|"), must_answer)
     place, query = _without_options(url) if scheme in ("file", "memory") else (url, "")
-    rest = place.partition(":")[2]
-    if scheme == "memory" and colon and not rest:
+    if scheme == "memory":
         _, options = _parse(url, query, {})
         return _wrap(MemoryStore(), options)
-    if scheme == "file" and rest and (not rest.startswith("//") or rest.startswith("///")):
-        path = "/" + rest.lstrip("/") if rest.startswith("///") else rest
+    if scheme == "file":
+        path = place.partition(":")[2]
+        if path.startswith("///"):
+            path = "/" + path.lstrip("/")
         _, options = _parse(url, query, {})
         return _wrap(FileStore(path, segment_bytes=_segment_bytes(options)), options)
-    if scheme in _REDIS_SCHEMES and rest.startswith("//"):
+    if scheme in _REDIS_SCHEMES:
         from kvrag.store.redis import RedisStore
 
         place, _, query = url.partition("?")
         own, options = _parse(url, query, {"prefix": str, "timeout": _seconds})
         return _remote(RedisStore(place, must_answer=must_answer, **own), query, options)
-    if scheme in _OBJECT_SCHEMES and rest.startswith("//"):
+    if scheme in _OBJECT_SCHEMES:
         from kvrag.store.objects import ObjectStore
 
         place, _, query = url.partition("?")
         own, options = _parse(url, query, {"endpoint": str, "region": str, "timeout": _seconds})
         return _remote(ObjectStore(place, must_answer=must_answer, **own), query, options)
-    if scheme in _HTTP_SCHEMES and rest.startswith("//"):
-        from kvrag.store.http import HttpStore
+    from kvrag.store.http import HttpStore
 
-        place, _, query = url.partition("?")
-        own, options = _parse(url, query, {"token_file": _path, "ca": _path, "timeout": _seconds})
-        return _remote(HttpStore(place, must_answer=must_answer, **own), query, options)
-    raise ParameterError(f"{_EXPECTED}; found {without_password(url)!r}")
+    place, _, query = url.partition("?")
+    own, options = _parse(url, query, {"token_file": _path, "ca": _path, "timeout": _seconds})
+    return _remote(HttpStore(place, must_answer=must_answer, **own), query, options)
+
+
+def check_kind(url: str) -> None:
+    """Raise ParameterError unless a URL is of a known kind; nothing is opened."""
+    if not isinstance(url, str):
+        raise ParameterError(f"{_EXPECTED}; found {url!r}")
+    scheme, colon, rest = url.partition(":")
+    if scheme in ("file", "memory"):
+        rest = _without_options(url)[0].partition(":")[2]
+    if scheme == "file":
+        is_known = bool(rest) and (not rest.startswith("//") or rest.startswith("///"))
+    elif scheme == "memory":
+        is_known = bool(colon) and not rest
+    elif scheme == "tiered":
+        is_known = bool(colon)
+    else:
+        known = (*_REDIS_SCHEMES, *_OBJECT_SCHEMES, *_HTTP_SCHEMES)
+        is_known = scheme in known and rest.startswith("//")
+    if not is_known:
+        raise ParameterError(f"{_EXPECTED}; found {without_password(url)!r}")
+
+
+def missing_folders(url: str) -> list[Path]:
+    """Return the folders of a URL's ``file:`` stores that do not exist."""
+    check_kind(url)
+    scheme, _, rest = url.partition(":")
+    if scheme == "tiered":
+        return [folder for one in rest.split("|") for folder in missing_folders(one)]
+    if scheme != "file":
+        return []
+    place = _without_options(url)[0].partition(":")[2]
+    folder = Path("/" + place.lstrip("/") if place.startswith("///") else place).expanduser()
+    return [] if folder.is_dir() else [folder]
 
 
 def _open_tiers(urls: list[str], must_answer: bool) -> Store:

@@ -53,6 +53,26 @@ class OpenFile:
         self.path = path
         self._descriptor = _Descriptor(descriptor)
 
+    def require(self, key: ChunkKey, offset: int, size_bytes: int) -> None:
+        """Raise unless the file holds so many bytes from an offset on: before any room is made.
+
+        Raises
+        ------
+        StoreError
+            When the medium refuses.
+        RecordError
+            When the file is shorter.
+        """
+        try:
+            found = os.fstat(self._descriptor.number).st_size
+        except OSError as error:
+            raise store_error("read", self.path, error) from error
+        if not 0 <= offset <= offset + size_bytes <= found:
+            raise RecordError(
+                f"record {key}: expected {size_bytes} bytes from {offset} on in {self.path}, found "
+                f"its end at {found}; the file was cut short: ingest the document again"
+            )
+
     def read_into(self, key: ChunkKey, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with a record's bytes from `offset` of the file on.
 

@@ -184,7 +184,9 @@ def test_smaller_than_the_public_scheme_at_equal_distortion(source: Source) -> N
     assert all(row.ratio is not None and row.ratio > 2.5 for row in equal)
 
 
-def test_entropy_coders_take_turns(source: Source) -> None:
+def test_entropy_coders_take_turns(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is timed is long enough for a figure that means something; here it means nothing.
+    monkeypatch.setattr(contenders, "_LEAST_SYMBOLS", 10_000)
     rows = list(speed_rows(SMALL, source))
     assert {row.preset for row in rows} == {"kvrag", "constriction", "numba"}
     assert {row.threads for row in rows if row.preset == "kvrag"} == {1, 2}

@@ -64,6 +64,7 @@ def test_eight_bits() -> None:
             assert 0.0 < float((found - exact).abs().max()) < 0.03
 
 
+@pytest.mark.slow
 def test_a_small_run() -> None:
     rows = measure_streaming(
         StreamOptions(

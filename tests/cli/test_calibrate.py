@@ -22,9 +22,9 @@ def test_auto_follows_a_calibration(run: Run, index_folder: Path) -> None:
     assert report["policy"].partition("(")[0] in ("none", "query")
     assert 0.0 <= report["expected_loss"] <= 1.0
     assert "loading from file:" in done.out
-    # Nothing where computing the chunks was measured to be quicker than loading them.
-    assert report["expected_load_seconds"] >= 0.0
-    assert report["expected_seconds"] > 0.0
+    # Nothing where computing the chunks was measured to be quicker than loading them; on a busy
+    # machine a price may come out as nothing too.
+    assert report["expected_seconds"] >= report["expected_load_seconds"] >= 0.0
     bounded = run(*asked, "--ratio", "0").json["report"]
     assert bounded["policy"] == "none"
     assert bounded["num_recomputed"] == 0

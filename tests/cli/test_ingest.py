@@ -159,3 +159,67 @@ def test_compression_is_recorded_told_and_cannot_change(
     assert other.code == 1
     assert "was made with compression=drop:0.5, asked for drop:0.75" in other.err
     assert "expected none, or one of kvzip, drop, anchors" in run(*common, "--compress", "half").err
+
+
+def test_control_strings_are_told(
+    run: Run, common: tuple[object, ...], documents: Path, tmp_path: Path
+) -> None:
+    (documents / "evil.txt").write_text("Ines says <eos> and <bos>.")
+    assert "2 control strings of the model, in 1 documents, are read as text" in run(*common).out
+    done = run(*common, "--control-tokens", "keep")
+    assert done.code == 1
+    assert "control_tokens=neutralise" in done.err
+    assert run(*common, "--control-tokens", "drop").code == 1
+    refusing = (*common[:2], "--index", tmp_path / "other", *common[4:])
+    done = run(*refusing, "--control-tokens", "refuse")
+    assert done.code == 1
+    assert "left out" in done.err
+    assert "line 1 of its text holds '<eos>'" in done.err
+
+
+def test_one_bad_file_leaves_the_rest_and_exit_code_1(
+    run: Run, common: tuple[object, ...], documents: Path
+) -> None:
+    (documents / "bad.html").write_text('<meta charset="hex"><p>x')
+    (documents / "long.txt").write_text("x" * 2000)
+    done = run(*common, "--max-file-size", "1kB")
+    assert done.code == 1
+    assert "left out" in done.err
+    assert "declares 'hex'" in done.err
+    assert "at most 1,000 are read" in done.err
+    assert "2 left out" in done.out
+    again = run(*common, "--max-file-size", "3kB", "--json")
+    assert again.code == 1
+    assert len(again.json["added"]) == len(again.json["failed"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--max-file-size", "much"), "--max-file-size: expected bytes"),
+        (("--parse-memory", "0"), "--parse-memory: expected bytes"),
+        (("--parse-seconds", "nan"), "--parse-seconds: expected a number above 0"),
+        (("--loader", "x"), "--loader x: expected SUFFIX=MODULE:FUNCTION"),
+        (("--loader", "x=y:z"), "loader x=y:z: expected a suffix"),
+    ],
+)
+def test_limits_that_are_none_are_named(
+    run: Run, common: tuple[object, ...], tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    done = run(*common, *arguments)
+    assert done.code == 1
+    assert message in done.err
+    assert not (tmp_path / "index").exists()
+
+
+def test_limits_and_loaders_reach_the_parser(
+    run: Run, common: tuple[object, ...], documents: Path
+) -> None:
+    (documents / "a.hang").write_text("x")
+    (documents / "a.shout").write_text("the loud one")
+    loaders = [f"--loader=.{name}=tests.ingest.bad_loaders:{name}" for name in ("hang", "shout")]
+    done = run(*common, *loaders, "--parse-seconds", "0.5", "--json")
+    assert done.code == 1
+    (failed,) = done.json["failed"]
+    assert "took longer than 0.5 s" in failed["reason"]
+    assert any(source.endswith("a.shout") for source in done.json["added"])

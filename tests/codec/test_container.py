@@ -230,8 +230,28 @@ def test_a_block_larger_than_memory_is_refused(monkeypatch: pytest.MonkeyPatch) 
     forge.set_field(record, "record_bytes", 1 << 62)
     record = bytearray(forge.reseal(record, header_size(1)))
     monkeypatch.setattr(container, "MAX_BLOCK_BYTES", 1 << 62)
+    monkeypatch.setattr(container, "_MOST_MORE_BYTES", 1 << 62)
     reader = RecordReader(Promising(bytes(record) + bytes(1 << 16), 1 << 62), KEY)
     with pytest.raises(RecordError, match="memory has room for"):
         reader.fetch(range(1))
     with pytest.raises(RecordError, match="memory has room for"):
         BlockReader(reader, 0)
+
+
+@pytest.mark.parametrize("size_bytes", [1 << 32, (1 << 24) + (1 << 20)])
+def test_a_record_longer_than_its_tokens_is_refused_unread(size_bytes: int) -> None:
+    record = bytearray(write(blocks=[[b"one"]]))
+    forge.set_block_field(record, 0, "size", size_bytes - header_size(1))
+    forge.set_field(record, "record_bytes", size_bytes)
+    record = bytearray(forge.reseal(record, header_size(1)))
+    source = Promising(bytes(record) + bytes(1 << 12), size_bytes)
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            RecordError, match=rf"length: expected at most \d+ bytes for .*{size_bytes}"
+        ):
+            RecordReader(source, KEY)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000

@@ -26,8 +26,9 @@ from kvrag.kvcache import ChunkKV, KVSpec
 from tests.codec import forge
 from tests.contracts.codec_contract import KEY, BytesSource, same_bits
 from tests.support.codecs import fit, smooth_kv
+from tests.support.properties import examples
 
-NUM_RECORDS = int(os.environ.get("KVRAG_FUZZ_RECORDS", "10000"))
+NUM_RECORDS = int(os.environ.get("KVRAG_FUZZ_RECORDS", examples(10_000)))
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=8, dtype=torch.float16)
 NUM_TOKENS = 34  # more than the coder has lanes
 CONFIGS = {
@@ -71,7 +72,6 @@ def target(name: str) -> Target:
 targets = st.sampled_from(["raw", *CONFIGS]).map(target)
 
 _settings = settings(
-    deadline=None,
     database=None,
     derandomize=NUM_RECORDS <= 10_000,
     suppress_health_check=[HealthCheck.too_slow],

@@ -87,7 +87,14 @@ class CodecContract:
         kv = random_kv(spec, num_tokens)
         self.assert_close(decode(codec, KEY, codec.encode(KEY, kv), spec), kv)
 
-    @pytest.mark.parametrize("shape", [(1, 1, 1), (40, 1, 2), (200, 1, 1), (2, 16, 96), (3, 3, 5)])
+    @pytest.mark.parametrize(
+        "shape",
+        [
+            *((1, 1, 1), (40, 1, 2), (200, 1, 1), (2, 4, 48), (3, 3, 5)),
+            pytest.param((2, 16, 96), marks=pytest.mark.slow),
+        ],
+        ids=str,
+    )
     def test_shapes(self, codec: Codec, shape: tuple[int, int, int]) -> None:
         spec = KVSpec(*shape, torch.bfloat16)
         kv = random_kv(spec, 3)

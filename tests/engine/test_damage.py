@@ -115,7 +115,7 @@ def test_a_catalog_that_cannot_be_read(index: Index, monkeypatch: pytest.MonkeyP
     def refuse(*_: object) -> None:
         raise IndexFormatError("catalog.sqlite is damaged")
 
-    monkeypatch.setattr(index, "get_chunks", refuse)
+    monkeypatch.setattr(index.catalog, "find_chunks", refuse)
     engine = KVEngine(index, max_tokens=8)
     answer = engine.generate(PROMPT)
     assert dict(answer.report.misses) == {MISS_CATALOG: 1}

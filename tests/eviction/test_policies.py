@@ -19,6 +19,7 @@ from kvrag.eviction.registry import make_eviction
 from kvrag.eviction.snapkv import SnapKVPolicy
 from kvrag.eviction.streaming import StreamingPolicy
 from tests.eviction.policies import SlowCorm
+from tests.support.properties import examples
 
 HEADS, GROUPS = 2, 2
 
@@ -114,7 +115,7 @@ def follow(
         simulation.check_rows()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     num_prompt=st.integers(1, 40),
     num_steps=st.integers(0, 30),
@@ -177,7 +178,7 @@ def test_corm_forgets_nothing_before_its_record_is_full() -> None:
         assert simulation.kept(0) == simulation.kept(1) == set(range(query + 1))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(
     num_prompt=st.integers(1, 40),
     num_steps=st.integers(0, 30),
@@ -195,7 +196,7 @@ def test_streaming_keeps_sinks_and_the_recent(
     follow(simulation, expected, num_prompt)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(
     num_prompt=st.integers(1, 40),
     num_steps=st.integers(0, 20),
@@ -315,3 +316,11 @@ def test_specs_that_can_be() -> None:
     assert str(make_eviction("snapkv:share=0.5")) == "snapkv(share=0.5, window=32, pool=7)"
     policy = CormPolicy(1, 1)
     assert make_eviction(policy) is policy
+
+
+@pytest.mark.parametrize(
+    "spec", ["corm", "corm:window=16:recent=8", "streaming", "h2o:share=0.5", "snapkv:budget=64"]
+)
+def test_what_a_report_says_can_be_asked_for(spec: str) -> None:
+    policy = make_eviction(spec)
+    assert make_eviction(str(policy)) == policy

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvrag.eviction.base import HeldKeys
 from kvrag.eviction.ragged import STEP_ROWS, RaggedKV
+from tests.support.properties import examples
 
 HEAD_DIM = 2
 
@@ -41,7 +42,7 @@ def check(kv: RaggedKV, expected: list[set[int]]) -> None:
         assert torch.equal(values, -keys)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_rows_come_and_go(data: st.DataObject) -> None:
     draw = torch.Generator().manual_seed(data.draw(st.integers(0, 10_000)))

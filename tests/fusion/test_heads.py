@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.fusion.heads import Heads
+from tests.support.properties import examples
 
 
 def _everywhere(heads: set[str], width: int, text: str, start: int, end: int) -> list[int]:
@@ -17,7 +18,7 @@ def _everywhere(heads: set[str], width: int, text: str, start: int, end: int) ->
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_positions_are_those_found_by_looking_everywhere(data: st.DataObject) -> None:
     width = data.draw(st.sampled_from([6, 8, 32]))
     # Few letters, so that heads overlap and repeat; one beyond 16 bits, half a surrogate pair.

@@ -19,6 +19,7 @@ from kvrag.fusion.layout import (
 )
 from kvrag.fusion.segments import ChunkMatcher, Match
 from tests.fusion.prompts import TOKENIZER_NAMES, corpora, get_tokenizer, make_chunk, prompts
+from tests.support.properties import examples
 
 A = "Ines keeps the harbour ledger of Varn, and nobody else may write in it before noon.\nSo be it."
 B = "Tomas repairs the tall clock whenever the northern light fails, which is twice a winter."
@@ -207,9 +208,9 @@ def test_tokenizer_without_offsets_is_a_plain_prefill():
     class SlowTokenizer:
         is_fast = False
 
-        def __call__(self, prompt: str, *, return_offsets_mapping: bool, **_: Any) -> Any:
+        def __call__(self, prompts: list[str], *, return_offsets_mapping: bool, **_: Any) -> Any:
             assert not return_offsets_mapping
-            return {"input_ids": [1, 2, 3]}
+            return {"input_ids": [[1, 2, 3] for _ in prompts]}
 
     chunk = make_chunk(get_tokenizer("byte-level"), "a", A)
     matches = [Match("a", 0, len(A), False)]
@@ -230,7 +231,7 @@ def test_empty_prompt(add_special_tokens):
 
 
 @pytest.mark.parametrize("name", TOKENIZER_NAMES)
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), derandomize=True)
 @given(data=st.data())
 def test_ids_are_plain_and_spans_are_chunk_tokens(name, data):
     tokenizer = get_tokenizer(name)
@@ -250,7 +251,7 @@ def test_ids_are_plain_and_spans_are_chunk_tokens(name, data):
             assert layout.token_ids[: span.prompt_end] == encoded
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), derandomize=True)
 @given(st.data())
 def test_separated_chunks_are_reused_whole(data):
     # This tokenizer keeps line ends apart from words, so nothing is lost at a blank line.
@@ -267,7 +268,7 @@ def test_separated_chunks_are_reused_whole(data):
 
 
 @pytest.mark.parametrize("name", TOKENIZER_NAMES)
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), derandomize=True)
 @given(data=st.data())
 def test_any_text_around_and_between(name, data):
     tokenizer = get_tokenizer(name)

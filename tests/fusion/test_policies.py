@@ -11,7 +11,8 @@ import torch
 
 from kvrag.bench.quality.oracle import OraclePolicy, TrueDeviation
 from kvrag.errors import ParameterError
-from kvrag.fusion.controller import LoadingController, make_choice, takes_ratio
+from kvrag.fusion.calibration import Calibration, Cost, Measured
+from kvrag.fusion.controller import CHOICES, LoadingController, make_choice, takes_ratio
 from kvrag.fusion.fuser import fuse
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.plan import Loading
@@ -421,3 +422,44 @@ def test_where_nothing_is_off_nothing_is_chosen(
     fused = bench.fuse(prompt, make_repair(name))
     assert fused.report.num_recomputed == fused.report.rows_asked == 0
     assert relative_difference(fused.logits, bench.plain_logits(prompt)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *CHOICES,
+        *("boundary:tokens=4", "seam:ratio=0.2", "deviation:ratio=0.3:on=k", "gradual:spread=0.8"),
+        *("query:depth=0.5", "query:ratio=0.1:temperature=0.9:scale=0.8", "none:scale=0.5"),
+        *("auto:ttft=0.5:loss=0.02", "auto:ratio=0.2:temperature=0.9", "random:ratio=1e-3"),
+    ],
+)
+def test_what_a_report_says_can_be_asked_for(spec: str) -> None:
+    policy = make_choice(spec)
+    assert make_choice(str(policy)) == policy
+    assert str(make_choice(str(policy))) == str(policy)
+    takes_ratio(str(policy))
+
+
+def test_a_report_does_not_spell_a_calibration_out() -> None:
+    measured = Calibration(
+        model_fingerprint="f",
+        data="d",
+        measure="exact match",
+        num_questions=1,
+        policies=(Measured("none", None, 0.5, 0.4, 0.6), Measured("query", 0.1, 0.0, 0.0, 0.1)),
+        cost=Cost(0.0, 1e-3, 0.0),
+    )
+    policy = LoadingController(ratio=0.2, calibration=measured)
+    assert str(policy) == "auto(ratio=0.2, loss=0.01)"
+    assert make_choice(str(policy)) == replace(policy, calibration=None)
+    # What it resolves to is what a report names.
+    chosen, _ = policy.choose(PROMPT, 5)
+    assert make_choice(str(chosen)) == chosen
+
+
+@pytest.mark.parametrize(
+    "spec", ["query()", "query(", "query(ratio=0.1", "(ratio=1)", "query)x=1("]
+)
+def test_half_a_report_is_no_policy(spec: str) -> None:
+    with pytest.raises(ParameterError):
+        make_choice(spec)

@@ -11,6 +11,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion import segments
 from kvrag.fusion.segments import MIN_PREFIX_LENGTH, ChunkMatcher, Match
 from tests.fusion.prompts import corpora, prompts
+from tests.support.properties import examples
 
 A = "Ines keeps the harbour ledger of Varn, and nobody else may write in it before noon.\nSo be it."
 B = "Tomas repairs the tall clock whenever the northern light fails, which is twice a winter."
@@ -213,7 +214,7 @@ def test_work_on_a_hostile_prompt_is_bounded(monkeypatch):
 # --- properties -------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), derandomize=True)
 @given(st.data())
 def test_every_separated_chunk_is_found(data):
     corpus = data.draw(corpora())
@@ -230,7 +231,7 @@ def test_every_separated_chunk_is_found(data):
             assert any(m.start == item.start for m in matches)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), derandomize=True)
 @given(st.data())
 def test_hints_and_fetching_change_no_place(data):
     corpus = data.draw(corpora())
@@ -246,7 +247,7 @@ def test_hints_and_fetching_change_no_place(data):
     assert places(hinted) == places(plain)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), derandomize=True)
 @given(st.data())
 def test_discarding_leaves_no_trace(data):
     corpus = data.draw(corpora())
@@ -270,7 +271,7 @@ def search_naively(prompt: str, corpus: dict[str, str]) -> list[tuple[int, int]]
     return places
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), derandomize=True)
 @given(
     st.lists(st.text("ab", min_size=32, max_size=48), min_size=1, max_size=5),
     st.lists(st.one_of(st.integers(0, 4), st.text("ab", max_size=4)), max_size=8),
@@ -282,7 +283,7 @@ def test_whole_chunks_are_those_of_a_naive_search(texts, pieces):
     assert [(m.start, m.end) for m in matches] == search_naively(prompt, corpus)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), derandomize=True)
 @given(st.data())
 def test_any_text_around_and_between(data):
     corpus = data.draw(corpora())
@@ -291,3 +292,23 @@ def test_any_text_around_and_between(data):
     pieces = data.draw(st.lists(st.tuples(piece, st.integers(0, 300), joint), max_size=8))
     prompt = "".join(text[:length] + end for text, length, end in pieces)
     check(prompt, make_matcher(corpus).find(prompt), corpus)
+
+
+def test_find_all_tells_chunks_that_others_cover() -> None:
+    matcher = ChunkMatcher()
+    text = "Ines keeps the harbour ledger of Varn, and nobody else may write in it before noon."
+    cover = "Context: " + text[:60]
+    for chunk_id, one in {"whole": text, "cover": cover, "short": "ledger of"}.items():
+        matcher.add(chunk_id, one)
+    prompt = f"Context: {text} End."
+    assert [match.chunk_id for match in matcher.find(prompt)] == ["cover"]
+    spans, is_whole = matcher.find_all(prompt)
+    assert is_whole
+    assert [prompt[start:end] for start, end in spans] == [cover, text, "ledger of"]
+
+
+def test_find_all_says_when_it_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher = ChunkMatcher()
+    matcher.add("a", "the quick brown fox jumps over the lazy dog " * 3)
+    monkeypatch.setattr("kvrag.fusion.segments._MAX_HASHES", 0)
+    assert matcher.find_all("the quick brown fox jumps over the lazy dog " * 3)[1] is False

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvrag.chunk import Chunk, ChunkKey, Document
+from kvrag.chunk import Chunk, ChunkKey, Document, chunk_id_of
 from kvrag.errors import IndexFormatError, RecordError
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.index import Index
@@ -44,64 +44,167 @@ def chunk_id(index: Index) -> str:
         "token_ids = x'01'",
         "token_ids = x''",
         "token_ids = 'text'",
-        "token_ids = CAST(x'ffffffff' || substr(token_ids, 5) AS BLOB)",
+        "token_ids = CAST(x'05000000' || substr(token_ids, 5) AS BLOB)",
+        "token_starts = zeroblob(length(token_starts))",
         "token_starts = substr(token_starts, 5)",
-        "token_starts = CAST(x'ffffff7f' || substr(token_starts, 5) AS BLOB)",
+        "num_tokens = 3",
         "metadata = '{'",
         "metadata = '[]'",
+        "metadata = '{\"a\": 1}'",
         "ordinal = 'first'",
+        "ordinal = 3",
+        "source = 'long'",
         "text = x'00ff'",
+        "text = CAST(x'ff' AS TEXT)",
+        "text = replace(text, 'ledger', 'lodger')",
+        "seal = x''",
+        "row = 99",
     ],
 )
-def test_a_damaged_row_is_told_as_such(index: Index, chunk_id: str, value: str) -> None:
+def test_a_damaged_chunk_is_left_out_counted_told_and_mended(
+    index: Index, chunk_id: str, value: str
+) -> None:
+    (sound,) = index.get_chunks([chunk_id])
     damage(index, f"UPDATE chunks SET {value} WHERE chunk_id = ?", chunk_id)
-    for read in (
-        lambda: index.get_chunks([chunk_id]),
-        lambda: index.search("ledger", 2),
-        lambda: index.open_kv(chunk_id),
-    ):
-        with pytest.raises(IndexFormatError, match="damaged"):
-            read()
+    assert index.get_chunks([chunk_id]) == []
+    assert [hit.chunk.source for hit in index.search("ledger", 2)] == ["long"]
+    with pytest.raises(IndexFormatError, match="is not what was written"):
+        index.open_kv(chunk_id)
+    assert index.counters.counts()["damaged_rows", ()]
+    report = index.verify()
+    assert not report.ok
+    assert any(chunk_id in problem for problem in report.catalog_problems)
+    report = index.add(Document("short", sound.text))
+    assert report.changed + report.added == ("short",)
+    assert report.note == "the catalog was damaged and has been mended"
+    assert index.get_chunks([chunk_id]) == [sound]
+    assert {hit.chunk.source for hit in index.search("ledger", 2)} == {"short", "long"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "'text'",
+        "x''",
+        "zeroblob(length(embedding))",
+        "CAST(x'0000c07f' || substr(embedding, 5) AS BLOB)",
+        "(SELECT embedding FROM chunks WHERE source = 'long')",
+    ],
+)
+def test_a_damaged_vector_is_left_out_and_computed_again(
+    index: Index, chunk_id: str, value: str
+) -> None:
+    damage(index, f"UPDATE chunks SET embedding = {value} WHERE chunk_id = ?", chunk_id)
+    assert [hit.chunk.source for hit in index.search("ledger", 2)] == ["long"]
+    assert index.counters.counts()["damaged_rows", ()] == 1
     (problem,) = index.verify().catalog_problems
-    assert chunk_id in problem
+    assert problem == f"short, chunk 0 ({chunk_id}): its vector is not what was written"
+    assert index.verify(repair=True).ok  # of its text, though there is no file
+    assert index.verify().ok
+    assert index.add(Document("short", "Ines keeps the ledger.")).unchanged
+    assert index.search("ledger", 1)[0].chunk.source == "short"
 
 
 @pytest.mark.parametrize(
     "statement",
     [
-        "UPDATE chunks SET embedding = 'text' WHERE source = 'short'",
-        "UPDATE chunks SET text = CAST(x'ff' AS TEXT) WHERE source = 'short'",
         "DELETE FROM state",
         "UPDATE state SET generation = 'first'",
+        "UPDATE state SET generation = 0",
+        "UPDATE state SET num_documents = 3",
     ],
 )
-def test_other_damaged_rows_are_told_as_such(index: Index, chunk_id: str, statement: str) -> None:
+def test_a_damaged_state_stops_nobody(index: Index, chunk_id: str, statement: str) -> None:
     damage(index, statement)
-    with pytest.raises(IndexFormatError, match="damaged"):
-        index.search("ledger", 2)
+    assert index.search("ledger", 1)[0].chunk.source == "short"
+    assert "state" in index.verify().catalog_problems[0]
+    index.add(Document("more", "more of it"))
+    assert index.verify().ok
+    assert {hit.chunk.source for hit in index.search("it", 3)} == {"short", "long", "more"}
 
 
-def test_verify_tells_of_a_text_that_cannot_be_decoded(index: Index, chunk_id: str) -> None:
-    damage(index, "UPDATE chunks SET text = CAST(x'ff' AS TEXT) WHERE source = 'short'")
-    report = index.verify()
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("DELETE FROM documents", "short: its entry is missing, 1 of its chunks are there"),
+        ("DELETE FROM documents WHERE source = 'short'", "there were 2 documents, 1 are there"),
+        ("UPDATE documents SET digest = 'x' WHERE source = 'short'", "short: its entry is not"),
+        ("UPDATE documents SET metadata = '{' WHERE source = 'short'", "short: its entry is not"),
+        ("UPDATE documents SET source = 'other' WHERE source = 'short'", "short: its entry is mis"),
+        ("UPDATE documents SET num_chunks = 0 WHERE source = 'short'", "short: its entry is not"),
+        ("DELETE FROM chunks WHERE source = 'short'", "short: it had 1 chunks, 0 are there"),
+    ],
+)
+@pytest.mark.parametrize("by", ["repair", "ingestion"])
+def test_damaged_documents_are_told_and_mended(
+    index: Index, chunk_id: str, statement: str, told: str, by: str
+) -> None:
+    documents = [Document("short", "Ines keeps the ledger."), Document("long", "the light " * 20)]
+    with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
+        connection.execute(statement)
+        connection.commit()
+    with Index.open(index.path, model=index.model) as opened:
+        opened.documents()
+        opened.search("ledger", 2)
+        assert any(told in problem for problem in opened.verify().catalog_problems)
+        if by == "repair":
+            opened.verify(repair=True)
+            assert opened.verify().ok
+        opened.add(documents)
+        assert opened.verify().ok
+        assert len(opened.search("ledger", 9)) == 2
+        assert [row.num_chunks for row in opened.documents()] == [1, 1]
+        assert len(opened.add(documents).unchanged) == 2
+
+
+def test_damaged_files_are_read_again(index: Index, docs: Path) -> None:
+    index.add(docs)
+    with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
+        connection.execute("UPDATE files SET digest = 'x', mtime_ns = 5")
+        connection.commit()
+    assert len(index.verify().catalog_problems) == 3
+    assert len(index.add(docs).unchanged) == 3
+    assert index.verify().ok
+
+
+def test_a_repair_reads_documents_again_from_their_files(index: Index, docs: Path) -> None:
+    index.add([docs, Document("own", "a document of its own")])
+    path = str(docs / "ledger.txt")
+    damage(index, "UPDATE chunks SET token_ids = x'01' WHERE source = ?", path)
+    damage(index, "UPDATE chunks SET text = 'another' WHERE source = 'own'")
+    assert not index.verify().ok
+    (docs / "ledger.txt").write_text("Ines has a new ledger.")
+    report = index.verify(repair=True)
     assert not report.ok
-    assert "Could not decode" in report.catalog_problems[0]
+    assert report.is_healed
+    assert report.not_healed == (
+        "1 documents are gone with all their chunks; ingest all documents again",
+    )
+    assert index.verify().ok
+    assert index.search("ledger", 1)[0].chunk.text == "Ines has a new ledger."
+    assert index.add(docs).unchanged
+    assert index.add(Document("own", "a document of its own")).added
 
 
-def test_a_text_that_is_none_is_told_as_such(index: Index, chunk_id: str) -> None:
-    matcher = index.matcher
-    damage(index, "UPDATE chunks SET text = x'00' WHERE chunk_id = ?", chunk_id)
-    with pytest.raises(IndexFormatError, match="a chunk's text is no text"):
-        matcher.find("Context: Ines keeps the ledger.")
-    index.add(Document("more", "more text"))
-    with pytest.raises(IndexFormatError, match="a chunk's text is no text"):
-        _ = index.matcher
+def test_an_upkeep_of_damage_keeps_what_is_sound_of_a_document(index: Index) -> None:
+    text = "\n\n".join(f"Paragraph {i} of the northern light. " * 8 for i in range(6))
+    index.add(Document("own", text, {"lang": "en"}))
+    first, *others = index.catalog.chunk_ids_of("own")
+    damage(index, "UPDATE chunks SET text = 'another' WHERE chunk_id = ?", first)
+    report = index.verify(repair=True)
+    assert report.not_healed == ("own: part of it was damaged and is gone; add it again",)
+    assert index.catalog.chunk_ids_of("own") == others
+    assert index.documents()[0].metadata == {"lang": "en"}
+    assert index.verify().ok
+    assert index.add(Document("own", text, {"lang": "en"})).changed == ("own",)
+    assert index.catalog.chunk_ids_of("own") == [first, *others]
 
 
-def test_damaged_metadata_of_a_document_is_told_as_such(index: Index, chunk_id: str) -> None:
-    damage(index, "UPDATE documents SET metadata = '{' WHERE source = 'short'")
-    with pytest.raises(IndexFormatError, match="damaged"):
-        index.documents()
+def test_gc_keeps_the_records_of_damaged_rows(index: Index, chunk_id: str) -> None:
+    damage(index, "UPDATE chunks SET kv_key = 'zz' WHERE chunk_id = ?", chunk_id)
+    (other,) = index.catalog.chunk_ids_of("long")
+    damage(index, "UPDATE chunks SET text = 'another' WHERE chunk_id = ?", other)
+    assert index.gc().num_records == 0
 
 
 def test_a_damaged_name_never_leads_to_other_kv(index: Index, chunk_id: str) -> None:
@@ -113,14 +216,16 @@ def test_a_damaged_name_never_leads_to_other_kv(index: Index, chunk_id: str) -> 
         report = index.verify()
         assert not report.ok
         assert f"names the KV '{name}'" in report.catalog_problems[0]
-        assert report.num_records == 1
+        assert report.num_records == 2
+    assert index.verify(repair=True).ok
+    assert index.open_kv(chunk_id) is not None
 
 
-def test_verify_compares_the_number_of_tokens(index: Index, chunk_id: str) -> None:
-    damage(index, "UPDATE chunks SET num_tokens = 3 WHERE chunk_id = ?", chunk_id)
-    report = index.verify()
-    assert not report.ok
-    assert "of 3 tokens, expected" in report.catalog_problems[0]
+def test_a_removal_of_a_damaged_chunk_is_refused(index: Index, chunk_id: str) -> None:
+    damage(index, "UPDATE chunks SET source = 'other' WHERE chunk_id = ?", chunk_id)
+    with pytest.raises(IndexFormatError, match="is not what was written"):
+        index.delete(chunk_ids=[chunk_id])
+    index.delete(sources=["short"])
 
 
 def test_a_record_of_another_length_is_refused(
@@ -134,32 +239,22 @@ def test_a_record_of_another_length_is_refused(
         index.open_kv(chunk_id)
 
 
-def test_a_repair_lets_the_next_ingestion_write_damaged_rows_anew(index: Index, docs: Path) -> None:
-    index.add(docs)
-    damage(index, "UPDATE chunks SET token_ids = x'01' WHERE source = ?", str(docs / "ledger.txt"))
-    assert index.add(docs).unchanged
-    assert not index.verify(repair=True).ok
-    assert index.add(docs).changed == (str(docs / "ledger.txt"),)
-    assert index.verify().ok
-
-
-def test_a_repair_takes_the_tokens_of_a_sound_row(index: Index) -> None:
-    index.add([Document("a", "the same text"), Document("b", "the same text")])
-    damage(index, "UPDATE chunks SET token_ids = x'01' WHERE source = 'a'")
-    index.store.delete(next(iter(index.store.keys())))
-    report = index.verify(repair=True)
-    assert report.num_repaired == 1
-    assert {problem.source for problem in report.problems} == {"a", "b"}
-    assert len(report.catalog_problems) == 1
-
-
 def test_many_damaged_rows_are_counted(index: Index) -> None:
     index.add([Document(f"d{i}", f"text number {i}") for i in range(30)])
     with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
-        connection.execute("UPDATE chunks SET kv_key = 'zz'")
+        connection.execute("UPDATE chunks SET seal = x''")
         connection.commit()
     *_, last = index.verify().catalog_problems
-    assert last == "and 10 more chunks alike"
+    assert last == "and 40 more"
+
+
+def test_damage_is_said_once(index: Index, chunk_id: str, caplog: pytest.LogCaptureFixture) -> None:
+    damage(index, "UPDATE chunks SET metadata = '{' WHERE chunk_id = ?", chunk_id)
+    for _ in range(3):
+        index.search("ledger", 2)
+    (record,) = caplog.records
+    assert "kvrag verify --repair" in record.getMessage()
+    assert index.counters.counts()["damaged_rows", ()] == 3
 
 
 # -- readers who may not write ---------------------------------------------------------------
@@ -199,15 +294,13 @@ def stranger(path: Path) -> Iterator[None]:
 
 
 WRITE = """
-import sqlite3, sys
-connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+import sys
+from pathlib import Path
+from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.rows import Change
+catalog = Catalog(Path(sys.argv[1]))
 for number in range(int(sys.argv[2]), int(sys.argv[3])):
-    connection.execute("BEGIN")
-    connection.execute(
-        "INSERT INTO documents VALUES (?, NULL, '', ?)", (f"d{number}", '"' + "x" * 3000 + '"')
-    )
-    connection.execute("UPDATE state SET generation = generation + 1")
-    connection.execute("COMMIT")
+    catalog.apply(Change(put=[(f"d{number}", None, "", {"x": "x" * 3000}, [])]))
 print("written", flush=True)
 if len(sys.argv) > 4:
     import os, signal
@@ -258,7 +351,8 @@ def test_a_reader_who_may_not_write_sees_what_others_write(shared: Path) -> None
 
 
 def test_a_read_during_a_write_is_begun_again(shared: Path) -> None:
-    chunk = Chunk("c", "text", (1,), (0,), "a", 0, {})
+    chunk_id = chunk_id_of("a", 0, "text")
+    chunk = Chunk(chunk_id, "text", (1,), (0,), "a", 0, {})
     row = ChunkRow(chunk, [ChunkKey("ab" * 20)], np.zeros(3, dtype=np.float32))
     with contextlib.closing(Catalog(shared)) as writer:
         writer.apply(Change(put=[("a", None, "", {}, [row])]))
@@ -273,5 +367,5 @@ def test_a_read_during_a_write_is_begun_again(shared: Path) -> None:
         seen.append(chunk_id)
 
     assert catalog.each_text(use) == 6
-    assert seen == ["c", "c"]
+    assert seen == [chunk_id, chunk_id]
     catalog.close()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import time
+import unicodedata
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvrag.chunk
 from kvrag.chunk import Document, normalise_text
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest import chunker
 from kvrag.ingest.chunker import chunk_document
 from tests.support.models import make_tokenizer
+from tests.support.properties import examples
 
 
 def cut(text: str, chunk_tokens: int = 32) -> list[str]:
@@ -28,7 +32,7 @@ words = st.text(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(text=words, limit=st.integers(16, 64))
 def test_chunks_cover_the_text_within_the_limit(text: str, limit: int) -> None:
     tokenizer = make_tokenizer()
@@ -118,3 +122,64 @@ def test_same_text_elsewhere_has_another_id_but_the_same_tokens() -> None:
     )
     assert first.chunk_id != second.chunk_id
     assert first.token_ids == second.token_ids
+
+
+@pytest.mark.parametrize(
+    ("text", "titles"),
+    [
+        ("# One #\n\n## About C#\n\n### \n\n####### no\n\n#no", ["One", "About C#"]),
+        ("   # In\n\n    # code", ["In"]),
+        ("One\n===\n\ntext\n\nTwo\n---\ntext", ["One", "Two"]),
+        ("a\n\n- item\n---\n\n| x |\n---\n\nx | y\n--- | ---\n\n---\n\n# One\n---", ["One"]),
+        ("---\ntitle: x\n---\n\ntwo\nlines\n---", []),
+        ("```\n# no\n~~~\n# no\n```\n# One", ["One"]),
+        ("````\n```\n# no\n````\n~~~ py\n# no\n~~~ no end\n# no", []),
+        ("# " + "t" * 1000, ["t" * 256]),
+    ],
+)
+def test_headings_are_those_of_markdown(text: str, titles: list[str]) -> None:
+    found = chunker._headings(text)
+    assert [title for _, title in found] == titles
+    assert all(text[start:].lstrip(" #").startswith(title) for start, title in found)
+    assert [start for start, _ in found] == sorted(start for start, _ in found)
+
+
+_MANY = 200_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# a" + " #" * (_MANY // 2) + "x",
+        "# a" + " " * _MANY + "x",
+        "a\n" + "=" * _MANY + "x",
+        "a\n=" + " " * _MANY + "x",
+        "a\n=\n" * (_MANY // 4),
+        "- a\n" * (_MANY // 4),
+        "```\n" * (_MANY // 4),
+        '."' * (_MANY // 2),
+        "." + '"' * _MANY + "x",
+        "a" + "\n " * (_MANY // 2) + "b",
+        "a" + "\u0300\u0316" * (_MANY // 4),
+        "w" * _MANY,
+    ],
+    ids=lambda text: repr(text[:8]),
+)
+def test_no_text_takes_more_than_its_length_in_time(text: str) -> None:
+    # CPU time: what took a minute and more takes under a second.
+    started = time.process_time()
+    cut(text, 512)
+    assert time.process_time() - started < 8
+
+
+marks = st.text(
+    st.sampled_from("a\u00e9\u0300\u0316\u0334\u0344\u0f73\u1100\u1161\u3099か。\u202e \n")
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=marks)
+def test_long_runs_of_marks_are_normalised_as_python_does(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvrag.chunk, "_LONG_RUN", re.compile(r"[^\w\x00-\x7f]{2,}"))
+        assert normalise_text(text) == unicodedata.normalize("NFC", text).strip()

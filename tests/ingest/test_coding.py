@@ -259,7 +259,7 @@ def test_an_index_of_an_earlier_version_is_refused(make_index: MakeIndex) -> Non
     path = index.path / "index.json"
     values = json.loads(path.read_text()) | {"format_version": 1}
     path.write_text(json.dumps(values))
-    with pytest.raises(IndexFormatError, match="version 4 expected, found 1"):
+    with pytest.raises(IndexFormatError, match="version 5 expected, found 1"):
         Index.open(index.path)
 
 

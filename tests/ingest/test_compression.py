@@ -20,6 +20,7 @@ from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex, stored_bytes
 from tests.support.bench_top import relative_difference
 from tests.support.models import make_model, make_tokenizer
+from tests.support.older import make_older
 
 PARTS = [
     "Ines keeps the harbour ledger of Varn, by the old river bank near the northern light.",
@@ -320,10 +321,8 @@ def test_an_index_from_before_compression_opens_as_uncompressed(
 ) -> None:
     index = make_index()
     index.add(DOCUMENTS)
-    path = index.path / "index.json"
-    values = json.loads(path.read_text())
-    del values["compression"], values["anchors"]
-    path.write_text(json.dumps({**values, "format_version": 3}))
+    index.close()
+    make_older(index.path, 3, ("compression", "anchors"))
     with Index.open(index.path, model=model) as again:
         assert again.compression is None
         assert again.add(DOCUMENTS).num_records == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import subprocess
 import sys
@@ -197,3 +198,37 @@ def test_a_beginning_that_is_no_time(tmp_path: Path, since: object) -> None:
     connection.commit()
     connection.close()
     assert read_kept(tmp_path) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_adds_its_own_counts_alone(tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+from pathlib import Path
+from kvrag.ingest.counting import IndexCounters
+from kvrag.store.memory import MemoryStore
+from tests.ingest.test_counting import report
+from tests.support.records import key_number, record_of, stored
+store = MemoryStore()
+counters = IndexCounters(Path({str(tmp_path)!r}), store.counts)
+store.put(key_number(1), record_of(key_number(1)))
+stored(store, key_number(1))
+for _ in range(3):
+    counters.note(report())
+child = os.fork()
+if not child:
+    counters.note(report())
+    stored(store, key_number(1))
+    counters.keep()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+counters.note(report())
+counters.keep()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert value(tmp_path, "prompts") == 5
+    kept = read_kept(tmp_path)
+    assert kept is not None
+    hits = {what: count for what, count in kept.counts.items() if what[0] == "store_hits"}
+    assert sum(hits.values()) == 2, kept.counts

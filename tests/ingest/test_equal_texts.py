@@ -118,8 +118,10 @@ def test_without_contexts_nothing_is_asked_for_beside_the_chunks_found(
 ) -> None:
     index = make_index()
     asked = []
-    get_chunks = index.get_chunks
-    monkeypatch.setattr(index, "get_chunks", lambda ids: asked.append(len(ids)) or get_chunks(ids))
+    find = index.catalog.find_chunks
+    monkeypatch.setattr(
+        index.catalog, "find_chunks", lambda ids: asked.append(len(ids)) or find(ids)
+    )
     fused = KVEngine(index).fuse(prompt_of(B, SHARED), policy=NonePolicy())
     assert asked == [2]
     assert (len(fused.layout.spans), fused.report.misses) == (2, {})

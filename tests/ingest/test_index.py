@@ -322,8 +322,12 @@ def test_the_device_reaches_the_model(
     assert asked == ["cpu", None, "cpu", None]
     with pytest.raises(ParameterError, match="device 'abacus' cannot be used"):
         Index.open(tmp_path / "i", device="abacus")
-    with pytest.raises(ParameterError, match="meta was asked for, but the model given is on cpu"):
-        Index.open(tmp_path / "i", model=load(tmp_path / "model"), device="meta")
+    with pytest.raises(ParameterError, match="device 'meta' cannot be used"):
+        Index.open(tmp_path / "i", device="meta")
+    elsewhere = load(tmp_path / "model")
+    monkeypatch.setattr(KVModel, "device", torch.device("cuda"))
+    with pytest.raises(ParameterError, match="cpu was asked for, but the model given is on cuda"):
+        Index.open(tmp_path / "i", model=elsewhere, device="cpu")
 
 
 def test_an_embedding_object_is_asked_for_again(
@@ -354,7 +358,7 @@ def test_questions_about_an_empty_index(index: Index) -> None:
     assert index.documents() == []
     assert index.verify().ok
     assert index.add([]).to_dict()["added"] == ()
-    with pytest.raises(ParameterError, match="k is at least 1"):
+    with pytest.raises(ParameterError, match="k 0: expected a whole number"):
         index.search("x", 0)
 
 

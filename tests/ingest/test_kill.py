@@ -22,7 +22,6 @@ DOCUMENTS = [
     Document(f"d{i}", f"Page {i}. The keeper of the northern light wrote the book. " * 3)
     for i in range(40)
 ]
-NUM_KILLS = 8
 
 # Everything is imported once; each ingestion is a child that is forked before any computing
 # thread exists. Small windows make catalog commits and records alternate quickly.
@@ -96,7 +95,10 @@ class Ingester:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX")
-def test_killed_at_random_moments_the_index_opens_and_is_completed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [3, pytest.param(12, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_the_index_opens_and_is_completed(
+    tmp_path: Path, num_kills: int
+) -> None:
     model = tiny_model()
     with Index.create(
         tmp_path / "whole", model=model, embedding="hashing", chunk_tokens=64
@@ -112,7 +114,7 @@ def test_killed_at_random_moments_the_index_opens_and_is_completed(tmp_path: Pat
     num_chunks = 0
     ingester = Ingester()
     try:
-        for round_number in range(NUM_KILLS):
+        for round_number in range(num_kills):
             # The first is killed while the index is being made.
             ingester.ingest_and_kill(
                 folder, chance.uniform(0, seconds / 3) if round_number else 0.005

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import time
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,16 @@ import pytest
 
 from kvrag.chunk import Document
 from kvrag.errors import DocumentError, ParameterError
+from kvrag.ingest.files import find_files
 from kvrag.ingest.html import html_to_text
-from kvrag.ingest.loaders import find_files, load_bytes, plain_metadata, to_document
+from kvrag.ingest.loaders import SUFFIXES, load_bytes, to_document
+from kvrag.ingest.metadata import plain_metadata
+from tests.ingest.hostile import make_docx, make_pdf
+from tests.support.documents import docx_bytes
 
 
 def load(name: str, content: bytes) -> list[Document]:
-    return load_bytes(f"/docs/{name}", content)
+    return list(load_bytes(f"/docs/{name}", content))
 
 
 @pytest.mark.parametrize(
@@ -56,11 +63,12 @@ def test_unknown_kinds_are_refused(name: str) -> None:
 
 def test_html_keeps_structure_and_drops_what_is_not_seen() -> None:
     title, text = html_to_text(
+        "a.html",
         "<html><head><title>Varn &amp; sea</title><style>p{}</style></head><body>"
         "<nav>Home</nav><h2>The  clock</h2><p>Tomas <b>repairs</b>\n it.<br>Daily.</p>"
         "<script>var x = '<p>no</p>';</script><ul><li>one<li>two</ul>"
         "<table><tr><th>ship</th><th>day</th></tr><tr><td>Ria</td><td>3</td></tr></table>"
-        "<pre>a\n  b</pre></body></html>"
+        "<pre>a\n  b</pre></body></html>",
     )
     assert title == "Varn & sea"
     assert text.split("\n\n") == [
@@ -74,15 +82,54 @@ def test_html_keeps_structure_and_drops_what_is_not_seen() -> None:
 
 
 def test_html_with_an_open_head_still_has_a_body() -> None:
-    assert html_to_text("<head><meta x><body><p>seen</p>")[1] == "seen"
+    assert html_to_text("a.html", "<head><meta x><body><p>seen</p>")[1] == "seen"
 
 
 def test_html_is_read_in_the_encoding_it_declares() -> None:
     markup = '<meta charset="iso-8859-1"><p>Zürich</p>'
     (document,) = load("a.html", markup.encode("latin-1"))
     assert document.text == "Zürich"
-    with pytest.raises(DocumentError, match="unknown encoding"):
-        load("a.html", b'<meta charset="martian"><p>x</p>')
+    # As on the web, where that name means what Windows writes.
+    (document,) = load("a.html", b'<meta charset="latin1"><p>\x93Varn\x94</p>')
+    assert document.text == "\u201cVarn\u201d"
+    (document,) = load("a.html", '<meta charset="utf-16"><p>Zürich</p>'.encode())
+    assert document.text == "Zürich"
+    (document,) = load("a.html", '<meta charset="Shift_JIS"><p>東京</p>'.encode("shift_jis"))
+    assert document.text == "東京"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("hex", "zlib", "base64", "bz2", "uu", "quopri", "rot13", "punycode", "undefined", "idna"),
+        *("unicode_escape", "raw_unicode_escape", "mbcs", "oem", "utf-7", "utf-32", "martian"),
+    ],
+)
+def test_only_encodings_of_the_web_are_known(name: str) -> None:
+    with pytest.raises(DocumentError, match=f"/docs/a.html: declares '{name}', an unknown enc"):
+        load("a.html", f'<meta charset="{name}"><p>x</p>'.encode())
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        ("<![" * 5, ""),
+        ("<p>a<!-- b --><p>c", "a\n\nc"),
+        ("<svg><text>no</text></svg><p>yes", "yes"),
+        ("<p>a</q></b></div></p>b", "a\n\nb"),
+        ("<title>T</title><body><title>no</title><p>x", "x"),
+        ("<pre>\n  a\n\n  b\n</pre>", "  a\n\n  b"),
+        ("<table><tr><td></td><td>b</td></tr><tr><td>c<td><p>d</table>", "b\nc |\n\nd"),
+    ],
+)
+def test_markup_that_is_odd_still_gives_its_text(markup: str, text: str) -> None:
+    assert html_to_text("a.html", markup)[1] == text
+
+
+def test_markup_nested_without_end_is_refused() -> None:
+    assert html_to_text("a.html", "<div>" * 4_000 + "x")[1] == "x"
+    with pytest.raises(DocumentError, match=r"a\.html: elements are nested more than 5,000 deep"):
+        html_to_text("a.html", "<div>" * 200_000 + "x")
 
 
 def test_jsonl_rows_are_documents() -> None:
@@ -106,6 +153,8 @@ def test_jsonl_rows_are_documents() -> None:
         (b'{"name": "a"}', "line 1: expected an object with its text under one of text"),
         (b"[1]", "line 1: expected an object"),
         (b"[" * 100_000, "line 1: not JSON"),
+        (b'{"text":"a","x":' + b"[" * 400 + b"]" * 400 + b"}", "line 1: the metadata is nested"),
+        (b'{"text":"a","x":' + b"9" * 5000 + b"}", "line 1: not JSON"),
     ],
 )
 def test_bad_jsonl_names_the_line(content: bytes, message: str) -> None:
@@ -149,7 +198,8 @@ def test_hidden_files_other_kinds_and_the_index_are_not_found(docs: Path) -> Non
     (docs / "index").mkdir()
     (docs / "index" / "x.txt").write_text("x")
     (docs / "loop").symlink_to(docs)
-    found = [Path(path).relative_to(docs).as_posix() for path in find_files(docs, docs / "index")]
+    found = find_files(docs, docs / "index", SUFFIXES).files
+    found = [Path(path).relative_to(docs).as_posix() for path in found]
     assert found == ["clock.md", "ledger.txt", "deep/fox.txt"]
 
 
@@ -218,3 +268,69 @@ def test_metadata_becomes_plain_json() -> None:
         "key ?": "/?",
     }
     json.dumps(plain, allow_nan=False)
+
+
+def test_odd_json_that_can_be_kept_is_kept() -> None:
+    (document,) = load(
+        "a.jsonl", b'{"text":"a","x":NaN,"y":-1e999,"x":1,"z":123456789012345678901}'
+    )
+    assert document.metadata == {"x": 1, "y": "-inf", "z": "0x6b14e9f812f366c35"}
+
+
+def test_a_csv_of_many_columns_and_short_rows_takes_no_more_than_its_size() -> None:
+    content = ",".join("c" * 200_000) + "\n" + "1\n" * 20_000
+    started = time.process_time()
+    assert len(load("a.csv", content.encode())) == 20_000
+    assert time.process_time() - started < 5
+    (document,) = load("a.csv", b'a,b\n"' + b"x" * 1_000_000 + b'",1\n')
+    assert len(document.text) == 1_000_008
+
+
+def test_word_files_keep_their_structure() -> None:
+    (document,) = load("a.docx", docx_bytes())
+    assert document.text == (
+        "# Varn\n\n# The clock\n\nIt\tticks loudly.\n\nship | day\nof arrival\ninner\nRia"
+    )
+    assert document.metadata == {"title": "Varn by the sea"}
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("<w:p><w:r><w:t>a</w:t><w:br/><w:t>b</w:t><w:noBreakHyphen/></w:r></w:p>", "a\nb-"),
+        ("<w:sdt><w:sdtContent><w:p><w:r><w:t>in</w:t></w:r></w:p></w:sdtContent></w:sdt>", "in"),
+        ("<w:p><w:r><w:delText>gone</w:delText><w:t>a</w:t></w:r></w:p>", "a"),
+        (
+            "<w:p><w:pPr><w:tabs><w:tab w:pos='1'/></w:tabs></w:pPr><w:r><w:t>a</w:t></w:r></w:p>",
+            "a",
+        ),
+    ],
+)
+def test_word_paragraphs(body: str, text: str) -> None:
+    assert load("a.docx", make_docx(body.encode()))[0].text == text
+
+
+def test_word_files_cost_what_their_text_does() -> None:
+    span = "<w:tbl><w:tr><w:tc><w:tcPr><w:gridSpan w:val='100000000'/></w:tcPr><w:p><w:r><w:t>a"
+    span += "</w:t></w:r></w:p></w:tc></w:tr></w:tbl>"
+    assert load("a.docx", make_docx(span.encode()))[0].text == "a"
+    started = time.process_time()
+    paragraphs = make_docx(b"<w:p><w:r><w:t>a</w:t></w:r></w:p>" * 1000, 50)
+    assert load("a.docx", paragraphs)[0].text == "\n\n".join("a" * 50_000)
+    assert time.process_time() - started < 5
+    with pytest.raises(DocumentError, match=r"unpacks to 2\d\d,000,\d+ bytes, and at most"):
+        load("a.docx", make_docx(b" " * 1_000_000, 270))
+
+
+def test_word_files_with_entities_are_refused() -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("word/document.xml", '<!DOCTYPE x [<!ENTITY a "aa">]><x>&a;</x>')
+    with pytest.raises(DocumentError, match=r"damaged Word.*type declaration of 'x'"):
+        load("a.docx", packed.getvalue())
+
+
+def test_hyphens_at_the_end_of_pdf_lines_stay() -> None:
+    lines = b"BT /F1 12 Tf 72 700 Td (the har-) Tj 0 -14 Td (bour) Tj ET"
+    (document,) = load("a.pdf", make_pdf(lines))
+    assert document.text == "the har-\nbour"

@@ -185,17 +185,17 @@ def test_pdfs_that_hide_their_text_are_refused(tmp_path: Path) -> None:
     blank.add_page()
     blank.output(str(tmp_path / "blank.pdf"))
     with pytest.raises(DocumentError, match="1 pages but no text layer; run OCR"):
-        load_bytes("/blank.pdf", (tmp_path / "blank.pdf").read_bytes())
+        next(load_bytes("/blank.pdf", (tmp_path / "blank.pdf").read_bytes()))
     make_pdf(tmp_path / "locked.pdf", password="secret")
     with pytest.raises(DocumentError, match=r"encrypted; remove its password"):
-        load_bytes("/locked.pdf", (tmp_path / "locked.pdf").read_bytes())
+        next(load_bytes("/locked.pdf", (tmp_path / "locked.pdf").read_bytes()))
 
 
 def test_importing_ingestion_loads_no_framework() -> None:
     code = (
         "import sys, kvrag.ingest.index\n"
-        "heavy = {'langchain_core', 'llama_index', 'sentence_transformers', 'faiss', 'pypdf', "
-        "'docx'}\n"
+        "heavy = {'langchain_core', 'llama_index', 'sentence_transformers', 'faiss', "
+        "'pypdfium2', 'lxml'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

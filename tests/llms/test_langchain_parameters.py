@@ -341,6 +341,21 @@ def test_counts_tokens_as_the_model_does(llm: KVRagLLM, chat: ChatKVRag) -> None
     assert llm.get_num_tokens("the harbour") == len(ids)
 
 
+def test_counters_count_control_strings_as_the_engine_reads_them(rag: Rag) -> None:
+    llm, chat = (model(index=rag.path, max_tokens=1) for model in (KVRagLLM, ChatKVRag))
+    text = "Ines says <eos> and <bos> here"
+    plain = rag.tokenizer(text, add_special_tokens=False)["input_ids"]
+    # In a message all is text; in a string of his own a caller may mean it.
+    assert llm.get_token_ids(text) == plain
+    assert not {0, 1}.intersection(chat.get_token_ids(text))
+    assert llm.get_num_tokens(text) < chat.get_num_tokens(text)
+    empty = chat.invoke("").usage_metadata["input_tokens"]
+    asked = chat.invoke(text)
+    assert asked.usage_metadata["input_tokens"] == empty + chat.get_num_tokens(text)
+    assert asked.response_metadata["report"]["num_neutralised"] == 2
+    assert llm.identity()["control_tokens"] == "neutralise"
+
+
 # -- conversations -----------------------------------------------------------------------------
 
 

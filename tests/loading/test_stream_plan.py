@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvrag.bench.stream.plans import best_levels, given_plan
 from kvrag.bench.stream.trace import Trace, constant, random_trace
 from kvrag.loading.stream_plan import TEXT, ChunkSize, LinkState, Step, StreamPlan
+from tests.support.properties import examples
 
 TAIL_SECONDS = 0.05
 
@@ -87,7 +88,7 @@ contexts = st.lists(plane_bytes, min_size=1, max_size=4).map(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(contexts, st.floats(1e4, 1e7), st.floats(0.06, 3.0), st.floats(0.001, 1.0))
 def test_on_a_steady_link_that_is_known(
     sizes: list[ChunkSize], speed: float, deadline: float, text_seconds: float
@@ -110,7 +111,7 @@ def test_on_a_steady_link_that_is_known(
             assert found.seconds + size.plane_bytes[planes] / speed > deadline - 1e-6
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(contexts, st.integers(0, 10_000), st.floats(0.2, 2.0), st.floats(0.05, 1.0))
 def test_on_a_link_that_changes(
     sizes: list[ChunkSize], seed: int, deadline: float, text_seconds: float

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
+import kvrag
 from kvrag.loading import threads
 from kvrag.loading.prefetch import LayerPrefetch
+from tests.support.threads import at_work
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 7])
@@ -89,3 +93,50 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
     if not child:
         os._exit(0 if threads.each(lambda n: n + 1, [1, 2, 3], 3) == [2, 3, 4] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_threads_of_the_package_are_told_from_others() -> None:
+    """A library under a folder called kvrag, as in a checkout's own environment, is not ours."""
+    library: dict[str, object] = {"__name__": "tqdm._monitor"}
+    path = "/home/someone/kvrag/.venv/lib/python3/site-packages/tqdm/_monitor.py"
+    exec(compile("def run(stop):\n    stop.wait(30)\n", path, "exec"), library)
+    stop, begun = threading.Event(), threading.Event()
+    monitor = threading.Thread(target=library["run"], args=(stop,), name="tqdm-monitor")
+    monitor.start()
+
+    def work(_: int) -> None:
+        begun.set()
+        stop.wait(30)
+
+    def load() -> None:
+        threads.each(work, [0], 1)
+
+    try:
+        assert at_work("kvrag-load") == []
+        ours = threads.start(load)
+        assert begun.wait(30)
+        assert len(at_work("kvrag-load")) == 1
+    finally:
+        stop.set()
+        monitor.join()
+    ours.result()
+    assert at_work("kvrag-load") == []
+    assert _num_threads() > 0
+
+
+def test_every_thread_of_the_package_is_named() -> None:
+    folder = Path(kvrag.__file__).parent
+    started, nameless = 0, []
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            function = getattr(node.func, "attr", getattr(node.func, "id", None))
+            if function not in ("Thread", "ThreadPoolExecutor"):
+                continue
+            started += 1
+            given = [ast.unparse(one) for one in (*node.args, *(w.value for w in node.keywords))]
+            if not any(one.startswith(("'kvrag-", "f'kvrag-")) for one in given):
+                nameless.append(f"{path.relative_to(folder)}:{node.lineno}")
+    assert started > 5
+    assert nameless == []

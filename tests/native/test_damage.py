@@ -22,6 +22,7 @@ from kvrag.native import (
 )
 from tests.native.cases import make_case
 from tests.native.reference_rans import join, split
+from tests.support.properties import examples
 
 CASE = make_case(11, 12, 75)
 MODEL = RansModel(CASE.frequencies)
@@ -96,7 +97,7 @@ def test_one_damaged_payload_among_others(isa: str) -> None:
     assert (outs[2] == CASE.symbols).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(position=st.integers(0, len(PAYLOAD) - 1), bit=st.integers(0, 7))
 def test_flipped_bits(position: int, bit: int) -> None:
     """A flip is noticed, or leaves symbols that every instruction set agrees on."""
@@ -115,7 +116,7 @@ def test_flipped_bits(position: int, bit: int) -> None:
     assert outcomes != {CASE.symbols.tobytes()}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(data=st.binary(max_size=600), streams=st.integers(0, 4))
 def test_arbitrary_bytes(data: bytes, streams: int) -> None:
     sizes = [len(data) // streams // 2 * 2] * streams if streams else []

@@ -22,6 +22,7 @@ from kvrag.native import (
     use_instruction_set,
 )
 from tests.native.reference_reconstruction import placed, transformed
+from tests.support.properties import examples
 
 RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -58,7 +59,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, scale: float) -> N
     assert (found.double() - expected).abs().le(allowed).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_transform_matches_torch(data: st.DataObject) -> None:
     draw = data.draw
@@ -101,7 +102,7 @@ def test_transform_matches_torch(data: st.DataObject) -> None:
     use_instruction_set(before)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_channels_match_torch(data: st.DataObject) -> None:
     draw = data.draw

@@ -12,24 +12,33 @@ def _text(draw: st.DrawFn) -> str:
     return words.replace("<", "&lt;")
 
 
-def _nodes(draw: st.DrawFn, depth: int, names: list[str]) -> str:
+def _nodes(draw: st.DrawFn, depth: int, names: list[str], turns: bool) -> str:
+    """Return the contents of an element; `turns` says that turns may stand in it."""
     parts: list[str] = []
     for _ in range(draw(st.integers(0, 4))):
-        kinds = ["text", "parameter"] + ["module", "union"] * (depth < 3)
-        kind = draw(st.sampled_from(kinds))
+        kinds = ["text", "parameter"] + ["module", "union", "anonymous"] * (depth < 3)
+        kind = draw(st.sampled_from(kinds + ["turn"] * (2 * turns)))
         number = len(names)
         names.append("")
+        cache = draw(st.sampled_from([""] * 4 + [" cache='false'", " cache='true'"]))
         if kind == "text":
             parts.append(_text(draw))
         elif kind == "parameter":
             scaffold = " scaffold='abc'" * draw(st.booleans())
             length = draw(st.integers(4, 9))
             parts.append(f"<parameter name='p{number}' length='{length}'{scaffold}/>")
+        elif kind == "turn":
+            role = draw(st.sampled_from(["system", "user", "assistant"]))
+            parts.append(f"<{role}>{_nodes(draw, depth + 1, names, False)}</{role}>")
         elif kind == "module":
-            parts.append(f"<module name='m{number}'>{_nodes(draw, depth + 1, names)}</module>")
+            inside = _nodes(draw, depth + 1, names, turns)
+            parts.append(f"<module name='m{number}'{cache}>{inside}</module>")
+        elif kind == "anonymous":
+            parts.append(f"<module{cache}>{_nodes(draw, depth + 1, names, turns)}</module>")
         else:
             members = "".join(
-                f"<module name='u{number}-{one}'>{_nodes(draw, depth + 1, names)}</module>"
+                f"<module name='u{number}-{one}'{cache}>{_nodes(draw, depth + 1, names, turns)}"
+                "</module>"
                 for one in range(draw(st.integers(1, 3)))
             )
             parts.append(f"<union>{members}</union>")
@@ -39,9 +48,8 @@ def _nodes(draw: st.DrawFn, depth: int, names: list[str]) -> str:
 
 @st.composite
 def schemas(draw: st.DrawFn, *, turns: bool = False) -> str:
-    """Return the markup of a schema with nested unions, parameters and perhaps turns."""
-    names: list[str] = []
-    body = _nodes(draw, 0, names)
-    if turns:
-        body = f"<system>Be kind.</system><user>{body}</user>"
+    """Return the markup of a schema with nested unions, parameters and perhaps turns anywhere."""
+    body = _nodes(draw, 0, [], turns)
+    if turns and draw(st.booleans()):
+        body = f"<system>Be kind.</system>{body}"
     return f"<schema name='random'>{body}</schema>"

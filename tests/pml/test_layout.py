@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from kvrag.errors import PMLError
 from kvrag.pml.layout import SchemaLayout, lay_out_schema, placeholder_id
 from kvrag.pml.parser import parse_schema
 from kvrag.pml.placing import as_layout, place_prompt
-from kvrag.pml.prompt import parse_prompt
-from kvrag.pml.schema import Module, Node, Parameter, Schema, Text, Turn, Union
+from kvrag.pml.prompt import Import, parse_prompt
+from kvrag.pml.schema import Module, Node, Parameter, Schema, Text, Turn, Union, flat
 from tests.pml.schemas import schemas
 from tests.support.models import make_tokenizer
+from tests.support.properties import examples
 
 SCHEMAS = Path(__file__).parent / "schemas"
 TOKENIZER = make_tokenizer()
@@ -27,12 +29,27 @@ def count(text: str) -> int:
     return len(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
+def pieces_of(nodes: tuple[Node, ...]) -> Iterator[Node | None]:
+    """Yield nodes as the template of the tests has them; None where text does not go on."""
+    for node in nodes:
+        if isinstance(node, Turn):
+            yield Text(f"<|{node.role}|>\n", node.place)
+            yield from pieces_of(node.children)
+            yield Text("\n", node.place)
+        elif isinstance(node, Module) and not node.name:
+            yield None
+            yield from pieces_of(node.children)
+            yield None
+        else:
+            yield node
+
+
 def reference(
     nodes: tuple[Node, ...], start: int, path: tuple[str, ...], found: dict[object, int]
 ) -> int:
     """Walk a schema: texts side by side count together, unions take the longest member."""
     text = ""
-    for node in (*nodes, None):
+    for node in (*pieces_of(nodes), None):
         if isinstance(node, Text):
             text += node.text
             continue
@@ -58,9 +75,7 @@ def laid_out(markup: str) -> tuple[Schema, SchemaLayout]:
     return schema, lay_out_schema(schema, TOKENIZER, PREFIX)
 
 
-@settings(deadline=None, max_examples=150)
-@given(schemas())
-def test_a_schema_stands_where_the_reference_puts_it(markup: str) -> None:
+def check_layout(markup: str) -> None:
     schema, layout = laid_out(markup)
     expected: dict[object, int] = {}
     end = reference(schema.children, len(PREFIX), (), expected)
@@ -68,8 +83,22 @@ def test_a_schema_stands_where_the_reference_puts_it(markup: str) -> None:
     for stretch in layout.stretches:
         for slot in stretch.slots:
             found[stretch.path, slot.name] = stretch.start + slot.offset
+    assert layout.prefix_ids == PREFIX
     assert found == expected
     assert layout.num_positions == end
+
+
+@settings(deadline=None, max_examples=examples(150))
+@given(st.booleans().flatmap(lambda turns: schemas(turns=turns)))
+def test_a_schema_stands_where_the_reference_puts_it(markup: str) -> None:
+    check_layout(markup)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=1000)
+@given(st.booleans().flatmap(lambda turns: schemas(turns=turns)))
+def test_many_schemas_stand_where_the_reference_puts_them(markup: str) -> None:
+    check_layout(markup)
 
 
 @st.composite
@@ -78,7 +107,7 @@ def prompts(draw: st.DrawFn, schema: Schema) -> str:
 
     def inside(path: tuple[str, ...], nodes: tuple[Node, ...]) -> str:
         parts = []
-        for node in nodes:
+        for node in flat(nodes):
             if isinstance(node, Module) and draw(st.booleans()):
                 parts.append(one(path, node))
             elif isinstance(node, Union) and draw(st.booleans()):
@@ -97,9 +126,51 @@ def prompts(draw: st.DrawFn, schema: Schema) -> str:
     return f"<prompt schema='random'{arguments(())}>{body}\nQuestion?</prompt>"
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.data(), st.booleans())
 def test_prompts_never_overlap_and_keep_their_positions(data: st.DataObject, turns: bool) -> None:
+    check_prompt(data, turns)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=1000)
+@given(st.data(), st.booleans())
+def test_many_prompts_keep_their_positions(data: st.DataObject, turns: bool) -> None:
+    check_prompt(data, turns)
+
+
+def said(
+    nodes: tuple[Node, ...], path: tuple[str, ...], imported: dict[tuple[str, ...], Import]
+) -> Iterator[str | tuple[str, str]]:
+    """Yield what a prompt holds of a schema: each turn with its role, and text beside them."""
+    text = ""
+    for node in nodes:
+        found: list[str | tuple[str, str]] = []
+        if isinstance(node, Text):
+            text += node.text
+            continue
+        if isinstance(node, Parameter):
+            given = imported[path].arguments.get(node.name)
+            scaffold = TOKENIZER(node.scaffold, add_special_tokens=False)["input_ids"]
+            rest = [placeholder_id(TOKENIZER)] * (node.length - len(scaffold))
+            text += given if given is not None else node.scaffold + TOKENIZER.decode(rest)
+            continue
+        if isinstance(node, Turn):
+            found = [(node.role, "".join(said(node.children, path, imported)))]  # type: ignore[arg-type]
+        elif isinstance(node, Module) and not node.name:
+            found = list(said(node.children, path, imported))
+        else:
+            for one in node.members if isinstance(node, Union) else (node,):
+                inner = (*path, one.name)
+                if inner in imported:
+                    found += said(one.children, inner, imported)
+        yield from [text] * bool(text)
+        text = ""
+        yield from found
+    yield from [text] * bool(text)
+
+
+def check_prompt(data: st.DataObject, turns: bool) -> None:
     schema, layout = laid_out(data.draw(schemas(turns=turns)))
     prompt = parse_prompt(data.draw(prompts(schema)), schema)
     pieces = place_prompt(layout, prompt, TOKENIZER)
@@ -125,6 +196,25 @@ def test_prompts_never_overlap_and_keep_their_positions(data: st.DataObject, tur
     assert positions == sorted(set(positions))
     # The last token is always computed.
     assert all(span.prompt_end < len(fused.token_ids) for span in fused.spans)
+    # What is not to be cached is never reused.
+    assert all(layout.stretches[int(span.chunk_id)].is_cached for span in fused.spans)
+    reused = sum(span.length for span in fused.spans)
+    cached = sum(num for number, num in covered.items() if layout.stretches[number].is_cached)
+    assert cached - 1 <= reused <= cached
+    # The text is what the chat template makes of the turns that are there.
+    expected = "<bos>"
+    for part in said(schema.children, (), imported):
+        if isinstance(part, str):
+            expected += part
+        else:
+            expected += TOKENIZER.apply_chat_template(
+                [{"role": part[0], "content": part[1]}], tokenize=False
+            ).removeprefix("<bos>")
+    if schema.has_turns:
+        expected += "<|user|>\nQuestion?\n<|assistant|>\n"
+    else:
+        expected += "\nQuestion?" if prompt.ending.startswith("\n") else prompt.ending
+    assert TOKENIZER.decode(fused.token_ids) == expected
 
 
 def test_arguments_leave_the_rest_of_their_room_empty() -> None:

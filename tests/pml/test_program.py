@@ -68,7 +68,7 @@ def test_a_program_is_compiled_whole() -> None:
     first, _, choice, _, snow, _, season, _, plan, it = shown(schema.children)[2:]
     assert shown(schema.children)[:3] == ["A trip of ", ("days", 6), "."]
     assert first == "."
-    visa = {"visum": ["Ask for a visum of ", ("country", 4), "."]}
+    visa = {"visum": ["Ask for a visum of ", "x", "."]}
     assert isinstance(choice, list)
     abroad, later, otherwise = choice
     assert abroad == {"abroad": ["Bring a passport.", "\n", visa]}
@@ -87,7 +87,7 @@ def test_what_is_compiled_can_be_laid_out_and_imported() -> None:
     starts = {path: start for path, (start, _) in layout.extents.items()}
     assert starts["abroad",] == starts["otherwise",]
     found = parse_prompt(
-        "<prompt schema='trip' days='two'><abroad><visum country='Var'/></abroad></prompt>", schema
+        "<prompt schema='trip' days='two'><abroad><visum/></abroad></prompt>", schema
     )
     assert [one.path for one in found.body.all()] == [(), ("abroad",), ("abroad", "visum")]
 
@@ -169,6 +169,144 @@ def test_what_cannot_be_compiled_is_refused_with_its_line(
         loaded(path, source)
     assert words in str(raised.value)
     assert str(raised.value).startswith(f"{path}:{line}:")
+
+
+INNER = """
+PLACE, DAYS = 'Varn', 3
+Short = Annotated[str, Length(4)]
+
+@prompt
+def inner(city: Short, n=2, far: bool = False, by: Short = 'sea'):
+    f'To {city} by {by}.'
+    if far:
+        'Far.'
+    elif n > 2:
+        'Long.'
+    else:
+        'Near.'
+    match n:
+        case 1 | 2:
+            'Few.'
+        case _:
+            'Many.'
+"""
+
+
+def text_of(nodes: tuple[object, ...]) -> str:
+    assert all(isinstance(node, Text) for node in nodes)
+    return "".join(node.text for node in nodes if isinstance(node, Text))
+
+
+CALLS = {
+    "inner('Varn')": "To Varn by sea.\nNear.\nFew.",
+    "inner(city='Varn')": "To Varn by sea.\nNear.\nFew.",
+    "inner('Varn', 3)": "To Varn by sea.\nLong.\nMany.",
+    "inner('Varn', n=3, far=False)": "To Varn by sea.\nLong.\nMany.",
+    "inner('Varn', far=True, by='air')": "To Varn by air.\nFar.\nFew.",
+    "inner(7, -1, 1, None)": "To 7 by None.\nFar.\nMany.",
+    "inner(PLACE, DAYS)": "To Varn by sea.\nLong.\nMany.",
+    "inner(PLACE + '!', DAYS - 1)": "To Varn! by sea.\nNear.\nFew.",
+    "inner(f'{PLACE}, {DAYS}')": "To Varn, 3 by sea.\nNear.\nFew.",
+    "inner(1.5, True)": "To 1.5 by sea.\nNear.\nFew.",
+    "inner('')": "To  by sea.\nNear.\nFew.",
+    "inner(' a ' ' b')": "To  a  b by sea.\nNear.\nFew.",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("form", ["    {}", "    return {}", '    f"{{{}}}"', "    '' + {}"])
+def test_constants_of_a_call_are_text_and_decide_conditions(
+    tmp_path: Path, call: str, form: str
+) -> None:
+    source = f"{INNER}\n@prompt\ndef outer():\n{form.format(call)}\n"
+    (module,) = schema_of(loaded(tmp_path / "p.py", source).outer).children
+    assert isinstance(module, Module)
+    assert module.name == "inner"
+    assert text_of(module.children) == CALLS[call]
+
+
+def test_parameters_that_are_passed_on_stay_parameters(tmp_path: Path) -> None:
+    short = "Annotated[str, Length(9)]"
+    source = (
+        f"{INNER}\n@prompt\ndef outer(far, to: {short}='Rome', b: {short}='land'):\n"
+        "    inner(to, far=far, by='air')\n    inner(city='Varn', by=b)\n"
+        f"\n@prompt\ndef outest(far, b: {short} = 'ship'):\n    outer(far, b=b)\n"
+    )
+    found = loaded(tmp_path / "p.py", source)
+    first, _, second = schema_of(found.outer).children
+    assert isinstance(first, Module)
+    assert isinstance(second, Module)
+    city, *_ = [node for node in first.children if isinstance(node, Parameter)]
+    # What stands there by default is what the caller would have passed.
+    assert (city.name, city.length, city.scaffold) == ("city", 4, "Rome")
+    assert shown(first.children)[2:] == [
+        " by ",
+        "air",
+        ".",
+        "\n",
+        [{"far": ["Far."]}, {"not-far": ["Near."]}],
+        "\n",
+        "Few.",
+    ]
+    (by,) = [node for node in second.children if isinstance(node, Parameter)]
+    assert (by.name, by.scaffold) == ("by", "land")
+    assert second.name == "inner-2"
+    (outer,) = schema_of(found.outest).children
+    assert isinstance(outer, Module)
+    first, _, second = outer.children
+    assert isinstance(first, Module)
+    assert isinstance(second, Module)
+    assert shown(first.children)[:4] == ["To ", "Rome", " by ", "air"]
+    (by,) = [node for node in second.children if isinstance(node, Parameter)]
+    assert by.scaffold == "ship"
+
+
+def test_a_default_is_what_stands_in_a_parameters_room(tmp_path: Path) -> None:
+    short = "Annotated[str, Length(2)]"
+    source = f"@prompt\ndef f(a: {short} = 3, b: {short} = None):\n"
+    schema = schema_of(loaded(tmp_path / "p.py", source + "    f'{a}{b}'\n").f)
+    assert [one.scaffold for one in schema.parameters(()).values()] == ["3", ""]
+
+
+def test_summands_keep_their_white_space(tmp_path: Path) -> None:
+    source = "@prompt\ndef f():\n    return 'Plan' + ' it' + '\\n  now'\n"
+    schema = schema_of(loaded(tmp_path / "p.py", source).f)
+    assert text_of(schema.children) == schema_text(source) == "Plan it\n  now"
+
+
+def schema_text(source: str) -> str:
+    """Return what the function itself returns."""
+    names: dict[str, object] = {}
+    exec(source.replace("@prompt\n", ""), names)
+    return names["f"]()  # type: ignore[operator, no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("inner()", "missing a required argument: 'city'"),
+        ("inner('a', 1, 2, 3, 4)", "too many positional arguments"),
+        ("inner('a', city='b')", "multiple values for argument 'city'"),
+        ("inner('a', nope=1)", "unexpected keyword argument 'nope'"),
+        ("inner(*PLACE)", "which unpacks arguments"),
+        ("inner(**PLACE)", "which unpacks arguments"),
+        ("inner(inner('a'))", "inner('a') cannot be compiled"),
+        ("inner(f'{p}!')", "is made of a parameter and more"),
+        ("inner([1])", "the argument [1] is no constant"),
+        ("inner(b'x')", "is no constant"),
+        ("inner(nowhere)", "nowhere cannot be computed"),
+        ("inner(1 / 0)", "1 / 0 cannot be computed"),
+        ("inner('a', 'b')", "n > 2 cannot be computed"),
+    ],
+)
+def test_calls_that_cannot_be_compiled_are_refused(tmp_path: Path, call: str, words: str) -> None:
+    source = f"{INNER}\n@prompt\ndef outer(p: Annotated[str, Length(2)]):\n    {call}\n"
+    with pytest.raises(PMLError) as raised:
+        loaded(tmp_path / "p.py", source)
+    assert words in str(raised.value)
+    lines = source.splitlines()
+    if "n > 2" not in words:
+        assert call in lines[raised.value.line - 3]
 
 
 def test_other_functions_and_lengths_are_refused(tmp_path: Path) -> None:

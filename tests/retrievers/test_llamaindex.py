@@ -49,7 +49,7 @@ def test_copied_and_pickled(rag: Rag) -> None:
 
 
 def test_bad_arguments(rag: Rag, tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match="k is at least 1"):
+    with pytest.raises(ParameterError, match="k 0: expected a whole number"):
         KVRagRetriever(rag.path, k=0)
     with pytest.raises(IndexNotFoundError):
         KVRagRetriever(tmp_path / "nowhere").retrieve("q")

@@ -191,7 +191,7 @@ def test_a_server_that_fails(credentials: None, kind: str) -> None:
             handler.send_error(503, "Slow Down")
             return
         elif kind == "slow":
-            time.sleep(3)
+            time.sleep(30)
             return
         else:
             body = b"x" * 100
@@ -221,4 +221,4 @@ def test_a_server_that_fails(credentials: None, kind: str) -> None:
             with pytest.raises(StoreUnreachableError):
                 stored(store, KEY)
             assert store.counts()[0].misses == {"unreadable": 1}
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 20

@@ -256,7 +256,7 @@ def test_redis_killed_and_started_again(tmp_path: Path, redis_password: str) -> 
         started = time.monotonic()
         with pytest.raises(StoreUnreachableError, match=r"[Tt]imeout"):
             store.open(KEY)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
         server.resume()
         assert stored(store, KEY) == record_of(KEY, 500_000)
         assert store.counts()[0].misses == {"unreadable": 2}

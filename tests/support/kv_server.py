@@ -27,7 +27,7 @@ class KVServer:
         self.server = RecordServer(store, port=port, **options)
         self.url = self.server.url
         self.port = self.server.server_port
-        self._thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
+        self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
         self._thread.start()
 
     def stop(self, grace_seconds: float = 0.0) -> None:

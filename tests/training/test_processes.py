@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from kvrag.fusion.links import find_links
 from kvrag.models.kv_model import KVModel
 from kvrag.training.links.processes import ALONE, Processes, launched
 from tests.support.models import make_model, make_tokenizer
+from tests.support.servers import free_port
 from tests.training.shared_run import asked, train
 from tests.training.test_links import make_trainer, one_thread
 
@@ -57,8 +57,7 @@ def environment(rank: int, port: int, **more: str) -> dict[str, str]:
 
 def run_two(arguments: list[str], **more: str) -> list[tuple[int, str, str]]:
     """Run a command in two processes and return their exit codes and what they wrote."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     started = [
         subprocess.Popen(
             [sys.executable, *arguments],
@@ -136,6 +135,7 @@ def assert_alike(found: Path, expected: Path, *, log: bool = True) -> None:
             assert torch.allclose(tensor, other, rtol=0.0, atol=tolerance), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_come_to_what_one_comes_to(runs: Runs, case: str, way: str) -> None:
@@ -144,6 +144,7 @@ def test_two_processes_come_to_what_one_comes_to(runs: Runs, case: str, way: str
     assert first["scores"] == second["scores"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["tuned", "adapter"])
 def test_a_shared_model_is_held_in_parts(runs: Runs, case: str) -> None:
     told = runs.told(f"{case}-sharded")
@@ -154,18 +155,21 @@ def test_a_shared_model_is_held_in_parts(runs: Runs, case: str) -> None:
     assert all(one["held_weights"] == one["weights"] for one in runs.told(f"{case}-whole"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_of_one_process_is_gone_on_with_by_two(runs: Runs, way: str) -> None:
     assert [one["first"] for one in runs.told(f"resumed-{way}")] == [STOPPED, STOPPED]
     assert_alike(runs.together / f"resumed-{way}", runs.alone / "tuned", log=False)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes_is_gone_on_with_by_one(runs: Runs, tmp_path: Path) -> None:
     shutil.copytree(runs.together / "begun-sharded", tmp_path / "run")
     assert train(tmp_path / "run", {})["first"] == STOPPED
     assert_alike(tmp_path / "run", runs.alone / "tuned", log=False)
 
 
+@pytest.mark.slow
 def test_a_shared_model_learns_in_bfloat16(runs: Runs) -> None:
     folder = runs.together / "bfloat16"
     for record, other in zip(log_of(folder), log_of(runs.alone / "tuned"), strict=True):
@@ -176,12 +180,14 @@ def test_a_shared_model_learns_in_bfloat16(runs: Runs) -> None:
     }
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_agree_are_told_so(runs: Runs) -> None:
     first, second = (one["refused"] for one in runs.told("unlike"))
     assert "do not agree (another one says in what)" in first
     assert "do not agree (seed 1, there 0)" in second
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_ends_the_other(runs: Runs) -> None:
     (code, _, said), (left, _, _) = runs.ends
     assert left == 3
@@ -190,6 +196,7 @@ def test_a_process_that_dies_ends_the_other(runs: Runs) -> None:
     assert not (runs.together / "left" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_in_two_processes(tmp_path: Path) -> None:
     """Launched with FSDP, one process loads the weights and one document is printed."""
     make_model(num_hidden_layers=2, tie_word_embeddings=True).save_pretrained(tmp_path / "model")

@@ -57,4 +57,5 @@ pip install --quiet -r "$list"
 # A gigabyte that the CPU never uses.
 pip uninstall --quiet --yes triton >/dev/null 2>&1 || true
 printf 'torch==%s\n' "$torch" >"$list"
-pip install --quiet -c "$list" -c constraints-dev.txt -e '.[langchain,llama-index]' pytest pytest-asyncio
+pip install --quiet -c "$list" -c constraints-dev.txt -e '.[langchain,llama-index]' \
+	hypothesis pytest pytest-asyncio

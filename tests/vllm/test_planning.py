@@ -33,6 +33,7 @@ from kvrag.llms.vllm.transports import EngineRequest, Piece
 from kvrag.llms.vllm.weights import NotShareableError, share_weights
 from kvrag.models.loading import model_fingerprint
 from tests.support.models import make_model, make_tokenizer
+from tests.support.records import stored
 from tests.vllm.conftest import TEXTS, make_prompt
 
 
@@ -197,6 +198,26 @@ def test_an_artefact_is_what_was_fused(served: Index, oracle: KVEngine) -> None:
     for layer in range(served.config.num_layers):
         assert torch.equal(kv.keys[layer], fused.kv.keys[layer][0, :, : name.num_tokens])
         assert torch.equal(kv.values[layer], fused.kv.values[layer][0, :, : name.num_tokens])
+    store.close()
+
+
+def test_a_damaged_artefact_is_to_be_fused_again(served: Index, oracle: KVEngine) -> None:
+    store = ArtefactStore(served, "memory:")
+    prompt = make_prompt(3, 1)
+    name = store.put(oracle.fuse(prompt, policy="none"))
+    key = store.check(name, oracle.prompt_ids(prompt))
+    record = bytearray(stored(store._store, key) or b"")
+    record[-1] ^= 1
+    store._store.replace(key, bytes(record))
+    for num_tokens in (name.num_tokens, name.num_tokens + 1):
+        with pytest.raises(
+            RecordError, match=f"artefact {key} is damaged.* fuse it again"
+        ) as caught:
+            store.load(key, num_tokens)
+        assert "ingest" not in str(caught.value)
+    store._store.delete(key)
+    with pytest.raises(RecordError, match="fuse its prompt again"):
+        store.load(key, name.num_tokens)
     store.close()
 
 

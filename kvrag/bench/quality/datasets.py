@@ -157,7 +157,7 @@ def _json_lines(text: str, data: str) -> Iterator[tuple[str, Any]]:
 def _parsed(text: str, place: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ParameterError(f"{place}: not JSON: {error}") from error
 
 

@@ -67,7 +67,8 @@ def _stall(served: Served, way: str, prompt: str, policy: str | None) -> StallRo
     plain = RequestParams(reuse=False).to_params()
     seconds: list[float] = []
     asking = threading.Thread(
-        target=lambda: seconds.append(served.ask(prompt, policy, is_fresh=False).ttft_seconds)
+        target=lambda: seconds.append(served.ask(prompt, policy, is_fresh=False).ttft_seconds),
+        name="kvrag-ask",
     )
     gaps: list[float] = []
     last = time.perf_counter()

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from kvrag.bench.store.contents import key_of as key_number
-from kvrag.chunk import Chunk
+from kvrag.chunk import Chunk, chunk_id_of
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.rows import Change, ChunkRow
 from kvrag.store.file import FileStore
@@ -60,8 +60,8 @@ def measure_million(
     with closing(Catalog.create(path)) as catalog:
         for first in range(0, num_chunks, _CHUNKS_PER_DOCUMENT):
             last = min(first + _CHUNKS_PER_DOCUMENT, num_chunks)
-            source = f"document-{first}"
-            rows = [_row(number, source) for number in range(first, last)]
+            source = _source(first)
+            rows = [_row(number) for number in range(first, last)]
             catalog.apply(Change(put=[(source, None, "0" * 40, {}, rows)]))
             if first % 100_000 == 0:
                 on_progress(f"{first:,} of {num_chunks:,} chunks in the catalog")
@@ -95,7 +95,7 @@ def measure_million(
 
 
 def _look_up(catalog: Catalog, store: FileStore, number: int) -> None:
-    found = catalog.chunk_and_keys(_chunk_id(number))
+    found = catalog.chunk_and_keys(_chunk(number).chunk_id)
     assert found is not None
     chunk, (digest,) = found
     key = key_number(number)
@@ -109,21 +109,26 @@ def _look_up(catalog: Catalog, store: FileStore, number: int) -> None:
     assert content == _content(number)
 
 
-def _chunk_id(number: int) -> str:
-    return hashlib.blake2b(b"chunk %d" % number, digest_size=20).hexdigest()
-
-
 def _content(number: int) -> bytes:
     return hashlib.shake_128(b"%d" % number).digest(_RECORD_BYTES)
 
 
-def _row(number: int, source: str) -> ChunkRow:
-    chunk = Chunk(
-        chunk_id=_chunk_id(number),
-        text=f"Chunk {number} of a large body of documents, a sentence long.",
+def _source(number: int) -> str:
+    return f"document-{number - number % _CHUNKS_PER_DOCUMENT}"
+
+
+def _chunk(number: int) -> Chunk:
+    source, ordinal = _source(number), number % _CHUNKS_PER_DOCUMENT
+    text = f"Chunk {number} of a large body of documents, a sentence long."
+    return Chunk(
+        chunk_id=chunk_id_of(source, ordinal, text),
+        text=text,
         token_ids=_TOKENS,
         token_starts=tuple(range(len(_TOKENS))),
         source=source,
-        ordinal=number % _CHUNKS_PER_DOCUMENT,
+        ordinal=ordinal,
     )
-    return ChunkRow(chunk, [key_number(number)], np.zeros(8, dtype=np.float32))
+
+
+def _row(number: int) -> ChunkRow:
+    return ChunkRow(_chunk(number), [key_number(number)], np.zeros(8, dtype=np.float32))

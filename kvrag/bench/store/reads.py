@@ -149,7 +149,10 @@ def measure_readers(
                     if content != expected[number]:
                         wrong.append(number)
 
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(num_threads)]
+        threads = [
+            threading.Thread(target=work, args=(n,), name=f"kvrag-read-{n}")
+            for n in range(num_threads)
+        ]
         for thread in threads:
             thread.start()
         start.wait()

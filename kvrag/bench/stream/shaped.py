@@ -58,7 +58,7 @@ class ShapedProxy:
         self._bucket = bucket
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        threading.Thread(target=self._accept, name="kvrag-shaped", daemon=True).start()
 
     def _accept(self) -> None:
         while True:
@@ -68,7 +68,9 @@ class ShapedProxy:
             for one in (client, server):
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for source, sink, bucket in ((client, server, None), (server, client, self._bucket)):
-                threading.Thread(target=_pump, args=(source, sink, bucket), daemon=True).start()
+                threading.Thread(
+                    target=_pump, args=(source, sink, bucket), name="kvrag-shaped-pump", daemon=True
+                ).start()
 
 
 def _pump(source: socket.socket, sink: socket.socket, bucket: TokenBucket | None) -> None:
@@ -85,7 +87,7 @@ def _pump(source: socket.socket, sink: socket.socket, bucket: TokenBucket | None
 
 def _serve(folder: str, commands: Connection) -> None:
     server = RecordServer(open_store(f"file:{folder}"), port=0)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, name="kvrag-serve", daemon=True).start()
     bucket = TokenBucket()
     commands.send(ShapedProxy(server.server_port, bucket).port)
     with contextlib.suppress(EOFError):

@@ -272,7 +272,7 @@ def _checked_header(text: str | None, place: Path) -> tuple[tuple[float, ...], s
         version, rates, fingerprint = (
             fields[name] for name in ("version", "rates", "model_fingerprint")
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise AnchorsError(f"{place}: damaged header of anchors: {error!r}") from error
     if version != FORMAT_VERSION:
         raise AnchorsError(

@@ -79,6 +79,8 @@ def parse_compression(text: str) -> Compression | None:
     """
     if text == NO_COMPRESSION:
         return None
+    if not isinstance(text, str):
+        raise ParameterError(f"compression {text!r}: expected a name such as '{KVZIP}:0.5'")
     kind, colon, rate_text = text.partition(":")
     try:
         # As it is recorded: one that rounds to 1 could not be read again.

@@ -179,9 +179,13 @@ class ArtefactStore:
                     f"artefact {key}: expected {num_tokens} rows, found {encoded.num_tokens}"
                 )
             return read_all(encoded, self._index.config.spec)
-        except RecordError:
+        except RecordError as error:
             self._store.note_damage(key)
-            raise
+            # What is wrong, without the remedy for a document's record.
+            reason = str(error).partition(";")[0]
+            raise RecordError(
+                f"artefact {key} is damaged ({reason}): the prompt is computed; fuse it again"
+            ) from error
         finally:
             record.close()
 

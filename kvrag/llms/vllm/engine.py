@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
@@ -145,7 +145,12 @@ class VLLMEngine(KVEngine):
                 if is_late and finish is None:
                     finish = "timeout"
                     break
-            report = _report(last, params, num_prompt, self.index.config.num_layers)
+            report = replace(
+                _report(last, params, num_prompt, self.index.config.num_layers),
+                # It is told token ids alone.
+                num_neutralised=layout.num_neutralised,
+                num_control=layout.num_control,
+            )
             answer = Answer(
                 text=text,
                 sources=tuple(source_of(chunk) for chunk in laid_out.chunks),

@@ -133,7 +133,7 @@ class HTTPServer:
             values = json.loads(data)
             if not isinstance(values, dict):
                 raise ValueError(f"a {type(values).__name__}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineError(f"{self._base_url} does not speak the API: {error}") from error
         return values
 

@@ -57,7 +57,7 @@ def save_checkpoint(
         gathered = whole(weight.detach())
         if not gathered.isfinite().all():
             raise ParameterError(
-                f"train links: after {step} steps {name} is no longer finite: the training has "
+                f"training: after {step} steps {name} is no longer finite: the training has "
                 "diverged; begin anew with a lower learning rate"
             )
         found = {"weight": gathered}

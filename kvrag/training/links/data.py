@@ -142,7 +142,7 @@ class FileSource:
         ]
         if len(long_enough) < 2:
             raise ParameterError(
-                f"questions to train links on: found {len(long_enough)} of {len(questions)} with a "
+                f"questions to train on: found {len(long_enough)} of {len(questions)} with a "
                 f"document of at least {MIN_LENGTH} characters, expected at least 2, one of them "
                 "to be held out"
             )

@@ -141,30 +141,30 @@ class LinkTrainingOptions:
         for name, holds, expected in checks:
             if not holds:
                 found = getattr(self, name)
-                raise ParameterError(f"train links: {name} {found!r}: expected {expected}")
+                raise ParameterError(f"training: {name} {found!r}: expected {expected}")
         if self.num_plain_rows >= self.rows:
             raise ParameterError(
-                f"train links: plain_share {self.plain_share} of {self.rows} rows a step leaves "
+                f"training: plain_share {self.plain_share} of {self.rows} rows a step leaves "
                 "none with links: expected less, or more rows"
             )
         if self.mode == "tuned" and self.way != "embeddings":
             raise ParameterError(
-                f"train links: way {self.way!r} is one of mode 'frozen'; 'tuned' trains the whole "
+                f"training: way {self.way!r} is one of mode 'frozen'; 'tuned' trains the whole "
                 "model with link embeddings"
             )
 
         if self.mode == "frozen" and not self.num_links:
             raise ParameterError(
-                "train links: anchors alone are trained with their model, in mode 'tuned'"
+                "training: anchors alone are trained with their model, in mode 'tuned'"
             )
         if self.gradient_checkpointing and self.way == "adapter":
             # An adapter acts while the forward runs; layers computed again behind it would lack it.
             raise ParameterError(
-                "train links: gradient_checkpointing goes with modes and ways without an adapter; "
+                "training: gradient_checkpointing goes with modes and ways without an adapter; "
                 "leave it out, or choose another way"
             )
         if self.teacher_answers and self.loss != "distill":
-            raise ParameterError("train links: teacher_answers is of loss 'distill'")
+            raise ParameterError("training: teacher_answers is of loss 'distill'")
 
     @property
     def rate(self) -> float:

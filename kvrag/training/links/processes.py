@@ -102,7 +102,7 @@ class Processes:
         if self.total([len(differing)])[0]:
             what = ", ".join(f"{n} {own.get(n)}, there {main.get(n)}" for n in differing)
             raise ParameterError(
-                "train links: the processes of this run do not agree "
+                "training: the processes of this run do not agree "
                 f"({what or 'another one says in what'}): start all with one command line, over "
                 "the same model, data and --out, which all of them see"
             )
@@ -136,7 +136,7 @@ def launched(device: str | None) -> Iterator[Processes]:
         # Of its own kind from NCCL, from gloo of none.
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise KVRagError(
-                f"train links: process {processes.index} of {processes.count} has lost another one "
+                f"training: process {processes.index} of {processes.count} has lost another one "
                 "(what that one said tells why); start again to go on from the last checkpoint: "
                 f"{error}"
             ) from error
@@ -154,26 +154,26 @@ def _joined(device: str | None) -> Processes:
     if count == 1:
         if is_sharded:
             raise ParameterError(
-                "train links: FSDP shares a model among processes, found one: launch several with "
+                "training: FSDP shares a model among processes, found one: launch several with "
                 "--num_processes"
             )
         return ALONE
     if device not in (None, "cpu"):
         raise ParameterError(
-            f"train links: --device {device} with {count} processes: each gets its own from the "
+            f"training: --device {device} with {count} processes: each gets its own from the "
             "launcher; leave --device out"
         )
     try:
         from accelerate import PartialState
     except ModuleNotFoundError as error:
         raise ParameterError(
-            f"train links: {count} processes need {error.name}: pip install 'kvrag[train]'"
+            f"training: {count} processes need {error.name}: pip install 'kvrag[train]'"
         ) from error
     on_cpu = device == "cpu" or _is_on("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not on_cpu and here > torch.accelerator.device_count():
         raise ParameterError(
-            f"train links: {here} processes on this machine, which has "
+            f"training: {here} processes on this machine, which has "
             f"{torch.accelerator.device_count()} GPUs: launch at most one for each, or all with "
             "--device cpu"
         )
@@ -217,7 +217,7 @@ def _check_launch() -> None:
         ]
     for is_found, what, remedy in refused:
         if is_found:
-            raise ParameterError(f"train links: launched with {what}, not served here: {remedy}")
+            raise ParameterError(f"training: launched with {what}, not served here: {remedy}")
 
 
 def _is_on(name: str, default: str = "false") -> bool:

@@ -76,7 +76,7 @@ class LinkTrainer:
     ) -> None:
         if options.rows < processes.count:
             raise ParameterError(
-                f"train links: {options.rows} rows a step for {processes.count} processes: "
+                f"training: {options.rows} rows a step for {processes.count} processes: "
                 "expected at least one for each; give --rows, or launch fewer"
             )
         self.options = options
@@ -196,14 +196,14 @@ class LinkTrainer:
             record[f"accuracy/{name}"] = round(found.right / found.asked, 4)
         if options.mode == "frozen" and not any(found.links for found in counts):
             raise ParameterError(
-                f"train links: step {self.step} has nothing to learn from: none of its "
+                f"training: step {self.step} has nothing to learn from: none of its "
                 f"{options.rows} sets of documents holds one that is found in its prompts, so no "
                 "link stands in them; give longer documents, or more rows a step"
             )
         lost = sum(found.lost for found in counts)
         if not math.isfinite(lost):
             raise ParameterError(
-                f"train links: the loss of step {self.step} is {lost}: the "
+                f"training: the loss of step {self.step} is {lost}: the "
                 "training has diverged; begin anew with a lower learning rate"
             )
         # Gradients are averaged, and the loss is one over all tokens, whoever has them.

@@ -1,0 +1,101 @@
+"""`kvrag search`: the chunks found for a question, and nothing answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvrag import arguments
+from kvrag.cli import console
+from kvrag.cli import options as o
+from kvrag.errors import ParameterError
+
+if TYPE_CHECKING:
+    from kvrag.ingest.index import SearchHit
+
+_SNIPPET_CHARACTERS = 100
+
+
+def search(
+    question: Annotated[str, typer.Argument(help="The question.")],
+    index: o.IndexOption,
+    top_k: o.TopKOption = o.DEFAULT_TOP_K,
+    sparse: Annotated[
+        bool,
+        typer.Option("--sparse", help="Search by words (BM25) instead; no model is loaded."),
+    ] = False,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Show the chunks that would be retrieved for a question, best first."""
+    from kvrag.cli.opening import open_catalog, open_index
+
+    if not arguments.text(question, "the question").strip():
+        raise ParameterError("the question is empty: give one in quotes")
+    with open_catalog(index) if sparse else open_index(index) as opened:
+        if not sparse:
+            with console.working("loading the embedding"):
+                _ = opened.embedding
+        started = time.perf_counter()
+        find = opened.search_words if sparse else opened.search
+        hits = find(question, top_k)
+        seconds = time.perf_counter() - started
+    if as_json:
+        console.print_json(
+            {
+                "question": question,
+                "mode": "sparse" if sparse else "dense",
+                "seconds": seconds,
+                "hits": [_plain(rank, hit) for rank, hit in enumerate(hits, start=1)],
+            }
+        )
+    elif hits:
+        _print(hits)
+    else:
+        console.note("nothing was found")
+
+
+def _plain(rank: int, hit: SearchHit) -> dict[str, Any]:
+    chunk = hit.chunk
+    return {
+        "rank": rank,
+        "score": hit.score,
+        "source": chunk.source,
+        "ordinal": chunk.ordinal,
+        "page": chunk.metadata.get("page"),
+        "heading": chunk.metadata.get("heading"),
+        "chunk_id": chunk.chunk_id,
+        "text": chunk.text,
+        "metadata": dict(chunk.metadata),
+    }
+
+
+def _print(hits: Sequence[SearchHit]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("score", justify="right", no_wrap=True)
+    table.add_column("chunk", overflow="fold")
+    table.add_column("begins", no_wrap=True, overflow="ellipsis")
+    for rank, hit in enumerate(hits, start=1):
+        begins = " ".join(hit.chunk.text.split())[:_SNIPPET_CHARACTERS]
+        table.add_row(
+            str(rank),
+            f"{hit.score:.3g}",
+            Text(console.harmless(_place(hit))),
+            Text(console.harmless(begins), style="dim"),
+        )
+    console.out().print(table)
+
+
+def _place(hit: SearchHit) -> str:
+    chunk = hit.chunk
+    place = f"{console.short_path(chunk.source)}#{chunk.ordinal}"
+    if "page" in chunk.metadata:
+        place += f" p.{chunk.metadata['page']}"
+    heading = chunk.metadata.get("heading")
+    return f"{place} {heading}" if heading else place

@@ -1,0 +1,121 @@
+"""What codecs are called, which levels they have, and about what a token takes with each.
+
+No tensor library is needed to know it: a command that only counts stays quick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrag.errors import ParameterError
+
+RAW = "raw"
+LEAST_BITS, MOST_BITS = 0.05, 12.0
+
+_CHANNEL_BITS = {"1": 4.6, "2": 3.6, "3": 2.7, "4": 1.8}
+"""Bits that each level of `cachegen` took on the models it was measured on."""
+_OVERHEAD_BITS = 0.3
+"""What headers, padding and coder states add to each number."""
+
+LEVELS: dict[str, tuple[str, ...]] = {
+    "lossless": ("1",),
+    "cachegen": tuple(_CHANNEL_BITS),
+    "transform": ("4", "2", "1", "0.5"),
+    "stream": ("4", "2", "1", "0.5"),
+}
+"""The usual levels of each codec that has a profile."""
+_DEFAULT_LEVELS = {"lossless": "1", "cachegen": "2", "transform": "2", "stream": "2"}
+_TAKES_BITS = ("transform", "stream")
+
+
+@dataclass(frozen=True)
+class CodecName:
+    """A codec's name, taken apart.
+
+    Attributes
+    ----------
+    label
+        ``PRESET`` or ``PRESET:LEVEL``, with the level always written where there are several.
+    preset, level
+        Its parts; the level is "" for ``raw``.
+    """
+
+    label: str
+    preset: str
+    level: str
+
+    @property
+    def bits(self) -> float | None:
+        """About how many bits an element takes; None where KV is stored exactly."""
+        if self.preset in _TAKES_BITS:
+            return float(self.level) + _OVERHEAD_BITS
+        if self.preset == "cachegen":
+            return _CHANNEL_BITS[self.level] + _OVERHEAD_BITS
+        return None
+
+
+def parse_codec(name: str) -> CodecName:
+    """Return what ``PRESET`` or ``PRESET:LEVEL`` names.
+
+    Raises
+    ------
+    ParameterError
+        When there is no such preset or level; the message names those there are.
+    """
+    if not isinstance(name, str):
+        raise ParameterError(f"codec {name!r}: expected a name; known codecs: {known_codecs()}")
+    preset, colon, level = name.partition(":")
+    if preset == RAW and not colon:
+        return CodecName(RAW, RAW, "")
+    if preset not in LEVELS:
+        raise ParameterError(f"there is no codec {name!r}; known codecs: {known_codecs()}")
+    levels = LEVELS[preset]
+    level = level if colon else _DEFAULT_LEVELS[preset]
+    if level not in levels:
+        if preset not in _TAKES_BITS:
+            raise ParameterError(
+                f"codec {preset!r} has no level {level!r}; it has {', '.join(levels)}"
+            )
+        level = f"{_bits(name, level):g}"
+    return CodecName(preset if len(levels) == 1 else f"{preset}:{level}", preset, level)
+
+
+def expected_bytes_per_token(codec: str, bytes_per_token: int, bytes_per_element: int) -> int:
+    """Return about how many bytes a token will take, not less than it usually does.
+
+    Parameters
+    ----------
+    codec
+        As for `parse_codec`.
+    bytes_per_token, bytes_per_element
+        What a token and a number of it take in the model's own type.
+    """
+    bits = parse_codec(codec).bits
+    if bits is None:
+        return bytes_per_token
+    elements = bytes_per_token // bytes_per_element
+    return min(bytes_per_token, int(elements * bits / 8) + 1)
+
+
+def known_codecs() -> str:
+    """Return the names of all codecs, for messages and help texts."""
+    names = [RAW]
+    for preset, levels in LEVELS.items():
+        if preset in _TAKES_BITS:
+            names.append(f"{preset}:BITS")
+        else:
+            names.append(preset if len(levels) == 1 else f"{preset}:{'|'.join(levels)}")
+    return ", ".join(names)
+
+
+def _bits(name: str, level: str) -> float:
+    try:
+        bits = float(level)
+    except ValueError:
+        bits = 0.0
+    if LEAST_BITS <= bits <= MOST_BITS:
+        return bits
+    raise ParameterError(
+        f"codec {name!r}: the level of {name.partition(':')[0]!r} is a number of bits, "
+        f"{LEAST_BITS} to {MOST_BITS:g}, such as 2 or 0.5"
+    )

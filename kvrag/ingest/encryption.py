@@ -1,0 +1,140 @@
+"""The key of an encrypted index: the one that its store encrypts records with.
+
+With it the catalog is encrypted too (SQLCipher: AES-256 and an HMAC for each page), under a key
+derived from it. ``index.json`` keeps a check value, another derivation, by which a wrong key is
+told from damage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+from pathlib import Path
+
+from kvrag.errors import IndexFormatError, IndexMismatchError, RecordError, StoreError
+from kvrag.ingest.catalog import FILE_NAME, Catalog
+from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.connection import next_path, put_in_place
+from kvrag.ingest.seals import seal_key
+from kvrag.store.base import Store
+from kvrag.store.encrypted import EncryptedStore
+from kvrag.store.tiered import TieredStore
+from kvrag.store.wrapper import StoreWrapper, read_whole
+
+_CATALOG = b"kvrag catalog"
+_CHECK = b"kvrag key check"
+_SALT = b"kvrag tenant salt"
+_CHECK_BYTES = 16
+_NUM_PROBES = 8
+
+
+def encrypted_store(store: Store) -> EncryptedStore | None:
+    """Return what encrypts the records of a store; of several tiers, those of the last one that
+    has a key.
+    """
+    if isinstance(store, TieredStore):
+        found = (encrypted_store(tier) for tier in reversed(store.tiers))
+        return next((one for one in found if one is not None), None)
+    while isinstance(store, StoreWrapper):
+        if isinstance(store, EncryptedStore):
+            return store
+        store = store.inner
+    return None
+
+
+def catalog_key(store: Store) -> bytes | None:
+    """Return the key of a catalog beside a store; None where nothing is encrypted."""
+    found = encrypted_store(store)
+    return None if found is None else found.derive(_CATALOG)
+
+
+def key_check(store: Store) -> str:
+    """Return by what the key of a store is known again; "" where nothing is encrypted."""
+    found = encrypted_store(store)
+    return "" if found is None else found.derive(_CHECK)[:_CHECK_BYTES].hex()
+
+
+def secret_salt(store: Store) -> bytes | None:
+    """Return a tenant's salt that follows from a store's key; None where nothing is encrypted."""
+    found = encrypted_store(store)
+    return None if found is None else found.derive(_SALT)
+
+
+def open_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
+    """Open an index's catalog with the key of its store.
+
+    Raises
+    ------
+    IndexMismatchError
+        When the store has no key, or another one than the index.
+    IndexFormatError
+        When the catalog is missing, damaged, or of another schema.
+    ParameterError
+        When the catalog is encrypted and SQLCipher is not installed.
+    """
+    path = folder / FILE_NAME
+    key = catalog_key(store) if config.key_check else None
+    if config.key_check:
+        require_key(folder, config, store)
+    the_seal_key = seal_key(bytes.fromhex(config.tenant_salt))
+    try:
+        return Catalog(path, seal_key=the_seal_key, cipher_key=key)
+    except IndexFormatError:
+        # A process was killed between noting another key and putting its catalog in place.
+        following = next_path(path)
+        if not following.is_file():
+            raise
+        with contextlib.suppress(IndexFormatError):
+            Catalog(following, seal_key=the_seal_key, cipher_key=key).close()
+            put_in_place(path)
+        return Catalog(path, seal_key=the_seal_key, cipher_key=key)
+
+
+def replace_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
+    """Set a catalog aside that cannot be opened, and return an empty one; hold the lock."""
+    path = folder / FILE_NAME
+    with contextlib.suppress(FileNotFoundError):
+        path.replace(path.with_name(f"{path.name}.damaged"))
+    return Catalog.create(
+        path,
+        seal_key=seal_key(bytes.fromhex(config.tenant_salt)),
+        cipher_key=catalog_key(store) if config.key_check else None,
+    )
+
+
+def require_key(folder: Path, config: IndexConfig, store: Store) -> None:
+    """Raise IndexMismatchError unless a store has the key that an index was made with."""
+    found = key_check(store)
+    if not found:
+        raise IndexMismatchError(
+            f"the index in {folder} is encrypted, and no key was given: open it with the key file "
+            "that it was made with, --store '...?key_file=PATH' (store= in Python)"
+        )
+    if not hmac.compare_digest(found, config.key_check):
+        raise IndexMismatchError(
+            f"wrong key: the index in {folder} was encrypted with another key than that of "
+            f"{store.url}; give the key file that it was made with. Nothing is damaged"
+        )
+
+
+def require_key_of_records(store: Store) -> None:
+    """Raise IndexMismatchError when a store holds records, and its key opens none of some."""
+    found = encrypted_store(store)
+    if found is None:
+        return
+    tried = 0
+    for key in found.keys():  # noqa: SIM118  a store, no mapping
+        if tried == _NUM_PROBES:
+            break
+        tried += 1
+        with contextlib.suppress(RecordError, StoreError):
+            record = found.open(key)
+            if record is not None:
+                with contextlib.closing(record):
+                    read_whole(record)
+                return
+    if tried:
+        raise IndexMismatchError(
+            f"wrong key: it opens none of the records that {store.url} holds; give the key file "
+            "that they were stored with"
+        )

@@ -1,0 +1,149 @@
+"""Paths to files: which there are under a folder, and their bytes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrag.errors import DocumentError
+
+_PIECE_BYTES = 1 << 20
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)
+# A pipe without a writer would block for ever when it is opened. Windows knows neither flag.
+_OPEN_FLAGS = (
+    os.O_RDONLY
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_NOCTTY", 0)
+    | getattr(os, "O_BINARY", 0)
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is under a folder.
+
+    Attributes
+    ----------
+    files
+        Absolute paths.
+    unlisted
+        Folders that cannot be listed, with the reason: what they hold is not known.
+    """
+
+    files: list[str]
+    unlisted: dict[str, str]
+
+
+def find_files(folder: Path, exclude: Path, suffixes: Collection[str]) -> Found:
+    """Return the regular files of some kinds at any depth under a folder, without hidden ones.
+
+    Parameters
+    ----------
+    folder
+        An absolute folder. Links to folders are not followed.
+    exclude
+        The index's own folder, which may lie inside.
+    suffixes
+        In lower case, with their dot.
+    """
+    found = Found([], {})
+    waiting = [str(folder)]
+    while waiting:
+        place = waiting.pop()
+        try:
+            with os.scandir(place) as entries:
+                visible = sorted(
+                    (entry for entry in entries if not entry.name.startswith(".")),
+                    key=lambda entry: entry.name,
+                )
+        except OSError as error:
+            found.unlisted[place] = f"the folder cannot be listed ({error.strerror or error})"
+            continue
+        folders = []
+        for entry in visible:
+            if entry.is_dir(follow_symlinks=False):
+                if entry.path != str(exclude):
+                    folders.append(entry.path)
+            elif Path(entry.name).suffix.lower() in suffixes and _is_file(entry):
+                found.files.append(entry.path)
+        waiting.extend(reversed(folders))
+    return found
+
+
+def resolve_path(given: str | Path) -> tuple[Path, os.stat_result]:
+    """Return the absolute path of what is there, links resolved, and its status.
+
+    Raises
+    ------
+    DocumentError
+        When there is nothing.
+    """
+    try:
+        path = Path(given).expanduser().resolve(strict=True)
+        return path, path.stat()
+    except FileNotFoundError:
+        reason = "there is no such file or folder"
+    except OSError as error:  # a link to itself, a name that is too long, no permission
+        reason = f"cannot be read ({error.strerror or error})"
+    except (RuntimeError, ValueError) as error:  # a user who does not exist, a NUL in the name
+        reason = f"no path to a file or folder ({error})"
+    raise DocumentError(f"{printable(str(given))}: {reason}")
+
+
+def printable(name: str) -> str:
+    r"""Return a name as it can be shown: what is no valid Unicode in it as ``\udce9``."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # a link to itself, say
+        return False
+
+
+def check_regular(path: str, mode: int) -> None:
+    """Raise DocumentError unless a file of this mode is a regular one."""
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
+        raise DocumentError(f"{path}: not a regular file but {kind}; give files of documents")
+
+
+def read_file(path: str, max_bytes: int) -> bytes:
+    """Return a regular file's bytes.
+
+    Raises
+    ------
+    DocumentError
+        When it cannot be read, is no regular file, or has more than `max_bytes`.
+    """
+    try:
+        descriptor = os.open(path, _OPEN_FLAGS)
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            status = os.fstat(descriptor)
+            check_regular(path, status.st_mode)
+            size = status.st_size
+            pieces = []
+            num_read = 0
+            # It may grow meanwhile, and the files of /proc say that they are empty.
+            while size <= max_bytes and (piece := file.read(_PIECE_BYTES)):
+                pieces.append(piece)
+                num_read += len(piece)
+                size = max(size, num_read)
+    except OSError as error:
+        raise DocumentError(f"{path}: cannot be read ({error.strerror or error})") from error
+    if size > max_bytes:
+        raise DocumentError(
+            f"{path}: {size:,} bytes or more, and at most {max_bytes:,} are read; split it, or "
+            "raise the limit (--max-file-size, or ParseLimits.max_file_bytes)"
+        )
+    return b"".join(pieces)

@@ -1,0 +1,474 @@
+"""Holding the catalog against its seals, and mending what can be mended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from kvrag.chunk import Chunk, ChunkKey, chunk_id_of
+from kvrag.errors import IndexFormatError
+from kvrag.ingest.connection import catalog_error, next_path
+from kvrag.ingest.rows import pack_json
+from kvrag.ingest.tables import (
+    APPLICATION_ID,
+    CHUNK_COLUMNS,
+    DOCUMENT_COLUMNS,
+    FILE_COLUMNS,
+    KEYS,
+    SCHEMA,
+    SCHEMA_VERSION,
+    CatalogTables,
+    StoredDocument,
+    checked,
+    joined,
+    write_state,
+)
+from kvrag.sqlitefile import unlock
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Embed: TypeAlias = "Callable[[list[str]], NDArray[np.float32]]"
+KeyOf = Callable[[Chunk], ChunkKey]
+
+# What a chunk's row has beside what is copied whole.
+_ALL_CHUNK_COLUMNS = f"{CHUNK_COLUMNS}, kv_key, embedding, vector_seal"
+# What the chunker adds to a document's metadata.
+_ADDED_METADATA = ("heading", "page")
+
+_UPGRADE = """
+DROP TABLE state;
+ALTER TABLE files ADD COLUMN inode INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE files ADD COLUMN ctime_ns INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE files ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
+ALTER TABLE documents ADD COLUMN num_chunks INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE documents ADD COLUMN chunks BLOB NOT NULL DEFAULT x'';
+ALTER TABLE documents ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
+ALTER TABLE chunks ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
+ALTER TABLE chunks ADD COLUMN vector_seal BLOB NOT NULL DEFAULT x'';
+"""
+
+
+@dataclass
+class Audit:
+    """What holding every row against its seal brought to light.
+
+    Attributes
+    ----------
+    num_chunks
+        There are, with those that are damaged.
+    num_documents
+        There were.
+    needed
+        The KV of the sound chunks, with its number of tokens.
+    structure
+        What SQLite's own check (`damage`) found.
+    chunks, vectors, names
+        By row number, what is wrong with a chunk, its vector, or the names of its KV.
+    documents
+        By source, what is wrong with a document's row, or which of its chunks are missing.
+    files
+        By path, what is wrong with what was noted of a file.
+    others
+        What is wrong with the state, and with what it says of the tables.
+    """
+
+    num_chunks: int = 0
+    num_documents: int = 0
+    needed: dict[ChunkKey, int] = field(default_factory=dict)
+    structure: list[str] = field(default_factory=list)
+    chunks: dict[int, str] = field(default_factory=dict)
+    vectors: dict[int, str] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    documents: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[str]:
+        """All of it."""
+        by_name = (self.chunks, self.vectors, self.names, self.documents, self.files)
+        return [*self.structure, *self.others, *(text for one in by_name for text in one.values())]
+
+
+class CatalogMending(CatalogTables):
+    """The part of `Catalog` that looks for damage, and mends it."""
+
+    @checked
+    def audit(self, key_of: KeyOf) -> Audit:
+        """Hold every row against its seal, and the tables against one another.
+
+        Parameters
+        ----------
+        key_of
+            Returns the name a chunk's KV must have, of those it has the first.
+        """
+        found = Audit()
+        with self._snapshot():
+            noted, self.on_damage = self.on_damage, lambda _: None
+            try:
+                seals = self._audit_chunks(found, key_of)
+                self._audit_documents(found, seals)
+            finally:
+                self.on_damage = noted
+        return found
+
+    @checked
+    def damage(self) -> list[str]:
+        """Return what SQLite's own check finds wrong with the file; empty when it is sound."""
+        try:
+            rows = self._connection.execute("PRAGMA integrity_check(10)").fetchall()
+        except self._sql.DatabaseError as error:  # too damaged even to be checked
+            self._go_on(error)
+            return [str(error)]
+        return [str(text) for (text,) in rows if text != "ok"]
+
+    def _audit_chunks(self, found: Audit, key_of: KeyOf) -> dict[Any, list[tuple[Any, bytes]]]:
+        """Return ordinal and seals of the chunks of each source."""
+        seals: dict[Any, list[tuple[Any, bytes]]] = {}
+        columns = f"{CHUNK_COLUMNS}, {KEYS}, embedding, vector_seal"
+        for values in self._scan(columns):
+            *row, stored, embedding, vector_seal = values
+            found.num_chunks += 1
+            number, chunk_id, source, ordinal, num_tokens = (*row[:4], row[7])
+            place = f"{source}, chunk {ordinal} ({chunk_id})"
+            seals.setdefault(source, []).append((ordinal, joined(row[10], vector_seal, stored)))
+            if not self._is_vector_sound((number, chunk_id, embedding, vector_seal)):
+                found.vectors[number] = f"{place}: its vector is not what was written"
+            try:
+                chunk = self._chunk(row)
+            except IndexFormatError:
+                found.chunks[number] = f"{place}: {_what(row)} not what was written"
+                continue
+            keys = [key_of(one) for one in chunk.encodings()]
+            expected = " ".join(key.digest for key in keys)
+            found.needed.update(dict.fromkeys(keys, num_tokens))
+            if stored != expected:
+                found.names[number] = f"{place}: names the KV {stored!r}, expected {expected}"
+        return seals
+
+    def _audit_documents(self, found: Audit, seals: dict[Any, list[tuple[Any, bytes]]]) -> None:
+        for *row, seal in self._rows(f"SELECT {DOCUMENT_COLUMNS} FROM documents"):
+            source, num_chunks = row[0], row[4]
+            chunks = sorted(seals.pop(source, []), key=lambda one: str(one[0]).zfill(20))
+            if not self._seals.is_right(seal, self._seals.document, row):
+                found.documents[source] = f"{source}: its entry is not what was written"
+            elif num_chunks != len(chunks):
+                found.documents[source] = (
+                    f"{source}: it had {num_chunks} chunks, {len(chunks)} are there"
+                )
+            elif row[5] != self._seals.whole(one for _, one in chunks):
+                found.documents[source] = f"{source}: its chunks are not those that it had"
+        for source, chunks in seals.items():
+            found.documents[source] = (
+                f"{source}: its entry is missing, {len(chunks)} of its chunks are there"
+            )
+        for *row, seal in self._rows(f"SELECT {FILE_COLUMNS} FROM files"):
+            if not self._seals.is_right(seal, self._seals.file, row):
+                found.files[row[0]] = f"{row[0]}: what was noted of this file is damaged"
+        state = self._state()
+        if state is None:
+            found.others.append("the catalog's own state is not what was written")
+            return
+        found.num_documents = state.num_documents
+        counted = self._counted(state.generation)
+        if (state.num_documents, state.documents) != (counted.num_documents, counted.documents):
+            found.others.append(
+                f"there were {state.num_documents:,} documents, {counted.num_documents:,} are there"
+                if state.num_documents != counted.num_documents
+                else "the documents are not those that were there"
+            )
+        if (state.num_files, state.files) != (counted.num_files, counted.files):
+            found.others.append("what was noted of files is not all there")
+
+    # -- mending -----------------------------------------------------------------------------
+
+    @checked
+    def has_sound_tables(self) -> bool:
+        """Say whether the rows of documents and files are all there, as they were written.
+
+        Chunks are not looked at: those of a document are when it is added again.
+        """
+        state = self._state()
+        if state is None or state != self._counted(state.generation):
+            return False
+        for table in ("documents", "files"):  # and their indexes
+            if self._rows(f"PRAGMA integrity_check({table})") != [("ok",)]:
+                return False
+        tables = (
+            (f"SELECT {DOCUMENT_COLUMNS} FROM documents", self._seals.document),
+            (f"SELECT {FILE_COLUMNS} FROM files", self._seals.file),
+        )
+        return all(
+            self._seals.is_right(seal, make, row)
+            for statement, make in tables
+            for *row, seal in self._rows(statement)
+        )
+
+    @checked
+    def mend(self, audit: Audit, key_of: KeyOf, embed: Embed) -> list[str]:
+        """Make the catalog sound: drop what is damaged, write anew what follows from the rest.
+
+        Vectors are computed again from their text, names of KV from their tokens, and the entry of
+        a document from its chunks. A chunk with other damage goes; its document is no longer
+        trusted, so that adding it again writes it anew.
+
+        Parameters
+        ----------
+        audit
+            What is wrong (`audit`).
+        key_of
+            Returns the name a chunk's KV must have, of those it has the first.
+        embed
+            Returns the vectors of texts.
+
+        Returns
+        -------
+        list of str
+            Files to read again: of the documents concerned, or all of them where it is not known
+            which are missing.
+        """
+        # All documents are written anew; what hangs on them stays.
+        self._connection.execute("PRAGMA foreign_keys = OFF")
+        try:
+            with self._transaction():
+                return self._mend(audit, key_of, embed)
+        finally:
+            self._connection.execute("PRAGMA foreign_keys = ON")
+
+    def _mend(self, audit: Audit, key_of: KeyOf, embed: Embed) -> list[str]:
+        known = {one.path for one in self._sound_files("")}
+        documents = {one.source: one for one in self._sound_documents("")}
+        # A source that is damaged names no document: those of sound rows are all there are.
+        distrusted = set(audit.documents)
+        for number in audit.chunks:
+            for (source,) in self._connection.execute(
+                "DELETE FROM chunks WHERE row = ? RETURNING source", (number,)
+            ).fetchall():
+                distrusted.add(source)
+        for number in audit.vectors.keys() - audit.chunks.keys():
+            distrusted |= self._embed_again(number, embed)
+        for number in audit.names.keys() - audit.chunks.keys():
+            for values in self._rows(
+                f"SELECT {CHUNK_COLUMNS} FROM chunks WHERE row = ?", (number,)
+            ):
+                chunk = self._chunk(values)
+                self._write_contexts(chunk, [key_of(one) for one in chunk.encodings()])
+                distrusted.add(chunk.source)
+        execute = self._connection.execute
+        execute("DELETE FROM other_keys WHERE row NOT IN (SELECT row FROM chunks)")
+        execute("DELETE FROM documents")
+        for one in documents.values():
+            self._write_document(one)
+        paths = set()
+        for source in distrusted:
+            document = documents.get(source)
+            file = document.file if document is not None else _file_of(source, known)
+            if file is not None:
+                paths.add(file)
+                self._drop_file(file)
+            self._restore_document(source, document, file)
+        if audit.others or audit.structure:
+            paths |= known  # something is missing, nobody knows of which
+        if audit.others or audit.structure or audit.files:
+            self._drop_all_files()
+        self._state_now = self._counted(max(self._state_now.generation, time.time_ns()))
+        return sorted(paths)
+
+    def _embed_again(self, number: int, embed: Embed) -> set[str]:
+        """Write a chunk's vector from its sound text; return the document that is changed."""
+        import numpy as np
+
+        for chunk_id, source, text in self._rows(
+            "SELECT chunk_id, source, text FROM chunks WHERE row = ?", (number,)
+        ):
+            vector = np.asarray(embed([text])[0], dtype="<f4").tobytes()
+            self._connection.execute(
+                "UPDATE chunks SET embedding = ?, vector_seal = ? WHERE row = ?",
+                (vector, self._seals.vector((number, chunk_id, vector)), number),
+            )
+            return {source}
+        return set()
+
+    def _restore_document(
+        self, source: str, document: StoredDocument | None, file: str | None
+    ) -> None:
+        """Write a document's row by the chunks that it has, or remove it where it has none."""
+        first = self._rows(
+            f"SELECT {CHUNK_COLUMNS} FROM chunks WHERE source = ? ORDER BY ordinal LIMIT 1",
+            (source,),
+        )
+        if not first:
+            self._connection.execute("DELETE FROM documents WHERE source = ?", (source,))
+            return
+        if document is None:
+            metadata = dict(self._chunk(first[0]).metadata)
+            for name in _ADDED_METADATA:
+                metadata.pop(name, None)
+            document = StoredDocument(source, file, "", pack_json(metadata), 0, b"")
+        there = self._chunks_of(source)
+        if there != (document.num_chunks, document.chunks):
+            document = document._replace(digest="", num_chunks=there[0], chunks=there[1])
+        self._write_document(document)
+
+    @checked
+    def distrusted(self) -> list[str]:
+        """Return the documents that are not whole, or not known to be."""
+        return [one.source for one in self._sound_documents("WHERE digest = '' ORDER BY source")]
+
+    def _distrust(self, source: str) -> None:
+        """Note that a document is no longer what its digest says: adding it again mends it."""
+        self._forget_file_of(source)
+        for one in self._sound_documents("WHERE source = ?", (source,)):
+            num_chunks, chunks = self._chunks_of(source)
+            self._write_document(one._replace(digest="", num_chunks=num_chunks, chunks=chunks))
+
+    @checked
+    def rebuild(self) -> None:
+        """Write the whole file anew from the rows of it that can be read.
+
+        For damage to the file's structure; what is in the rows stays as it is.
+        """
+        following = next_path(self.path)
+        following.unlink(missing_ok=True)
+        fresh = self._sql.connect(following, isolation_level=None)
+        try:
+            unlock(fresh, self._cipher_key)
+            fresh.executescript(f"BEGIN;{SCHEMA}COMMIT;")
+            fresh.execute("BEGIN")
+            _fill(fresh, "chunks", _ALL_CHUNK_COLUMNS, self._scan(_ALL_CHUNK_COLUMNS))
+            _fill(fresh, "documents", DOCUMENT_COLUMNS, self._readable_documents())
+            _fill(fresh, "files", FILE_COLUMNS, self._readable("files", FILE_COLUMNS))
+            fresh.execute("COMMIT")
+            fresh.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            fresh.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            fresh.execute("PRAGMA journal_mode = WAL")
+        finally:
+            fresh.close()
+        self.use_next(self._cipher_key)
+
+    def _readable(self, table: str, columns: str) -> Iterable[tuple[Any, ...]]:
+        """Yield a table's rows up to the first that cannot be read."""
+        try:
+            yield from self._connection.execute(f"SELECT {columns} FROM {table}")
+        except self._sql.DatabaseError as error:
+            self._go_on(error)
+
+    def _readable_documents(self) -> Iterable[tuple[Any, ...]]:
+        """Yield the documents that can be read, also by the sources that chunks name."""
+        seen = set()
+        for values in self._readable("documents", DOCUMENT_COLUMNS):
+            seen.add(values[0])
+            yield values
+        sources = [source for _, source in self._scan("row, source")]
+        for source in set(sources) - seen:
+            yield from self._rows(
+                f"SELECT {DOCUMENT_COLUMNS} FROM documents WHERE source = ?", (source,)
+            )
+
+    # -- catalogs made before rows were sealed ------------------------------------------------
+
+    def upgrade(self, key_of: KeyOf) -> None:
+        """Seal the rows of a catalog of schema 2, in one transaction.
+
+        A row that contradicts itself is not sealed: from then on it is damaged.
+
+        Raises
+        ------
+        StoreError
+            When the file cannot be written; it is then as before.
+        """
+        with self._lock:
+            try:
+                self._connection.execute("PRAGMA foreign_keys = OFF")
+                self._connection.execute("BEGIN IMMEDIATE")
+                try:
+                    self._upgrade(key_of)
+                    self._connection.execute("COMMIT")
+                except BaseException:
+                    if self._connection.in_transaction:
+                        self._connection.execute("ROLLBACK")
+                    raise
+                self._connection.execute("PRAGMA foreign_keys = ON")
+            except self._sql.Error as error:
+                raise catalog_error(self.path, error) from error
+            self.is_old = False
+
+    def _upgrade(self, key_of: KeyOf) -> None:
+        execute = self._connection.execute
+        (generation,) = execute("SELECT generation FROM state").fetchone() or (None,)
+        if not isinstance(generation, int):
+            generation = time.time_ns()
+        for statement in filter(str.strip, _UPGRADE.split(";")):
+            execute(statement)
+        execute(SCHEMA[SCHEMA.index("CREATE TABLE state") : SCHEMA.index("CREATE TABLE files")])
+        columns = f"{CHUNK_COLUMNS}, {KEYS}, embedding, vector_seal"
+        for number in [row for (row,) in execute("SELECT row FROM chunks")]:
+            for values in self._rows(f"SELECT {columns} FROM chunks WHERE row = ?", (number,)):
+                self._seal_chunk(values, key_of)
+        for row in execute("SELECT source, file, digest, metadata FROM documents").fetchall():
+            with contextlib.suppress(TypeError, ValueError, AttributeError):
+                values = (*row, *self._chunks_of(row[0]))
+                execute(
+                    "UPDATE documents SET num_chunks = ?, chunks = ?, seal = ? WHERE source = ?",
+                    (*values[4:], self._seals.document(values), row[0]),
+                )
+        for row in execute("SELECT path, digest, size_bytes, mtime_ns FROM files").fetchall():
+            with contextlib.suppress(TypeError, ValueError, AttributeError):
+                seal = self._seals.file((*row, 0, 0))
+                execute("UPDATE files SET seal = ? WHERE path = ?", (seal, row[0]))
+        write_state(self._connection, self._seals, self._counted(generation + 1))
+        execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def _seal_chunk(self, values: Sequence[Any], key_of: KeyOf) -> None:
+        """Seal a row that was written without; what contradicts itself stays without."""
+        import numpy as np
+
+        *row, _, stored, embedding, _ = values
+        try:
+            seal = self._seals.chunk(row)
+            chunk = self._chunk((*row, seal))
+            keys = " ".join(key_of(one).digest for one in chunk.encodings())
+            if chunk.chunk_id != chunk_id_of(chunk.source, chunk.ordinal, chunk.text):
+                return
+            if (keys, len(chunk.token_ids)) != (stored, row[7]):
+                return
+            self._connection.execute("UPDATE chunks SET seal = ? WHERE row = ?", (seal, row[0]))
+            vector = np.frombuffer(embedding, dtype="<f4")
+            if np.isfinite(vector).all() and vector.any():
+                self._connection.execute(
+                    "UPDATE chunks SET vector_seal = ? WHERE row = ?",
+                    (self._seals.vector((row[0], chunk.chunk_id, embedding)), row[0]),
+                )
+        except (IndexFormatError, TypeError, ValueError, AttributeError):
+            return
+
+
+def _what(row: Sequence[Any]) -> str:
+    """Return which part of a chunk's row is wrong, with its verb."""
+    _, chunk_id, source, ordinal, text, *_ = row
+    try:
+        is_named = chunk_id == chunk_id_of(source, ordinal, text)
+    except TypeError:
+        is_named = False
+    if not is_named:
+        return "its text, its place or the name of its document is"
+    return "its tokens, metadata or context are"
+
+
+def _file_of(source: str, known: set[str]) -> str | None:
+    """Return the file that a document was read from, if it is one of those known."""
+    if source in known:
+        return source
+    path = source.rpartition("#")[0] if isinstance(source, str) else ""
+    return path if path in known else None
+
+
+def _fill(connection: Any, table: str, columns: str, rows: Iterable[Sequence[Any]]) -> None:
+    marks = ", ".join("?" * (columns.count(",") + 1))
+    # Of rows that claim one place, the first stands; what is NULL now was not so when written.
+    connection.executemany(f"INSERT OR IGNORE INTO {table} ({columns}) VALUES ({marks})", rows)

@@ -1,0 +1,77 @@
+"""Metadata of documents as JSON can hold it, within limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvrag.errors import DocumentError
+from kvrag.ingest.limits import (
+    MAX_METADATA_CHARACTERS,
+    MAX_METADATA_DEPTH,
+    MAX_METADATA_VALUES,
+)
+
+
+def plain_metadata(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return metadata as JSON can hold it; what it cannot hold becomes text.
+
+    Raises
+    ------
+    DocumentError
+        When it is nested too deeply (whatever contains itself is), or holds too much.
+    """
+    return _Plain().mapping(values, 1)
+
+
+class _Plain:
+    """Counts what it has taken: a few lists that hold one another can stand for any number."""
+
+    def __init__(self) -> None:
+        self._num_values = 0
+        self._num_characters = 0
+
+    def mapping(self, values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+        _check_depth(depth)
+        return {self._text(str(key)): self._value(value, depth) for key, value in values.items()}
+
+    def _value(self, value: Any, depth: int) -> Any:
+        self._num_values += 1
+        if self._num_values > MAX_METADATA_VALUES:
+            raise DocumentError(
+                f"the metadata holds more than {MAX_METADATA_VALUES:,} values; leave some out"
+            )
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, int):
+            # Others are not read back alike everywhere, and Python refuses to write long ones.
+            return int(value) if -(1 << 63) <= value < 1 << 63 else self._text(hex(value))
+        if isinstance(value, float):
+            return float(value) if value - value == 0 else str(value)
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, Mapping):
+            return self.mapping(value, depth + 1)
+        if isinstance(value, list | tuple | set | frozenset):
+            _check_depth(depth + 1)
+            return [self._value(item, depth + 1) for item in value]
+        if hasattr(value, "item") and getattr(value, "shape", None) == ():
+            _check_depth(depth + 1)
+            return self._value(value.item(), depth + 1)  # a NumPy scalar
+        return self._text(str(value))
+
+    def _text(self, text: str) -> str:
+        self._num_characters += len(text)
+        if self._num_characters > MAX_METADATA_CHARACTERS:
+            raise DocumentError(
+                f"the metadata holds more than {MAX_METADATA_CHARACTERS:,} characters; leave "
+                "some out"
+            )
+        return text.encode("utf-8", "replace").decode()
+
+
+def _check_depth(depth: int) -> None:
+    if depth > MAX_METADATA_DEPTH:
+        raise DocumentError(
+            f"the metadata is nested more than {MAX_METADATA_DEPTH} levels deep; flatten it"
+        )

@@ -1,0 +1,284 @@
+"""Files to documents in a process of their own, within limits.
+
+Whatever a file does to its parser (an exception, a crash, a hang, all memory, endless output)
+becomes one `DocumentError`, and the next file is parsed as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from multiprocessing.spawn import get_executable
+from types import TracebackType
+from typing import Any, Self
+
+from kvrag.chunk import Document
+from kvrag.errors import DocumentError, ParameterError, ParserError
+from kvrag.ingest.frames import pack_frame, read_frame
+from kvrag.ingest.limits import MAX_DOCUMENTS, ParseLimits
+from kvrag.ingest.loaders import SUFFIXES, NoTextError
+from kvrag.ingest.worker import OUT_OF_MEMORY
+
+# The parent's own search path: the same kvrag and the same further loaders are found.
+_MAIN = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from kvrag.ingest.worker import main; main()"
+)
+_START_SECONDS = 60.0  # loaders may import much
+
+
+def check_loaders(loaders: Mapping[str, str]) -> dict[str, str]:
+    """Return further loaders, by suffix in lower case.
+
+    Raises
+    ------
+    ParameterError
+        For one that is not given as in ``{".pptx": "package.module:function"}``.
+    """
+    for suffix, name in loaders.items():
+        module, _, function = name.partition(":")
+        if not suffix.startswith(".") or not module or not function.isidentifier():
+            raise ParameterError(
+                f"loader {suffix}={name}: expected a suffix with its dot and where the loader "
+                "is, as in .pptx=package.module:function"
+            )
+    return {suffix.lower(): name for suffix, name in loaders.items()}
+
+
+class Parser:
+    """Parses files, in a process that is started with the first of them.
+
+    Parameters
+    ----------
+    limits
+        What a file may cost.
+    loaders
+        Further loaders, or others than ours: ``{".pptx": "package.module:function"}``, a
+        function of the file's path and bytes that yields `Document`.
+
+    Raises
+    ------
+    ParameterError
+        When a loader is not given like that.
+    """
+
+    def __init__(
+        self, limits: ParseLimits | None = None, loaders: Mapping[str, str] | None = None
+    ) -> None:
+        self.limits = limits or ParseLimits()
+        self._loaders = check_loaders(loaders or {})
+        self.suffixes = SUFFIXES | self._loaders.keys()
+        self._process: _Process | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    def parse(self, path: str, content: bytes) -> list[Document]:
+        """Return the documents in a file's bytes.
+
+        Raises
+        ------
+        DocumentError
+            When the file cannot be parsed, or not within the limits.
+        NoTextError
+            When there is no text in it.
+        ParserError
+            When the process cannot be started.
+        """
+        while True:
+            is_fresh = self._process is None
+            if self._process is None:
+                self._process = _Process(self.limits, self._loaders)
+            try:
+                return self._process.parse(path, content)
+            except _GoneError as gone:
+                self.close()
+                # What files before this one left behind may be to blame, save for the time.
+                if is_fresh or gone.is_late:
+                    raise DocumentError(f"{path}: {gone}") from None
+            except DocumentError:
+                raise
+            except BaseException:
+                self.close()
+                raise
+
+
+class _GoneError(Exception):
+    """The process ended without an answer, or gave one that no honest process gives."""
+
+    def __init__(self, message: str, is_late: bool = False) -> None:
+        super().__init__(message)
+        self.is_late = is_late
+
+
+class _Process:
+    """One process, until it ends or is ended."""
+
+    def __init__(self, limits: ParseLimits, loaders: Mapping[str, str]) -> None:
+        self._limits = limits
+        self._is_late = False
+        command = [get_executable(), "-c", _MAIN, json.dumps(sys.path)]
+        # A process group of its own: an interrupt at the terminal is the parent's to handle.
+        apart: dict[str, Any] = {"process_group": 0}
+        if sys.platform == "win32":
+            apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                **apart,
+            )
+        except OSError as error:
+            raise ParserError(
+                f"the process that parses documents cannot be started ({error.strerror or error})"
+            ) from error
+        settings = {
+            "loaders": dict(loaders),
+            "memory_bytes": limits.memory_bytes,
+            "max_characters": limits.max_file_bytes,
+        }
+        try:
+            with self._deadline(_START_SECONDS):
+                self._send(settings)
+                head, _ = self._receive()
+        except _GoneError as error:
+            self.kill()
+            raise ParserError(
+                "the process that parses documents ended, or hung, before it was ready"
+            ) from error
+        except BaseException:
+            self.kill()
+            raise
+        if head.get("end") != "ready":
+            self.kill()
+            raise ParserError(f"a loader cannot be imported: {head.get('reason')}")
+
+    def parse(self, path: str, content: bytes) -> list[Document]:
+        with self._deadline(self._limits.seconds):
+            self._send({"path": path}, content)
+            documents = self._documents(path)
+        if self._is_late:  # just as it had answered
+            raise self._gone()
+        return documents
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # what it did not take any more
+                pipe.close()
+
+    def _documents(self, path: str) -> list[Document]:
+        """Receive the documents of a file; the process is not trusted any more since it saw one."""
+        documents: list[Document] = []
+        room = self._limits.max_file_bytes
+        parts = set[str]()
+        while True:
+            head, body = self._receive()
+            if "end" in head:
+                break
+            part, metadata, text = head.get("part"), head.get("metadata"), _decode(body)
+            room -= len(text)
+            if room < 0 or len(documents) >= MAX_DOCUMENTS:
+                raise _GoneError("its loader gave more than it may")
+            if not isinstance(part, str) or not isinstance(metadata, dict):
+                raise _GoneError("its loader gave something that is no document")
+            if part in parts or (part and not part.startswith("#")):
+                raise _GoneError(
+                    f"its loader gave the source {path + part!r}; expected the path, or the path "
+                    "with '#' and a name for the part, each once"
+                )
+            parts.add(part)
+            documents.append(Document(path + part, text, metadata))
+        reason = str(head.get("reason"))
+        if head["end"] == "no text":
+            raise NoTextError(reason)
+        if head["end"] != "done":
+            raise DocumentError(reason)
+        return documents
+
+    def _send(self, head: dict[str, Any], body: bytes = b"") -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            for piece in pack_frame(head, body):
+                stdin.write(piece)
+            stdin.flush()
+        except OSError:
+            raise self._gone() from None
+
+    def _receive(self) -> tuple[dict[str, Any], bytes]:
+        assert self._process.stdout is not None
+        try:
+            # No character takes more bytes than four.
+            frame = read_frame(self._process.stdout, 4 * self._limits.max_file_bytes)
+        except ValueError as error:
+            raise _GoneError(str(error)) from error
+        if frame is None:
+            raise self._gone()
+        return frame
+
+    def _gone(self) -> _GoneError:
+        if self._is_late:
+            return _GoneError(
+                f"parsing it took longer than {self._limits.seconds:g} s; split it, or raise the "
+                "limit (--parse-seconds, or ParseLimits.seconds)",
+                is_late=True,
+            )
+        # Its pipe is closed: it has ended, or has nothing to say any more.
+        self._process.kill()
+        code = self._process.wait()
+        if code in (OUT_OF_MEMORY, -getattr(signal, "SIGKILL", 0)):
+            return _GoneError(
+                f"parsing it takes more than {self._limits.memory_bytes / 2**20:,.0f} MiB of "
+                "memory; split it, or raise the limit (--parse-memory, or "
+                "ParseLimits.memory_bytes)"
+            )
+        how = signal.strsignal(-code) if code < 0 else f"exit code {code}"
+        return _GoneError(f"its parser crashed ({how})")
+
+    @contextlib.contextmanager
+    def _deadline(self, seconds: float) -> Iterator[None]:
+        """End the process where what is inside takes longer."""
+
+        def end() -> None:
+            self._is_late = True
+            self._process.kill()
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+
+def _decode(body: bytes) -> str:
+    try:
+        return body.decode()
+    except UnicodeDecodeError as error:
+        raise _GoneError("its loader gave no valid text") from error

@@ -1,0 +1,85 @@
+"""Messages rendered by a model's chat template, and which of the characters are theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvrag.errors import ParameterError
+from kvrag.models.control import ControlTokens, HiddenStrings, Span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """A prompt as one string.
+
+    Attributes
+    ----------
+    text
+        All of it.
+    add_special_tokens
+        Whether the tokenizer adds its special tokens; a rendered chat template holds its own.
+    data
+        Where control strings of messages stand, in order; None of a prompt that its caller wrote
+        as one string, of which nobody knows.
+    """
+
+    text: str
+    add_special_tokens: bool
+    data: tuple[Span, ...] | None = None
+
+
+def render_messages(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    control: ControlTokens | None,
+) -> PromptText:
+    """Render messages by the chat template.
+
+    Parameters
+    ----------
+    tokenizer
+        The model's.
+    messages
+        Mappings with ``role`` and ``content``.
+    control
+        Control strings in contents are hidden from the template, and their places noted; None
+        hands contents over as they are.
+
+    Raises
+    ------
+    ParameterError
+        When the tokenizer has no chat template, or the template refuses the messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ParameterError(
+            "the model's tokenizer has no chat template: pass the prompt as one string, or "
+            "set tokenizer.chat_template"
+        )
+    given = [dict(message) for message in messages]
+    hidden = None if control is None else control.hiding()
+    if hidden is not None:
+        given = [hide_message(hidden, message) for message in given]
+    try:
+        rendered = str(
+            tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+        )
+    except Exception as error:  # Jinja's own and whatever a template raises
+        raise ParameterError(f"the chat template refuses these messages: {error}") from error
+    if hidden is None:
+        return PromptText(rendered, False)
+    text, data = hidden.restore(rendered)
+    return PromptText(text, False, data)
+
+
+def hide_message(hidden: HiddenStrings, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with the control strings of all but its role hidden."""
+    is_answer = message.get("role") == "assistant"
+    return {
+        name: value if name == "role" else hidden.hide(value, is_answer=is_answer)
+        for name, value in message.items()
+    }

@@ -1,0 +1,613 @@
+"""Control strings of a tokenizer, and tokenising text in which they are only text.
+
+A tokenizer turns some strings into tokens that steer the model: the end of text, the beginning of
+a turn. Written by a document, they would let it end its own turn and begin another one. Here such
+strings are told from those that a prompt's author or a chat template wrote, and tokenised as the
+characters that they are.
+
+What counts is the tokens that come out, not how the text looks: look-alikes that the tokenizer's
+normaliser turns into a control string are found as well.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from kvrag.errors import ParameterError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+KEEP = "keep"
+"""Control strings of documents are control tokens, as in a plain pipeline."""
+NEUTRALISE = "neutralise"
+"""Control strings of documents and messages are tokenised as text."""
+REFUSE = "refuse"
+"""A document that holds control strings is not ingested; prompts as with `NEUTRALISE`."""
+CONTROL_TOKENS = (KEEP, NEUTRALISE, REFUSE)
+
+Span = tuple[int, int]
+"""First character, and the first behind."""
+
+# Added tokens that mark turns are not always flagged special: `<|user|>`, or DeepSeek's with
+# full-width bars.
+_MARKER = re.compile("<[|\uff5c].+[|\uff5c]>")
+# Where a template cuts contents: at the end of an earlier answer's reasoning.
+_SPLIT_AT = re.compile(r"""split\(\s*(["'])(.+?)\1""")
+# A string that is hidden from a template, by its number.
+_MARK = re.compile("\ue010([0-9]+)\ue011")
+_MARK_EDGE = re.compile("[\ue010\ue011]")
+_PROBES = (
+    [{"role": "user", "content": "a"}],
+    [{"role": role, "content": "a"} for role in ("user", "assistant", "user")],
+    [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")],
+)
+# Tokens that overlap one another come to light one after the other.
+_MAX_ROUNDS = 8
+
+
+def check_control_tokens(mode: str | None) -> None:
+    """Raise ParameterError for an unknown mode; None stands for the default."""
+    if mode is not None and mode not in CONTROL_TOKENS:
+        raise ParameterError(
+            f"control_tokens {mode!r}: expected one of {', '.join(CONTROL_TOKENS)}"
+        )
+
+
+def default_control_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return `NEUTRALISE` for the tokenizer of a chat model, `KEEP` for that of any other."""
+    return NEUTRALISE if getattr(tokenizer, "chat_template", None) else KEEP
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenised text.
+
+    Attributes
+    ----------
+    token_ids
+        Length T.
+    offsets
+        For each token its first character and the first behind, ``(0, 0)`` for tokens that the
+        tokenizer adds. Length T; empty for a tokenizer that gives none.
+    num_neutralised
+        Control strings that were tokenised as text.
+    num_control
+        Control strings that are control tokens, those not counted that the tokenizer adds.
+    """
+
+    token_ids: tuple[int, ...]
+    offsets: Sequence[Span]
+    num_neutralised: int = 0
+    num_control: int = 0
+
+
+@dataclass(frozen=True)
+class _Control:
+    """A control token in a text: the characters that it came from, white space not counted."""
+
+    token_id: int
+    span: Span
+    start: int
+    end: int
+    is_exact: bool
+
+
+class ControlTokens:
+    """The control strings of one tokenizer.
+
+    They are all special tokens, and the added tokens that its chat template writes or that look
+    like ``<|user|>``, whether flagged special or not. A string of one character is none: nothing
+    tells it from text.
+
+    Parameters
+    ----------
+    tokenizer
+        A fast tokenizer.
+
+    Attributes
+    ----------
+    strings
+        The control strings.
+
+    Notes
+    -----
+    Safe to use from several threads.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        backend: Tokenizer = tokenizer.backend_tokenizer
+        source = _template_source(tokenizer)
+        self.template_text = "\n".join(_rendered_probes(tokenizer))
+        added = backend.get_added_tokens_decoder().values()
+        special = {str(token) for token in tokenizer.all_special_tokens}
+        special |= {token.content for token in added if token.special}
+        written = source + self.template_text
+        markers = {
+            token.content
+            for token in added
+            if (token.content.strip() in written and not token.content.strip().isalnum())
+            or _MARKER.fullmatch(token.content)
+        }
+        found = {text: backend.token_to_id(text) for text in special | markers}
+        self._content_by_id = {
+            number: text
+            for text, number in found.items()
+            if number is not None and len(text.strip()) > 1
+        }
+        self.strings = frozenset(self._content_by_id.values())
+        self._unknown_id: int | None = _unknown_id(tokenizer)
+        # Those alone a template may go on to see in what an assistant said.
+        self._cut_at = frozenset(match[2] for match in _SPLIT_AT.finditer(source)) - special
+        self._has_normaliser = backend.normalizer is not None
+
+    # -- finding ------------------------------------------------------------------------------
+
+    def find(self, text: str) -> list[Span]:
+        """Return where control strings stand in a text, as they are written."""
+        return [match.span() for match in self._pattern.finditer(text)]
+
+    def find_any(self, text: str) -> list[Span]:
+        """Return where a text holds what would become control tokens, look-alikes included."""
+        if not self._has_normaliser:
+            return self.find(text)
+        (tokens,) = encode(self._tokenizer, [text], False)
+        return [one.span for one in self._controls(text, tokens.token_ids, tokens.offsets)]
+
+    def hiding(self) -> HiddenStrings:
+        """Return what hides control strings of messages from a chat template."""
+        return HiddenStrings(self)
+
+    def hidden_spans(self, content: str, *, is_answer: bool = False) -> list[Span]:
+        """Return what of a message's content has to be kept from the chat template and tokenizer.
+
+        Beside control strings that is a piece of one at the content's edge, which the template's
+        own text might complete. Strings at which the template cuts earlier answers (``</think>``)
+        stay visible in answers.
+        """
+        spans = [
+            span
+            for span in self.find(content)
+            if not (is_answer and content[slice(*span)] in self._cut_at)
+        ]
+        stripped = content.strip()
+        begin = content.find(stripped)
+        end = begin + len(stripped)
+        free_from = max((stop for _, stop in spans), default=begin)
+        free_to = min((start for start, _ in spans), default=end)
+        for length in range(min(self._longest, len(stripped)), 0, -1):
+            if begin + length <= free_to and content[begin : begin + length] in self._ends:
+                spans.insert(0, (begin, begin + length))
+                free_from = max(free_from, begin + length)
+                break
+        for length in range(min(self._longest, len(stripped)), 0, -1):
+            if end - length >= free_from and content[end - length : end] in self._beginnings:
+                spans.append((end - length, end))
+                break
+        return spans
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        if not self.strings:
+            return re.compile(r"(?!)")
+        return re.compile(_trie_pattern(self.strings))
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self.strings), default=0)
+
+    @cached_property
+    def _beginnings(self) -> frozenset[str]:
+        return frozenset(text[:n] for text in self.strings for n in range(1, len(text)))
+
+    @cached_property
+    def _ends(self) -> frozenset[str]:
+        return frozenset(text[n:] for text in self.strings for n in range(1, len(text)))
+
+    # -- tokenising ---------------------------------------------------------------------------
+
+    def documents(self, texts: Sequence[str]) -> list[Tokens]:
+        """Tokenise texts that are data from end to end, without special tokens."""
+        return [
+            self._told_apart(text, tokens, False, ((0, len(text)),), _never)
+            for text, tokens in zip(texts, encode(self._tokenizer, texts, False), strict=True)
+        ]
+
+    def prompt(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        data: Sequence[Span] = (),
+        is_data: Callable[[int, int], bool] | None = None,
+    ) -> Tokens:
+        """Tokenise a prompt.
+
+        Parameters
+        ----------
+        text
+            The rendered prompt.
+        add_special_tokens
+            Whether the tokenizer adds its own.
+        data
+            Stretches of characters in which no control string is control, in order.
+        is_data
+            Says of any other control string, by its first character and the first behind, whether
+            it is data.
+
+        Returns
+        -------
+        Tokens
+            Where no control string is data, what the tokenizer gives. Else each stretch between
+            two genuine control tokens that holds one has the tokens that it would have if such
+            strings were ordinary words.
+        """
+        (tokens,) = encode(self._tokenizer, [text], add_special_tokens)
+        return self._told_apart(text, tokens, add_special_tokens, data, is_data or _never)
+
+    def _told_apart(
+        self,
+        text: str,
+        tokens: Tokens,
+        add_special_tokens: bool,
+        data: Sequence[Span],
+        is_data: Callable[[int, int], bool],
+    ) -> Tokens:
+        def is_forged(one: _Control) -> bool:
+            return not one.is_exact or overlaps(data, one.span) or is_data(*one.span)
+
+        genuine = self._controls(text, tokens.token_ids, tokens.offsets)
+        forged: list[_Control] = []
+        # A forged token may hide a genuine one that it overlaps: look again without it.
+        probe, round_number = text, 0
+        while found := [one for one in genuine if is_forged(one)]:
+            forged += found
+            round_number += 1
+            if data == ((0, len(text)),) or round_number == _MAX_ROUNDS:
+                genuine = [one for one in genuine if not is_forged(one)]
+                break
+            probe = _overwritten(probe, [*data, *(one.span for one in found)])
+            (again,) = encode(self._tokenizer, [probe], add_special_tokens)
+            genuine = self._controls(probe, again.token_ids, again.offsets)
+        if not forged:
+            return Tokens(tokens.token_ids, tokens.offsets, 0, len(genuine))
+        return self._spliced(text, add_special_tokens, genuine, len(forged))
+
+    def _spliced(
+        self, text: str, add_special_tokens: bool, genuine: Sequence[_Control], num_forged: int
+    ) -> Tokens:
+        """Tokenise a text of which the genuine control tokens are known, and all else is text."""
+        head, tail = self._framing(text) if add_special_tokens else ((), ())
+        token_ids, offsets = list(head), [(0, 0)] * len(head)
+        begin, left = 0, None
+        for right in (*genuine, None):
+            end = len(text) if right is None else self._blind.end_before(right)
+            for token_id, start, stop in self._as_text(text, begin, end, left, right):
+                token_ids.append(token_id)
+                offsets.append((start, stop))
+            if right is not None:
+                token_ids.append(right.token_id)
+                offsets.append((right.start, right.end))
+                begin, left = right.end, right
+        token_ids += tail
+        offsets += [(0, 0)] * len(tail)
+        return Tokens(tuple(token_ids), offsets, num_forged, len(genuine))
+
+    def _controls(
+        self, text: str, token_ids: Sequence[int], offsets: Sequence[Span]
+    ) -> list[_Control]:
+        content_by_id = self._content_by_id
+        found = []
+        for number in [n for n, token_id in enumerate(token_ids) if token_id in content_by_id]:
+            start, end = offsets[number]
+            if start == end:
+                continue  # added by the tokenizer
+            token_id = token_ids[number]
+            written = text[start:end]
+            inner = written.strip()
+            is_exact = inner == content_by_id[token_id].strip()
+            if not is_exact and token_id == self._unknown_id:
+                continue  # what any unknown word becomes
+            first = start + written.find(inner)
+            span = (first, first + len(inner)) if inner else (start, end)
+            found.append(_Control(token_id, span, start, end, is_exact))
+        return found
+
+    def _framing(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the tokens that the tokenizer adds before and behind a text."""
+        encoded = self._tokenizer(
+            text, return_special_tokens_mask=True, return_attention_mask=False, verbose=False
+        )
+        ids, mask = encoded["input_ids"], encoded["special_tokens_mask"]
+        num_head = next((n for n, is_added in enumerate(mask) if not is_added), len(mask))
+        num_tail = next((n for n, is_added in enumerate(reversed(mask)) if not is_added), 0)
+        return tuple(ids[:num_head]), tuple(ids[len(ids) - num_tail :])
+
+    def _as_text(
+        self, text: str, begin: int, end: int, left: _Control | None, right: _Control | None
+    ) -> list[tuple[int, int, int]]:
+        """Return id, first character and first behind of the tokens of a stretch, none of control.
+
+        Parameters
+        ----------
+        left, right
+            The control tokens before and behind it: what they are decides whether a space is put
+            before its first word.
+        """
+        blind = self._blind
+        cuts = [begin, end]
+        while True:
+            tokens: list[tuple[int, int, int]] = []
+            more: set[int] = set()
+            for start, stop in pairwise(cuts):
+                before = blind.mark(left) if start == begin else blind.marks[0]
+                after = blind.mark(right) if stop == end else blind.marks[0]
+                for token_id, first, last in blind.encode(before, text[start:stop], after):
+                    if token_id in self._content_by_id and token_id != self._unknown_id:
+                        # The model's own vocabulary holds the string as a word: cut the word.
+                        if last - first > 1:
+                            more.add(start + (first + last) // 2)
+                            continue
+                        # One character that becomes a control token by itself cannot be cut.
+                        if self._unknown_id is None:
+                            continue
+                        token_id = self._unknown_id
+                    tokens.append((token_id, start + first, start + last))
+            if not more:
+                return tokens
+            cuts = sorted({*cuts, *more})
+
+    @cached_property
+    def _blind(self) -> _BlindTokenizer:
+        return _BlindTokenizer(self._tokenizer, self.strings)
+
+
+class HiddenStrings:
+    """Control strings of messages while a chat template renders them.
+
+    In their place stand marks that no template looks for, so that text of a message neither steers
+    the template nor is taken for what the template writes.
+    """
+
+    def __init__(self, control: ControlTokens) -> None:
+        self._control = control
+        self._strings: list[str] = []
+
+    def hide(self, value: Any, *, is_answer: bool = False) -> Any:
+        """Return a content with marks in place of control strings, lists and mappings inside too.
+
+        Parameters
+        ----------
+        value
+            A message's content.
+        is_answer
+            Whether the model said it.
+        """
+        if isinstance(value, str):
+            pieces, end = [], 0
+            spans = self._control.hidden_spans(value, is_answer=is_answer)
+            # What looks like a mark is hidden as well: any other left over later is a damaged one.
+            spans += [match.span() for match in _MARK_EDGE.finditer(value)]
+            for start, stop in sorted(spans):
+                pieces += [value[end:start], f"\ue010{len(self._strings)}\ue011"]
+                self._strings.append(value[start:stop])
+                end = stop
+            return "".join([*pieces, value[end:]])
+        if isinstance(value, dict):
+            return {key: self.hide(one, is_answer=is_answer) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.hide(one, is_answer=is_answer) for one in value]
+        return value
+
+    def restore(self, rendered: str) -> tuple[str, tuple[Span, ...]]:
+        """Return the rendered text with the strings in their places, and where they stand.
+
+        Raises
+        ------
+        ParameterError
+            When the template took a mark to pieces.
+        """
+        pieces: list[str] = []
+        spans: list[Span] = []
+        end = length = 0
+        for match in _MARK.finditer(rendered):
+            string = self._strings[int(match[1])]
+            pieces += [rendered[end : match.start()], string]
+            length += match.start() - end
+            spans.append((length, length + len(string)))
+            length += len(string)
+            end = match.end()
+        pieces.append(rendered[end:])
+        if any(_MARK_EDGE.search(piece) for piece in pieces[::2]):
+            raise ParameterError(
+                "the chat template takes messages apart in the middle of a control string: remove "
+                "such strings from the messages, or use another template"
+            )
+        return "".join(pieces), tuple(spans)
+
+
+class _BlindTokenizer:
+    """A copy of a tokenizer that sees no control strings.
+
+    Its two marks stand for the control token before or behind a text: one for those that are looked
+    for in the text as it is written, one for those looked for in normalised text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Iterable[str]) -> None:
+        from tokenizers import AddedToken, Tokenizer
+
+        definition = json.loads(tokenizer.backend_tokenizer.to_str())
+        definition["truncation"] = definition["padding"] = None
+        known = set(strings)
+        self._normalised = set()
+        for token in definition["added_tokens"]:
+            # The copy is blind to what is flagged special, so that no token has another number.
+            token["special"] = token["content"] in known
+            if token["normalized"] and not token["lstrip"]:
+                self._normalised.add(token["id"])
+        self._backend = Tokenizer.from_str(json.dumps(definition))
+        self._backend.encode_special_tokens = True
+        # Digits at the ends: unlike letters, no accent behind them makes another character of them.
+        letters = [
+            f"7{''.join(chr(ord('a') + byte % 26) for byte in secrets.token_bytes(24))}7"
+            for _ in range(2)
+        ]
+        self.marks = (letters[0], letters[1])
+        self._backend.add_tokens(
+            [
+                AddedToken(mark, normalized=bool(number), special=False)
+                for number, mark in enumerate(self.marks)
+            ]
+        )
+        self._mark_ids = {self._backend.token_to_id(mark) for mark in self.marks}
+
+    def mark(self, control: _Control | None) -> str:
+        """Return what stands for a control token beside a text, "" for the prompt's end."""
+        if control is None:
+            return ""
+        return self.marks[control.token_id in self._normalised]
+
+    def end_before(self, control: _Control) -> int:
+        """Return where the text before a control token ends, for `encode` with its mark behind.
+
+        A space that was taken for the one that normalising puts before the token is left to the
+        mark, before which it is put as well.
+        """
+        return control.span[0] if control.token_id in self._normalised else control.start
+
+    def encode(self, before: str, text: str, after: str) -> Iterator[tuple[int, int, int]]:
+        """Yield id, first character and first behind of a text's tokens between two marks."""
+        if not text:
+            return
+        ids: list[int] = []
+        for marks in ((before, after), (before and self.marks[0], after and self.marks[0])):
+            encoding = self._backend.encode(marks[0] + text + marks[1], add_special_tokens=False)
+            ids = encoding.ids
+            if sum(token_id in self._mark_ids for token_id in ids) == sum(map(bool, marks)):
+                break  # else the normaliser made something else of the mark and the text beside it
+        skipped, size = len(marks[0]), len(text)
+        for token_id, (start, end) in zip(ids, encoding.offsets, strict=True):
+            if token_id not in self._mark_ids:
+                yield token_id, min(max(start - skipped, 0), size), min(max(end - skipped, 0), size)
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_special_tokens: bool
+) -> list[Tokens]:
+    """Tokenise texts as the plain pipeline does."""
+    encoded = tokenizer(
+        list(texts),
+        add_special_tokens=add_special_tokens,
+        return_offsets_mapping=tokenizer.is_fast,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        padding=False,
+        truncation=False,
+        verbose=False,
+    )
+    offsets = encoded["offset_mapping"] if tokenizer.is_fast else [()] * len(texts)
+    return [
+        Tokens(tuple(ids), places)
+        for ids, places in zip(encoded["input_ids"], offsets, strict=True)
+    ]
+
+
+def encode_documents(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], control: ControlTokens | None
+) -> list[Tokens]:
+    """Tokenise texts of documents, without special tokens; `control` None keeps what they hold."""
+    if control is None:
+        return encode(tokenizer, texts, False)
+    return control.documents(texts)
+
+
+def _never(start: int, end: int) -> bool:  # noqa: ARG001
+    return False
+
+
+def overlaps(spans: Sequence[Span], span: Span) -> bool:
+    """Return whether a span shares a character with one of several, in order and apart."""
+    place = bisect_left(spans, span[0], key=lambda one: one[1])
+    while place < len(spans) and spans[place][0] < span[1]:
+        if spans[place][1] > span[0]:
+            return True
+        place += 1
+    return False
+
+
+def _overwritten(text: str, spans: Iterable[Span]) -> str:
+    """Return a text of the same length with spans of it blotted out."""
+    characters = list(text)
+    for start, end in spans:
+        characters[start:end] = "x" * (end - start)
+    return "".join(characters)
+
+
+def _unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id of unknown words, unless the same token steers as well (GPT-2)."""
+    unknown = tokenizer.unk_token_id
+    others = (
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.sep_token_id,
+        tokenizer.cls_token_id,
+    )
+    return None if unknown is None or unknown in others else int(unknown)
+
+
+def _template_source(tokenizer: PreTrainedTokenizerBase) -> str:
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
+
+
+def _rendered_probes(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield conversations that say nothing, as far as the chat template renders them."""
+    if not _template_source(tokenizer):
+        return
+    for messages in _PROBES:
+        try:
+            yield str(
+                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            )
+        except Exception:  # a template may raise anything, and refuse a role
+            continue
+
+
+def _trie_pattern(strings: Iterable[str]) -> str:
+    """Return a regular expression for the longest of many strings, by common beginnings."""
+    trie: dict[str, Any] = {}
+    for string in strings:
+        node = trie
+        for character in string:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    # Written out without recursion: strings may be longer than the interpreter's stack.
+    pieces: list[str] = []
+    stack: list[Any] = [trie]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, str):
+            pieces.append(node)
+            continue
+        edges = [(character, after) for character, after in node.items() if character]
+        if not edges:
+            continue
+        if len(edges) == 1 and "" not in node:
+            (character, after) = edges[0]
+            pieces.append(re.escape(character))
+            stack.append(after)
+            continue
+        stack.append(")?" if "" in node else ")")
+        for number, (character, after) in reversed(list(enumerate(edges))):
+            stack += [after, ("|" if number else "(?:") + re.escape(character)]
+    return "".join(pieces)

@@ -1,0 +1,94 @@
+"""Progress where stderr is no terminal: a line now and then, none of short work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvrag.cli import console
+from kvrag.ingest.report import IngestProgress
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Time stands still but for what a test adds to it."""
+    clock = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    return clock
+
+
+def test_lines_come_every_few_seconds(now: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with console.progress("working") as say:
+        for second in range(21):
+            now[0] = float(second)
+            say(f"at {second}\n of 20 \x1b[2J")
+        now[0] = 40.0
+        say("the same")
+        now[0] = 50.0
+        say("the same")
+    out, err = capsys.readouterr()
+    assert out == ""
+    shown = err.splitlines()
+    assert [line.split(" of")[0] for line in shown] == [
+        "at 5",
+        "at 10",
+        "at 15",
+        "at 20",
+        "the same",
+    ]
+    assert "\x1b" not in err
+
+
+def test_short_work_says_nothing(now: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with console.progress("working") as say:
+        now[0] = 4.9
+        say("nearly done")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_ingestion_tells_tokens(
+    now: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvrag.cli.progress import IngestBar
+
+    with IngestBar(tmp_path) as bar:
+        for second, stage, tokens in ((1, "read", 0), (6, "read", 0), (12, "compute", 1500)):
+            now[0] = float(second)
+            bar.update(
+                IngestProgress(
+                    stage=stage,
+                    num_documents_done=second,
+                    num_documents=20,
+                    num_tokens_done=tokens,
+                    num_tokens=6000,
+                    size_bytes_done=0,
+                    size_bytes_estimate=0,
+                    seconds=float(second),
+                    tokens_per_second=125.0,
+                    eta_seconds=36.0,
+                )
+            )
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "reading: 6 of 20 documents"
+    assert lines[-1] == "computing: 1,500 of 6,000 tokens, 125 tokens/s, 36.00 s left"
+
+
+@pytest.mark.parametrize(
+    "command", [("verify",), ("recode", "--codec", "raw"), ("ingest", "DOCUMENTS")]
+)
+def test_long_commands_tell_how_far_they_are(
+    run: Run,
+    index_folder: Path,
+    documents: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
+    if command[0] == "ingest":
+        (documents / "more.txt").write_text("A lantern burns on the pier of Varn.")
+        command = ("ingest", str(documents))
+    done = run(*command, "-i", index_folder)
+    assert done.code == 0, done.err
+    assert " of " in done.err

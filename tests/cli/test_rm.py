@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvrag.cli.rm import matching_sources
+from kvrag.ingest.index import Index
+from tests.cli.conftest import Run
+
+
+def names_in(run: Run, index: Path) -> set[str]:
+    return {Path(row["source"]).name for row in run("ls", "-i", index, "--json").json}
+
+
+def test_files_folders_and_patterns_are_removed(
+    run: Run, index_folder: Path, documents: Path
+) -> None:
+    assert names_in(run, index_folder) == {"harbour.txt", "river.md", "fox.txt"}
+    asked = run("rm", documents / "notes", "-i", index_folder, "--dry-run")
+    assert asked.code == 0
+    assert "would remove 1 documents, 1 chunks" in asked.out
+    assert names_in(run, index_folder) == {"harbour.txt", "river.md", "fox.txt"}
+
+    done = run("rm", documents / "notes", documents / "*.md", "-i", index_folder, "--json")
+    assert done.code == 0
+    assert [Path(one["source"]).name for one in done.json["removed"]] == ["fox.txt", "river.md"]
+    assert done.json["num_chunks"] == 2
+    assert names_in(run, index_folder) == {"harbour.txt"}
+    # The KV goes with the next gc, the file stays and comes back.
+    assert run("gc", "-i", index_folder, "--json").json["num_records"] == 2
+    assert run("ingest", documents, "-i", index_folder).code == 0
+    assert names_in(run, index_folder) == {"harbour.txt", "river.md", "fox.txt"}
+
+
+def test_what_matches_nothing_is_told_its_neighbours(
+    run: Run, index_folder: Path, documents: Path
+) -> None:
+    done = run("rm", "harbor.txt", documents / "river.md", "-i", index_folder)
+    assert done.code == 1
+    assert "error: harbor.txt: no document" in done.err
+    assert "'harbour.txt'" in done.err
+    # What did match is gone all the same, and is said to be.
+    assert "removed 1 documents" in done.out
+    assert names_in(run, index_folder) == {"harbour.txt", "fox.txt"}
+    nothing = run("rm", "/", "-i", index_folder)
+    assert nothing.code == 1
+    assert names_in(run, index_folder) == {"harbour.txt", "fox.txt"}
+
+
+def test_a_name_is_no_pattern_before_it_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = ["/d/a[1].txt", "/d/a1.txt", "/d/t.csv#1", "/d/t.csv#2", "/d/t.csv.bak", "id-7"]
+    assert matching_sources("/d/a[1].txt", sources) == ["/d/a[1].txt"]
+    assert matching_sources("/d/a?.txt", sources) == ["/d/a1.txt"]
+    assert matching_sources("/d/t.csv", sources) == ["/d/t.csv#1", "/d/t.csv#2"]
+    assert matching_sources("/d/", sources) == sources[:5]
+    assert matching_sources("id-7", sources) == ["id-7"]
+    assert matching_sources("id", sources) == []
+    assert matching_sources("", ["/x"]) == []
+    monkeypatch.chdir("/")
+    assert matching_sources("d/a1.txt", sources) == ["/d/a1.txt"]
+    assert matching_sources("d/*.txt", sources) == ["/d/a[1].txt", "/d/a1.txt"]
+
+
+def test_documents_without_a_file_are_removed_by_their_id(run: Run, index_folder: Path) -> None:
+    from kvrag.chunk import Document
+
+    with Index.open(index_folder) as index:
+        index.add(Document("row 17", "Varn has a tall clock and a keeper of the light."))
+    assert run("rm", "row 17", "-i", index_folder).code == 0
+    assert "row 17" not in names_in(run, index_folder)

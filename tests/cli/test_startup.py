@@ -1,0 +1,125 @@
+"""What needs no model loads nothing of a model's libraries, and every command is described."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import kvrag
+from kvrag.cli import main
+from kvrag.ingest.config import IndexConfig
+from tests.cli.conftest import Run
+
+HEAVY = [
+    *("torch", "transformers", "tokenizers", "safetensors", "sentence_transformers", "faiss"),
+    *(
+        "numpy",
+        "scipy",
+        "sklearn",
+        "langchain_core",
+        "llama_index",
+        "lxml",
+        "kvrag.models.kv_model",
+    ),
+]
+GROUPS = {
+    (): main._COMMANDS,
+    ("bench",): main._BENCH_COMMANDS,
+    ("pml",): main._PML_COMMANDS,
+    ("train",): main._TRAIN_COMMANDS,
+}
+PLACES = [(group, name) for group, commands in GROUPS.items() for name in commands]
+
+# In a process of its own each; what is loaded is told at the end, whatever the command did.
+PROBE = """
+import sys
+sys.argv = ["kvrag", *{arguments!r}]
+from kvrag.cli.main import run
+try:
+    run()
+except SystemExit as end:
+    code = end.code or 0
+loaded = [name for name in {heavy!r} if name in sys.modules]
+own = [name for name in sys.modules if name.startswith("kvrag.cli.")]
+import json
+print("\\n|" + json.dumps([code, loaded, own]))
+"""
+
+
+def ran(*arguments: object) -> tuple[int, list[str], list[str]]:
+    code = PROBE.format(arguments=[str(one) for one in arguments], heavy=HEAVY)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(kvrag.__file__).parent.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    exit_code, loaded, own = json.loads(done.stdout.rpartition("|")[2])
+    return exit_code, loaded, own
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["ls"], 0),
+        (["stats"], 0),
+        (["gc"], 0),
+        (["search", "--sparse", "harbour"], 0),
+        (["rm", "harbour.txt"], 1),
+    ],
+)
+def test_what_needs_no_model_loads_none(index_folder: Path, command: list[str], code: int) -> None:
+    assert ran(*command, "--index", index_folder)[:2] == (code, [])
+
+
+@pytest.mark.parametrize("codec", ["transform:1", "cachegen:3", "lossless"])
+def test_no_codec_loads_what_decodes_it(index_folder: Path, codec: str) -> None:
+    replace(IndexConfig.load(index_folder), codec=codec).save(index_folder)
+    assert ran("ls", "--index", index_folder)[:2] == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--version"], 0),
+        (["--help"], 0),
+        (["query", "--help"], 0),
+        (["bench", "--help"], 0),
+        (["ls"], 2),
+        (["ingset"], 2),
+        (["query", "who?", "--no-such-option"], 2),
+        (["ls", "--index", "/nonexistent"], 1),
+    ],
+)
+def test_help_and_wrong_arguments_load_no_model(arguments: list[str], code: int) -> None:
+    assert ran(*arguments)[:2] == (code, [])
+
+
+def test_a_command_loads_no_other(index_folder: Path) -> None:
+    own = ran("ls", "--index", index_folder)[2]
+    assert "kvrag.cli.ls" in own
+    assert not {"kvrag.cli.ingest", "kvrag.cli.serve_kv", "kvrag.cli.demo"} & set(own)
+
+
+@pytest.mark.parametrize(("group", "name"), PLACES)
+def test_every_command_is_there_and_described(run: Run, group: tuple[str, ...], name: str) -> None:
+    shown = run(*group, name, "--help")
+    assert shown.code == 0, shown.err
+    rows = (line.strip(" │") for line in run(*group, "--help").out.splitlines())
+    listed = next(row for row in rows if row.startswith(f"{name} "))
+    # The first words of what the command says of itself stand in the list.
+    words = listed.split()[1:4]
+    assert words
+    assert " ".join(words) in " ".join(shown.out.split())
+
+
+def test_a_wrong_name_is_told_its_neighbours(run: Run) -> None:
+    assert "ingest" in run("ingset").err
+    assert "links" in run("train", "lnks").err

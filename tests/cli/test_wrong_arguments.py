@@ -1,0 +1,175 @@
+"""Arguments that cannot be meant: one sentence on stderr, and nothing else happens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvrag
+from tests.cli.conftest import Run
+
+QUESTION = "Who keeps the harbour ledger?"
+ROOT = Path(kvrag.__file__).parent.parent
+
+
+def message(run: Run, *arguments: object) -> str:
+    done = run(*arguments)
+    assert done.code in (1, 2), done.out
+    assert done.out == ""
+    assert "Traceback" not in done.err
+    assert "unexpected" not in done.err
+    return " ".join(done.err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *(
+            (["--plain", option, value], f"no use for {option}")
+            for option, value in (
+                ("--policy", "none"),
+                ("--ratio", "0.1"),
+                ("--boundary-tokens", "4"),
+                ("--eviction", "corm"),
+                ("--links", "off"),
+                ("--ttft", "1"),
+                ("--temperature", "0"),
+                ("--seed", "1"),
+            )
+        ),
+        (["--plain", "--policy", "none", "--ratio", "0.1"], "no use for --policy, --ratio;"),
+        (["--device", "meta"], "device 'meta' cannot be used"),
+        (["--device", "abacus"], "device 'abacus' cannot be used"),
+        (["--ratio", "nan"], "ratio"),
+        (["--ratio", "inf"], "ratio"),
+        (["--ratio", "2"], "ratio"),
+        (["--ratio", "a"], "--ratio"),
+        (["--temperature", "nan"], "temperature nan: expected a number, at least 0"),
+        (["--temperature", "-1"], "temperature -1"),
+        (["--seed", "-1"], "seed -1: expected a whole number from 0"),
+        (["--seed", "1.5"], "--seed"),
+        (["--seed", str(2**64)], "seed"),
+        (["--ttft", "nan"], "ttft nan: expected a number above 0"),
+        (["--ttft", "0"], "ttft 0"),
+        (["--max-tokens", "0"], "max_tokens 0: expected a whole number, at least 1"),
+        (["-k", "0"], "-k"),
+        (["-k", str(2**40)], "k 1099511627776: expected a whole number"),
+        (["--boundary-tokens", "0", "--policy", "boundary"], "tokens"),
+        (["--policy", "boundry"], "unknown policy 'boundry'"),
+        (["--eviction", "korm"], "unknown eviction 'korm'"),
+        (["--links", "/nonexistent"], "/nonexistent"),
+        (["--model", "/nonexistent"], "/nonexistent"),
+        (["--store", "s4://x"], "a store is file:PATH"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_query(run: Run, index_folder: Path, options: list[str], said: str) -> None:
+    assert said in message(run, "query", QUESTION, "-i", index_folder, *options)
+
+
+@pytest.mark.parametrize("command", [("query",), ("search",), ("search", "--sparse")])
+def test_bytes_that_are_no_text(index_folder: Path, command: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvrag.cli", *command, b"caf\xe9?", "--index", str(index_folder)],
+        capture_output=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    assert done.stdout == b""
+    assert done.stderr.startswith(b"error: the question is not valid Unicode: character 3 is ")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_names_that_are_no_text_are_shown(tmp_path: Path, index_folder: Path) -> None:
+    odd = tmp_path / "index-\udce9"
+    shutil.copytree(index_folder, odd)
+    for options in ([], ["--json"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "kvrag.cli", "stats", "--index", str(odd), *options],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+        )
+        assert done.returncode == 0, done.stderr
+        if options:
+            assert json.loads(done.stdout)["path"] == str(odd)
+        else:
+            assert "index-\\udce9" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[" * 200_000, b'{"a":' * 200_000, b"\xff\xfe", b"[]", b"null", b"{}", b"\0" * 100, b"1e999"],
+    ids=["brackets", "braces", "bytes", "list", "null", "empty", "zeros", "number"],
+)
+@pytest.mark.parametrize("command", ["ls", "stats", "gc", "verify"])
+def test_index_json_of_anything(run: Run, index_folder: Path, command: str, content: bytes) -> None:
+    (index_folder / "index.json").write_bytes(content)
+    said = message(run, command, "-i", index_folder)
+    assert "index.json does not describe an index" in said
+
+
+def test_serve_kv_of_a_folder_that_does_not_exist(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "records").mkdir()
+    typo = tmp_path / "recrods"
+    for url in (f"file:{typo}", f"file://{typo}?limit=1GB", f"tiered:memory:|file:{typo}"):
+        said = message(run, "serve-kv", "--store", url)
+        assert f"there is no folder {typo}" in said
+        assert "is it 'records'" in said
+        assert not typo.exists()
+    both = message(run, "serve-kv", "--store", f"file:{tmp_path}", "--index", tmp_path)
+    assert "leave one out" in both
+
+
+def test_place_says_what_is_wrong_with_a_store(
+    run: Run, index_folder: Path, tmp_path: Path
+) -> None:
+    said = message(run, "place", "-i", index_folder, "--stores", f"s4://x|file:{tmp_path}")
+    assert "a store is file:PATH" in said
+    assert "'s4://x'" in said
+    assert "price" not in said
+
+
+def test_ingest_into_memory(run: Run, tmp_path: Path, documents: Path, model_folder: Path) -> None:
+    from kvrag.ingest.index import Index
+
+    folder = tmp_path / "index"
+    asked = ("ingest", documents, "-i", folder, "--model", model_folder, "--embedding", "hashing")
+    for url in ("memory:", "memory:?limit=1GB", f"tiered:file:{tmp_path / 'kv'}|memory:"):
+        said = message(run, *asked, "--store", url)
+        assert "gone" in said
+        assert not folder.exists()
+    Index.create(folder, model=model_folder, embedding="hashing", store="memory:").close()
+    assert "memory: is gone when the process ends" in message(
+        run, "ingest", documents, "-i", folder
+    )
+
+
+def test_ingest_with_a_type(run: Run, tmp_path: Path, documents: Path, model_folder: Path) -> None:
+    folder = tmp_path / "index"
+    asked = ("ingest", documents, "-i", folder, "--model", model_folder, "--embedding", "hashing")
+    assert "dtype 'float8'" in message(run, *asked, "--dtype", "float8")
+    assert not folder.exists()
+    assert run(*asked, "--dtype", "bfloat16").code == 0
+    stats = run("stats", "-i", folder, "--json").json
+    assert stats["dtype"] == "bfloat16"
+    assert run(*asked, "--dtype", "bfloat16").code == 0
+    said = message(run, *asked, "--dtype", "float16")
+    assert "made with dtype=bfloat16, asked for float16" in said
+    answer = run("query", QUESTION, "-i", folder, "--max-tokens", 2, "--json")
+    assert answer.code == 0, answer.err
+
+
+def test_training_anchors_speaks_of_training(run: Run, tmp_path: Path) -> None:
+    said = message(run, "train", "anchors", "--out", tmp_path / "run", "--plain-share", "2")
+    assert said.startswith("error: training: plain_share 2.0")
+    assert "links" not in said.split("expected")[0]
+    rate = message(run, "train", "anchors", "--out", tmp_path / "run", "--learning-rate", "nan")
+    assert "learning_rate nan" in rate

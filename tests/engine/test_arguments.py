@@ -1,0 +1,308 @@
+"""Every public parameter with values of wrong types: an error of the tree that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvrag import arguments
+from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.sampling import Sampling
+from kvrag.engine.shared import shared_index
+from kvrag.errors import IndexClosedError, KVRagError, ParameterError, PromptTooLongError
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from kvrag.store.registry import open_store
+
+NAN, INF = float("nan"), float("inf")
+NO_WHOLE = [2.5, True, "4", NAN, [4], np.float32(2.0), np.array([4])]
+NO_NUMBER = ["a", True, NAN, INF, -INF, [0.5], 1j, b"1", 10**400]
+NO_TEXTS = [None, "abc", b"abc", 5, [None], [5], ["a", b"b"]]
+PROMPT = "Who keeps the harbour ledger?"
+
+
+def table(**wrong: list[Any]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, values in wrong.items() for value in values]
+
+
+SAMPLING = table(
+    temperature=[*NO_NUMBER, None, -1, 1e-9],
+    top_p=[*NO_NUMBER, None, 0, -0.1, 1.1],
+    top_k=[*NO_WHOLE, None, -1, 2**40],
+    repetition_penalty=[*NO_NUMBER, None, 0, -1],
+    seed=[2.5, True, "a", NAN, [1], -1, 2**63],
+)
+FUSING = table(
+    policy=[5, 2.5, True, b"none", ["none"], "", "unknown", "none:", "none(", "boundary(x)"],
+    ratio=[*NO_NUMBER, -0.1, 1.1],
+    boundary_tokens=[*NO_WHOLE, 0, -1],
+    max_tokens=[*NO_WHOLE, 0, -1],
+    hints=NO_TEXTS,
+    ttft=[*NO_NUMBER, 0, -1],
+)
+ANSWERING = [
+    *SAMPLING,
+    *FUSING,
+    *table(
+        eviction=[5, True, b"corm", ["corm"], "", "unknown", "corm:window=a", "corm:window=-1"],
+        stop=[None, "abc", 5, [""], [None], [5]],
+        timeout_seconds=[*NO_NUMBER, 0, -1],
+        reuse=[None, 1, "yes"],
+    ),
+]
+PROMPTS = [
+    None,
+    5,
+    2.5,
+    True,
+    b"text",
+    [],
+    ["text"],
+    [5],
+    {},
+    {"role": "user"},
+    object(),
+    "a\udce9",
+]
+
+
+def refused(call: Callable[[], object], name: str = "") -> str:
+    with pytest.raises(KVRagError) as caught:
+        call()
+    assert name.replace("_", " ") in str(caught.value).replace("_", " ").lower()
+    return str(caught.value)
+
+
+def ids(value: object) -> str:
+    # Not where an object is, which each process of a run would call otherwise.
+    return repr(value)[:24] if type(value) is not object else "object"
+
+
+@pytest.mark.parametrize(("name", "value"), ANSWERING, ids=ids)
+def test_answering(index: Index, name: str, value: object) -> None:
+    refused(lambda: KVEngine(index).stream(PROMPT, **{name: value}))
+
+
+@pytest.mark.parametrize(("name", "value"), FUSING, ids=ids)
+def test_fusing(index: Index, name: str, value: object) -> None:
+    refused(lambda: KVEngine(index).fuse(PROMPT, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name, value in ANSWERING if name in ("policy", "eviction", "ttft")),
+        *table(
+            ratio=[*NO_NUMBER, -0.1],
+            links=[5, True, b"x", "/nonexistent"],
+            max_tokens=[*NO_WHOLE, None, 0],
+            load_threads=[*NO_WHOLE, None, -1, 10**6],
+        ),
+    ],
+    ids=ids,
+)
+def test_engines(index: Index, name: str, value: object) -> None:
+    refused(lambda: KVEngine(index, **{name: value}))
+
+
+@pytest.mark.parametrize("value", [None, 5, True, b"x", "my-index", Path("my-index")], ids=ids)
+def test_what_is_no_index(value: Any) -> None:
+    assert "opened index" in refused(lambda: KVEngine(value), "index")
+    if not isinstance(value, str | Path):
+        refused(lambda: shared_index(value), "index")
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=ids)
+def test_prompts(index: Index, prompt: Any) -> None:
+    engine = KVEngine(index)
+    for call in (engine.generate, engine.fuse, engine.prompt_ids, engine.plain_ttft_seconds):
+        refused(lambda call=call: call(prompt), "prompt")
+
+
+@pytest.mark.parametrize("k", [*NO_WHOLE, None, 0, -1, 10**30], ids=ids)
+def test_numbers_of_chunks(index: Index, k: Any) -> None:
+    vector = np.ones(index.config.embedding_dim, dtype=np.float32)
+    refused(lambda: index.search(PROMPT, k), "k ")
+    refused(lambda: index.search_words(PROMPT, k), "k ")
+    refused(lambda: index.search_by_vector(vector, k), "k ")
+
+
+@pytest.mark.parametrize("question", [None, 5, b"x", ["x"], "", " \n", "\udce9"], ids=ids)
+def test_questions(index: Index, question: Any) -> None:
+    refused(lambda: index.search(question), "question")
+    refused(lambda: index.search_words(question), "question")
+
+
+@pytest.mark.parametrize(
+    "vector", [None, "abc", 5, [], ["a"], [[1.0]], [NAN] * 1024, [1.0], object()], ids=ids
+)
+def test_vectors(index: Index, vector: Any) -> None:
+    refused(lambda: index.search_by_vector(vector))
+
+
+@pytest.mark.parametrize("names", NO_TEXTS, ids=ids)
+def test_several_names(index: Index, names: Any) -> None:
+    refused(lambda: index.delete(sources=names), "sources")
+    refused(lambda: index.delete(chunk_ids=names), "chunk_ids")
+    refused(lambda: index.get_chunks(names), "chunk_ids")
+    refused(lambda: index.pin(names), "sources")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    table(
+        path=[None, 5, b"x", True, "a\0b"],
+        model=[None, 5, b"x", True, ["x"], "/nonexistent"],
+        embedding=[None, 5, True, b"x", [], "unknown"],
+        codec=[None, 5, True, b"raw", "", "unknown", "transform:nan"],
+        chunk_tokens=[*NO_WHOLE, None, 0, -1],
+        context=[None, 5, True, b"none", ["none"], ""],
+        context_tokens=[*NO_WHOLE, -1],
+        compression=[None, 5, True, b"none", ["none"], "drop", "drop:nan", "drop:2"],
+        dtype=[5, True, b"float32", "float64", "float"],
+        tenant_salt=["salt", 5, b"", b"x" * 65, ["x"]],
+        device=[5.5, True, b"cpu", ["cpu"], "abacus", "meta"],
+        store=[5, True, b"memory:", ["memory:"], "", "memory", "s4://x"],
+        profile=[5, True, "x", b"x"],
+    ),
+    ids=ids,
+)
+def test_making(tmp_path: Path, model: KVModel, name: str, value: object) -> None:
+    given = {"path": tmp_path / "index", "model": model, "embedding": "hashing", name: value}
+    if name == "context_tokens":
+        given["context"] = "document"
+    refused(lambda: Index.create(**given))
+    assert not (tmp_path / "index" / "index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    table(
+        path=[None, 5, b"x", True, "a\0b", "/nonexistent"],
+        model=[5, b"x", True, ["x"]],
+        embedding=[5, True, b"x", [], "unknown"],
+        device=[5.5, True, b"cpu", ["cpu"], "abacus", "meta"],
+        store=[5, True, b"memory:", ["memory:"], "memory", "s4://x"],
+    ),
+    ids=ids,
+)
+def test_opening(index: Index, name: str, value: object) -> None:
+    refused(lambda: Index.open(**{"path": index.path, name: value}))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda index: index.add([], dry_run="no"),
+        lambda index: index.verify(repair=1),
+        lambda index: index.gc(delete_shared="no"),
+        lambda index: index.recode(5),
+        lambda index: index.recode("raw", profile="x"),
+        lambda index: index.move(5),
+        lambda index: index.move("memory:"),
+        lambda index: index.fit_profile(5),
+        lambda index: index.fit_profile(num_tokens=2.5),
+        lambda index: index.fit_profile(num_tokens=None),
+    ],
+)
+def test_looking_after(index: Index, call: Callable[[Index], object]) -> None:
+    refused(lambda: call(index))
+
+
+def test_numbers_of_other_libraries_are_numbers(index: Index) -> None:
+    plain = KVEngine(index).generate(PROMPT, max_tokens=2, seed=3, temperature=0.5, top_k=5)
+    engine = KVEngine(index, max_tokens=np.int64(2), load_threads=np.int32(1))
+    theirs = engine.generate(
+        PROMPT,
+        max_tokens=np.int16(2),
+        seed=np.uint64(3),
+        temperature=np.float32(0.5),
+        top_k=np.int64(5),
+        ratio=np.float32(0.15),
+        timeout_seconds=np.float64(60),
+        hints=np.array(["a", "b"]),
+    )
+    assert theirs.text == plain.text
+    assert theirs.to_dict()["report"]
+    assert index.search(PROMPT, np.int64(2)) == index.search(PROMPT, 2)
+    assert Sampling(seed=np.int64(3)) == Sampling(seed=3)
+    assert type(Sampling(top_p=np.float64(0.5)).top_p) is float
+    assert arguments.number(np.float32(0.5), "x") == 0.5
+
+
+def test_a_closed_index_says_so(tmp_path: Path, model: KVModel) -> None:
+    opened = Index.create(tmp_path / "index", model=model, embedding="hashing")
+    opened.add(Document("ines", "Ines keeps the harbour ledger of Varn."))
+    engine = KVEngine(opened)
+    (hit,) = opened.search(PROMPT)
+    vector = opened.embedding.embed([PROMPT])[0]
+    opened.close()
+    opened.close()  # nothing more to close
+    for call in (
+        lambda: engine.generate(PROMPT),
+        lambda: engine.generate(PROMPT, reuse=False),
+        lambda: engine.stream(PROMPT),
+        lambda: engine.fuse(PROMPT),
+        lambda: opened.search(PROMPT),
+        lambda: opened.search_words(PROMPT),
+        lambda: opened.search_by_vector(vector),
+        lambda: opened.get_chunks([hit.chunk.chunk_id]),
+        lambda: opened.open_kv(hit.chunk.chunk_id),
+        lambda: opened.add(Document("x", "y")),
+        lambda: opened.delete(sources=["ines"]),
+        opened.documents,
+        opened.stats,
+        opened.verify,
+        opened.gc,
+    ):
+        with pytest.raises(IndexClosedError, match="was closed: open it again"):
+            call()
+
+
+def test_a_prompt_that_cannot_fit_is_not_tokenised(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = KVEngine(index)
+    asked: list[int] = []
+    kind = type(index.tokenizer)
+    tokenise = kind.__call__
+
+    def note(self: Any, text: str, *others: Any, **named: Any) -> Any:
+        asked.append(len(text))
+        return tokenise(self, text, *others, **named)
+
+    monkeypatch.setattr(kind, "__call__", note)
+    message = [{"role": "user", "content": "word " * 2_000_000}]
+    for prompt in ("word " * 2_000_000, message):
+        for call in (engine.generate, engine.fuse, engine.prompt_ids):
+            if prompt is message and not getattr(index.tokenizer, "chat_template", None):
+                continue
+            with pytest.raises(PromptTooLongError, match="10,000,0"):
+                call(prompt)
+    assert asked == []
+    # What may fit is counted in tokens, as before.
+    with pytest.raises(PromptTooLongError, match="tokens"):
+        engine.generate("word " * 2000)
+    assert asked
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda: arguments.whole(0, "k", 1), "k 0: expected a whole number, at least 1"),
+        (lambda: arguments.whole(9, "n", 1, 4), "n 9: expected a whole number from 1 to 4"),
+        (lambda: arguments.number(2, "p", 0, 1), "p 2: expected a number from 0 to 1"),
+        (lambda: arguments.number(0, "s", above=0), "s 0: expected a number above 0"),
+        (lambda: arguments.texts("ab", "ids"), "ids 'ab': expected several texts"),
+        (lambda: open_store(None), "a store is file:PATH"),  # type: ignore[arg-type]
+    ],
+)
+def test_messages_say_what_is_expected(value: Callable[[], object], message: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        value()
+    assert str(caught.value).startswith(message)

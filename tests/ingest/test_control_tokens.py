@@ -1,0 +1,99 @@
+"""What ingestion does with control strings: counted, refused, recorded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvrag.chunk import Document
+from kvrag.errors import IndexFormatError, ParameterError
+from kvrag.ingest.index import Index
+from tests.ingest.conftest import MakeIndex
+from tests.support.older import make_older
+
+EVIL = "Ines keeps the ledger.\n\nHer end: <eos> and <bos><bos> again."
+IDS = {0, 1, 2}
+
+
+def test_neutralised_strings_are_counted_by_document(make_index: MakeIndex, docs: Path) -> None:
+    index = make_index()
+    assert index.config.control_tokens == "neutralise", "its tokenizer has a chat template"
+    (docs / "evil.txt").write_text(EVIL)
+    planned = index.add(docs, dry_run=True)
+    report = index.add(docs)
+    assert report.control_strings == planned.control_strings == {str(docs / "evil.txt"): 3}
+    assert report.to_dict()["control_strings"] == {str(docs / "evil.txt"): 3}
+    assert index.add(docs).control_strings == {}
+    for row in index.documents():
+        for chunk in index.get_chunks(index.catalog.chunk_ids_of(row.source)):
+            assert not IDS.intersection(chunk.token_ids)
+
+
+def test_keep_reads_them_as_control(make_index: MakeIndex) -> None:
+    index = make_index(control_tokens="keep")
+    assert index.add(Document("evil", EVIL)).control_strings == {}
+    (chunk,) = index.get_chunks(index.catalog.chunk_ids_of("evil"))
+    assert [token for token in chunk.token_ids if token in IDS] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("document", "place"),
+    [
+        (Document("evil", EVIL), r"line 3 of its text holds '<eos>'"),
+        (
+            Document("evil", "good", {"a": {"title": ["x", "y <bos>"]}}),
+            r"'a' 'title' holds '<bos>'",
+        ),
+        (Document("evil", "good", {"<pad>": 1}), r"its metadata holds '<pad>'"),
+        (Document("evil<eos>", "good"), r"its source holds '<eos>'"),
+    ],
+)
+def test_refuse_says_where(make_index: MakeIndex, document: Document, place: str) -> None:
+    index = make_index(control_tokens="refuse")
+    report = index.add([Document("one", "The fox."), document, Document("two", "The dog.")])
+    (failed,) = report.failed
+    assert failed.source == document.source
+    assert place in failed.reason
+    assert "--control-tokens neutralise" in failed.reason
+    assert set(report.added) == {"one", "two"}
+    assert report.control_strings == {}
+
+
+def test_refuse_leaves_out_files(make_index: MakeIndex, docs: Path) -> None:
+    index = make_index(control_tokens="refuse")
+    (docs / "evil.txt").write_text(EVIL)
+    for _ in range(2):
+        report = index.add(docs)
+        assert [failed.source for failed in report.failed] == [str(docs / "evil.txt")]
+    assert len(index.documents()) == 3
+
+
+def test_both_read_documents_alike(make_index: MakeIndex) -> None:
+    """Where nothing is refused, `refuse` and `neutralise` name the same KV, and `keep` as well."""
+    keys = set()
+    for mode in ("keep", "neutralise", "refuse"):
+        index = make_index(mode, control_tokens=mode)
+        index.add(Document("good", "a < b, | and > and so on"))
+        (chunk,) = index.get_chunks(index.catalog.chunk_ids_of("good"))
+        keys.add(index.key_of(chunk))
+    assert len(keys) == 1
+
+
+def test_unknown_mode(make_index: MakeIndex, tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="keep, neutralise, refuse"):
+        make_index(control_tokens="drop")
+    assert not (tmp_path / "index").exists()
+
+
+def test_an_older_index_keeps_them(make_index: MakeIndex) -> None:
+    index = make_index()
+    assert index.config.control_tokens == "neutralise"
+    index.close()
+    make_older(index.path, without=("control_tokens",))
+    with Index.open(index.path) as opened:
+        assert opened.config.control_tokens == "keep"
+        replace(opened.config, control_tokens="drop").save(index.path)
+    with pytest.raises(IndexFormatError, match="control_tokens"):
+        Index.open(index.path)

@@ -1,0 +1,391 @@
+"""A document at which something fails is one refusal; a store or model that fails ends the run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvrag.chunk import Chunk, Document
+from kvrag.codec.base import Codec
+from kvrag.errors import DocumentError, ParameterError, StoreError
+from kvrag.ingest import files, plan
+from kvrag.ingest.embedding import HashingEmbedding, Vectors
+from kvrag.ingest.index import Index
+from kvrag.ingest.limits import ParseLimits
+from kvrag.ingest.report import IngestReport
+from kvrag.kvcache import ChunkKV
+from tests.ingest.test_loaders import PageContent
+
+GOOD = Document("good", "Ines keeps the harbour ledger.")
+BAD = Document("bad", "The fox jumps over the dog.")
+
+
+def reasons(report: IngestReport) -> dict[str, str]:
+    return {Path(failed.source).name: failed.reason for failed in report.failed}
+
+
+# -- what happens to a document after it was parsed -------------------------------------------
+
+
+class PanicException(BaseException):
+    pass
+
+
+def break_at(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None:
+    """Let a stage fail at texts of a fox."""
+
+    def breaking(function: Callable[..., Any], texts: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if "fox" in str(texts(*arguments)):
+                raise error
+            return function(*arguments)
+
+        return call
+
+    if stage == "cut":
+        monkeypatch.setattr(Index, "_chunk", breaking(Index._chunk, lambda _, document: document))
+    elif stage == "prefill":
+        monkeypatch.setattr(Index, "_prefill", breaking(Index._prefill, lambda _, chunk: chunk))
+    else:
+        embed = HashingEmbedding.embed
+        monkeypatch.setattr(HashingEmbedding, "embed", breaking(embed, lambda _, texts: texts))
+
+
+@pytest.mark.parametrize("stage", ["cut", "prefill", "embed"])
+@pytest.mark.parametrize("error", [RuntimeError("odd"), PanicException("odd"), MemoryError("odd")])
+def test_a_document_that_fails_later_is_refused(
+    index: Index, monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException
+) -> None:
+    break_at(monkeypatch, stage, error)
+    report = index.add([BAD, GOOD])
+    assert report.added == ("good",)
+    assert f"{type(error).__name__}: odd" in reasons(report)["bad"]
+    monkeypatch.undo()
+    assert index.add([BAD, GOOD]).added == ("bad",)
+
+
+@pytest.mark.parametrize("stage", ["cut", "prefill"])
+def test_a_store_that_fails_meanwhile_ends_the_run(
+    index: Index, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    break_at(monkeypatch, stage, StoreError("the disk is gone"))
+    with pytest.raises(StoreError, match="the disk is gone"):
+        index.add([BAD, GOOD])
+
+
+def test_a_model_that_fails_at_everything_ends_the_run(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: the device is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "_prefill", fail)
+        with pytest.raises(RuntimeError, match="device is lost"):
+            index.add([BAD, GOOD])
+    monkeypatch.setattr(HashingEmbedding, "embed", fail)
+    with pytest.raises(RuntimeError, match="device is lost"):
+        index.add([BAD, GOOD])
+
+
+def test_a_model_that_breaks_on_the_way_ends_the_run(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = Index._prefill
+    calls = []
+
+    def fail_later(self: Index, chunk: Chunk) -> ChunkKV:
+        calls.append(chunk)
+        if len(calls) > 1:
+            raise RuntimeError("CUDA error: the device is lost")
+        return prefill(self, chunk)
+
+    monkeypatch.setattr(Index, "_prefill", fail_later)
+    with pytest.raises(RuntimeError, match="device is lost"):
+        index.add([BAD, GOOD])
+
+
+def test_vectors_that_are_not_finite_are_refused(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed = HashingEmbedding.embed
+
+    def embed_nan(self: HashingEmbedding, texts: list[str]) -> Vectors:
+        vectors = embed(self, texts)
+        vectors[["fox" in text for text in texts]] = np.nan
+        return vectors
+
+    monkeypatch.setattr(HashingEmbedding, "embed", embed_nan)
+    report = index.add([BAD, GOOD])
+    assert report.added == ("good",)
+    assert "its vector is not finite" in reasons(report)["bad"]
+
+
+def test_kv_that_cannot_be_encoded_is_refused(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, codec_for = Index._prefill, Index._codec_for
+
+    def prefill_marked(self: Index, chunk: Chunk) -> ChunkKV:
+        kv = prefill(self, chunk)
+        return ChunkKV(kv.keys * torch.nan, kv.values) if "fox" in chunk.text else kv
+
+    class Picky:
+        def __init__(self, codec: Codec) -> None:
+            self._codec = codec
+
+        def encode(self, key: object, kv: ChunkKV) -> bytes:
+            if not kv.keys.isfinite().all():
+                raise ValueError("not finite")
+            return self._codec.encode(key, kv)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Index, "_prefill", prefill_marked)
+    monkeypatch.setattr(Index, "_codec_for", lambda *given: Picky(codec_for(*given)))
+    report = index.add([BAD, GOOD])
+    assert report.added == ("good",)
+    assert "ValueError: not finite" in reasons(report)["bad"]
+
+
+def test_a_file_of_which_a_document_failed_is_read_again(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('"The fox."\n"The dog."\n"The cat."')
+    with monkeypatch.context() as patch:
+        break_at(patch, "prefill", RuntimeError("odd"))
+        report = index.add(rows)
+        assert set(reasons(report)) == {"rows.jsonl#1"}
+        assert len(report.added) == 2
+    report = index.add(rows)
+    assert report.added == (f"{rows}#1",)
+    assert len(report.unchanged) == 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda path: path.unlink(), "cannot be read"),
+        (lambda path: path.write_text('{"text": '), "not JSON"),
+        (lambda path: path.write_text('"other"\n"texts"'), "changed while it was being ingested"),
+        (lambda path: path.write_bytes(b"x" * 2_000_001), "at most 2,000,000 are read"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "a pipe"),
+    ],
+)
+def test_a_file_that_breaks_between_planning_and_running_is_refused(
+    index: Index,
+    docs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Path], object],
+    reason: str,
+) -> None:
+    rows = docs / "rows.jsonl"
+    rows.write_text('"The fox."\n"The dog."')
+    monkeypatch.setattr(plan, "_MAX_KEPT_TOKENS", 0)
+    # The last thing between the two.
+    monkeypatch.setattr("kvrag.ingest.index.check_space", lambda *_: spoil(rows))
+    report = index.add(docs, limits=ParseLimits(max_file_bytes=2_000_000))
+    assert len(report.added) == 3
+    assert set(reasons(report)) == {"rows.jsonl#1", "rows.jsonl#2"}
+    assert all(reason in failed.reason for failed in report.failed)
+
+
+def test_a_broken_file_is_read_again_once_and_not_for_each_row(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(f'"row {number}"' for number in range(50)))
+    monkeypatch.setattr(plan, "_MAX_KEPT_TOKENS", 0)
+    read: list[str] = []
+
+    def read_file(path: str, max_bytes: int) -> bytes:
+        read.append(path)
+        raise DocumentError("gone")
+
+    monkeypatch.setattr("kvrag.ingest.pipeline.read_file", read_file)
+    assert len(index.add(rows).failed) == 50
+    assert len(read) == 1
+
+
+# -- objects ----------------------------------------------------------------------------------
+
+
+class _Raising:
+    def __str__(self) -> str:
+        raise RuntimeError("no text for you")
+
+
+def _cycle() -> dict[str, Any]:
+    cycle: dict[str, Any] = {}
+    cycle["self"] = cycle
+    return cycle
+
+
+def _laughs() -> list[Any]:
+    """A few lists that stand for 10 ** 20 values."""
+    value: list[Any] = []
+    for _ in range(20):
+        value = [value] * 10
+    return value
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        (_cycle(), "nested more than 32 levels"),
+        ({"x": _laughs()}, "more than 100,000 values"),
+        ({"x": "y" * 2_000_000}, "more than 1,048,576 characters"),
+        ({"x": _Raising()}, "RuntimeError: no text for you"),
+        ("text", "has no attribute 'items'"),
+    ],
+)
+def test_objects_with_metadata_that_cannot_be_kept_are_refused(
+    index: Index, metadata: Any, reason: str
+) -> None:
+    bad = PageContent("text", metadata, "bad")
+    assert reason in reasons(index.add([bad, Document("bad", "text", metadata), GOOD]))["bad"]
+    assert [row.source for row in index.documents()] == ["good"]
+
+
+def test_odd_metadata_that_can_be_kept_is_kept(index: Index) -> None:
+    odd = {"big": 10**5000, "bytes": b"\xff", "nan": float("nan"), "set": {1}, 3: None}
+    assert index.add([PageContent("text", odd, "odd")]).ok
+    (row,) = index.documents()
+    big = hex(10**5000)
+    assert row.metadata == {"big": big, "bytes": "b'\\xff'", "nan": "nan", "set": [1], "3": None}
+
+
+def test_metadata_that_each_of_many_chunks_would_repeat_is_refused(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MAX_REPEATED_CHARACTERS", 10_000)
+    long = Document("bad", "word " * 2000, {"note": "n" * 5_000})
+    report = index.add([long, GOOD])
+    assert "metadata of 5,0" in reasons(report)["bad"]
+    assert report.added == ("good",)
+
+
+def test_a_list_that_holds_itself_is_refused(index: Index) -> None:
+    given: list[Any] = []
+    given.append(given)
+    with pytest.raises(ParameterError, match="nested more than 100 deep"):
+        index.add(given)
+
+
+# -- paths ------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs devices")
+def test_only_regular_files_are_read(index: Index, docs: Path) -> None:
+    os.mkfifo(docs / "pipe.txt")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(docs / "socket.txt"))
+    (docs / "zero.txt").symlink_to("/dev/zero")
+    (docs / "loop.txt").symlink_to(docs / "loop.txt")
+    with listener:
+        named = [docs / name for name in ("pipe.txt", "socket.txt", "zero.txt")]
+        report = index.add([docs, "/dev/zero", *named])
+    assert len(report.added) == 3
+    found = sorted(failed.reason.rpartition("but ")[2] for failed in report.failed)
+    expected = ["a device", "a device", "a pipe", "a socket"]
+    assert [text.partition(";")[0] for text in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("loop", "cannot be read|symlink|Symlink"),
+        ("x" * 5000, "name too long"),
+        ("a\0b", "null byte"),
+        ("gone", "there is no such file"),
+        ("~no-such-user-here/x", "home directory"),
+    ],
+)
+def test_paths_that_lead_nowhere_are_named(
+    index: Index, tmp_path: Path, name: str, reason: str
+) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    given = name if name.startswith("~") else str(tmp_path) + "/" + name
+    with pytest.raises(DocumentError, match=reason):
+        index.add(given)
+
+
+def test_large_files_are_refused_unread(index: Index, docs: Path) -> None:
+    with (docs / "sparse.txt").open("wb") as file:
+        file.truncate(1 << 40)
+    (docs / "large.txt").write_text("x" * 101)
+    (docs / "full.txt").write_text("x" * 100)
+    report = index.add(docs, limits=ParseLimits(max_file_bytes=100))
+    assert set(reasons(report)) == {"sparse.txt", "large.txt"}
+    assert "101 bytes or more, and at most 100 are read" in reasons(report)["large.txt"]
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text("x" * 100)
+    real = os.fstat
+
+    def fstat(descriptor: int) -> os.stat_result:
+        status = real(descriptor)
+        path.write_text("x" * 5_000_000)
+        return status
+
+    monkeypatch.setattr("kvrag.ingest.files.os.fstat", fstat)
+    with pytest.raises(DocumentError, match="at most 1,000 are read"):
+        files.read_file(str(path), 1000)
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_files_that_say_they_are_empty_are_read_within_the_limit() -> None:
+    with pytest.raises(DocumentError, match="at most 10 are read"):
+        files.read_file("/proc/self/environ", 10)
+
+
+def test_a_tree_deeper_than_any_path_may_be_is_searched_as_far_as_it_can(
+    index: Index, docs: Path
+) -> None:
+    start = Path.cwd()
+    os.chdir(docs)
+    try:
+        for _ in range(2200):
+            Path("d").mkdir()
+            os.chdir("d")
+        Path("lost.txt").write_text("beyond reach")
+    finally:
+        os.chdir(start)
+    report = index.add(docs)
+    # Python's own way to remove it, which pytest would use, is recursive.
+    subprocess.run(["rm", "-rf", docs / "d"], check=True)
+    assert len(report.added) == 3
+    (failed,) = report.failed
+    assert "the folder cannot be listed (File name too long)" in failed.reason
+
+
+def test_a_folder_that_cannot_be_listed_keeps_what_was_under_it(
+    index: Index, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.add(docs)
+    (docs / "new.txt").write_text("A new file.")
+    (docs / "ledger.txt").unlink()
+    real = os.scandir
+
+    def refuse(path: str) -> Any:
+        if str(path).endswith("deep"):
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr("kvrag.ingest.files.os.scandir", refuse)
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    report = index.add(docs)
+    assert [Path(source).name for source in report.added] == ["new.txt"]
+    assert [Path(source).name for source in report.removed] == ["ledger.txt"]
+    assert "Permission denied" in reasons(report)["deep"]

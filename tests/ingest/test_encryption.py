@@ -1,0 +1,181 @@
+"""An index with a key: nothing of the documents is readable without it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvrag.errors import IndexFormatError, IndexMismatchError, ParameterError
+from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from tests.ingest.conftest import MakeIndex
+
+pytest.importorskip("sqlcipher3")
+
+WORDS = (b"harbour", b"Tomas", b"ledger.txt", b"quick brown", b"heading", b"northern")
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    return key_file(tmp_path / "tenant.key", "ab")
+
+
+def key_file(path: Path, digits: str) -> Path:
+    path.write_text(digits * 32)
+    path.chmod(0o600)
+    return path
+
+
+def readable(folder: Path) -> set[bytes]:
+    """Return the words of the documents that stand in an index's files."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {word for word in WORDS for path in files if word in path.read_bytes()}
+
+
+@pytest.fixture
+def encrypted(make_index: MakeIndex, docs: Path, key: Path, tmp_path: Path) -> Index:
+    index = make_index(store=f"file:{tmp_path / 'kv'}?key_file={key}")
+    index.add(docs)
+    index.search("ledger", 3)
+    return index
+
+
+def test_nothing_of_the_documents_is_readable(
+    encrypted: Index, model: KVModel, docs: Path, make_index: MakeIndex
+) -> None:
+    plain = make_index("plain")
+    plain.add(docs)
+    plain.close()
+    assert {b"harbour", b"Tomas", b"ledger.txt", b"quick brown"} <= readable(plain.path)
+    assert not readable(encrypted.path)  # while it is open, its log included
+    encrypted.close()
+    assert not readable(encrypted.path)
+    assert not (encrypted.path / "vectors.cache").exists()
+    with pytest.raises(sqlite3.DatabaseError, match="not a database"):
+        sqlite3.connect(encrypted.path / "catalog.sqlite").execute("SELECT * FROM chunks")
+    with Index.open(encrypted.path, model=model) as again:
+        assert again.verify().ok
+        assert "ledger" in again.search("harbour ledger", 1)[0].chunk.text
+        (docs / "ledger.txt").write_text("A new ledger.")
+        assert len(again.add(docs).changed) == 1
+        assert again.verify().ok
+
+
+def test_a_missing_or_wrong_key_is_told_from_damage(
+    encrypted: Index, model: KVModel, key: Path, tmp_path: Path
+) -> None:
+    encrypted.close()
+    with pytest.raises(IndexMismatchError, match=r"is encrypted, and no key was given: .*key_file"):
+        Index.open(encrypted.path, store=f"file:{tmp_path / 'kv'}")
+    key_file(key, "cd")
+    with pytest.raises(IndexMismatchError, match=r"wrong key: .* Nothing is damaged"):
+        Index.open(encrypted.path)
+    key_file(key, "ab")
+    path = encrypted.path / "catalog.sqlite"
+    content = bytearray(path.read_bytes())
+    path.write_bytes(b"x" * 5000)
+    with pytest.raises(IndexFormatError, match="damaged"):
+        Index.open(encrypted.path)
+    content[4096 * 3 + 100] ^= 1
+    path.write_bytes(content)
+    with Index.open(encrypted.path, model=model) as index:
+        index.search("ledger", 3)
+        assert not index.verify().ok
+        index.verify(repair=True)
+        assert index.verify().ok
+
+
+def test_without_the_library_it_is_refused(
+    encrypted: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encrypted.close()
+    monkeypatch.setitem(sys.modules, "sqlcipher3.dbapi2", None)
+    with pytest.raises(ParameterError, match=r"sqlcipher3.*pip install 'kvrag\[encryption\]'"):
+        Index.open(encrypted.path)
+
+
+def make_plain(index: Index) -> None:
+    """Leave an index as it was before catalogs were encrypted."""
+    path = index.path / "catalog.sqlite"
+    index.catalog.write_copy(path.with_name("plain"), None)
+    index.close()
+    shutil.move(path.with_name("plain"), path)
+    config = IndexConfig.load(index.path)
+    values = json.loads((index.path / "index.json").read_text()) | {"key_check": ""}
+    assert values["key_check"] != config.key_check
+    from dataclasses import replace
+
+    replace(config, key_check="").save(index.path)
+
+
+@pytest.mark.parametrize("by", ["ingest", "verify"])
+def test_a_plain_catalog_beside_encrypted_records_is_encrypted(
+    encrypted: Index, model: KVModel, docs: Path, key: Path, by: str
+) -> None:
+    make_plain(encrypted)
+    assert readable(encrypted.path)
+    key_file(key, "cd")
+    with (
+        Index.open(encrypted.path, model=model) as index,
+        pytest.raises(IndexMismatchError, match="opens none of the records"),
+    ):
+        index.add(docs)
+    key_file(key, "ab")
+    with Index.open(encrypted.path, model=model) as index:
+        index.search("ledger", 1)
+        assert (index.path / "vectors.cache").exists()
+        assert index.add(docs).ok if by == "ingest" else index.verify(repair=True).ok
+        assert index.search("ledger", 1)
+        assert index.verify().ok
+    assert not readable(encrypted.path)
+    with Index.open(encrypted.path, model=model) as index:
+        assert index.verify().ok
+
+
+@pytest.mark.parametrize("other", ["", "cd"])
+def test_a_move_takes_the_catalog_along(
+    encrypted: Index, model: KVModel, tmp_path: Path, other: str
+) -> None:
+    url = f"file:{tmp_path / 'elsewhere'}"
+    if other:
+        url += f"?key_file={key_file(tmp_path / 'other.key', other)}"
+    encrypted.move(url)
+    assert encrypted.search("ledger", 1)
+    encrypted.close()
+    assert bool(readable(encrypted.path)) == (not other)
+    with Index.open(encrypted.path, model=model) as index:
+        assert index.verify().ok
+
+
+def test_a_move_that_was_killed_is_completed(
+    encrypted: Index, model: KVModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvrag.ingest import tables
+
+    def die(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "put_in_place", die)
+        url = f"file:{tmp_path / 'elsewhere'}?key_file={key_file(tmp_path / 'other.key', 'cd')}"
+        with pytest.raises(KeyboardInterrupt):
+            encrypted.move(url)
+    with Index.open(encrypted.path, model=model) as index:
+        assert index.verify().ok
+        assert len(index.search("ledger", 3)) == 3
+
+
+def test_tenants_of_one_store_have_salts_of_their_own(
+    make_index: MakeIndex, docs: Path, tmp_path: Path
+) -> None:
+    for name, digits in (("one", "ab"), ("two", "cd")):
+        key = key_file(tmp_path / f"{name}.key", digits)
+        index = make_index(name, store=f"file:{tmp_path / 'kv'}?key_file={key}")
+        index.add(docs)
+        assert index.verify().ok

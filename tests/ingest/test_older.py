@@ -1,0 +1,150 @@
+"""Indexes made before rows were sealed, files that changed unnoticed, and a catalog set aside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+
+from kvrag.errors import IndexFormatError
+from kvrag.ingest import plan
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from tests.support.older import make_older
+
+
+def test_an_older_index_is_sealed_when_it_is_opened(
+    index: Index, docs: Path, model: KVModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    index.add(docs)
+    index.search("ledger", 1)
+    index.close()
+    make_older(index.path)
+    with Index.open(index.path, model=model) as again:
+        assert "made by an older kvrag" in caplog.text
+        assert again.verify().ok
+        assert len(again.add(docs).unchanged) == 3
+        assert "ledger" in again.search("harbour ledger", 1)[0].chunk.text
+    caplog.clear()
+    with Index.open(index.path, model=model) as again:
+        assert again.verify().ok
+    assert not caplog.text
+    with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
+        connection.execute("UPDATE chunks SET text = 'another' WHERE source LIKE '%ledger.txt'")
+        connection.commit()
+    with Index.open(index.path, model=model) as again:
+        assert not again.verify().ok
+
+
+@pytest.mark.parametrize("column", ["text = 'another'", "token_ids = x'05000000'", "kv_key = 'z'"])
+def test_damage_of_an_older_index_is_not_sealed(
+    index: Index, docs: Path, model: KVModel, column: str
+) -> None:
+    index.add(docs)
+    index.close()
+    make_older(index.path)
+    with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
+        connection.execute(f"UPDATE chunks SET {column} WHERE source LIKE '%ledger.txt'")
+        connection.commit()
+    with Index.open(index.path, model=model) as again:
+        assert not again.verify().ok
+        assert again.verify(repair=True).ok
+        assert again.verify().ok
+
+
+def test_an_older_index_json_beside_a_sealed_catalog_is_refused(index: Index, docs: Path) -> None:
+    index.add(docs)
+    index.close()
+    sealed = (index.path / "catalog.sqlite").read_bytes()
+    make_older(index.path)
+    (index.path / "catalog.sqlite").write_bytes(sealed)
+    with pytest.raises(IndexFormatError, match=r"index\.json is older than the catalog"):
+        Index.open(index.path)
+
+
+def change_unnoticed(path: Path, old: str, new: str) -> None:
+    """Change a file's bytes, and set back its size and times."""
+    status = path.stat()
+    text = path.read_text().replace(old, new)
+    path.write_text(text)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_size == status.st_size
+
+
+def test_a_file_changed_under_its_size_and_time_is_read_again(index: Index, docs: Path) -> None:
+    path = docs / "ledger.txt"
+    index.add(docs)
+    time.sleep(0.1)
+    index.add(docs)  # its state is old enough now to be believed
+    state = index.catalog.file(str(path))
+    assert state is not None
+    assert state.ctime_ns
+    assert len(index.add(docs).unchanged) == 3
+    change_unnoticed(path, "Ines", "Vera")
+    assert index.add(docs).changed == (str(path),)
+    assert "Vera" in index.search("ledger", 1)[0].chunk.text
+
+
+def test_a_young_change_is_not_missed(index: Index, docs: Path) -> None:
+    path = docs / "ledger.txt"
+    for name in ("Vera", "Ines") * 5:
+        path.write_text(f"{name} keeps the harbour ledger of Varn.")
+        os.utime(path, ns=(10**18, 10**18))
+        index.add(docs)
+        assert name in index.search("ledger", 1)[0].chunk.text
+
+
+def test_force_reads_every_file(index: Index, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index.add(docs)
+    time.sleep(0.1)
+    index.add(docs)
+    read: list[str] = []
+    real = plan.read_file
+    monkeypatch.setattr(
+        plan, "read_file", lambda path, most: read.append(Path(path).name) or real(path, most)
+    )
+    assert len(index.add(docs).unchanged) == 3
+    assert not {"ledger.txt", "clock.md", "fox.txt"} & set(read)
+    assert len(index.add(docs, force=True).unchanged) == 3
+    assert {"ledger.txt", "clock.md", "fox.txt"} <= set(read)
+
+
+@pytest.mark.parametrize("damage", ["missing", "foreign", "short"])
+def test_a_catalog_that_cannot_be_opened_is_set_aside(
+    index: Index, docs: Path, model: KVModel, damage: str
+) -> None:
+    index.add(docs)
+    index.close()
+    path = index.path / "catalog.sqlite"
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(b"x" * (5000 if damage == "foreign" else 10))
+    with pytest.raises(IndexFormatError, match=r"missing|damaged"):
+        Index.open(index.path, model=model)
+    with Index.open(index.path, model=model, mend=True) as again:
+        report = again.add(docs)
+        assert (len(report.added), report.num_records) == (3, 0)
+        assert again.verify().ok
+    assert path.with_name("catalog.sqlite.damaged").exists() == (damage != "missing")
+
+
+def test_an_edited_cache_of_vectors_is_not_believed(
+    index: Index, docs: Path, model: KVModel
+) -> None:
+    import xxhash
+
+    index.add(docs)
+    expected = [hit.chunk.source for hit in index.search("ledger", 3)]
+    index.close()
+    path = index.path / "vectors.cache"
+    content = bytearray(path.read_bytes())
+    content[-4 * 384 :] = bytes(4 * 384)
+    assert xxhash.xxh3_128_digest(bytes(content))
+    path.write_bytes(bytes(content))
+    with Index.open(index.path, model=model) as again:
+        assert [hit.chunk.source for hit in again.search("ledger", 3)] == expected
+    assert path.read_bytes() != bytes(content)

@@ -1,0 +1,162 @@
+"""The process that parses: whatever a file does to it costs that file alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrag.chunk import Document
+from kvrag.errors import DocumentError, ParameterError, ParserError
+from kvrag.ingest.limits import ParseLimits
+from kvrag.ingest.loaders import NoTextError
+from kvrag.ingest.parsing import Parser
+
+_NAMES = (
+    *("hang", "crash", "leave", "eat", "flood", "recurse", "babble", "steal", "repeat", "halve"),
+    *("mistype", "garble", "modules", "shout"),
+)
+LOADERS = {f".{name}": f"tests.ingest.bad_loaders:{name}" for name in _NAMES}
+LIMITS = ParseLimits(max_file_bytes=1_000_000, seconds=3, memory_bytes=200 << 20)
+
+
+@pytest.fixture(scope="module")
+def parser() -> Iterator[Parser]:
+    with Parser(LIMITS, LOADERS) as parser:
+        yield parser
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("hang", r"took longer than 3 s.*--parse-seconds"),
+        ("crash", r"its parser crashed \(Segmentation fault\)"),
+        ("leave", r"its parser crashed \(exit code 7\)"),
+        ("eat", r"more than 200 MiB of memory.*--parse-memory"),
+        ("flood", r"more text than the limit.*--max-file-size"),
+        ("recurse", r"its loader failed \(RecursionError"),
+        ("steal", r"its loader gave the source .*expected the path"),
+        ("repeat", r"its loader gave the source .*each once"),
+        ("halve", "half a surrogate pair at character 5"),
+        ("mistype", r"its loader failed \(TypeError"),
+        ("garble", "its parser's answer"),
+    ],
+)
+def test_a_file_that_breaks_its_parser_is_refused_and_the_next_one_read(
+    parser: Parser, kind: str, reason: str
+) -> None:
+    with pytest.raises(DocumentError, match=rf"(?s)^/docs/a\.{kind}: .*{reason}"):
+        parser.parse(f"/docs/a.{kind}", b"x")
+    assert parser.parse("/docs/b.txt", b"next") == [Document("/docs/b.txt", "next")]
+
+
+def test_what_a_loader_prints_goes_nowhere(parser: Parser) -> None:
+    assert parser.parse("/a.babble", b"x") == [Document("/a.babble", "said nothing")]
+
+
+def test_the_process_holds_no_model_library(parser: Parser) -> None:
+    (document,) = parser.parse("/a.modules", b"x")
+    heavy = {"torch", "transformers", "tokenizers", "numpy", "faiss", "sqlite3"}
+    assert not heavy & set(document.text.split())
+
+
+def test_further_loaders_come_first(parser: Parser) -> None:
+    expected = [Document("/a.SHOUT", "QUIET", {"loud": True})]
+    assert parser.parse("/a.SHOUT", b"quiet") == expected
+    with Parser(loaders={".txt": "tests.ingest.bad_loaders:shout"}) as other:
+        assert other.parse("/a.txt", b"quiet")[0].text == "QUIET"
+
+
+def test_one_process_parses_many_files(parser: Parser) -> None:
+    parser.parse("/a.txt", b"x")
+    process = parser._process
+    for number in range(50):
+        parser.parse(f"/{number}.txt", b"x")
+    with pytest.raises(NoTextError, match="the file is empty"):
+        parser.parse("/a.txt", b"")
+    with pytest.raises(DocumentError, match=r"not valid utf-8"):
+        parser.parse("/a.txt", b"\xff")
+    assert parser._process is process
+
+
+def test_a_crash_that_an_earlier_file_may_have_caused_is_tried_again(parser: Parser) -> None:
+    parser.parse("/a.txt", b"x")
+    assert parser._process is not None
+    parser._process._process.kill()
+    assert parser.parse("/b.txt", b"y") == [Document("/b.txt", "y")]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"seconds": 0}, {"seconds": float("nan")}, {"memory_bytes": 1.5}, {"max_file_bytes": True}],
+)
+def test_limits_are_numbers_above_0(values: dict[str, float]) -> None:
+    with pytest.raises(ParameterError, match=f"limit {next(iter(values))}="):
+        ParseLimits(**values)  # type: ignore[arg-type]
+
+
+def test_loaders_that_are_none_are_named() -> None:
+    for suffix, name in (("x", "a:b"), (".x", "a"), (".x", ":b"), (".x", "a:")):
+        with pytest.raises(ParameterError, match=re.escape(f"loader {suffix}={name}")):
+            Parser(loaders={suffix: name})
+    with (
+        Parser(loaders={".x": "no_such_module:load"}) as parser,
+        pytest.raises(ParserError, match="No module named 'no_such_module'"),
+    ):
+        parser.parse("/a.txt", b"x")
+
+
+def test_an_interpreter_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrag.ingest.parsing.get_executable", lambda: "/no/python")
+    with Parser() as parser, pytest.raises(ParserError, match="cannot be started"):
+        parser.parse("/a.txt", b"x")
+    monkeypatch.setattr("kvrag.ingest.parsing.get_executable", lambda: "/bin/false")
+    with Parser() as parser, pytest.raises(ParserError, match="before it was ready"):
+        parser.parse("/a.txt", b"x")
+
+
+_PARENT = """
+from kvrag.ingest.parsing import Parser
+with Parser(loaders={".hang": "tests.ingest.bad_loaders:hang"}) as parser:
+    parser.parse("/a.txt", b"x")
+    print(parser._process._process.pid, flush=True)
+    parser.parse("/a.hang", b"x")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+def test_the_process_goes_with_its_parent(signum: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _PARENT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        worker = Path(f"/proc/{int(parent.stdout.readline())}")
+        assert worker.exists()
+        time.sleep(0.2)
+        os.kill(parent.pid, signum)
+        _, errors = parent.communicate(timeout=30)
+        # The interrupt reaches the user once, from the parent.
+        assert errors.count("KeyboardInterrupt") == (signum == signal.SIGINT)
+        end = time.monotonic() + 10
+        while _is_running(worker) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not _is_running(worker)
+
+
+def _is_running(process: Path) -> bool:
+    try:
+        return process.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

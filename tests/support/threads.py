@@ -1,0 +1,32 @@
+"""Which of the package's threads are at work."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+
+
+def at_work(prefix: str = "kvrag-") -> list[str]:
+    """Return the names of the package's threads that run its code at this moment.
+
+    They are known by their names, which all begin with ``kvrag-``; a pool's thread that waits for
+    work is in no function of the package. Other libraries' threads never count, wherever the
+    files of those libraries lie.
+    """
+    frames = sys._current_frames()
+    return sorted(
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith(prefix)
+        and thread.ident is not None
+        and _is_in_package(frames.get(thread.ident))
+    )
+
+
+def _is_in_package(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("kvrag."):
+            return True
+        frame = frame.f_back
+    return False
