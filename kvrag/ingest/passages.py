@@ -6,7 +6,6 @@ record in the store. `gc` keeps what some name still needs.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -15,18 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
-from kvrag.errors import IndexFormatError, ParameterError, RecordError, StoreError
+from kvrag.errors import ParameterError, RecordError
 from kvrag.ingest import lock
-from kvrag.ingest.config import write_atomically
+from kvrag.ingest.kept import FOLDER, write_kept
 from kvrag.ingest.writer import BackgroundWriter
 
 if TYPE_CHECKING:
     from kvrag.codec.base import EncodedChunk
     from kvrag.ingest.index import Index
 
-FOLDER = "kept"
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_.-]*")
-_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,7 @@ class Passages:
             # while the lock is held, and a killed run leaves a name that the next one completes.
             path.parent.mkdir(exist_ok=True)
             keys = {key.digest: len(one.token_ids) for key, one in sorted(by_key.items())}
-            write_atomically(path, json.dumps({"version": _VERSION, "keys": keys}).encode())
+            write_kept(path, keys)
             if missing:
                 chunks = [_as_chunk(one) for _, one in missing]
                 codec = index._codec_for(chunks, lambda _: None)
@@ -226,33 +223,6 @@ class Passages:
         if not _NAME.fullmatch(name):
             raise ParameterError(f"name {name!r}: expected letters, digits, '_', '.' and '-'")
         return self.index.path / FOLDER / f"{name}.json"
-
-
-def kept_keys(folder: Path) -> dict[str, int]:
-    """Return the keys that names of an index's folder keep, with the tokens of each.
-
-    Raises
-    ------
-    IndexFormatError
-        When a file is damaged: nothing may be collected on its word.
-    StoreError
-        When one cannot be read.
-    """
-    found: dict[str, int] = {}
-    for path in sorted((folder / FOLDER).glob("[!.]*.json")):
-        try:
-            content = json.loads(path.read_bytes())
-            keys = content["keys"]
-            if content["version"] != _VERSION:
-                raise ValueError(f"version {content['version']}, expected {_VERSION}")
-            found |= {ChunkKey(key).digest: int(keys[key]) for key in keys}
-        except OSError as error:
-            raise StoreError(f"{path}: cannot be read ({error})") from error
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise IndexFormatError(
-                f"{path}: no list of kept records ({error}); encode its schema again, or delete it"
-            ) from error
-    return found
 
 
 def _as_chunk(passage: Passage) -> Chunk:

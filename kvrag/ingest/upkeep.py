@@ -27,11 +27,11 @@ from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import VECTORS_NAME, IndexConfig, write_atomically
 from kvrag.ingest.connection import next_path
 from kvrag.ingest.encryption import catalog_key, key_check, require_key_of_records
+from kvrag.ingest.kept import kept_keys
 from kvrag.ingest.maintenance import collect_garbage, first_of, verify_records
 from kvrag.ingest.making import KV_FOLDER, check_lasting, check_limit
 from kvrag.ingest.mending import Audit
 from kvrag.ingest.moving import MoveReport, copy_records, is_same_store
-from kvrag.ingest.passages import kept_keys
 from kvrag.ingest.profiles import LEAST_TOKENS, SAMPLE_TOKENS, ProfileFolder
 from kvrag.ingest.report import GcReport, IndexStats, IngestReport, RecodeReport, VerifyReport
 from kvrag.store.base import Store

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from kvrag.codec.base import EncodedChunk
 from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError, UnsupportedModelError
-from kvrag.fusion.fuser import MISS_POSITION, FusedPrompt, fuse
+from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import Layout, ReusedSpan
+from kvrag.fusion.plan import MISS_POSITION
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.none import NonePolicy

@@ -13,7 +13,8 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import IndexFormatError, ParameterError, PMLError, PromptTooLongError
 from kvrag.fusion.loader import MISS_ABSENT
 from kvrag.ingest.index import Index
-from kvrag.ingest.passages import FOLDER, Passage
+from kvrag.ingest.kept import FOLDER
+from kvrag.ingest.passages import Passage
 from kvrag.models.kv_model import KVModel
 from kvrag.pml.engine import PMLEngine
 from tests.support.bench_top import TEXTS, relative_difference

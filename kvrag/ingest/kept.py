@@ -1,0 +1,47 @@
+"""Files that name the records an index keeps for others than its chunks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import IndexFormatError, StoreError
+from kvrag.ingest.config import write_atomically
+
+FOLDER = "kept"
+_VERSION = 1
+
+
+def write_kept(path: Path, keys: Mapping[str, int]) -> None:
+    """Write the digests of keys, each with its number of tokens. Raises StoreError."""
+    content = {"version": _VERSION, "keys": dict(keys)}
+    write_atomically(path, json.dumps(content).encode())
+
+
+def kept_keys(folder: Path) -> dict[str, int]:
+    """Return the keys that names of an index's folder keep, with the tokens of each.
+
+    Raises
+    ------
+    IndexFormatError
+        When a file is damaged: nothing may be collected on its word.
+    StoreError
+        When one cannot be read.
+    """
+    found: dict[str, int] = {}
+    for path in sorted((folder / FOLDER).glob("[!.]*.json")):
+        try:
+            content = json.loads(path.read_bytes())
+            keys = content["keys"]
+            if content["version"] != _VERSION:
+                raise ValueError(f"version {content['version']}, expected {_VERSION}")
+            found |= {ChunkKey(key).digest: int(keys[key]) for key in keys}
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be read ({error})") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise IndexFormatError(
+                f"{path}: no list of kept records ({error}); encode its schema again, or delete it"
+            ) from error
+    return found
