@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -16,7 +16,16 @@ from kvrag import arguments
 from kvrag.chunk import Chunk
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Source, Usage
 from kvrag.engine.buffers import BufferPool
-from kvrag.engine.sampling import Sampler, Sampling
+from kvrag.engine.request import (
+    Message,
+    PlacedPrompt,
+    Prompt,
+    Recompute,
+    Request,
+    RequestOptions,
+    checked_messages,
+)
+from kvrag.engine.sampling import Sampler
 from kvrag.engine.text_stream import TextStream
 from kvrag.errors import (
     IndexFormatError,
@@ -27,11 +36,10 @@ from kvrag.errors import (
 )
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.cache import check_evictable
-from kvrag.eviction.registry import make_eviction
 from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.chosen_links import ChosenLinks
 from kvrag.fusion.compression.compacting import compact, without_chunks
-from kvrag.fusion.controller import Choice, LoadingController, calibrated, make_choice
+from kvrag.fusion.controller import Choice, calibrated
 from kvrag.fusion.decoding import CacheDecoder, Decoder, RowDecoder
 from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, computing_seconds, fuse
@@ -40,13 +48,13 @@ from kvrag.fusion.links import Links
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.plan import Loading
 from kvrag.fusion.policies import DEFAULT_POLICY
-from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair
 from kvrag.fusion.segments import Match
 from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag.ingest.index import Index
 from kvrag.ingest.prompt_tokens import tokenise_prompt
+from kvrag.kvcache import FusedKV
 from kvrag.loading import LOAD_THREADS, MAX_LOAD_THREADS
 from kvrag.loading.streaming import Known, Streaming
 from kvrag.models.adapter import resting
@@ -54,27 +62,6 @@ from kvrag.models.chat import PromptText, render_messages
 from kvrag.models.kv_model import KVModel
 
 logger = logging.getLogger("kvrag")
-
-Message = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class PlacedPrompt:
-    """A prompt that is laid out already.
-
-    Attributes
-    ----------
-    layout
-        Its tokens, positions, and what of it is stored.
-    open_kv
-        Opens what the layout's spans name.
-    """
-
-    layout: Layout
-    open_kv: OpenKV
-
-
-Prompt = str | Sequence[Message] | PlacedPrompt
 
 MISS_CATALOG = "catalog damaged"
 
@@ -156,18 +143,21 @@ class KVEngine:
             )
         self.index = index
         self._links = ChosenLinks(links, lambda: index.model_folder, lambda: index.model)
-        self._policy = policy
-        self._ratio = ratio
-        self._boundary_tokens = boundary_tokens
-        self._eviction = make_eviction(eviction)
-        self._max_tokens = _checked_max_tokens(max_tokens)
+        self._defaults = Request(
+            "",
+            policy=policy,
+            ratio=ratio,
+            boundary_tokens=boundary_tokens,
+            eviction=eviction,
+            max_tokens=arguments.whole(max_tokens, "max_tokens", 1),
+            ttft=ttft,
+        )
         self._load_threads = arguments.whole(load_threads, "load_threads", 0, MAX_LOAD_THREADS)
-        self._ttft = _checked_ttft(ttft)
         self._known = Known()
         self._buffers = BufferPool()
         self._watching = True  # for retrieved chunks that never arrive in a prompt
         self._has_warned_of_control = False
-        self._resolve_policy(None, None, None)
+        self._choice(self._defaults)
 
     # -- prompts ------------------------------------------------------------------------------
 
@@ -190,7 +180,7 @@ class KVEngine:
         strings are.
         """
         return render_messages(
-            self.index.tokenizer, _checked_messages(messages), self.index.control
+            self.index.tokenizer, checked_messages(messages), self.index.control
         ).text
 
     def prompt_ids(self, prompt: Prompt, *, hints: Sequence[str] = ()) -> tuple[int, ...]:
@@ -212,7 +202,7 @@ class KVEngine:
         if isinstance(prompt, str):
             written = PromptText(prompt, True)
         else:
-            messages = _checked_messages(prompt)
+            messages = checked_messages(prompt)
             written = render_messages(self.index.tokenizer, messages, self.index.control)
         if len(written.text) > _SURELY_TOKENISED:
             # What cannot fit is refused before tokenising it takes minutes.
@@ -228,12 +218,11 @@ class KVEngine:
         arguments.text(written.text, "the prompt")
         return written
 
-    def _lay_out(self, prompt: Prompt, hints: Sequence[str], reuse: bool) -> _LaidOut:
+    def _lay_out(self, request: Request) -> _LaidOut:
         self.index.require_open()
-        hints = arguments.texts(hints, "hints")
-        arguments.flag(reuse, "reuse")
+        prompt, hints = request.prompt, request.hints
         if isinstance(prompt, PlacedPrompt):
-            layout = prompt.layout if reuse else replace(prompt.layout, spans=())
+            layout = prompt.layout if request.reuse else replace(prompt.layout, spans=())
             return _LaidOut(layout, [], prompt.open_kv)
         written = self._text(prompt)
         tokens = tokenise_prompt(self.index, written, hints)
@@ -244,7 +233,7 @@ class KVEngine:
         # Where chunks are encoded behind nothing, those of one text are one.
         tells_apart = self.index.config.context != NO_CONTEXT
         damage: dict[str, int] = {}
-        if reuse:
+        if request.reuse:
             try:
                 matches = self.index.matcher.find(written.text, hints)
                 wanted = [match.chunk_id for match in matches]
@@ -275,17 +264,7 @@ class KVEngine:
 
     # -- fusing -------------------------------------------------------------------------------
 
-    def fuse(
-        self,
-        prompt: Prompt,
-        *,
-        policy: str | Choice | RecomputePolicy | None = None,
-        ratio: float | None = None,
-        boundary_tokens: int | None = None,
-        max_tokens: int | None = None,
-        hints: Sequence[str] = (),
-        ttft: float | None = None,
-    ) -> FusedPrompt:
+    def fuse(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> FusedPrompt:
         """Return the prompt's KV and first logits, without generating.
 
         Transformers goes on from it: ``model.hf.generate(**fused.to_generate())``, inside ``with
@@ -294,17 +273,14 @@ class KVEngine:
 
         Parameters
         ----------
-        prompt, policy, ratio, boundary_tokens, hints, ttft
-            As in `generate`; a policy object is taken as it is.
-        max_tokens
-            Room left in the buffer behind the prompt.
+        prompt, options
+            As in `generate`; `max_tokens` is the room left in the buffer after the prompt.
         """
         started = time.perf_counter()
-        chosen = self._resolve_policy(policy, ratio, boundary_tokens)
-        aim = self._aim(ttft)
-        laid_out = self._lay_out(prompt, hints, reuse=True)
-        room = self._room(max_tokens)
-        return self._fuse(laid_out, chosen, room, time.perf_counter() - started, aim)
+        request = Request.of(prompt, options).over(self._defaults)
+        choice = self._choice(request)
+        laid_out = self._lay_out(request)
+        return self._fuse(request, choice, laid_out, time.perf_counter() - started)
 
     def give_back(self, fused: FusedPrompt) -> None:
         """Let the next prompt have the memory of one that is done with; use it no more."""
@@ -316,44 +292,46 @@ class KVEngine:
         return self._known.link.counts()
 
     def _fuse(
-        self,
-        laid_out: _LaidOut,
-        policy: Choice,
-        max_tokens: int,
-        layout_seconds: float,
-        ttft: float | None,
+        self, request: Request, choice: Choice, laid_out: _LaidOut, layout_seconds: float
     ) -> FusedPrompt:
-        layout = laid_out.layout
-        streaming = None if ttft is None else self._streaming(ttft, layout_seconds)
-        if laid_out.open_kv is not None:
-            # It stands as it was laid out: link tokens would move what comes behind them.
-            return self._fuse_once(
-                layout, policy, max_tokens, layout_seconds, streaming, laid_out.open_kv
-            )
-        arranged = self._links.insert(self._compacted(layout, laid_out.chunks), max_tokens)
+        layout, open_kv = laid_out.layout, laid_out.open_kv
+        assert request.max_tokens is not None  # of the engine's defaults, if of no other
+        if open_kv is None:
+            compacted = self._compacted(layout, laid_out.chunks)
+            # A prompt that is placed stays as it is: link tokens would move what follows them.
+            layout = self._links.insert(compacted, request.max_tokens)
+        loading = Loading(
+            self._load_threads,
+            self.index.tier_of if open_kv is None else None,
+            None if request.ttft is None else self._streaming(request.ttft, layout_seconds),
+        )
+        buffer = self._take(layout, request.max_tokens)
+        links = self._links.on_model if layout.links else None
         try:
-            return self._fuse_once(arranged, policy, max_tokens, layout_seconds, streaming)
+            fused = fuse(
+                self.index.model,
+                layout,
+                open_kv or self.index.open_kv,
+                choice,
+                buffer,
+                links,
+                loading,
+            )
         except CompressedLostError as error:
+            self._buffers.give_back(buffer)
             # What stood for these chunks has no tokens to compute instead: lay their own out.
             # Each call has a chunk less, so this ends.
-            fewer = replace(laid_out, layout=without_chunks(layout, error.lost))
-            return self._fuse(fewer, policy, max_tokens, layout_seconds, ttft)
+            fewer = replace(laid_out, layout=without_chunks(laid_out.layout, error.lost))
+            return self._fuse(request, choice, fewer, layout_seconds)
+        report = fused.report
+        num_rows = sum(report.rows_by_layer) + report.rows_asked
+        self._known.computing.observe(num_rows, computing_seconds(report.seconds))
+        report = replace(report, seconds={"layout": layout_seconds, **report.seconds})
+        self.index.counters.note(report)
+        return replace(fused, report=report)
 
-    def _compacted(self, layout: Layout, chunks: Sequence[Chunk]) -> Layout:
-        compression = self.index.compression
-        if compression is None or not layout.spans:
-            return layout
-        return compact(layout, {chunk.chunk_id: chunk for chunk in chunks}, compression)
-
-    def _fuse_once(
-        self,
-        layout: Layout,
-        policy: Choice,
-        max_tokens: int,
-        layout_seconds: float,
-        streaming: Streaming | None,
-        open_kv: OpenKV | None = None,
-    ) -> FusedPrompt:
+    def _take(self, layout: Layout, max_tokens: int) -> FusedKV:
+        """Return a buffer for a prompt and its answer. Raises PromptTooLongError."""
         model = self.index.model
         num_tokens = len(layout.token_ids)
         end = layout.end_position
@@ -365,33 +343,13 @@ class KVEngine:
                 "fewer chunks"
             )
         capacity = num_tokens + min(max_tokens, model.max_positions - end)
-        buffer = self._buffers.take(model.spec, num_tokens, capacity, model.device)
-        try:
-            fused = fuse(
-                model,
-                layout,
-                open_kv or self.index.open_kv,
-                policy,
-                buffer,
-                self._links.on_model if layout.links else None,
-                Loading(
-                    self._load_threads,
-                    self.index.tier_of if open_kv is None else None,
-                    streaming,
-                ),
-            )
-        except CompressedLostError:
-            self._buffers.give_back(buffer)
-            raise
-        report = fused.report
-        num_rows = sum(report.rows_by_layer) + report.rows_asked
-        self._known.computing.observe(num_rows, computing_seconds(report.seconds))
-        report = replace(report, seconds={"layout": layout_seconds, **report.seconds})
-        self.index.counters.note(report)
-        return replace(fused, report=report)
+        return self._buffers.take(model.spec, num_tokens, capacity, model.device)
 
-    def _aim(self, ttft: float | None) -> float | None:
-        return self._ttft if ttft is None else _checked_ttft(ttft)
+    def _compacted(self, layout: Layout, chunks: Sequence[Chunk]) -> Layout:
+        compression = self.index.compression
+        if compression is None or not layout.spans:
+            return layout
+        return compact(layout, {chunk.chunk_id: chunk for chunk in chunks}, compression)
 
     def _streaming(self, ttft: float, layout_seconds: float) -> Streaming:
         """Return what a prompt is streamed towards, and with what knowledge."""
@@ -410,50 +368,30 @@ class KVEngine:
         prior = None if loading is None else loading.tier(None).seconds_per_token
         return Streaming(ttft, started, self._known, prior)
 
-    def _resolve_policy(
-        self,
-        policy: str | Choice | RecomputePolicy | None,
-        ratio: float | None,
-        boundary_tokens: int | None,
-    ) -> Choice:
-        if isinstance(policy, RecomputePolicy):
-            policy = Repair(policy)
-        if isinstance(policy, Repair | LoadingController):
-            return self._ready_policy(policy, str(policy))
-        name = policy if policy is not None else self._policy
-        if name == self._policy and ratio is None and boundary_tokens is None:
-            # The engine's own parameters belong to the engine's own policy only, and give way
-            # together: "boundary" takes the one or the other.
-            ratio, boundary_tokens = self._ratio, self._boundary_tokens
-        chosen = make_choice(name, ratio=ratio, boundary_tokens=boundary_tokens)
-        if name == DEFAULT_POLICY and ratio is None and boundary_tokens is None:
-            return chosen if self.index.compression is None else Repair(NonePolicy())
-        return self._ready_policy(chosen, name)
+    def _choice(self, request: Request) -> Choice:
+        """Return how reused tokens are repaired, with the index's calibration where it is needed.
 
-    def _ready_policy(self, policy: Choice, name: str) -> Choice:
-        """Return the policy, with the index's calibration where it needs one."""
-        self._checked_policy(policy, name)
-        return calibrated(policy, lambda: self.index.calibration)
-
-    def _checked_policy(self, policy: Choice, name: str) -> Choice:
-        """Return the policy; ParameterError where the index holds nothing it could work on."""
-        if self.index.compression is not None and policy.name != NonePolicy.name:
+        Raises ParameterError where the index holds nothing that could be recomputed.
+        """
+        choice = request.recompute.choice()
+        compression = self.index.compression
+        if compression is not None and choice.name != NonePolicy.name:
+            if request.recompute == Recompute(DEFAULT_POLICY):
+                return Repair(NonePolicy())
             raise ParameterError(
-                f"policy {name!r} computes reused tokens again, but this index stores chunks as "
-                f"{self.index.compression}: their rows are no tokens. Use policy 'none', or an "
+                f"policy {request.policy!r} computes reused tokens again, but this index stores "
+                f"chunks as {compression}: their rows are no tokens. Use policy 'none', or an "
                 "index without compression"
             )
-        return policy
+        return calibrated(choice, lambda: self.index.calibration)
 
-    def _resolve_eviction(
-        self, eviction: str | EvictionPolicy | None, policy: Choice
-    ) -> EvictionPolicy | None:
-        chosen = self._eviction if eviction is None else make_eviction(eviction)
+    def _checked_eviction(self, request: Request, choice: Choice) -> EvictionPolicy | None:
+        chosen = request.eviction_policy
         if chosen is None:
             return None
-        if policy.scaling is not None:
+        if choice.scaling is not None:
             raise ParameterError(
-                f"policy {policy} scales attention to reused keys, which eviction does not: leave "
+                f"policy {choice} scales attention to reused keys, which eviction does not: leave "
                 "out temperature and scale, or eviction"
             )
         check_evictable(self.index.model.hf)
@@ -462,62 +400,25 @@ class KVEngine:
     @property
     def eviction(self) -> EvictionPolicy | None:
         """What is forgotten where a call says nothing else; None: nothing."""
-        return self._eviction
+        return self._defaults.eviction_policy
 
     @property
     def links_digest(self) -> str:
         """Digest of the link tokens put behind chunks, "" without any; loads no weights."""
         return self._links.digest
 
-    def _room(self, max_tokens: int | None) -> int:
-        return self._max_tokens if max_tokens is None else _checked_max_tokens(max_tokens)
-
     # -- generating ---------------------------------------------------------------------------
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        policy: str | Choice | RecomputePolicy | None = None,
-        ratio: float | None = None,
-        boundary_tokens: int | None = None,
-        eviction: str | EvictionPolicy | None = None,
-        max_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        repetition_penalty: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        timeout_seconds: float | None = None,
-        hints: Sequence[str] = (),
-        reuse: bool = True,
-        ttft: float | None = None,
-    ) -> Answer:
+    def generate(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> Answer:
         """Answer a prompt.
 
         Parameters
         ----------
         prompt
-            One string, or messages (``{"role": ..., "content": ...}``) for the chat template.
-        policy, ratio, boundary_tokens, eviction
-            Override the engine's (see the class).
-        max_tokens
-            Tokens of the answer at the most; the context window may end it earlier.
-        temperature, top_p, top_k, repetition_penalty, seed
-            How tokens are drawn (see `Sampling`); the default takes the likeliest.
-        stop
-            Strings that end the answer; they are not part of it, even across tokens.
-        timeout_seconds
-            Ends the answer after that time, with ``finish_reason="timeout"``; of a stream, the
-            time its reader takes counts too.
-        hints
-            Ids of chunks likely in the prompt: they are compared first, and tell chunks of one
-            text apart where what stands in the prompt does not.
-        reuse
-            False computes every token, as a plain pipeline would: for comparison.
-        ttft
-            Overrides the engine's (see the class).
+            One string, or messages (``{"role": ..., "content": ...}``) for the chat template; or
+            a `Request`, which has its options with it.
+        options
+            The other fields of `Request`. What is left out is the engine's.
 
         Raises
         ------
@@ -528,48 +429,12 @@ class KVEngine:
         UnsupportedModelError
             For eviction from a model that attends in code of its own.
         """
-        answer = None
-        for delta in self.stream(
-            prompt,
-            policy=policy,
-            ratio=ratio,
-            boundary_tokens=boundary_tokens,
-            eviction=eviction,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            stop=stop,
-            timeout_seconds=timeout_seconds,
-            hints=hints,
-            reuse=reuse,
-            ttft=ttft,
-        ):
-            answer = delta.answer
-        assert answer is not None
-        return answer
+        *_, last = self.stream(prompt, **options)
+        assert last.answer is not None
+        return last.answer
 
     def stream(
-        self,
-        prompt: Prompt,
-        *,
-        policy: str | Choice | RecomputePolicy | None = None,
-        ratio: float | None = None,
-        boundary_tokens: int | None = None,
-        eviction: str | EvictionPolicy | None = None,
-        max_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        repetition_penalty: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        timeout_seconds: float | None = None,
-        hints: Sequence[str] = (),
-        reuse: bool = True,
-        ttft: float | None = None,
+        self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
     ) -> Iterator[AnswerDelta]:
         """Answer a prompt piece by piece; parameters and errors as in `generate`.
 
@@ -581,62 +446,46 @@ class KVEngine:
             Pieces of text as they are certain; the last carries the whole `Answer`.
         """
         started = time.perf_counter()
-        sampling = Sampling(temperature, top_p, top_k, repetition_penalty, seed)
-        if not isinstance(stop, list | tuple) or not all(s and isinstance(s, str) for s in stop):
-            raise ParameterError(f"stop {stop!r}: expected a list of non-empty strings")
-        if timeout_seconds is not None:
-            timeout_seconds = arguments.number(timeout_seconds, "timeout_seconds", above=0.0)
-        chosen = self._resolve_policy(policy, ratio, boundary_tokens)
-        aim = self._aim(ttft)
-        evicts = self._resolve_eviction(eviction, chosen)
-        room = self._room(max_tokens)
-        laid_out = self._lay_out(prompt, hints, reuse)
-        if reuse and laid_out.open_kv is None:
+        request = Request.of(prompt, options).over(self._defaults)
+        choice = self._choice(request)
+        eviction = self._checked_eviction(request, choice)
+        laid_out = self._lay_out(request)
+        if request.reuse and laid_out.open_kv is None:
             self._warn_if_nothing_matched(laid_out)
-        layout_seconds = time.perf_counter() - started
-        return self._stream(
-            laid_out, chosen, evicts, room, sampling, stop, timeout_seconds, layout_seconds, aim
-        )
+        return self._stream(request, choice, eviction, laid_out, time.perf_counter() - started)
 
     def _stream(
         self,
-        laid_out: _LaidOut,
-        policy: Choice,
+        request: Request,
+        choice: Choice,
         eviction: EvictionPolicy | None,
-        room: int,
-        sampling: Sampling,
-        stop: Sequence[str],
-        timeout_seconds: float | None,
+        laid_out: _LaidOut,
         layout_seconds: float,
-        ttft: float | None,
     ) -> Iterator[AnswerDelta]:
         # This runs when the first piece is asked for; time that passed before is the caller's.
         started = time.perf_counter() - layout_seconds
-        fused = self._fuse(laid_out, policy, room, layout_seconds, ttft)
+        fused = self._fuse(request, choice, laid_out, layout_seconds)
         try:
-            yield from self._continue(
-                laid_out, fused, eviction, room, sampling, stop, timeout_seconds, started
-            )
+            yield from self._continue(request, eviction, laid_out, fused, started)
         finally:
             self._buffers.give_back(fused.kv)
 
     def _continue(
         self,
+        request: Request,
+        eviction: EvictionPolicy | None,
         laid_out: _LaidOut,
         fused: FusedPrompt,
-        eviction: EvictionPolicy | None,
-        room: int,
-        sampling: Sampling,
-        stop: Sequence[str],
-        timeout_seconds: float | None,
         started: float,
     ) -> Iterator[AnswerDelta]:
         model = self.index.model
         layout = fused.layout
-        limit = min(room, model.max_positions - layout.end_position)
+        timeout_seconds = request.timeout_seconds
+        assert request.max_tokens is not None
+        limit = min(request.max_tokens, model.max_positions - layout.end_position)
         ends = end_ids(model.hf.generation_config, model.tokenizer)
-        sampler = Sampler(sampling, fused.logits.device)
-        text = TextStream(model.tokenizer, stop)
+        sampler = Sampler(request.sampling, fused.logits.device)
+        text = TextStream(model.tokenizer, request.stop)
         decoder: Decoder | None = None
         # Only what was said: no penalty may count link tokens, or miss a compressed chunk's.
         token_ids = torch.tensor(layout.plain_token_ids, device=fused.logits.device)
@@ -738,30 +587,6 @@ class _LaidOut:
 def _is_left(match: Match, lost: Collection[str], chunks: Collection[str]) -> bool:
     """Say whether some chunk of a text found can be used, `lost` being those with damage."""
     return match.chunk_id not in lost or any(one in chunks for one in match.other_ids)
-
-
-def _checked_ttft(ttft: float | None) -> float | None:
-    return None if ttft is None else arguments.number(ttft, "ttft", above=0.0)
-
-
-def _checked_max_tokens(max_tokens: int) -> int:
-    return arguments.whole(max_tokens, "max_tokens", 1)
-
-
-def _checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return messages as the chat template takes them."""
-    if (
-        isinstance(messages, str | bytes | Mapping)
-        or not isinstance(messages, Sequence)
-        or not all(isinstance(one, Mapping) for one in messages)
-    ):
-        raise ParameterError(
-            f"a prompt is one text, or messages such as {{'role': 'user', 'content': '...'}} in a "
-            f"list; found {type(messages).__name__} {str(messages)[:60]!r}"
-        )
-    if not messages:
-        raise ParameterError("the prompt has no messages: there is nothing to answer")
-    return [dict(one) for one in messages]
 
 
 def end_ids(generation_config: object, tokenizer: object) -> frozenset[int]:

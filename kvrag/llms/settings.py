@@ -24,7 +24,8 @@ from pydantic import (
 )
 
 from kvrag.engine.answer import Answer, AnswerDelta
-from kvrag.engine.engine import KVEngine, PlacedPrompt
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.request import PlacedPrompt, Recompute, Request
 from kvrag.engine.sampling import Sampling
 from kvrag.engine.shared import shared_index
 from kvrag.errors import IndexLockedError, KVRagError, ParameterError, StoreError
@@ -55,6 +56,7 @@ PER_CALL = (
 )
 """Constructor parameters that a single call may replace."""
 
+_RECOMPUTE = ("policy", "ratio", "boundary_tokens")
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 2.0
 
@@ -213,14 +215,13 @@ class EngineSettings(BaseModel):
                 f"a call takes {', '.join(PER_CALL)}"
             )
         values = {name: getattr(self, name) for name in PER_CALL}
-        says_share = not call.keys().isdisjoint(("ratio", "boundary_tokens"))
-        if says_share or call.get("policy", self.policy) != self.policy:
-            # The constructor's parameters belong to the constructor's policy, and give way
-            # together: "boundary" takes the one or the other.
-            values |= {"ratio": None, "boundary_tokens": None}
+        meant = Recompute(*(call.get(name) for name in _RECOMPUTE)).over(
+            Recompute(self.policy, self.ratio, self.boundary_tokens)
+        )
         for name, value in call.items():
             if value is not None or name not in ("stop", "model"):
                 values[name] = value
+        values |= {name: getattr(meant, name) for name in _RECOMPUTE}
         try:
             checked = EngineSettings(index="", **values)
         except ValueError as error:
@@ -237,33 +238,36 @@ class EngineSettings(BaseModel):
         call
             Per-call parameters, as the framework handed them on.
         """
-        engine, arguments = self._prepare(call)
-        return self._retrying(
-            lambda: engine().generate(self._placed(prompt, engine()), **arguments)
-        )
+        engine, request = self._prepare(call)
+        return self._retrying(lambda: engine().generate(request(prompt)))
 
     def deltas(self, prompt: Prompt, call: Mapping[str, Any]) -> Iterator[AnswerDelta]:
         """Yield the engine's answer piece by piece; the last piece carries the whole answer."""
-        engine, arguments = self._prepare(call)
+        engine, request = self._prepare(call)
 
         def start() -> tuple[AnswerDelta, Iterator[AnswerDelta]]:
-            stream = iter(engine().stream(self._placed(prompt, engine()), **arguments))
+            stream = iter(engine().stream(request(prompt)))
             return next(stream), stream
 
         first, rest = self._retrying(start)
         yield first
         yield from rest
 
-    def _prepare(self, call: Mapping[str, Any]) -> tuple[Callable[[], KVEngine], dict[str, Any]]:
+    def _prepare(
+        self, call: Mapping[str, Any]
+    ) -> tuple[Callable[[], KVEngine], Callable[[Prompt], Request]]:
+        """Return what opens the engine, and what makes a request of a prompt."""
         values = self.call_values(call)
-        model = values.pop("model")
-        arguments = {
-            **values,
-            "stop": tuple(values["stop"] or ()),
-            "timeout_seconds": values["timeout"],
-        }
-        del arguments["timeout"]
-        return lambda: self.engine(model), arguments
+        model, stop, timeout = (values.pop(name) for name in ("model", "stop", "timeout"))
+
+        def engine() -> KVEngine:
+            return self.engine(model)
+
+        def request(prompt: Prompt) -> Request:
+            placed = self._placed(prompt, engine())
+            return Request(placed, stop=tuple(stop or ()), timeout_seconds=timeout, **values)
+
+        return engine, request
 
     def engine(self, model: str | None = None) -> KVEngine:
         """Return the engine that answers, opening index and model if this is the first call."""

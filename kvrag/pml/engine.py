@@ -18,7 +18,8 @@ from typing import Any
 
 from kvrag.codec.base import EncodedChunk
 from kvrag.engine.answer import Answer, AnswerDelta
-from kvrag.engine.engine import KVEngine, PlacedPrompt
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.request import PlacedPrompt
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout
 from kvrag.ingest.passages import KeepReport, Passage, Passages

@@ -303,7 +303,9 @@ def test_a_policy_that_says_what_it_spends_is_judged_once(model: KVModel, musiqu
         ("seam", 0.2),
     ]
     assert 0.5 <= overall[0].recomputed_share < 0.6
-    made = [Contestant(row.policy, row.ratio, "raw").policy_for(_no_oracle) for row in overall]
+    made = [
+        Contestant(row.policy, row.ratio, "raw").policy_for(_no_oracle).policy for row in overall
+    ]
     assert made[:3] == [QueryPolicy(0.5), BoundaryPolicy(3), SeamPolicy(ratio=0.1)]
 
 

@@ -14,7 +14,8 @@ import torch
 
 import kvrag
 from kvrag.chunk import Document
-from kvrag.engine.engine import KVEngine, Message
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.request import Message
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.controller import LoadingController

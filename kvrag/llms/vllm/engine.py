@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Unpack
 
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
-from kvrag.engine.engine import KVEngine, PlacedPrompt, Prompt, source_of
-from kvrag.engine.sampling import Sampling
+from kvrag.engine.engine import KVEngine, source_of
+from kvrag.engine.request import PlacedPrompt, Prompt, Request, RequestOptions
 from kvrag.errors import ParameterError, PromptTooLongError
-from kvrag.fusion.controller import Choice
 from kvrag.fusion.policies import DEFAULT_POLICY
-from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.report import FusionReport
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.http import HTTPServer
@@ -69,52 +67,30 @@ class VLLMEngine(KVEngine):
                 self._connected = self._connect()
             return self._connected
 
-    def generate(self, prompt: Prompt, **options: Any) -> Answer:
+    def generate(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> Answer:
         """Answer a prompt; see `KVEngine.generate`."""
-        *_, last = self._answer(prompt, is_streamed=False, **options)
+        *_, last = self._answer(Request.of(prompt, options), is_streamed=False)
         assert last.answer is not None
         return last.answer
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[AnswerDelta]:
-        """Answer a prompt piece by piece; see `KVEngine.stream`."""
-        return self._answer(prompt, is_streamed=True, **options)
-
-    def _answer(
-        self,
-        prompt: Prompt,
-        *,
-        is_streamed: bool,
-        policy: str | Choice | RecomputePolicy | None = None,
-        ratio: float | None = None,
-        boundary_tokens: int | None = None,
-        max_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        repetition_penalty: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        timeout_seconds: float | None = None,
-        hints: Sequence[str] = (),
-        reuse: bool = True,
+    def stream(
+        self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
     ) -> Iterator[AnswerDelta]:
+        """Answer a prompt piece by piece; see `KVEngine.stream`."""
+        return self._answer(Request.of(prompt, options), is_streamed=True)
+
+    def _answer(self, asked: Request, *, is_streamed: bool) -> Iterator[AnswerDelta]:
         started = time.perf_counter()
-        if isinstance(prompt, PlacedPrompt):
-            raise ParameterError(
-                "a prompt laid out here (markup) cannot be handed to vLLM: answer it with KVEngine"
-            )
-        if policy is not None and not isinstance(policy, str):
-            raise ParameterError(f"policy {policy}: name it, as 'gradual:spread=0.8'")
-        if timeout_seconds is not None and timeout_seconds <= 0:
-            raise ParameterError(f"timeout_seconds {timeout_seconds}: expected more than 0")
+        asked = asked.over(self._defaults)
+        _check_servable(asked)
+        timeout_seconds = asked.timeout_seconds
         # Only a stream can be left in time.
         is_whole = not is_streamed and timeout_seconds is None
-        sampling = Sampling(temperature, top_p, top_k, repetition_penalty, seed)
-        params = self._params(policy, ratio, boundary_tokens, reuse)
-        room = self._room(max_tokens)
-        laid_out = self._lay_out(prompt, hints, reuse)
+        assert isinstance(asked.policy, str)
+        params = RequestParams(asked.policy, asked.ratio, asked.boundary_tokens, asked.reuse)
+        laid_out = self._lay_out(asked)
         layout = laid_out.layout
-        if reuse:
+        if asked.reuse:
             self._warn_if_nothing_matched(laid_out)
         num_prompt = len(layout.token_ids)
         left = self.index.config.max_positions - num_prompt
@@ -124,8 +100,13 @@ class VLLMEngine(KVEngine):
                 f"{self.index.config.max_positions} with at least one to answer in; retrieve fewer "
                 "chunks"
             )
+        assert asked.max_tokens is not None  # of the engine's defaults, if of no other
         request = EngineRequest(
-            layout.token_ids, params.to_params(), min(room, left), sampling, tuple(stop)
+            layout.token_ids,
+            params.to_params(),
+            min(asked.max_tokens, left),
+            asked.sampling,
+            tuple(asked.stop),
         )
 
         def run() -> Iterator[AnswerDelta]:
@@ -171,18 +152,25 @@ class VLLMEngine(KVEngine):
         else:
             yield from transport.stream(request)
 
-    def _params(
-        self,
-        policy: str | None,
-        ratio: float | None,
-        boundary_tokens: int | None,
-        reuse: bool,
-    ) -> RequestParams:
-        name = policy if policy is not None else self._policy
-        if name == self._policy and ratio is None and boundary_tokens is None:
-            ratio, boundary_tokens = self._ratio, self._boundary_tokens
-        servable_policy(name, ratio, boundary_tokens)
-        return RequestParams(name, ratio, boundary_tokens, reuse)
+
+def _check_servable(asked: Request) -> None:
+    """Raise ParameterError for what a vLLM cannot do for a request."""
+    if isinstance(asked.prompt, PlacedPrompt):
+        raise ParameterError(
+            "a prompt laid out here (markup) cannot be handed to vLLM: answer it with KVEngine"
+        )
+    if not isinstance(asked.policy, str):
+        raise ParameterError(f"policy {asked.policy}: name it, as 'gradual:spread=0.8'")
+    if asked.eviction_policy is not None:
+        raise ParameterError(
+            f"eviction {asked.eviction!r}: vLLM keeps all keys of an answer; leave it out, or "
+            "answer with KVEngine"
+        )
+    if asked.ttft is not None:
+        raise ParameterError(
+            f"ttft {asked.ttft}: vLLM loads stored KV whole; leave it out, or answer with KVEngine"
+        )
+    servable_policy(asked.policy, asked.ratio, asked.boundary_tokens)
 
 
 def _finish(reason: str | None) -> FinishReason:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from kvrag.engine.request import Recompute
 from kvrag.errors import ParameterError
 from kvrag.fusion.controller import Choice, make_choice
 from kvrag.fusion.policies import DEFAULT_POLICY
@@ -135,10 +136,10 @@ class RequestParams:
 
     def make_policy(self, settings: ConnectorSettings) -> Choice:
         """Return the policy of this request. Raises ParameterError."""
-        if self.policy is None and self.ratio is None and self.boundary_tokens is None:
-            return settings.make_policy()
-        name = self.policy if self.policy is not None else settings.policy
-        return servable_policy(name, self.ratio, self.boundary_tokens)
+        said = Recompute(self.policy, self.ratio, self.boundary_tokens)
+        meant = said.over(Recompute(settings.policy, settings.ratio, settings.boundary_tokens))
+        assert isinstance(meant.policy, str)
+        return servable_policy(meant.policy, meant.ratio, meant.boundary_tokens)
 
 
 def servable_policy(

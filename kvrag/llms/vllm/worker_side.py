@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from kvrag.engine.engine import KVEngine, PlacedPrompt
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.request import PlacedPrompt
 from kvrag.errors import EngineError
 from kvrag.fusion.report import FusionReport
 from kvrag.ingest.index import Index
