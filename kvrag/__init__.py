@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvrag.engine.answer import Answer
     from kvrag.engine.engine import KVEngine
     from kvrag.engine.metrics import serve_metrics
+    from kvrag.engine.request import Request
     from kvrag.fusion.report import FusionReport
     from kvrag.ingest.index import Index
     from kvrag.ingest.limits import ParseLimits
@@ -33,6 +34,7 @@ _PUBLIC = {
     "KVEngine": "kvrag.engine.engine",
     "KVModel": "kvrag.models.kv_model",
     "ParseLimits": "kvrag.ingest.limits",
+    "Request": "kvrag.engine.request",
     "serve_metrics": "kvrag.engine.metrics",
 }
 
@@ -45,6 +47,7 @@ __all__ = [
     "KVEngine",
     "KVModel",
     "ParseLimits",
+    "Request",
     "serve_metrics",
 ]
 

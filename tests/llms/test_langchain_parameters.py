@@ -213,9 +213,9 @@ def test_cache_tells_ratios_apart(rag: Rag, model_class: Any, monkeypatch: Any) 
     asked = []
     generate = KVEngine.generate
 
-    def counted(self: KVEngine, prompt: Any, **arguments: Any) -> Any:
-        asked.append(arguments["ratio"])
-        return generate(self, prompt, **arguments)
+    def counted(self: KVEngine, request: Any) -> Any:
+        asked.append(request.ratio)
+        return generate(self, request)
 
     monkeypatch.setattr(KVEngine, "generate", counted)
     for ratio in (0.0, 1.0, 0.0):

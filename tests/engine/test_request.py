@@ -1,0 +1,71 @@
+"""A request is checked when it is made, and says one thing from whichever door it comes."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.request import Recompute, Request, RequestOptions
+from kvrag.errors import ParameterError
+from kvrag.fusion.policies.deviation import DeviationPolicy
+from kvrag.fusion.repair import Repair
+from kvrag.ingest.index import Index
+from tests.support.bench_top import TEXTS
+
+PROMPT = "Context:\n\n" + "\n\n".join(TEXTS[:3]) + "\n\nQuestion: who keeps it?\nAnswer:"
+ENGINE = Recompute("deviation", ratio=0.4)
+
+
+def test_every_option_is_a_field_and_the_other_way_round() -> None:
+    names = {field.name for field in fields(Request)} - {"prompt"}
+    assert names == RequestOptions.__optional_keys__
+
+
+def test_an_option_or_a_request_give_the_same(index: Index) -> None:
+    engine = KVEngine(index, max_tokens=4)
+    request = Request(PROMPT, policy="query", ratio=0.3, stop=["zzz"])
+    by_options = engine.generate(PROMPT, policy="query", ratio=0.3, stop=["zzz"])
+    by_request = engine.generate(request)
+    assert by_request.text == by_options.text
+    assert by_request.report.policy == by_options.report.policy == "query(ratio=0.3)"
+    assert engine.fuse(request).report.num_recomputed == by_options.report.num_recomputed
+    *_, last = engine.stream(replace(request, max_tokens=2))
+    assert last.answer is not None
+    assert last.answer.usage.completion_tokens <= 2
+
+
+def test_options_beside_a_request_are_refused(index: Index) -> None:
+    with pytest.raises(ParameterError, match="ratio beside a Request"):
+        KVEngine(index).generate(Request(PROMPT), ratio=0.5)
+
+
+def test_an_unknown_option_is_named(index: Index) -> None:
+    with pytest.raises(ParameterError, match="unknown option rato; a request takes boundary"):
+        KVEngine(index).generate(PROMPT, rato=0.5)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        (Recompute(), ENGINE),
+        (Recompute("deviation"), ENGINE),
+        (Recompute(ratio=0.1), Recompute("deviation", 0.1)),
+        (Recompute("deviation", 0.1), Recompute("deviation", 0.1)),
+        (Recompute("query"), Recompute("query")),
+        (Recompute("boundary", boundary_tokens=3), Recompute("boundary", None, 3)),
+        # They give way together: a policy takes the one or the other.
+        (Recompute(boundary_tokens=3), Recompute("deviation", None, 3)),
+    ],
+)
+def test_what_a_request_says_goes_before_the_engines(said: Recompute, meant: Recompute) -> None:
+    assert said.over(ENGINE) == meant
+
+
+def test_a_policy_object_says_its_ratio_itself() -> None:
+    assert Request("x", policy=DeviationPolicy(0.2)).recompute.choice() == Repair(
+        DeviationPolicy(0.2)
+    )
+    with pytest.raises(ParameterError, match=r"ratio 0\.1 beside policy deviation"):
+        Request("x", policy=DeviationPolicy(0.2), ratio=0.1)
