@@ -88,7 +88,8 @@ class AnswerText:
 
 def note(text: str) -> None:
     """Write one dim line to stderr."""
-    err().print(text, style="dim", markup=False)
+    # Not wrapped: a command or a path in it can be copied whole.
+    err().print(text, style="dim", markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -157,6 +158,11 @@ def plain(value: object) -> Any:
     if isinstance(value, Path):
         return str(value)
     return value
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, as in ``1 document`` and ``2,000 documents``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def format_bytes(size_bytes: float) -> str:

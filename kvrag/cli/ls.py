@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from kvrag.cli import console
 from kvrag.cli import options as o
 
@@ -19,7 +21,8 @@ def ls(index: o.IndexOption, as_json: o.JsonOption = False) -> None:
         console.print_json(rows)
         return
     if not rows:
-        console.note("the index is empty; fill it with: kvrag ingest PATH... --index DIR")
+        folder = shlex.quote(str(index))
+        console.note(f"the index is empty; fill it with: kvrag ingest PATH... --index {folder}")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("document", overflow="fold")

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _MOST = 3
 
 
 def like(name: str, known: Iterable[str]) -> str:
-    """Return ", did you mean ...?" in words, or "" where nothing is alike."""
-    found = difflib.get_close_matches(name, list(known), n=_MOST)
-    return f" (is it {' or '.join(map(repr, found))}?)" if found else ""
+    """Return " (is it ...?)", or "" where nothing is alike."""
+    return suggestion(alike(name, known))
+
+
+def alike(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known names that are most like one, best first."""
+    return difflib.get_close_matches(name, list(known), n=_MOST)
+
+
+def suggestion(found: Sequence[str]) -> str:
+    """Return " (is it ...?)" with the first of these names, or "" where there are none."""
+    return f" (is it {' or '.join(map(repr, found[:_MOST]))}?)" if found else ""
 
 
 def beside(path: Path) -> list[str]:

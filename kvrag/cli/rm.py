@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import shlex
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +14,7 @@ import typer
 from kvrag.cli import console, names
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE, fail
+from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
     from kvrag.ingest.rows import DocumentRow
@@ -23,7 +26,7 @@ def rm(
         typer.Argument(
             metavar="SOURCE...",
             help="Documents as 'kvrag ls' shows them, files, folders, or patterns such as "
-            "'notes/*.md' (quote them).",
+            "'notes/*.md' or 'notes/**/*.md' (quote them; * stays within a folder, ** does not).",
         ),
     ],
     index: o.IndexOption,
@@ -39,6 +42,9 @@ def rm(
     """
     from kvrag.cli.opening import open_catalog
 
+    if any(not one.strip() for one in sources):
+        # As a path it would be the working directory, with everything in it.
+        raise ParameterError("SOURCE is empty: give a document, file, folder or pattern")
     with open_catalog(index) as opened:
         rows = {row.source: row for row in opened.documents()}
         found: dict[str, DocumentRow] = {}
@@ -52,11 +58,8 @@ def rm(
         if found and not dry_run:
             num_chunks = opened.delete(sources=list(found))
     for one in unmatched:
-        known = {console.short_path(source) for source in rows} | {
-            os.path.basename(source)  # noqa: PTH119  (a source may be any text)
-            for source in rows
-        }
-        fail(f"{one}: no document of the index has this name{names.like(one, sorted(known))}")
+        alike = names.suggestion(_alike(one, rows))
+        fail(f"{one}: no document of the index has this name{alike}")
     if as_json:
         console.print_json(
             {
@@ -67,7 +70,7 @@ def rm(
             }
         )
     elif found:
-        _print(list(found.values()), num_chunks, dry_run)
+        _print(list(found.values()), num_chunks, index, dry_run)
     if unmatched:
         raise typer.Exit(EXIT_FAILURE)
 
@@ -76,8 +79,11 @@ def matching_sources(pattern: str, sources: Iterable[str]) -> list[str]:
     """Return the sources that a name, file, folder or pattern means.
 
     A name is taken as it stands before it is taken for a pattern, and relative ones are also
-    looked for in the working directory. A file means all documents that were read from it.
+    looked for in the working directory. A file means all documents that were read from it. In a
+    pattern ``*``, ``?`` and ``[...]`` stay within a folder; ``**`` is any number of folders.
     """
+    if not pattern.strip():
+        return []
     known = list(sources)
     # Not resolved, but normalised: what a user sees in `kvrag ls` is relative to where they are.
     spellings = dict.fromkeys((pattern, os.path.abspath(pattern), os.path.realpath(pattern)))  # noqa: PTH100
@@ -87,14 +93,48 @@ def matching_sources(pattern: str, sources: Iterable[str]) -> list[str]:
         if stem and found:
             return found
     return [
-        one for one in known if any(fnmatch.fnmatchcase(one, spelling) for spelling in spellings)
+        one
+        for one in known
+        if any(
+            # A relative pattern means what lies below the working directory, wherever ** leads.
+            one.startswith("/") == spelling.startswith("/")
+            and _matches(one.split("/"), spelling.split("/"))
+            for spelling in spellings
+        )
     ]
 
 
-def _print(rows: Sequence[DocumentRow], num_chunks: int, dry_run: bool) -> None:
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_matches(parts[skip:], pattern[1:]) for skip in range(len(parts) + 1))
+    return (
+        bool(parts)
+        and fnmatch.fnmatchcase(parts[0], pattern[0])
+        and _matches(parts[1:], pattern[1:])
+    )
+
+
+def _alike(name: str, sources: Iterable[str]) -> list[str]:
+    """Return names of documents like one that was not found, each as `kvrag rm` would take it."""
+    shown = sorted(map(console.short_path, sources))
+    ends = {one: os.path.basename(one) for one in shown}  # noqa: PTH119  (a source may be any text)
+    end = os.path.basename(name.rstrip("/"))  # noqa: PTH119
+    by_end = [
+        one
+        for alike in names.alike(end, sorted(set(ends.values())))
+        for one in shown
+        if ends[one] == alike
+    ]
+    return list(dict.fromkeys([*by_end, *names.alike(name, shown)]))
+
+
+def _print(rows: Sequence[DocumentRow], num_chunks: int, index: Path, dry_run: bool) -> None:
     for row in rows:
         console.write(f"{console.harmless(console.short_path(row.source))}\n")
     what = "would remove" if dry_run else "removed"
-    console.write(f"{what} {len(rows):,} documents, {num_chunks:,} chunks\n")
+    documents = console.count(len(rows), "document")
+    console.write(f"{what} {documents}, {console.count(num_chunks, 'chunk')}\n")
     if not dry_run:
-        console.note("their KV is freed by: kvrag gc --index DIR")
+        console.note(f"to free their KV: kvrag gc --index {shlex.quote(str(index))}")

@@ -19,7 +19,7 @@ def test_files_folders_and_patterns_are_removed(
     assert names_in(run, index_folder) == {"harbour.txt", "river.md", "fox.txt"}
     asked = run("rm", documents / "notes", "-i", index_folder, "--dry-run")
     assert asked.code == 0
-    assert "would remove 1 documents, 1 chunks" in asked.out
+    assert "would remove 1 document, 1 chunk\n" in asked.out
     assert names_in(run, index_folder) == {"harbour.txt", "river.md", "fox.txt"}
 
     done = run("rm", documents / "notes", documents / "*.md", "-i", index_folder, "--json")
@@ -39,9 +39,10 @@ def test_what_matches_nothing_is_told_its_neighbours(
     done = run("rm", "harbor.txt", documents / "river.md", "-i", index_folder)
     assert done.code == 1
     assert "error: harbor.txt: no document" in done.err
-    assert "'harbour.txt'" in done.err
+    assert "harbour.txt'" in done.err
     # What did match is gone all the same, and is said to be.
-    assert "removed 1 documents" in done.out
+    assert "removed 1 document, 1 chunk\n" in done.out
+    assert f"kvrag gc --index {index_folder}" in done.err
     assert names_in(run, index_folder) == {"harbour.txt", "fox.txt"}
     nothing = run("rm", "/", "-i", index_folder)
     assert nothing.code == 1
@@ -60,6 +61,43 @@ def test_a_name_is_no_pattern_before_it_is_a_name(monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir("/")
     assert matching_sources("d/a1.txt", sources) == ["/d/a1.txt"]
     assert matching_sources("d/*.txt", sources) == ["/d/a[1].txt", "/d/a1.txt"]
+
+
+def test_a_star_stays_within_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = ["/d/x.md", "/d/old/y.md", "/d/old/deep/z.md", "/e/w.md", "row 1"]
+    monkeypatch.chdir("/")
+    assert matching_sources("d/*.md", sources) == sources[:1]
+    assert matching_sources("/d/???/y.md", sources) == sources[1:2]
+    assert matching_sources("d?x.md", sources) == []
+    assert matching_sources("d[/]x.md", sources) == []
+    assert matching_sources("d/*/*.md", sources) == sources[1:2]
+    assert matching_sources("d/**/*.md", sources) == sources[:3]
+    assert matching_sources("d/**", sources) == sources[:3]
+    assert matching_sources("row *", sources) == ["row 1"]
+    # Relative ones end at the working directory.
+    monkeypatch.setattr("os.path.abspath", lambda path: f"/d/{path}")
+    monkeypatch.setattr("os.path.realpath", lambda path: f"/d/{path}")
+    assert matching_sources("**/*.md", sources) == sources[:3]
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+def test_an_empty_source_removes_nothing(
+    run: Run, index_folder: Path, documents: Path, monkeypatch: pytest.MonkeyPatch, blank: str
+) -> None:
+    monkeypatch.chdir(documents)
+    done = run("rm", "river.md", blank, "-i", index_folder)
+    assert done.code == 1
+    assert done.err.startswith("error: SOURCE is empty")
+    assert len(names_in(run, index_folder)) == 3
+
+
+def test_a_refused_name_is_not_suggested(run: Run, index_folder: Path, documents: Path) -> None:
+    done = run("rm", "fox.txt", "-i", index_folder)
+    assert done.code == 1
+    assert "'fox.txt'" not in done.err
+    assert "notes/fox.txt'" in done.err
+    suggested = done.err.partition("is it '")[2].partition("'")[0]
+    assert run("rm", suggested, "-i", index_folder).code == 0
 
 
 def test_documents_without_a_file_are_removed_by_their_id(run: Run, index_folder: Path) -> None:
