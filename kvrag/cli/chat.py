@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -11,8 +12,8 @@ import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
-from kvrag.cli.failures import EXIT_FAILURE
-from kvrag.errors import ParameterError
+from kvrag.cli.failures import EXIT_FAILURE, fail
+from kvrag.errors import KVRagError, ParameterError, PromptTooLongError
 from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
@@ -101,6 +102,9 @@ def _converse(
 ) -> list[Outcome | _Refused]:
     from kvrag.cli.answering import print_below
 
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # A line of bytes that are no text is one bad question, not the end of them all.
+        sys.stdin.reconfigure(errors="surrogateescape")
     turns: list[Outcome | _Refused] = []
     remembered: list[tuple[str, str]] = []
     if sys.stdin.isatty():
@@ -141,18 +145,17 @@ def _turn(
 ) -> Outcome | _Refused | None:
     """Answer one question; None when it was interrupted."""
     from kvrag.cli.answering import answer, retrieve
-    from kvrag.cli.failures import fail
-    from kvrag.errors import PromptTooLongError
 
     while True:
         show = console.AnswerText(quiet=quiet)
         try:
             outcome = answer(engine, retrieve(index, question, settings, earlier), settings, show)
-        except PromptTooLongError as error:
-            if not earlier:
-                fail(str(error))
-                return _Refused(question, str(error))
-            earlier = earlier[1:]
+        except KVRagError as error:
+            if isinstance(error, PromptTooLongError) and earlier:
+                earlier = earlier[1:]
+                continue
+            fail(str(error))
+            return _Refused(_as_text(question), str(error))
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
@@ -162,6 +165,11 @@ def _turn(
         else:
             show.end()
             return outcome
+
+
+def _as_text(line: str) -> str:
+    """Return a line with the bytes in it that are no text written out in hexadecimal."""
+    return line.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _read_question() -> str | None:

@@ -50,7 +50,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def run() -> Run:
-    def run_command(*args: object, stdin: str | None = None) -> Ran:
+    def run_command(*args: object, stdin: str | bytes | None = None) -> Ran:
         result = CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
         return Ran(result.exit_code, result.stdout, result.stderr)
 

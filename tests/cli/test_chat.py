@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import kvrag
+from kvrag.errors import StoreError
+from kvrag.ingest.index import Index, SearchHit
 from tests.cli.conftest import Run
 
 
@@ -106,3 +108,42 @@ def test_ctrl_c_at_the_prompt_leaves_with_130(index_folder: Path) -> None:
     assert process.returncode == 130
     assert out == b""
     assert b"Traceback" not in shown
+
+
+@pytest.mark.parametrize("output", [(), ("--json",)])
+def test_bytes_that_are_no_text_are_one_bad_question(
+    run: Run, index_folder: Path, output: tuple[str, ...]
+) -> None:
+    lines = b"Who keeps the ledger?\nWho \xff?\nAnd the clock?\n"
+    done = run("chat", "--index", index_folder, "--max-tokens", 3, *output, stdin=lines)
+    assert done.code == 1
+    assert "is not valid Unicode" in done.err
+    if not output:
+        assert done.out.count("first token") == 2
+        return
+    turns = done.json["turns"]
+    assert [turn["question"] for turn in turns] == [
+        "Who keeps the ledger?",
+        "Who \\xff?",
+        "And the clock?",
+    ]
+    assert "is not valid Unicode" in turns[1]["error"]
+
+
+def test_an_error_of_one_question_leaves_the_others(
+    run: Run, index_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = Index.search
+
+    def failing(index: Index, question: str, k: int) -> list[SearchHit]:
+        if "clock" in question:
+            raise StoreError("the store is gone")
+        return search(index, question, k)
+
+    monkeypatch.setattr(Index, "search", failing)
+    lines = "And the clock?\nWho keeps the ledger?\n"
+    done = run("chat", "--index", index_folder, "--max-tokens", 3, "--json", stdin=lines)
+    assert done.code == 1
+    assert done.err.count("error: the store is gone\n") == 1
+    assert done.json["turns"][0] == {"question": "And the clock?", "error": "the store is gone"}
+    assert "answer" in done.json["turns"][1]
