@@ -125,8 +125,14 @@ def usable_device(name: str) -> torch.device:
         found = torch.zeros(1, device=name)
         found.cpu()
         return found.device
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
+    except (RuntimeError, AssertionError, TypeError) as error:
+        # Torch's own words for these are about its inside.
+        computes_nothing = isinstance(error, NotImplementedError)
+        reason = (
+            "torch computes nothing on it here"
+            if computes_nothing
+            else str(error).partition("\n")[0]
+        )
         raise ParameterError(
             f"device {name!r} cannot be used: {reason}; leave it out for the CPU"
         ) from error

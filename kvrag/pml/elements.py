@@ -115,6 +115,9 @@ def read_elements(source: str | Path) -> Element:
             remedy = "expected a string of markup; a file's path is given as a pathlib.Path"
         elif "invalid token" in message and not _is_text(text):
             message, remedy = "bytes that are no text in UTF-8", "save the file as UTF-8"
+        elif handler.root is None and _begins_with_text(text):
+            message = "no XML"
+            remedy = "expected markup that begins with <schema name=...> or <prompt schema=...>"
         column = (error.getColumnNumber() or 0) + 1
         raise Place(name, error.getLineNumber() or 1, column).error(message, remedy) from error
     except DefusedXmlException as error:
@@ -129,6 +132,11 @@ def read_elements(source: str | Path) -> Element:
         ) from error
     assert handler.root is not None
     return handler.root
+
+
+def _begins_with_text(markup: bytes) -> bool:
+    start = markup.removeprefix(codecs.BOM_UTF8).lstrip()
+    return bool(start) and _is_text(markup) and not start.startswith(b"<")
 
 
 def read_bytes(path: Path, place: Place) -> bytes:

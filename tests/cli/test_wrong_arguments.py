@@ -43,7 +43,10 @@ def message(run: Run, *arguments: object) -> str:
             )
         ),
         (["--plain", "--policy", "none", "--ratio", "0.1"], "no use for --policy, --ratio;"),
-        (["--device", "meta"], "device 'meta' cannot be used"),
+        (
+            ["--device", "meta"],
+            "device 'meta' cannot be used: torch computes nothing on it here; leave",
+        ),
         (["--device", "abacus"], "device 'abacus' cannot be used"),
         (["--ratio", "nan"], "ratio"),
         (["--ratio", "inf"], "ratio"),
