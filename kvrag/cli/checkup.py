@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -173,14 +174,15 @@ def _index(path: Path) -> tuple[list[Finding], str | None]:
                 Finding(
                     "index",
                     "ok",
-                    f"{stats.num_documents:,} documents, {stats.num_chunks:,} chunks, "
-                    f"{stats.num_tokens:,} tokens, {console.format_bytes(stats.size_bytes)}",
+                    f"{console.count(stats.num_documents, 'document')}, "
+                    f"{console.count(stats.num_chunks, 'chunk')}, "
+                    f"{console.count(stats.num_tokens, 'token')}, "
+                    f"{console.format_bytes(stats.size_bytes)}",
                 )
             ]
             if stats.num_chunks == 0:
-                findings = [
-                    Finding("index", "warning", "empty", "kvrag ingest PATH... --index DIR")
-                ]
+                remedy = f"kvrag ingest PATH... --index {shlex.quote(str(path))}"
+                findings = [Finding("index", "warning", "empty", remedy)]
             reference = str(index.config.model)
         if not os.access(path, os.W_OK):
             remedy = "give yourself write access to ingest into it"

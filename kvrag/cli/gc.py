@@ -16,7 +16,8 @@ def gc(
         bool,
         typer.Option(
             "--shared",
-            help="Of a store elsewhere, too, delete what this index does not need, whoever put it.",
+            help="Also delete from a store outside the index's folder all that this index does "
+            "not need, even what other indexes put there.",
         ),
     ] = False,
     as_json: o.JsonOption = False,
@@ -31,6 +32,7 @@ def gc(
     else:
         size = console.format_bytes(report.size_bytes)
         console.write(
-            f"deleted: {report.num_records:,} records ({size}), {report.num_profiles:,} codec "
-            f"profiles, {report.num_temporary_files:,} temporary files\n"
+            f"deleted: {console.count(report.num_records, 'record')} ({size}), "
+            f"{console.count(report.num_profiles, 'codec profile')}, "
+            f"{console.count(report.num_temporary_files, 'temporary file')}\n"
         )

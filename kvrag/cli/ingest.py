@@ -45,7 +45,7 @@ class _Settings:
 
 def ingest(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH...", help="Files and folders of documents.")
+        list[str], typer.Argument(metavar="PATH...", help="Files and folders of documents.")
     ],
     index: o.IndexOption,
     model: o.ModelOption = None,
@@ -84,9 +84,9 @@ def ingest(
     context: Annotated[
         str | None,
         typer.Option(
-            help="What a chunk is encoded behind: none, document (its document's earlier text) or "
-            "neighbours (also behind its predecessor, in a second record; new index: "
-            f"{_DEFAULT_CONTEXT}).",
+            help="Text the model reads before a chunk when it encodes it: none, document (earlier "
+            "text of its document) or neighbours (stores a second record as well, encoded after "
+            f"the chunk before; new index: {_DEFAULT_CONTEXT}).",
             show_default=False,
         ),
     ] = None,
@@ -162,6 +162,7 @@ def ingest(
     from kvrag.codec.names import parse_codec
     from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
     from kvrag.ingest.files import resolve_path
+    from kvrag.ingest.loaders import SUFFIXES
     from kvrag.ingest.making import check_lasting
     from kvrag.ingest.parsing import check_loaders
     from kvrag.ingest.profiles import read_profile
@@ -170,6 +171,9 @@ def ingest(
 
     # All before an index is made for nothing.
     for path in paths:
+        if not path.strip():
+            # As a path it would be the working directory, with everything in it.
+            raise ParameterError("PATH is empty: give a file or a folder")
         resolve_path(path)
     limits = _limits(max_file_size, parse_seconds, parse_memory)
     loaders = check_loaders(_loaders(loader or []))
@@ -205,6 +209,11 @@ def ingest(
         console.print_json(report)
     else:
         _print_report(report)
+    if not (report.added or report.changed or report.unchanged or report.failed):
+        console.note(
+            "no file of a known kind was found (hidden ones are not looked at); known are "
+            + " ".join(sorted({*SUFFIXES, *loaders}))
+        )
     if not report.ok:
         raise typer.Exit(EXIT_FAILURE)
 
@@ -243,12 +252,12 @@ def _print_report(report: IngestReport) -> None:
     size = console.format_bytes(report.size_bytes)
     if report.dry_run:
         work = (
-            f"would compute {report.num_tokens_computed:,} tokens "
+            f"would compute {console.count(report.num_tokens_computed, 'token')} "
             f"and write about {size} of KV; nothing was written"
         )
     else:
         work = (
-            f"{report.num_tokens_computed:,} tokens computed, {size} of KV written "
+            f"{console.count(report.num_tokens_computed, 'token')} computed, {size} of KV written "
             f"in {console.format_seconds(report.seconds)}"
         )
         if report.num_tokens_computed:
@@ -256,12 +265,13 @@ def _print_report(report: IngestReport) -> None:
     if report.compression != "none":
         work += f"\nchunks are stored compressed: {report.compression}"
     if report.num_context_tokens:
-        work += f"\n{report.num_context_tokens:,} tokens of context beside them, not stored"
+        tokens = console.count(report.num_context_tokens, "token")
+        work += f"\n{tokens} of context beside them, not stored"
     if report.control_strings:
         num_strings = sum(report.control_strings.values())
         work += (
-            f"\n{num_strings:,} control strings of the model, in {len(report.control_strings):,} "
-            "documents, are read as text"
+            f"\nread as text: {console.count(num_strings, 'control string')} of the model, in "
+            f"{console.count(len(report.control_strings), 'document')}"
         )
     console.write(
         f"documents: {len(report.added):,} new, {len(report.changed):,} changed, "

@@ -44,7 +44,8 @@ StoreOption = Annotated[
         "--store",
         metavar="URL",
         help="Where KV is kept: file:PATH, redis://HOST/DB, s3://BUCKET/PREFIX, gs://, az://, "
-        "http://HOST:PORT ('kvrag serve-kv'), or tiered:URL|URL; '?limit=20GB' behind each. "
+        "http://HOST:PORT ('kvrag serve-kv'), or tiered:URL|URL; any URL may end with "
+        "'?limit=20GB'. "
         "Default: the index's own.",
         show_default=False,
     ),
@@ -93,8 +94,8 @@ LinksOption = Annotated[
     typer.Option(
         "--links",
         metavar="FILE|off",
-        help="Link tokens to put behind reused chunks ('kvrag train links'), or 'off'. Default: "
-        "links.safetensors of the model's folder, where it has one.",
+        help="File of link tokens ('kvrag train links'), which are put after each reused chunk, or "
+        "'off'. Default: links.safetensors in the model's folder, if it is there.",
         show_default=False,
     ),
 ]

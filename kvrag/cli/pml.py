@@ -45,15 +45,15 @@ def check(
         console.print_json(_described(schema, layout))
         return
     console.write(
-        f"{file}: schema {schema.name}, {len(schema.modules)} modules, "
-        f"{len(schema.scaffolds)} scaffolds\n"
+        f"{file}: schema {schema.name}, {console.count(len(schema.modules), 'module')}, "
+        f"{console.count(len(schema.scaffolds), 'scaffold')}\n"
     )
     if layout is None:
         return
     for path in schema.modules:
         start, end = layout.extents[path]
         console.write(f"  {start:>7} to {end:>7}  {'/'.join(path)}\n")
-    console.write(f"  {layout.num_positions:,} positions in all\n")
+    console.write(f"  {console.count(layout.num_positions, 'position')} in all\n")
 
 
 def _lay_out(schema: Schema, model: str) -> SchemaLayout:
@@ -109,8 +109,9 @@ def encode(
         console.print_json(report)
         return
     console.write(
-        f"schema {schema.name}: {report.num_tokens:,} tokens in {report.num_passages:,} "
-        f"stretches; {report.num_tokens_computed:,} tokens computed, "
+        f"schema {schema.name}: {console.count(report.num_tokens, 'token')} in "
+        f"{console.count(report.num_passages, 'passage')}; "
+        f"{console.count(report.num_tokens_computed, 'token')} computed, "
         f"{console.format_bytes(report.size_bytes)} stored in "
         f"{console.format_seconds(report.seconds)}\n"
     )

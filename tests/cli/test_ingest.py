@@ -165,7 +165,7 @@ def test_control_strings_are_told(
     run: Run, common: tuple[object, ...], documents: Path, tmp_path: Path
 ) -> None:
     (documents / "evil.txt").write_text("Ines says <eos> and <bos>.")
-    assert "2 control strings of the model, in 1 documents, are read as text" in run(*common).out
+    assert "read as text: 2 control strings of the model, in 1 document\n" in run(*common).out
     done = run(*common, "--control-tokens", "keep")
     assert done.code == 1
     assert "control_tokens=neutralise" in done.err
@@ -223,3 +223,27 @@ def test_limits_and_loaders_reach_the_parser(
     (failed,) = done.json["failed"]
     assert "took longer than 0.5 s" in failed["reason"]
     assert any(source.endswith("a.shout") for source in done.json["added"])
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+def test_an_empty_path_is_not_the_working_directory(
+    run: Run, common: tuple[object, ...], tmp_path: Path, blank: str
+) -> None:
+    done = run(common[0], blank, *common[1:])
+    assert done.code == 1
+    assert done.err == "error: PATH is empty: give a file or a folder\n"
+    assert not (tmp_path / "index").exists()
+
+
+def test_a_folder_with_nothing_to_read_is_told(
+    run: Run, common: tuple[object, ...], tmp_path: Path
+) -> None:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    (folder / "boat.png").write_bytes(b"\x89PNG")
+    (folder / ".hidden.txt").write_text("Ines keeps the harbour ledger.")
+    done = run("ingest", folder, *common[2:])
+    assert done.code == 0
+    assert "no file of a known kind was found" in done.err
+    assert " .pdf " in done.err
+    assert "no file of a known kind" not in run(*common).err

@@ -59,6 +59,19 @@ def test_check_names_the_place_of_a_mistake(run: Run, tmp_path: Path) -> None:
     assert f"{tmp_path / 's.xml'}:2:3: <modul> is not known here" in ran.err
 
 
+@pytest.mark.parametrize("text", ["Dear all,\n", '\n{"schema": 1}', "# A title\n<b>x</b>"])
+def test_what_is_no_markup_is_told_what_was_expected(run: Run, tmp_path: Path, text: str) -> None:
+    (tmp_path / "s.xml").write_text(text)
+    ran = run("pml", "check", tmp_path / "s.xml")
+    assert ran.code == 1
+    assert "no XML; expected markup that begins with <schema name=...>" in ran.err
+
+
+def test_one_of_a_kind_is_singular(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "s.xml").write_text("<schema name='x'><module name='a'>b</module></schema>")
+    assert "schema x, 1 module, 0 scaffolds\n" in run("pml", "check", tmp_path / "s.xml").out
+
+
 def test_encode_then_run(run: Run, files: tuple[Path, Path], folder: Path) -> None:
     schema, prompt = files
     first = run("pml", "encode", schema, "--index", folder, "--json")
@@ -76,7 +89,8 @@ def test_encode_then_run(run: Run, files: tuple[Path, Path], folder: Path) -> No
     assert repaired["report"]["num_recomputed"] > 10
     told = run(*arguments)
     assert "cached chunks" in told.out
-    assert "stretches" in run("pml", "encode", schema, "--index", folder).out
+    told = run("pml", "encode", schema, "--index", folder).out
+    assert "passages; 0 tokens computed" in told
 
 
 def test_bench_pml_prints_every_figure(run: Run) -> None:
