@@ -7,8 +7,17 @@ from typing import Annotated
 
 import typer
 
+
+def _folder(text: str) -> Path:
+    if not text.strip():
+        # As a path it would be the working directory.
+        raise typer.BadParameter("expected a folder, found an empty path")
+    return Path(text)
+
+
 IndexOption = Annotated[
-    Path, typer.Option("--index", "-i", metavar="DIR", help="Folder of the index.")
+    Path,
+    typer.Option("--index", "-i", metavar="DIR", parser=_folder, help="Folder of the index."),
 ]
 ModelOption = Annotated[
     str | None,

@@ -247,3 +247,14 @@ def test_a_folder_with_nothing_to_read_is_told(
     assert "no file of a known kind was found" in done.err
     assert " .pdf " in done.err
     assert "no file of a known kind" not in run(*common).err
+
+
+def test_an_empty_index_is_not_the_working_directory(
+    run: Run, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    done = run("ingest", documents, "--index", "", "--embedding", "hashing")
+    assert done.code == 2
+    assert "found an empty path" in done.err
+    assert not any((tmp_path / "here").iterdir())
