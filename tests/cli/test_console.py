@@ -98,3 +98,8 @@ def test_an_empty_answer_is_told_beside_the_result(capsys: pytest.CaptureFixture
         told = capsys.readouterr()
         assert told.out == ""
         assert ("empty" in told.err) is not quiet
+
+
+def test_one_is_singular() -> None:
+    assert console.count(1, "document") == "1 document"
+    assert [console.count(n, "chunk") for n in (0, 2000)] == ["0 chunks", "2,000 chunks"]

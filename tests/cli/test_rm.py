@@ -107,3 +107,10 @@ def test_documents_without_a_file_are_removed_by_their_id(run: Run, index_folder
         index.add(Document("row 17", "Varn has a tall clock and a keeper of the light."))
     assert run("rm", "row 17", "-i", index_folder).code == 0
     assert "row 17" not in names_in(run, index_folder)
+
+
+def test_an_emptied_index_names_its_folder(run: Run, index_folder: Path, documents: Path) -> None:
+    assert run("rm", documents, "-i", index_folder).code == 0
+    fill = f"kvrag ingest PATH... --index {index_folder}"
+    assert run("ls", "-i", index_folder).err == f"the index is empty; fill it with: {fill}\n"
+    assert fill in run("doctor", "-i", index_folder, "--json").out
