@@ -147,6 +147,7 @@ class Index(IndexUpkeep):
         self._neutralised: dict[str, int] = {}  # by document, in an ingestion
         self._is_swept = False
         self._num_noted = 0
+        self._lost = ""
         self.counters = IndexCounters(path, lambda: self.store.counts())
         catalog.on_damage = self._note_damage
 
@@ -325,7 +326,8 @@ class Index(IndexUpkeep):
             before it, say. One that does not answer is no error: chunks are then prefilled.
         mend
             Where the catalog cannot be opened at all, set it aside (``catalog.sqlite.damaged``) and
-            begin an empty one; adding the documents again finds their KV in the store.
+            begin an empty one: all documents are lost from the index, which the reports of `verify`
+            and of the next `add` say. Adding them again finds their KV in the store.
 
         Raises
         ------
@@ -356,16 +358,24 @@ class Index(IndexUpkeep):
         url = store or config.store or f"file:{folder / KV_FOLDER}"
         opened = open_store(url, must_answer=False)
         check_limit(opened, config)
+        lost = ""
         try:
             try:
                 catalog = open_catalog(folder, config, opened)
             except IndexFormatError as error:
-                is_there = (folder / catalogs.FILE_NAME).exists()
+                path = folder / catalogs.FILE_NAME
+                is_there = path.exists()
                 if not mend or (is_there and error.__cause__ is None):
                     raise  # one of another version is none that is damaged
                 with lock.writer_lock(folder):
                     catalog = replace_catalog(folder, config, opened)
-                logger.warning("%s; it was set aside: ingest all documents again", error)
+                lost = (
+                    f"{path} was damaged ({error.__cause__}) and is set aside as "
+                    f"{path.name}.damaged"
+                    if is_there
+                    else f"{path} was missing"
+                )
+                logger.warning("%s: all documents are lost; ingest all of them again", lost)
         except BaseException:
             opened.close()
             raise
@@ -378,6 +388,7 @@ class Index(IndexUpkeep):
             device=device,
             store=opened,
         )
+        index._lost = lost
         try:
             index._bring_up_to_date()
         except BaseException:
@@ -553,7 +564,8 @@ class Index(IndexUpkeep):
         dry_run
             Only say what would be done.
         force
-            Read and compare every file, also one whose size, times and inode are as they were.
+            Read and parse every file again, also one that is as it was: after a loader changed, say.
+            Documents that come out as they were stay unchanged.
         on_progress
             Called from this thread as the work goes on.
         limits
@@ -629,6 +641,12 @@ class Index(IndexUpkeep):
                 *self._lost_since(before, len(plan.removed)),
             )
             note = "; ".join((*said, *filter(None, (note,))))
+        if self._lost and not dry_run:
+            said = (
+                f"{self._lost}: all documents were lost; ingest again what this run was not given"
+            )
+            note = "; ".join(filter(None, (said, note)))
+            self._lost = ""
         seconds = outcome.seconds
         return IngestReport(
             added=tuple(plan.added),

@@ -212,7 +212,7 @@ class Planner:
     on_progress
         Called with the number of inputs looked at.
     force
-        Read every file, also one that looks as it was.
+        Read and parse every file, also one that is as it was.
     """
 
     def __init__(
@@ -401,7 +401,7 @@ def document_digest(document: Document) -> str:
 def _read_if_changed(
     path: str, known: FileState | None, force: bool, max_bytes: int
 ) -> tuple[FileState, bytes | None]:
-    """Return a file's state, and its bytes unless they are those that were read before."""
+    """Return a file's state, and its bytes if they are to be parsed: new ones, or forced."""
     try:
         status = Path(path).stat()
     except OSError as error:
@@ -416,5 +416,6 @@ def _read_if_changed(
         return known, None
     content = read_file(path, max_bytes)
     digest = hashlib.blake2b(content, digest_size=20).hexdigest()
-    is_same = known is not None and known.digest == digest
+    # A loader may have changed though the bytes did not: forced, they are parsed again.
+    is_same = known is not None and known.digest == digest and not force
     return replace(state, digest=digest), None if is_same else content

@@ -52,6 +52,13 @@ def test_verify_finds_a_flipped_bit(run: Run, index_folder: Path) -> None:
     assert run("verify", "--index", index_folder).out.endswith("sound\n")
 
 
+def test_a_repair_that_loses_all_documents_is_no_success(run: Run, index_folder: Path) -> None:
+    (index_folder / "catalog.sqlite").write_bytes(b"x" * 500)
+    done = run("verify", "--index", index_folder, "--repair")
+    assert done.code == 1
+    assert "lost: all documents are lost; ingest all of them again\n" in done.out
+
+
 def test_gc_of_a_clean_index_frees_nothing(run: Run, index_folder: Path) -> None:
     done = run("gc", "--index", index_folder, "--json")
     assert done.code == 0, done.err
