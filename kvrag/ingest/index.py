@@ -1032,8 +1032,8 @@ class Index(IndexUpkeep):
         self._num_noted += 1
         if self._num_noted == 1:
             logger.warning(
-                "%s (left out; questions still get right answers). 'kvrag verify --repair' mends "
-                "the index",
+                "%s. It is left out: it is not found until 'kvrag verify --repair' or 'kvrag ingest' "
+                "mends it",
                 what,
             )
 
