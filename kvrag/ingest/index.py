@@ -93,6 +93,7 @@ logger = logging.getLogger("kvrag")
 _DEFAULT_SALT = b"kvrag"
 _MAX_RECENT = 256
 _MOST_CHUNKS = 2**31 - 1
+_MOST_CHARACTERS = 100_000  # of a question; embeddings read far less
 
 
 @dataclass(frozen=True)
@@ -560,12 +561,13 @@ class Index(IndexUpkeep):
         paths_or_documents
             A path of a file or folder, a `Document`, a LangChain Document, a LlamaIndex node, or
             any iterable of them. Folders are searched at any depth; files formerly found in one
-            that are gone are removed from the index. A document of a known source replaces it.
+            that are gone are removed from the index. A document of a known source replaces it; of
+            several different ones with one source in a call, the last is taken, the others fail.
         dry_run
             Only say what would be done.
         force
-            Read and parse every file again, also one that is as it was: after a loader changed, say.
-            Documents that come out as they were stay unchanged.
+            Read and parse every file again, also one that is as it was: after a loader changed,
+            say. Documents that come out as they were stay unchanged.
         on_progress
             Called from this thread as the work goes on.
         limits
@@ -739,7 +741,7 @@ class Index(IndexUpkeep):
         Raises
         ------
         ParameterError
-            When the question is no text, or blank, or `k` is no whole number from 1 on.
+            When the question is no text, blank, or longer than 100,000 characters, or `k` is no whole number from 1 on.
         IndexClosedError
             When the index was closed.
         """
@@ -766,7 +768,12 @@ class Index(IndexUpkeep):
     def _checked_search(self, query: Any, k: Any) -> tuple[str, int]:
         self.require_open()
         k = arguments.whole(k, "k", 1, _MOST_CHUNKS)
-        if not arguments.text(query, "the question").strip():
+        if len(arguments.text(query, "the question")) > _MOST_CHARACTERS:
+            raise ParameterError(
+                f"the question has {len(query):,} characters: expected at most "
+                f"{_MOST_CHARACTERS:,}; search for a part of it"
+            )
+        if not query.strip():
             raise ParameterError("the question is empty: there is nothing to search for")
         return query, k
 
@@ -789,7 +796,7 @@ class Index(IndexUpkeep):
     def search_words(self, query: str, k: int = 4) -> list[SearchHit]:
         """Return the `k` chunks that say most of a question's words (BM25), best first.
 
-        No model is needed. A question without words finds nothing.
+        No model is needed. A question without words finds nothing. Raises as `search` does.
         """
         query, k = self._checked_search(query, k)
         return self._hits(lambda most: self.catalog.search_words(query, most), k)
@@ -1032,8 +1039,8 @@ class Index(IndexUpkeep):
         self._num_noted += 1
         if self._num_noted == 1:
             logger.warning(
-                "%s. It is left out: it is not found until 'kvrag verify --repair' or 'kvrag ingest' "
-                "mends it",
+                "%s (damaged and left out: it is not found until 'kvrag verify --repair' or "
+                "'kvrag ingest' mends it)",
                 what,
             )
 
