@@ -45,7 +45,8 @@ class _Settings:
 
 def ingest(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH...", help="Files and folders of documents.")
+        list[str],  # of Path("") nobody could tell any more that it was empty
+        typer.Argument(metavar="PATH...", help="Files and folders of documents."),
     ],
     index: o.IndexOption,
     model: o.ModelOption = None,

@@ -67,6 +67,6 @@ def _print_report(report: VerifyReport) -> None:
         console.write("The catalog is sound again, without what is lost.\n")
     else:
         console.write(
-            "Nothing is answered from what is damaged. A chunk whose KV is damaged is prefilled; one "
-            "whose rows are damaged may not be found until `kvrag verify --repair` mends it.\n"
+            "Nothing is answered from what is damaged. A chunk whose KV is damaged is prefilled; "
+            "one whose rows are damaged may not be found until `kvrag verify --repair` mends it.\n"
         )

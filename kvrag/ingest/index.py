@@ -644,10 +644,10 @@ class Index(IndexUpkeep):
             )
             note = "; ".join((*said, *filter(None, (note,))))
         if self._lost and not dry_run:
-            said = (
+            loss = (
                 f"{self._lost}: all documents were lost; ingest again what this run was not given"
             )
-            note = "; ".join(filter(None, (said, note)))
+            note = "; ".join(filter(None, (loss, note)))
             self._lost = ""
         seconds = outcome.seconds
         return IngestReport(
@@ -741,7 +741,8 @@ class Index(IndexUpkeep):
         Raises
         ------
         ParameterError
-            When the question is no text, blank, or longer than 100,000 characters, or `k` is no whole number from 1 on.
+            When the question is no text, blank, or longer than 100,000 characters, or `k` is no
+            whole number from 1 on.
         IndexClosedError
             When the index was closed.
         """

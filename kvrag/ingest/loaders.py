@@ -263,8 +263,8 @@ def to_document(value: Any) -> Document:
         metadata = getattr(value, "metadata", None) or {}
     else:
         raise ParameterError(
-            f"cannot ingest a value of type {type(value).__name__}: expected a path, a kvrag.Document, a "
-            "LangChain Document or a LlamaIndex node"
+            f"cannot ingest a value of type {type(value).__name__}: expected a path, a "
+            "kvrag.Document, a LangChain Document or a LlamaIndex node"
         )
     if not isinstance(source, str | Path):
         raise DocumentError(

@@ -24,7 +24,8 @@ def plain_metadata(values: Mapping[Any, Any]) -> dict[str, Any]:
     """
     if not isinstance(values, Mapping):
         raise DocumentError(
-            f"the metadata is a value of type {type(values).__name__}: expected a mapping, such as {{}}"
+            f"the metadata is a value of type {type(values).__name__}: expected a mapping, such as "
+            "{}"
         )
     return _Plain().mapping(values, 1)
 
