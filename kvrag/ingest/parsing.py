@@ -107,6 +107,11 @@ class Parser:
             self._process.kill()
             self._process = None
 
+    def start(self) -> None:
+        """Start the process unless it runs; ParserError where it, or a loader in it, cannot be."""
+        if self._process is None:
+            self._process = _Process(self.limits, self._loaders)
+
     def parse(self, path: str, content: bytes) -> list[Document]:
         """Return the documents in a file's bytes.
 
@@ -121,8 +126,8 @@ class Parser:
         """
         while True:
             is_fresh = self._process is None
-            if self._process is None:
-                self._process = _Process(self.limits, self._loaders)
+            self.start()
+            assert self._process is not None
             try:
                 return self._process.parse(path, content)
             except _GoneError as gone:

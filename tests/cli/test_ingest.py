@@ -207,6 +207,7 @@ def test_one_bad_file_leaves_the_rest_and_exit_code_1(
         (("--parse-seconds", "nan"), "--parse-seconds: expected a number above 0"),
         (("--loader", "x"), "--loader x: expected SUFFIX=MODULE:FUNCTION"),
         (("--loader", "x=y:z"), "loader x=y:z: expected a suffix"),
+        (("--loader", ".x=tests.ingest.bad_loaders:none"), "a loader cannot be imported"),
         (("--loader", ".x=no_such_module:load"), "no module 'no_such_module' is found"),
     ],
 )
