@@ -79,7 +79,7 @@ class Document:
         Where it came from: an absolute path (``path#row`` for rows of a table) or the id
         given by a framework. Unique within an index.
     text
-        Its whole text, not yet normalised.
+        Its whole text, not yet normalised. What is no text is refused where it is indexed.
     metadata
         Plain JSON values shown beside answers.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrag.cli import console
 from kvrag.cli.prompts import Messages, chat_messages, plain_prompt, reading_order
+from kvrag.errors import IndexFormatError
 
 if TYPE_CHECKING:
     from kvrag.engine.answer import Answer, Source
@@ -122,7 +124,7 @@ def retrieve(
     hits = index.search(question, settings.top_k)
     seconds = time.perf_counter() - started
     if not hits:
-        console.note("the index is empty: the model answers without documents")
+        console.note(f"{_why_nothing(index)}: the model answers without documents")
     chunks = reading_order([hit.chunk for hit in hits])
     texts = [chunk.text for chunk in chunks]
     chunk_ids = tuple(chunk.chunk_id for chunk in chunks)
@@ -130,6 +132,16 @@ def retrieve(
         messages = chat_messages(question, texts, history)
         return Retrieved(question, messages, (), chunk_ids, seconds)
     return Retrieved(question, plain_prompt(question, texts), _PLAIN_STOP, chunk_ids, seconds)
+
+
+def _why_nothing(index: Index) -> str:
+    with contextlib.suppress(IndexFormatError):
+        if not any(index.catalog.counts()):
+            return "the index is empty"
+    return (
+        "all that the index holds is damaged and left out ('kvrag verify --repair' or 'kvrag "
+        "ingest' mends it)"
+    )
 
 
 def answer(

@@ -164,7 +164,7 @@ def ingest(
     from kvrag.ingest.files import resolve_path
     from kvrag.ingest.loaders import SUFFIXES
     from kvrag.ingest.making import check_lasting
-    from kvrag.ingest.parsing import check_loaders
+    from kvrag.ingest.parsing import Parser, check_loaders
     from kvrag.ingest.profiles import read_profile
     from kvrag.models.control import check_control_tokens
     from kvrag.store.registry import without_password
@@ -177,6 +177,9 @@ def ingest(
         resolve_path(path)
     limits = _limits(max_file_size, parse_seconds, parse_memory)
     loaders = check_loaders(_loaders(loader or []))
+    if loaders:
+        with Parser(limits, loaders) as parser:
+            parser.start()
     if store is not None and store.split("|")[-1].startswith("memory:"):
         raise ParameterError(
             f"--store {without_password(store)}: this process's memory is gone when the command "

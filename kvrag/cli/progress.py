@@ -64,6 +64,11 @@ class IngestBar:
                 self._say_estimate(progress)
             done, total = progress.num_tokens_done, progress.num_tokens
             detail = f"{done:,} of {total:,} tokens{_speed(progress)}"
+            if not total:  # all KV is stored already
+                done, total = progress.num_documents_done, progress.num_documents
+                if not total:
+                    return
+                detail = f"{done:,} of {total:,} documents"
         self._stage = progress.stage
         description = "reading" if progress.stage == "read" else "computing"
         self._show(description, detail, done, max(total, 1))
@@ -87,5 +92,5 @@ class IngestBar:
 def _speed(progress: IngestProgress) -> str:
     if progress.eta_seconds is None:
         return ""
-    left = console.format_seconds(progress.eta_seconds)
-    return f", {progress.tokens_per_second:,.0f} tokens/s, {left} left"
+    left = f", {console.format_seconds(progress.eta_seconds)} left" if progress.eta_seconds else ""
+    return f", {progress.tokens_per_second:,.0f} tokens/s{left}"

@@ -67,6 +67,6 @@ def _print_report(report: VerifyReport) -> None:
         console.write("The catalog is sound again, without what is lost.\n")
     else:
         console.write(
-            "Questions still get right answers: damaged chunks are prefilled or left out. "
-            "`kvrag verify --repair` mends them.\n"
+            "Nothing is answered from what is damaged. A chunk whose KV is damaged is prefilled; "
+            "one whose rows are damaged may not be found until `kvrag verify --repair` mends it.\n"
         )

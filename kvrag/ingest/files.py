@@ -85,8 +85,12 @@ def resolve_path(given: str | Path) -> tuple[Path, os.stat_result]:
     Raises
     ------
     DocumentError
-        When there is nothing.
+        When there is nothing, or the path is empty.
     """
+    if not str(given):
+        raise DocumentError(
+            "an empty path: expected a file or folder; '.' is the working directory"
+        )
     try:
         path = Path(given).expanduser().resolve(strict=True)
         return path, path.stat()

@@ -93,6 +93,7 @@ logger = logging.getLogger("kvrag")
 _DEFAULT_SALT = b"kvrag"
 _MAX_RECENT = 256
 _MOST_CHUNKS = 2**31 - 1
+_MOST_CHARACTERS = 100_000  # of a question; embeddings read far less
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ class Index(IndexUpkeep):
         self._neutralised: dict[str, int] = {}  # by document, in an ingestion
         self._is_swept = False
         self._num_noted = 0
+        self._lost = ""
         self.counters = IndexCounters(path, lambda: self.store.counts())
         catalog.on_damage = self._note_damage
 
@@ -325,7 +327,8 @@ class Index(IndexUpkeep):
             before it, say. One that does not answer is no error: chunks are then prefilled.
         mend
             Where the catalog cannot be opened at all, set it aside (``catalog.sqlite.damaged``) and
-            begin an empty one; adding the documents again finds their KV in the store.
+            begin an empty one: all documents are lost from the index, which the reports of `verify`
+            and of the next `add` say. Adding them again finds their KV in the store.
 
         Raises
         ------
@@ -356,16 +359,24 @@ class Index(IndexUpkeep):
         url = store or config.store or f"file:{folder / KV_FOLDER}"
         opened = open_store(url, must_answer=False)
         check_limit(opened, config)
+        lost = ""
         try:
             try:
                 catalog = open_catalog(folder, config, opened)
             except IndexFormatError as error:
-                is_there = (folder / catalogs.FILE_NAME).exists()
+                path = folder / catalogs.FILE_NAME
+                is_there = path.exists()
                 if not mend or (is_there and error.__cause__ is None):
                     raise  # one of another version is none that is damaged
                 with lock.writer_lock(folder):
                     catalog = replace_catalog(folder, config, opened)
-                logger.warning("%s; it was set aside: ingest all documents again", error)
+                lost = (
+                    f"{path} was damaged ({error.__cause__}) and is set aside as "
+                    f"{path.name}.damaged"
+                    if is_there
+                    else f"{path} was missing"
+                )
+                logger.warning("%s: all documents are lost; ingest all of them again", lost)
         except BaseException:
             opened.close()
             raise
@@ -378,6 +389,7 @@ class Index(IndexUpkeep):
             device=device,
             store=opened,
         )
+        index._lost = lost
         try:
             index._bring_up_to_date()
         except BaseException:
@@ -549,11 +561,13 @@ class Index(IndexUpkeep):
         paths_or_documents
             A path of a file or folder, a `Document`, a LangChain Document, a LlamaIndex node, or
             any iterable of them. Folders are searched at any depth; files formerly found in one
-            that are gone are removed from the index. A document of a known source replaces it.
+            that are gone are removed from the index. A document of a known source replaces it; of
+            several different ones with one source in a call, the last is taken, the others fail.
         dry_run
             Only say what would be done.
         force
-            Read and compare every file, also one whose size, times and inode are as they were.
+            Read and parse every file again, also one that is as it was: after a loader changed,
+            say. Documents that come out as they were stay unchanged.
         on_progress
             Called from this thread as the work goes on.
         limits
@@ -629,6 +643,12 @@ class Index(IndexUpkeep):
                 *self._lost_since(before, len(plan.removed)),
             )
             note = "; ".join((*said, *filter(None, (note,))))
+        if self._lost and not dry_run:
+            loss = (
+                f"{self._lost}: all documents were lost; ingest again what this run was not given"
+            )
+            note = "; ".join(filter(None, (loss, note)))
+            self._lost = ""
         seconds = outcome.seconds
         return IngestReport(
             added=tuple(plan.added),
@@ -721,7 +741,8 @@ class Index(IndexUpkeep):
         Raises
         ------
         ParameterError
-            When the question is no text, or blank, or `k` is no whole number from 1 on.
+            When the question is no text, blank, or longer than 100,000 characters, or `k` is no
+            whole number from 1 on.
         IndexClosedError
             When the index was closed.
         """
@@ -748,7 +769,12 @@ class Index(IndexUpkeep):
     def _checked_search(self, query: Any, k: Any) -> tuple[str, int]:
         self.require_open()
         k = arguments.whole(k, "k", 1, _MOST_CHUNKS)
-        if not arguments.text(query, "the question").strip():
+        if len(arguments.text(query, "the question")) > _MOST_CHARACTERS:
+            raise ParameterError(
+                f"the question has {len(query):,} characters: expected at most "
+                f"{_MOST_CHARACTERS:,}; search for a part of it"
+            )
+        if not query.strip():
             raise ParameterError("the question is empty: there is nothing to search for")
         return query, k
 
@@ -771,7 +797,7 @@ class Index(IndexUpkeep):
     def search_words(self, query: str, k: int = 4) -> list[SearchHit]:
         """Return the `k` chunks that say most of a question's words (BM25), best first.
 
-        No model is needed. A question without words finds nothing.
+        No model is needed. A question without words finds nothing. Raises as `search` does.
         """
         query, k = self._checked_search(query, k)
         return self._hits(lambda most: self.catalog.search_words(query, most), k)
@@ -1014,8 +1040,8 @@ class Index(IndexUpkeep):
         self._num_noted += 1
         if self._num_noted == 1:
             logger.warning(
-                "%s (left out; questions still get right answers). 'kvrag verify --repair' mends "
-                "the index",
+                "%s (damaged and left out: it is not found until 'kvrag verify --repair' or "
+                "'kvrag ingest' mends it)",
                 what,
             )
 

@@ -250,26 +250,36 @@ def to_document(value: Any) -> Document:
     ParameterError
         When `value` is nothing of the kind.
     DocumentError
-        When it holds no text, or its id cannot be stored.
+        When it holds no text, its text is none, or its id cannot be stored.
     """
     if isinstance(value, Document):
-        source, text, metadata = str(value.source), str(value.text), value.metadata
+        source, text, metadata = value.source, value.text, value.metadata
     elif isinstance(getattr(value, "page_content", None), str):
         source, text = str(getattr(value, "id", None) or ""), value.page_content
         metadata = getattr(value, "metadata", None) or {}
     elif callable(getattr(value, "get_content", None)) and hasattr(value, "node_id"):
         # Without arguments: the node's own text, not the form with metadata in front of it.
-        source, text = str(value.node_id), str(value.get_content())
+        source, text = value.node_id, value.get_content()
         metadata = getattr(value, "metadata", None) or {}
     else:
         raise ParameterError(
-            f"cannot ingest a {type(value).__name__}: expected a path, a kvrag.Document, a "
-            "LangChain Document or a LlamaIndex node"
+            f"cannot ingest a value of type {type(value).__name__}: expected a path, a "
+            "kvrag.Document, a LangChain Document or a LlamaIndex node"
+        )
+    if not isinstance(source, str | Path):
+        raise DocumentError(
+            f"the source of a document is a value of type {type(source).__name__}: expected a text"
+        )
+    source = str(source)
+    shown = printable(source) or "a document without id"
+    if not isinstance(text, str):
+        raise DocumentError(
+            f"{shown}: its text is a value of type {type(text).__name__}: expected a text"
         )
     try:
         metadata = plain_metadata(metadata)
     except DocumentError as error:
-        raise DocumentError(f"{printable(source) or 'a document without id'}: {error}") from error
+        raise DocumentError(f"{shown}: {error}") from error
     source = source or _content_id(text, metadata)
     check_source(source)
     if not text.strip():

@@ -19,8 +19,14 @@ def plain_metadata(values: Mapping[Any, Any]) -> dict[str, Any]:
     Raises
     ------
     DocumentError
-        When it is nested too deeply (whatever contains itself is), or holds too much.
+        When it is no mapping, is nested too deeply (whatever contains itself is), or holds too
+        much.
     """
+    if not isinstance(values, Mapping):
+        raise DocumentError(
+            f"the metadata is a value of type {type(values).__name__}: expected a mapping, such as "
+            "{}"
+        )
     return _Plain().mapping(values, 1)
 
 

@@ -7,6 +7,7 @@ becomes one `DocumentError`, and the next file is parsed as if nothing had been.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import signal
 import subprocess
@@ -38,7 +39,8 @@ def check_loaders(loaders: Mapping[str, str]) -> dict[str, str]:
     Raises
     ------
     ParameterError
-        For one that is not given as in ``{".pptx": "package.module:function"}``.
+        For one that is not given as in ``{".pptx": "package.module:function"}``, or whose module
+        is not found. Nothing is imported.
     """
     for suffix, name in loaders.items():
         module, _, function = name.partition(":")
@@ -47,7 +49,20 @@ def check_loaders(loaders: Mapping[str, str]) -> dict[str, str]:
                 f"loader {suffix}={name}: expected a suffix with its dot and where the loader "
                 "is, as in .pptx=package.module:function"
             )
+        top = module.partition(".")[0]
+        if not _is_found(top):
+            raise ParameterError(
+                f"loader {suffix}={name}: no module {top!r} is found; install it, or name its "
+                "folder in PYTHONPATH (PYTHONPATH=. for the current one, which is not searched)"
+            )
     return {suffix.lower(): name for suffix, name in loaders.items()}
+
+
+def _is_found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # a name without letters, or a module that was not imported from anywhere
+        return False
 
 
 class Parser:
@@ -64,7 +79,7 @@ class Parser:
     Raises
     ------
     ParameterError
-        When a loader is not given like that.
+        When a loader is not given like that, or its module is not found.
     """
 
     def __init__(
@@ -92,6 +107,11 @@ class Parser:
             self._process.kill()
             self._process = None
 
+    def start(self) -> None:
+        """Start the process unless it runs; ParserError where it, or a loader in it, cannot be."""
+        if self._process is None:
+            self._process = _Process(self.limits, self._loaders)
+
     def parse(self, path: str, content: bytes) -> list[Document]:
         """Return the documents in a file's bytes.
 
@@ -106,8 +126,8 @@ class Parser:
         """
         while True:
             is_fresh = self._process is None
-            if self._process is None:
-                self._process = _Process(self.limits, self._loaders)
+            self.start()
+            assert self._process is not None
             try:
                 return self._process.parse(path, content)
             except _GoneError as gone:

@@ -102,7 +102,7 @@ class Sources:
     folders
         Those given, in which files may have gone.
     documents
-        Objects, by source; of several with one source, the last.
+        Objects, by source; of several different ones with one source, the last.
     failed
         Objects, paths and folders that cannot be used.
     unlisted
@@ -140,13 +140,20 @@ def gather(given: Any, index_folder: Path, suffixes: Collection[str]) -> Sources
     documents: dict[str, Document] = {}
     failed: list[FailedDocument] = []
     unlisted: list[str] = []
-    for value in _flatten(given):
+    for number, value in enumerate(_flatten(given), 1):
         if not isinstance(value, str | Path):
             reasons: list[str] = []
             with document_failures(reasons.append):
                 document = to_document(value)
-                documents[document.source] = document
-            failed.extend(FailedDocument(_shown_source(value), reason) for reason in reasons)
+                source = document.source
+                if documents.get(source, document) != document:
+                    reasons.append(
+                        f"{printable(source)}: another document of this source was given after it "
+                        "and is taken; give each a source of its own"
+                    )
+                documents[source] = document
+            shown = _shown_source(value, number) if reasons else ""
+            failed.extend(FailedDocument(shown, reason) for reason in reasons)
             continue
         path, status = resolve_path(value)
         is_folder = stat.S_ISDIR(status.st_mode)
@@ -176,11 +183,12 @@ def gather(given: Any, index_folder: Path, suffixes: Collection[str]) -> Sources
     return Sources(list(files), folders, documents, failed, unlisted)
 
 
-def _shown_source(value: Any) -> str:
-    with contextlib.suppress(Exception):  # objects of others, which may raise anything
-        if source := getattr(value, "source", None) or getattr(value, "id", None):
-            return printable(str(source))
-    return type(value).__name__
+def _shown_source(value: Any, number: int) -> str:
+    for name in ("source", "id", "node_id"):
+        with contextlib.suppress(Exception):  # objects of others, which may raise anything
+            if source := getattr(value, name, None):
+                return printable(str(source))
+    return f"number {number} of those given ({type(value).__name__})"
 
 
 def _flatten(given: Any, depth: int = 0) -> Iterator[Any]:
@@ -212,7 +220,7 @@ class Planner:
     on_progress
         Called with the number of inputs looked at.
     force
-        Read every file, also one that looks as it was.
+        Read and parse every file, also one that is as it was.
     """
 
     def __init__(
@@ -238,7 +246,10 @@ class Planner:
         """Return the plan; nothing is written."""
         plan = self._plan
         for failed in sources.failed:
-            self._fail(failed.source, failed.reason)
+            if failed.source in sources.documents:  # what was indexed before does not stay
+                plan.failed.append(failed)
+            else:
+                self._fail(failed.source, failed.reason)
         num_done = 0
         for path in sources.files:
             with document_failures(functools.partial(self._fail, path)):
@@ -401,7 +412,7 @@ def document_digest(document: Document) -> str:
 def _read_if_changed(
     path: str, known: FileState | None, force: bool, max_bytes: int
 ) -> tuple[FileState, bytes | None]:
-    """Return a file's state, and its bytes unless they are those that were read before."""
+    """Return a file's state, and its bytes if they are to be parsed: new ones, or forced."""
     try:
         status = Path(path).stat()
     except OSError as error:
@@ -416,5 +427,6 @@ def _read_if_changed(
         return known, None
     content = read_file(path, max_bytes)
     digest = hashlib.blake2b(content, digest_size=20).hexdigest()
-    is_same = known is not None and known.digest == digest
+    # A loader may have changed though the bytes did not: forced, they are parsed again.
+    is_same = known is not None and known.digest == digest and not force
     return replace(state, digest=digest), None if is_same else content

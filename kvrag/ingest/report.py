@@ -202,13 +202,14 @@ class VerifyReport:
     num_records, size_bytes
         Read whole and compared with their checksums.
     problems
-        Chunks whose record is missing or damaged. Questions still get right answers: their
+        Chunks whose record is missing or damaged. Answers stay right: their
         tokens are computed as if they had never been indexed.
     num_repaired
         Records among them that were computed anew.
     catalog_problems
-        What is not as it was written in the catalog, row by row. Questions still get right answers
-        here too: such rows are left out, and counted.
+        What is not as it was written in the catalog, row by row. Such rows are never used: they are
+        left out and counted, and a chunk whose text, vector or metadata is damaged is not found
+        until it is mended.
     not_healed
         After a repair, what is lost, and what to do about it: documents with damage that could not
         be read again. What was sound of them stays.

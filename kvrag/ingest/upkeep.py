@@ -62,6 +62,7 @@ class IndexUpkeep(ABC):
     path: Path
     config: IndexConfig
     store: Store
+    _lost: str  # why an empty catalog is in place of the index's own; "" where it is not
 
     @property
     @abstractmethod
@@ -253,7 +254,10 @@ class IndexUpkeep(ABC):
             )
             if not report.catalog_problems and (words := self.catalog.check_words(repair=repair)):
                 report = replace(report, catalog_problems=(words,))
-            if not repair or not found:
+            if self._lost:
+                found = [self._lost, *found]
+                not_healed = ("all documents are lost; ingest all of them again", *not_healed)
+            elif not repair or not found:
                 return report
             return replace(
                 report,

@@ -84,6 +84,12 @@ def test_missing_path(run: Run, tmp_path: Path, model_folder: Path) -> None:
     assert not (tmp_path / "i").exists()
 
 
+def test_an_empty_path_is_not_the_working_directory(run: Run, tmp_path: Path) -> None:
+    done = run("ingest", "", "--index", tmp_path / "index")
+    assert done.code == 1
+    assert "an empty path" in done.err
+
+
 def test_missing_model(run: Run, tmp_path: Path, documents: Path) -> None:
     done = run("ingest", documents, "--index", tmp_path / "i", "--model", tmp_path / "gone")
     assert done.code == 1
@@ -201,6 +207,8 @@ def test_one_bad_file_leaves_the_rest_and_exit_code_1(
         (("--parse-seconds", "nan"), "--parse-seconds: expected a number above 0"),
         (("--loader", "x"), "--loader x: expected SUFFIX=MODULE:FUNCTION"),
         (("--loader", "x=y:z"), "loader x=y:z: expected a suffix"),
+        (("--loader", ".x=tests.ingest.bad_loaders:none"), "a loader cannot be imported"),
+        (("--loader", ".x=no_such_module:load"), "no module 'no_such_module' is found"),
     ],
 )
 def test_limits_that_are_none_are_named(

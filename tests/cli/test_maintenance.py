@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,25 @@ def test_verify_finds_a_flipped_bit(run: Run, index_folder: Path) -> None:
     assert mended.code == 0, mended.out + mended.err
     assert "1 records computed anew" in mended.out
     assert run("verify", "--index", index_folder).out.endswith("sound\n")
+
+
+def test_documents_left_out_for_damage_are_no_empty_index(run: Run, index_folder: Path) -> None:
+    with contextlib.closing(sqlite3.connect(index_folder / "catalog.sqlite")) as connection:
+        connection.execute("UPDATE chunks SET metadata = '{\"a\": 1}'")
+        connection.commit()
+    asked = run("query", "Who keeps the ledger?", "--index", index_folder, "--max-tokens", "1")
+    assert "the index is empty" not in asked.err
+    assert "all that the index holds is damaged and left out" in asked.err
+    told = run("verify", "--index", index_folder)
+    assert told.code == 1
+    assert "may not be found until `kvrag verify --repair` mends it" in told.out
+
+
+def test_a_repair_that_loses_all_documents_is_no_success(run: Run, index_folder: Path) -> None:
+    (index_folder / "catalog.sqlite").write_bytes(b"x" * 500)
+    done = run("verify", "--index", index_folder, "--repair")
+    assert done.code == 1
+    assert "lost: all documents are lost; ingest all of them again\n" in done.out
 
 
 def test_gc_of_a_clean_index_frees_nothing(run: Run, index_folder: Path) -> None:

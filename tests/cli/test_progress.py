@@ -76,6 +76,38 @@ def test_ingestion_tells_tokens(
 
 
 @pytest.mark.parametrize(
+    ("num_documents", "expected"), [(3, ["computing: 3 of 3 documents"]), (0, [])]
+)
+def test_nothing_to_compute_shows_no_tokens(
+    now: list[float],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    num_documents: int,
+    expected: list[str],
+) -> None:
+    from kvrag.cli.progress import IngestBar
+
+    with IngestBar(tmp_path) as bar:
+        now[0] = 6.0
+        bar.update(
+            IngestProgress("compute", num_documents, num_documents, 0, 0, 0, 0, 6.0, 0.0, 0.0)
+        )
+    assert capsys.readouterr().err.splitlines() == expected
+
+
+def test_the_end_tells_no_time_left(
+    now: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvrag.cli.progress import IngestBar
+
+    with IngestBar(tmp_path) as bar:
+        now[0] = 6.0
+        bar.update(IngestProgress("compute", 3, 3, 900, 900, 0, 0, 6.0, 150.0, 0.0))
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "computing: 900 of 900 tokens, 150 tokens/s"
+
+
+@pytest.mark.parametrize(
     "command", [("verify",), ("recode", "--codec", "raw"), ("ingest", "DOCUMENTS")]
 )
 def test_long_commands_tell_how_far_they_are(

@@ -243,7 +243,7 @@ def _laughs() -> list[Any]:
         ({"x": _laughs()}, "more than 100,000 values"),
         ({"x": "y" * 2_000_000}, "more than 1,048,576 characters"),
         ({"x": _Raising()}, "RuntimeError: no text for you"),
-        ("text", "has no attribute 'items'"),
+        ("text", "the metadata is a value of type str: expected a mapping"),
     ],
 )
 def test_objects_with_metadata_that_cannot_be_kept_are_refused(
@@ -252,6 +252,51 @@ def test_objects_with_metadata_that_cannot_be_kept_are_refused(
     bad = PageContent("text", metadata, "bad")
     assert reason in reasons(index.add([bad, Document("bad", "text", metadata), GOOD]))["bad"]
     assert [row.source for row in index.documents()] == ["good"]
+
+
+@pytest.mark.parametrize("text", [None, float("nan"), b"bytes", ["a", "list"], 3])
+def test_texts_that_are_none_are_refused(index: Index, text: Any) -> None:
+    found = reasons(index.add([Document("bad", text), GOOD]))
+    assert found == {
+        "bad": f"bad: its text is a value of type {type(text).__name__}: expected a text"
+    }
+    assert [row.source for row in index.documents()] == ["good"]
+
+
+def test_sources_and_metadata_that_are_none_are_refused(index: Index) -> None:
+    odd: Any = None
+    report = index.add([GOOD, Document(odd, "abc"), Document("bad", "abc", odd), Document("", " ")])
+    assert report.added == ("good",)
+    assert [failed.source for failed in report.failed] == [
+        "number 2 of those given (Document)",
+        "bad",
+        "number 4 of those given (Document)",
+    ]
+    assert "the source of a document is a value of type NoneType" in report.failed[0].reason
+    assert "the metadata is a value of type NoneType" in report.failed[1].reason
+
+
+def test_of_two_documents_of_one_source_the_earlier_is_refused(index: Index) -> None:
+    report = index.add([Document("dup", "one"), Document("dup", "two"), GOOD, GOOD])
+    assert report.added == ("dup", "good")
+    (failed,) = report.failed
+    assert failed.source == "dup"
+    assert "another document of this source was given after it" in failed.reason
+    (again,) = index.add([Document("dup", "one"), Document("dup", "three")]).failed
+    assert "stays" not in again.reason
+    assert "three" in {hit.chunk.text for hit in index.search("x", 9)}
+
+
+def test_an_empty_path_is_not_the_working_directory(index: Index) -> None:
+    with pytest.raises(DocumentError, match="an empty path"):
+        index.add("")
+
+
+def test_questions_have_a_limit(index: Index) -> None:
+    assert index.search("a" * 100_000) == []
+    for search in (index.search, index.search_words):
+        with pytest.raises(ParameterError, match=r"100,001 characters: expected at most 100,000"):
+            search("a" * 100_001)
 
 
 def test_odd_metadata_that_can_be_kept_is_kept(index: Index) -> None:

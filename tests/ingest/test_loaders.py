@@ -232,7 +232,7 @@ def test_framework_objects_are_accepted_by_shape() -> None:
 
 
 def test_objects_of_other_shapes_are_refused() -> None:
-    with pytest.raises(ParameterError, match="cannot ingest a dict"):
+    with pytest.raises(ParameterError, match="cannot ingest a value of type dict"):
         to_document({"text": "x"})
     with pytest.raises(DocumentError, match="x: holds no text"):
         to_document(Document("x", "  "))

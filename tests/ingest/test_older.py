@@ -115,7 +115,7 @@ def test_force_reads_every_file(index: Index, docs: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("damage", ["missing", "foreign", "short"])
 def test_a_catalog_that_cannot_be_opened_is_set_aside(
-    index: Index, docs: Path, model: KVModel, damage: str
+    index: Index, docs: Path, model: KVModel, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     index.add(docs)
     index.close()
@@ -126,7 +126,18 @@ def test_a_catalog_that_cannot_be_opened_is_set_aside(
     with pytest.raises(IndexFormatError, match=r"missing|damaged"):
         Index.open(index.path, model=model)
     with Index.open(index.path, model=model, mend=True) as again:
+        verified = again.verify(repair=True)
+        assert not verified.ok
+        assert verified.to_dict()["not_healed"] == (
+            "all documents are lost; ingest all of them again",
+        )
+        what = "was missing" if damage == "missing" else "is set aside as catalog.sqlite.damaged"
+        assert what in verified.catalog_problems[0]
+        assert "verify --repair" not in caplog.text
+        assert ("set aside" in caplog.text) == (damage != "missing")
         report = again.add(docs)
+        assert "all documents were lost; ingest again what this run was not given" in report.note
+        assert not again.add(docs).note
         assert (len(report.added), report.num_records) == (3, 0)
         assert again.verify().ok
     assert path.with_name("catalog.sqlite.damaged").exists() == (damage != "missing")
@@ -148,3 +159,12 @@ def test_an_edited_cache_of_vectors_is_not_believed(
     with Index.open(index.path, model=model) as again:
         assert [hit.chunk.source for hit in again.search("ledger", 3)] == expected
     assert path.read_bytes() != bytes(content)
+
+
+def test_force_parses_with_a_loader_that_is_new(index: Index, docs: Path) -> None:
+    index.add(docs)
+    loaders = {".txt": "tests.ingest.bad_loaders:shout"}
+    assert not index.add(docs, loaders=loaders).changed
+    report = index.add(docs, loaders=loaders, force=True)
+    assert len(report.changed) == 2
+    assert len(report.unchanged) == 1

@@ -106,9 +106,12 @@ def test_loaders_that_are_none_are_named() -> None:
     for suffix, name in (("x", "a:b"), (".x", "a"), (".x", ":b"), (".x", "a:")):
         with pytest.raises(ParameterError, match=re.escape(f"loader {suffix}={name}")):
             Parser(loaders={suffix: name})
+    for name in ("no_such_module:load", "no_such_module.part:load", ".x:load"):
+        with pytest.raises(ParameterError, match=r"PYTHONPATH=\. for the current one"):
+            Parser(loaders={".x": name})
     with (
-        Parser(loaders={".x": "no_such_module:load"}) as parser,
-        pytest.raises(ParserError, match="No module named 'no_such_module'"),
+        Parser(loaders={".x": "tests.no_such_module:load"}) as parser,
+        pytest.raises(ParserError, match=r"No module named 'tests\.no_such_module'"),
     ):
         parser.parse("/a.txt", b"x")
 
