@@ -9,20 +9,24 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from multiprocessing.spawn import get_executable
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from kvrag.chunk import Document
 from kvrag.errors import DocumentError, ParameterError, ParserError
+from kvrag.ingest.files import printable
 from kvrag.ingest.frames import pack_frame, read_frame
 from kvrag.ingest.limits import MAX_DOCUMENTS, ParseLimits
-from kvrag.ingest.loaders import SUFFIXES, NoTextError
+from kvrag.ingest.loaders import SUFFIXES, NoTextError, is_storable
+from kvrag.ingest.metadata import plain_metadata
 from kvrag.ingest.worker import OUT_OF_MEMORY
 
 # The parent's own search path: the same kvrag and the same further loaders are found.
@@ -31,6 +35,8 @@ _MAIN = (
     "from kvrag.ingest.worker import main; main()"
 )
 _START_SECONDS = 60.0  # loaders may import much
+_MAX_REASON_CHARACTERS = 10_000
+_EXIT_SECONDS = 1.0  # from a closed connection to the exit code
 
 
 def check_loaders(loaders: Mapping[str, str]) -> dict[str, str]:
@@ -156,19 +162,11 @@ class _Process:
     def __init__(self, limits: ParseLimits, loaders: Mapping[str, str]) -> None:
         self._limits = limits
         self._is_late = False
+        self._has_ended = False
+        self._ending = threading.Lock()
         command = [get_executable(), "-c", _MAIN, json.dumps(sys.path)]
-        # A process group of its own: an interrupt at the terminal is the parent's to handle.
-        apart: dict[str, Any] = {"process_group": 0}
-        if sys.platform == "win32":
-            apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                **apart,
-            )
+            self._start(command)
         except OSError as error:
             raise ParserError(
                 f"the process that parses documents cannot be started ({error.strerror or error})"
@@ -194,6 +192,48 @@ class _Process:
             self.kill()
             raise ParserError(f"a loader cannot be imported: {head.get('reason')}")
 
+    def _start(self, command: list[str]) -> None:
+        """Start it in a process group of its own.
+
+        An interrupt at the terminal is then the parent's to handle, and what a loader has started
+        can be ended together with it.
+        """
+        self._process: subprocess.Popen[bytes]
+        self._socket: socket.socket | None = None
+        self._requests: IO[bytes]
+        self._answers: IO[bytes]
+        if sys.platform == "win32":
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                creationflags=subprocess.CREATE_NEW_PROCESS_GROUP,
+            )
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            self._requests, self._answers = self._process.stdin, self._process.stdout
+            return
+        # No pipes: who waits at a pipe waits for as long as any process holds its other end, and
+        # a socket can be shut down from here.
+        ours, theirs = socket.socketpair()
+        with theirs:
+            for end in (ours, theirs):
+                end.settimeout(None)  # whatever socket.setdefaulttimeout says
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=subprocess.DEVNULL,
+                    process_group=0,
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self._socket = ours
+        self._requests, self._answers = ours.makefile("wb"), ours.makefile("rb")
+
     def parse(self, path: str, content: bytes) -> list[Document]:
         with self._deadline(self._limits.seconds):
             self._send({"path": path}, content)
@@ -203,12 +243,26 @@ class _Process:
         return documents
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
+        self._end()
+        for stream in (self._requests, self._answers, self._socket):
             with contextlib.suppress(OSError):  # what it did not take any more
-                pipe.close()
+                if stream is not None:
+                    stream.close()
+
+    def _end(self) -> int:
+        """End the process and its group, wake who waits for it, and return its exit code."""
+        with self._ending:  # the deadline's thread may be here too
+            if not self._has_ended:
+                self._has_ended = True
+                if sys.platform != "win32":
+                    with contextlib.suppress(OSError):  # nobody is left in it
+                        os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.kill()
+                if self._socket is not None:
+                    # A process that has left the group may still hold the other end.
+                    with contextlib.suppress(OSError):
+                        self._socket.shutdown(socket.SHUT_RDWR)
+            return self._process.wait()
 
     def _documents(self, path: str) -> list[Document]:
         """Receive the documents of a file; the process is not trusted any more since it saw one."""
@@ -231,8 +285,15 @@ class _Process:
                     "with '#' and a name for the part, each once"
                 )
             parts.add(part)
+            # The process has checked both; what it says is checked here as anybody's.
+            if not is_storable(part):
+                raise _GoneError("its loader gave a source that is not valid Unicode")
+            try:
+                metadata = plain_metadata(metadata)
+            except DocumentError as error:
+                raise _GoneError(str(error)) from None
             documents.append(Document(path + part, text, metadata))
-        reason = str(head.get("reason"))
+        reason = printable(str(head.get("reason"))[:_MAX_REASON_CHARACTERS])
         if head["end"] == "no text":
             raise NoTextError(reason)
         if head["end"] != "done":
@@ -240,20 +301,19 @@ class _Process:
         return documents
 
     def _send(self, head: dict[str, Any], body: bytes = b"") -> None:
-        stdin = self._process.stdin
-        assert stdin is not None
         try:
             for piece in pack_frame(head, body):
-                stdin.write(piece)
-            stdin.flush()
+                self._requests.write(piece)
+            self._requests.flush()
         except OSError:
             raise self._gone() from None
 
     def _receive(self) -> tuple[dict[str, Any], bytes]:
-        assert self._process.stdout is not None
         try:
             # No character takes more bytes than four.
-            frame = read_frame(self._process.stdout, 4 * self._limits.max_file_bytes)
+            frame = read_frame(self._answers, 4 * self._limits.max_file_bytes)
+        except OSError:  # it ended before it had read all that was sent
+            raise self._gone() from None
         except ValueError as error:
             raise _GoneError(str(error)) from error
         if frame is None:
@@ -261,15 +321,20 @@ class _Process:
         return frame
 
     def _gone(self) -> _GoneError:
+        # It has closed its end. Give it time to exit: killed at once, it could not say why.
+        if not self._is_late:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_EXIT_SECONDS)
+        has_exited = self._process.returncode is not None
+        code = self._end()
         if self._is_late:
             return _GoneError(
                 f"parsing it took longer than {self._limits.seconds:g} s; split it, or raise the "
                 "limit (--parse-seconds, or ParseLimits.seconds)",
                 is_late=True,
             )
-        # Its pipe is closed: it has ended, or has nothing to say any more.
-        self._process.kill()
-        code = self._process.wait()
+        if not has_exited:
+            return _GoneError("its parser closed its connection and went on without an answer")
         if code in (OUT_OF_MEMORY, -getattr(signal, "SIGKILL", 0)):
             return _GoneError(
                 f"parsing it takes more than {self._limits.memory_bytes / 2**20:,.0f} MiB of "
@@ -285,7 +350,7 @@ class _Process:
 
         def end() -> None:
             self._is_late = True
-            self._process.kill()
+            self._end()
 
         timer = threading.Timer(seconds, end)
         timer.daemon = True

@@ -15,10 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from kvrag.chunk import Document
 from kvrag.errors import DocumentError
+from kvrag.ingest.failures import reason_of
+from kvrag.ingest.files import printable
 from kvrag.ingest.frames import pack_frame, read_frame
 from kvrag.ingest.limits import MAX_DOCUMENTS
-from kvrag.ingest.loaders import Loader, NoTextError, load_bytes
+from kvrag.ingest.loaders import Loader, NoTextError, is_storable, load_bytes
+from kvrag.ingest.metadata import plain_metadata
 
 # What an interpreter takes of its address space where the system does not tell.
 _DEFAULT_BASE_BYTES = 512 << 20
@@ -38,8 +42,8 @@ def main() -> None:
     settings, _ = received.get()
     try:
         others = {suffix: _import(name) for suffix, name in settings["loaders"].items()}
-    except Exception as error:
-        _send(answers, {"end": "failed", "reason": f"{type(error).__name__}: {error}"})
+    except BaseException as error:  # SystemExit too
+        _send(answers, {"end": "failed", "reason": reason_of(error)})
         return
     _limit_memory(settings["memory_bytes"])
     _send(answers, {"end": "ready"})
@@ -54,7 +58,18 @@ def _take_pipes() -> tuple[IO[bytes], IO[bytes]]:
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
+    if hasattr(os, "register_at_fork"):
+        # A loader's own process that came back from it would answer too, for the next file.
+        os.register_at_fork(after_in_child=lambda: _let_go(requests, answers))
     return requests, answers
+
+
+def _let_go(*streams: IO[bytes]) -> None:
+    """Keep the parent's pipes out of a process that a loader has forked: writing to them fails."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for stream in streams:
+        os.dup2(nothing, stream.fileno(), inheritable=False)
+    os.close(nothing)
 
 
 def _receive(requests: IO[bytes], received: queue.Queue[tuple[dict[str, Any], bytes]]) -> None:
@@ -81,6 +96,7 @@ def _answer(
                 )
             if number >= MAX_DOCUMENTS:
                 raise DocumentError(f"{path}: holds more than {MAX_DOCUMENTS:,} rows; split it")
+            part, metadata = _checked(path, document)
             try:
                 text = document.text.encode()
             except UnicodeEncodeError as error:
@@ -88,18 +104,29 @@ def _answer(
                     f"{document.source}: the text holds half a surrogate pair at character "
                     f"{error.start}; decode it correctly before it is added"
                 ) from error
-            part = document.source.removeprefix(path)
-            _send(answers, {"part": part, "metadata": document.metadata}, text)
+            _send(answers, {"part": part, "metadata": metadata}, text)
     except NoTextError as error:
         return {"end": "no text", "reason": str(error)}
     except DocumentError as error:
         return {"end": "refused", "reason": str(error)}
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
-    except Exception as error:
-        reason = f"{path}: its loader failed ({type(error).__name__}: {str(error)[:1000]})"
-        return {"end": "refused", "reason": reason}
+    except BaseException as error:  # SystemExit too: it would end the process without a word
+        return {"end": "refused", "reason": f"{path}: its loader failed ({reason_of(error)})"}
     return {"end": "done"}
+
+
+def _checked(path: str, document: Document) -> tuple[str, dict[str, Any]]:
+    """Return what a document's source adds to the path, and its metadata as JSON can hold it."""
+    if not is_storable(document.source):
+        raise DocumentError(
+            f"{printable(document.source)}: the source that its loader gave is not valid Unicode"
+        )
+    try:
+        metadata = plain_metadata(document.metadata)
+    except DocumentError as error:
+        raise DocumentError(f"{document.source}: {error}") from error
+    return document.source.removeprefix(path), metadata
 
 
 def _send(answers: IO[bytes], head: dict[str, Any], body: bytes = b"") -> None:

@@ -84,12 +84,6 @@ def test_missing_path(run: Run, tmp_path: Path, model_folder: Path) -> None:
     assert not (tmp_path / "i").exists()
 
 
-def test_an_empty_path_is_not_the_working_directory(run: Run, tmp_path: Path) -> None:
-    done = run("ingest", "", "--index", tmp_path / "index")
-    assert done.code == 1
-    assert "an empty path" in done.err
-
-
 def test_missing_model(run: Run, tmp_path: Path, documents: Path) -> None:
     done = run("ingest", documents, "--index", tmp_path / "i", "--model", tmp_path / "gone")
     assert done.code == 1

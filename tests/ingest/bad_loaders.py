@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import struct
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from kvrag.chunk import Document
 
@@ -61,7 +66,98 @@ def halve(path: str, content: bytes) -> Iterator[Document]:
 
 
 def mistype(path: str, content: bytes) -> Iterator[Document]:
-    yield Document(path, "text", {"set": {1}})
+    yield Document(path, 12345)  # type: ignore[arg-type]
+
+
+def oddities(path: str, content: bytes) -> Iterator[Document]:
+    """Metadata that JSON cannot hold, or only Python's."""
+    values = {"nan": float("nan"), "inf": 1e400, "half \ud800": "\udcff", "set": {1}, 2: 1 << 70}
+    yield Document(path, "text", values)  # type: ignore[arg-type]
+
+
+def nest(path: str, content: bytes) -> Iterator[Document]:
+    metadata: dict[str, Any] = {}
+    for _ in range(300):
+        metadata = {"a": metadata}
+    yield Document(path, "text", metadata)
+
+
+def misname(path: str, content: bytes) -> Iterator[Document]:
+    yield Document(f"{path}#\ud800", "text")
+
+
+def give_up(path: str, content: bytes) -> Iterator[Document]:
+    raise SystemExit(3)
+
+
+def interrupt(path: str, content: bytes) -> Iterator[Document]:
+    raise KeyboardInterrupt
+
+
+class _SpeechlessError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+def speechless(path: str, content: bytes) -> Iterator[Document]:
+    raise _SpeechlessError
+
+
+def blurt(path: str, content: bytes) -> Iterator[Document]:
+    raise ValueError("half \ud800")
+
+
+def hang_up(path: str, content: bytes) -> Iterator[Document]:
+    for descriptor in range(3, 16):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:
+            end.shutdown(socket.SHUT_WR)
+    time.sleep(3600)
+    yield Document(path, "late")
+
+
+def lie(path: str, content: bytes) -> Iterator[Document]:
+    """Send what the process's own checks would not let out; the bytes say what."""
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, struct.pack("<IQ", len(content), 1) + content + b"x")
+        except OSError:
+            continue
+    time.sleep(3600)
+    yield Document(path, "late")
+
+
+def fork(path: str, content: bytes) -> Iterator[Document]:
+    """Hang, and so does a child; the bytes name the file that its number goes to."""
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    Path(content.decode()).write_text(str(child))
+    time.sleep(60)
+    yield Document(path, "late")
+
+
+def cling(path: str, content: bytes) -> Iterator[Document]:
+    """As `fork`, and the child is out of reach, with the parent's connection in its hands."""
+    for descriptor in range(3, 16):
+        try:
+            os.dup(descriptor)
+        except OSError:
+            continue
+    child = os.fork()
+    if not child:
+        os.setsid()
+        time.sleep(60)
+        os._exit(0)
+    Path(content.decode()).write_text(str(child))
+    time.sleep(60)
+    yield Document(path, "late")
+
+
+def double(path: str, content: bytes) -> Iterator[Document]:
+    """Come back from the loader twice."""
+    os.fork()
+    yield Document(path, "once")
 
 
 def garble(path: str, content: bytes) -> Iterator[Document]:

@@ -21,7 +21,8 @@ from kvrag.ingest.parsing import Parser
 
 _NAMES = (
     *("hang", "crash", "leave", "eat", "flood", "recurse", "babble", "steal", "repeat", "halve"),
-    *("mistype", "garble", "modules", "shout"),
+    *("mistype", "garble", "modules", "shout", "oddities", "nest", "misname", "give_up"),
+    *("interrupt", "speechless", "blurt", "hang_up", "lie", "fork", "cling", "double"),
 )
 LOADERS = {f".{name}": f"tests.ingest.bad_loaders:{name}" for name in _NAMES}
 LIMITS = ParseLimits(max_file_bytes=1_000_000, seconds=3, memory_bytes=200 << 20)
@@ -45,8 +46,14 @@ def parser() -> Iterator[Parser]:
         ("steal", r"its loader gave the source .*expected the path"),
         ("repeat", r"its loader gave the source .*each once"),
         ("halve", "half a surrogate pair at character 5"),
-        ("mistype", r"its loader failed \(TypeError"),
+        ("mistype", r"its loader failed \((Type|Attribute)Error"),
         ("garble", "its parser's answer"),
+        ("nest", "metadata is nested more than 32 levels deep"),
+        ("give_up", r"its loader failed \(SystemExit: 3\)"),
+        ("interrupt", r"its loader failed \(KeyboardInterrupt: no message"),
+        ("speechless", r"its loader failed \(_SpeechlessError\)"),
+        ("blurt", r"its loader failed \(ValueError: half \\ud800\)"),
+        ("hang_up", "closed its connection"),
     ],
 )
 def test_a_file_that_breaks_its_parser_is_refused_and_the_next_one_read(
@@ -55,6 +62,55 @@ def test_a_file_that_breaks_its_parser_is_refused_and_the_next_one_read(
     with pytest.raises(DocumentError, match=rf"(?s)^/docs/a\.{kind}: .*{reason}"):
         parser.parse(f"/docs/a.{kind}", b"x")
     assert parser.parse("/docs/b.txt", b"next") == [Document("/docs/b.txt", "next")]
+
+
+def test_a_part_whose_name_cannot_be_stored_is_refused(parser: Parser) -> None:
+    with pytest.raises(DocumentError, match=r"^/a\.misname#\\ud800: .* not valid Unicode"):
+        parser.parse("/a.misname", b"x")
+
+
+def test_metadata_of_loaders_becomes_plain(parser: Parser) -> None:
+    (document,) = parser.parse("/a.oddities", b"x")
+    expected = {"nan": "nan", "inf": "inf", "half ?": "?", "set": [1], "2": hex(1 << 70)}
+    assert document.metadata == expected
+
+
+def test_what_a_process_sends_past_its_own_checks_is_checked(parser: Parser) -> None:
+    nested = b'{"a":' * 300 + b"1" + b"}" * 300
+    for part, metadata, reason in (
+        (b"", nested, "nested more than 32 levels"),
+        (rb"#\ud800", b"{}", "not valid Unicode"),
+    ):
+        answer = b'{"part": "%s", "metadata": %s}' % (part, metadata)
+        with pytest.raises(DocumentError, match=reason):
+            parser.parse("/a.lie", answer)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("kind", ["fork", "cling"])
+def test_a_process_that_a_loader_left_behind_holds_nothing_up(kind: str, tmp_path: Path) -> None:
+    number = tmp_path / "number"
+    start = time.monotonic()
+    with Parser(ParseLimits(seconds=1), LOADERS) as parser:
+        with pytest.raises(DocumentError, match="took longer than 1 s"):
+            parser.parse(f"/a.{kind}", str(number).encode())
+        assert parser.parse("/b.txt", b"next") == [Document("/b.txt", "next")]
+    assert time.monotonic() - start < 20
+    child = int(number.read_text())
+    if kind == "cling":  # has a session of its own
+        os.kill(child, signal.SIGKILL)
+    end = time.monotonic() + 10
+    while _is_running(Path(f"/proc/{child}")) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not _is_running(Path(f"/proc/{child}"))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_loader_that_forks_answers_once(parser: Parser) -> None:
+    for number in range(3):
+        path = f"/{number}.double"
+        assert parser.parse(path, b"x") == [Document(path, "once")]
+    assert parser.parse("/b.txt", b"next") == [Document("/b.txt", "next")]
 
 
 def test_what_a_loader_prints_goes_nowhere(parser: Parser) -> None:
