@@ -6,9 +6,10 @@ the same prompt has the same tokens everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from kvrag.chunk import Chunk
@@ -17,6 +18,8 @@ from kvrag.models.chat import PromptText
 from kvrag.models.control import ControlTokens, Span, Tokens, encode, overlaps
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from kvrag.ingest.index import Index
 
 # Characters beside a control string, white space left out, by which a changed copy is recognised;
@@ -25,6 +28,13 @@ _NUM_BESIDE = 16
 _MIN_BESIDE = 8
 # Characters, white space included, among which those are looked for.
 _MAX_LOOK = 1024
+# Characters, white space left out, by which a place of the chat template is recognised.
+_NUM_AT_PLACE = 64
+# A prompt's beginning or end. White space is left out elsewhere, so no text can hold it.
+_EDGE = "\n"
+# Stands for the contents of messages in a rendered template.
+_CONTENT = "\ue012"
+_ROLES = (("user",), ("user", "assistant", "user"), ("system", "user", "assistant", "user"))
 
 
 def tokenise_prompt(index: Index, prompt: PromptText, hints: Sequence[str] = ()) -> Tokens:
@@ -36,8 +46,9 @@ def tokenise_prompt(index: Index, prompt: PromptText, hints: Sequence[str] = ())
         Its tokenizer, setting and chunks.
     prompt
         The prompt. Of messages all control strings are data. Of one string those are that stand in
-        chunks, wherever a chunk's text stands in the prompt, and those whose surroundings show
-        that they come from chunks found or retrieved lately, or their metadata.
+        chunks, wherever a chunk's text stands in the prompt; those whose surroundings show that
+        they come from chunks found or retrieved lately, or their metadata; and all others that
+        such chunks hold, except where the chat template puts them.
     hints
         Ids of chunks likely in the prompt.
     """
@@ -71,6 +82,14 @@ class _Origin:
         self._hints = hints
 
     def __call__(self, start: int, end: int) -> bool:
+        if self._is_copied(start, end):
+            return True
+        # However the caller changed or cut what holds the string: it is not the template's.
+        string = self._prompt[start:end]
+        return string in self._likely_strings and not self._is_template_place(start, end)
+
+    def _is_copied(self, start: int, end: int) -> bool:
+        """Whether what stands beside a control string shows that it comes from a document."""
         spans, is_whole = self._chunk_spans
         # Far too many candidates were to be compared: nobody but an attacker writes such text.
         # One that only touches a chunk is made of its characters as well.
@@ -81,6 +100,31 @@ class _Origin:
             left.endswith(before) and right.startswith(behind)
             for before, behind in self._short_copies.get(string, ())
         )
+
+    def _is_template_place(self, start: int, end: int) -> bool:
+        """Whether a control string stands as in a conversation that the chat template renders."""
+        string, left, right = _surroundings(self._prompt, start, end, _NUM_AT_PLACE)
+        left = f"{_EDGE if start <= _MAX_LOOK else ''}{left}"[-_NUM_AT_PLACE:]
+        right += _EDGE if len(self._prompt) - end <= _MAX_LOOK else ""
+        for before, behind in self._template_places.get(string, ()):
+            if not (left.endswith(before) and right.startswith(behind)):
+                continue
+            # A document's own string beside it makes no place: a title before a chunk's text, say.
+            beside: list[Span] = []
+            if self._control.find(before):
+                begin = max(0, start - _MAX_LOOK)
+                found = self._control.find(self._prompt[begin:start])
+                beside += [(begin + first, begin + last) for first, last in found[-1:]]
+            if self._control.find(behind):
+                found = self._control.find(self._prompt[end : end + _MAX_LOOK])
+                beside += [(end + first, end + last) for first, last in found[:1]]
+            if not any(self._is_copied(*span) for span in beside):
+                return True
+        return False
+
+    @cached_property
+    def _template_places(self) -> dict[str, set[tuple[str, str]]]:
+        return _template_places(self._index.tokenizer, self._control)
 
     @cached_property
     def _control(self) -> ControlTokens:
@@ -115,6 +159,11 @@ class _Origin:
         }
 
     @cached_property
+    def _likely_strings(self) -> set[str]:
+        """Control strings that chunks which may stand in the prompt hold anywhere."""
+        return {string for string, _, _ in self._copies}
+
+    @cached_property
     def _short_copies(self) -> dict[str, set[tuple[str, str]]]:
         """By string, what is beside those that stand near the beginning or end of their text."""
         short: dict[str, set[tuple[str, str]]] = {}
@@ -141,15 +190,90 @@ class _Origin:
 
 
 def _metadata(chunk: Chunk) -> Iterator[str]:
-    """Yield what a prompt may say of a chunk beside its text, by itself and behind its name."""
-    values: dict[str, Any] = {"source": chunk.source, **chunk.metadata}
-    for name, value in values.items():
+    """Yield what a prompt may say of a chunk beside its text.
+
+    Each value stands by itself and after its name, and so do strings inside lists and mappings.
+    Of a source there are the base name and the stem as well.
+    """
+    path = PurePath(chunk.source)
+    yield path.name
+    yield path.stem
+    values: list[tuple[Any, Any]] = [("source", chunk.source), *chunk.metadata.items()]
+    while values:
+        name, value = values.pop()
         yield str(value)
         yield f"{name}: {value}"
+        if isinstance(value, Mapping):
+            values += value.items()
+        elif isinstance(value, list | tuple):
+            values += [(name, one) for one in value]
 
 
-def _surroundings(text: str, start: int, end: int) -> tuple[str, str, str]:
+def _template_places(
+    tokenizer: PreTrainedTokenizerBase, control: ControlTokens
+) -> dict[str, set[tuple[str, str]]]:
+    """Return, by control string, what the chat template writes before and after it.
+
+    Each side reaches to the next control string or the prompt's edge. A side that holds neither
+    counts only where the other holds neither as well: role names and dates change. A string with
+    contents on both sides has no place: nothing tells it from one in the contents.
+    """
+    begin = tokenizer.bos_token
+    places: dict[str, set[tuple[str, str]]] = {}
+    if begin:
+        places[begin] = {(_EDGE, "")}
+    for rendered in _rendered(tokenizer):
+        # Callers leave the first token to the tokenizer, or write it themselves.
+        bare = rendered.removeprefix(begin or "")
+        for prompt in {rendered, bare, f"{begin or ''}{bare}"}:
+            pieces = prompt.split(_CONTENT)
+            for number, piece in enumerate(pieces):
+                edges = (
+                    _EDGE if number == 0 else "",
+                    _EDGE if number == len(pieces) - 1 else "",
+                )
+                for string, place in _places_in(piece, edges, control.find(piece)):
+                    places.setdefault(string, set()).add(place)
+    return places
+
+
+def _places_in(
+    piece: str, edges: tuple[str, str], spans: Sequence[Span]
+) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield the control strings of a piece between contents, with what is beside them."""
+    for number, (start, end) in enumerate(spans):
+        is_first, is_last = number == 0, number == len(spans) - 1
+        left = "".join(piece[0 if is_first else spans[number - 1][0] : start].split())
+        right = "".join(piece[end : None if is_last else spans[number + 1][1]].split())
+        left, right = (edges[0] if is_first else "") + left, right + (edges[1] if is_last else "")
+        is_left_bound = not is_first or bool(edges[0])
+        is_right_bound = not is_last or bool(edges[1])
+        if is_left_bound and not is_right_bound:
+            right = ""
+        elif is_right_bound and not is_left_bound:
+            left = ""
+        if left or right:
+            yield piece[start:end], (left[-_NUM_AT_PLACE:], right[:_NUM_AT_PLACE])
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield conversations as far as the chat template renders them."""
+    if not getattr(tokenizer, "chat_template", None):
+        return
+    for roles in _ROLES:
+        messages = [{"role": role, "content": _CONTENT} for role in roles]
+        try:
+            yield str(
+                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            )
+        except Exception:  # a template may raise anything, and refuse a role
+            continue
+
+
+def _surroundings(
+    text: str, start: int, end: int, number: int = _NUM_BESIDE
+) -> tuple[str, str, str]:
     """Return a string in a text and the characters on either side of it, no white space."""
     left = "".join(text[max(0, start - _MAX_LOOK) : start].split())
     right = "".join(text[end : end + _MAX_LOOK].split())
-    return text[start:end], left[-_NUM_BESIDE:], right[:_NUM_BESIDE]
+    return text[start:end], left[-number:], right[:number]
