@@ -252,7 +252,7 @@ class IndexUpkeep(ABC):
                 on_progress=on_progress,
             )
             if not report.catalog_problems and (words := self.catalog.check_words(repair=repair)):
-                report = replace(report, catalog_problems=(words,))
+                report = replace(report, catalog_problems=(words,), is_healed=repair)
             if not repair or not found:
                 return report
             return replace(
