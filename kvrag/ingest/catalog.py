@@ -1,8 +1,8 @@
 """The catalog: documents and chunks in one SQLite file.
 
-Everything but the KV itself is here, so whatever else lies in the index folder (the vectors'
-cache) can be made again from it. Each change is one transaction that raises the generation by
-one; readers compare generations to see that what they hold is old.
+Everything but the KV itself is here, so whatever else lies in the index folder (the caches of
+vectors and words) can be made again from it. Each change is one transaction that raises the
+generation by one; readers compare generations to see that what they hold is old.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvrag.chunk import Chunk, ChunkKey, chunk_id_of
-from kvrag.ingest import words
 from kvrag.ingest.mending import CatalogMending
 from kvrag.ingest.rows import Change, DocumentRow, FileState, pack_json, unpack_json
 from kvrag.ingest.seals import SEAL_BYTES
@@ -159,16 +158,37 @@ class Catalog(CatalogMending):
     @checked
     def search_words(self, question: str, k: int) -> list[tuple[int, float]]:
         """Return row number and score of the `k` best chunks by words (`kvrag.ingest.words`)."""
-        return words.search(self._connection, question, k)
+        with self._snapshot():
+            return self._words.search(self, question, k)
 
     @checked
     def check_words(self, *, repair: bool) -> str:
-        """Return what is wrong with the index of words, "" for nothing; `repair` mends it."""
-        found = words.damage(self._connection)
+        """Return what is wrong with the index of words; `repair` removes it where it is damaged.
+
+        The next search makes it anew.
+        """
+        found = self._words.damage()
         if found and repair:
-            words.rebuild(self._connection)
-            return ""
+            self._words.discard()
         return found
+
+    @checked
+    def refresh_words(self) -> None:
+        """Bring the index of words up to date with what was written, if there is one."""
+        with self._snapshot():
+            self._words.refresh(self)
+
+    def mark(self) -> bytes:
+        """Return 16 bytes that change with the catalog."""
+        return self._seals.whole([repr(self._rows("SELECT * FROM state")).encode()])
+
+    def row_seals(self) -> Iterator[tuple[int, object]]:
+        """Yield number and seal of every chunk's row that can be read."""
+        yield from self._scan("row, seal")  # type: ignore[misc]
+
+    def texts(self, rows: Sequence[int]) -> Iterator[tuple[int, object]]:
+        """Yield number and text of chunks, as they stand in their rows."""
+        yield from self._select_in("row, text", "row", rows)  # type: ignore[misc]
 
     @checked
     def text_of(self, chunk_id: str) -> str | None:

@@ -12,6 +12,7 @@ import hmac
 from pathlib import Path
 
 from kvrag.errors import IndexFormatError, IndexMismatchError, RecordError, StoreError
+from kvrag.ingest import words
 from kvrag.ingest.catalog import FILE_NAME, Catalog
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.connection import next_path, put_in_place
@@ -86,6 +87,7 @@ def open_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
             raise
         with contextlib.suppress(IndexFormatError):
             Catalog(following, seal_key=the_seal_key, cipher_key=key).close()
+            (folder / words.FILE_NAME).unlink(missing_ok=True)  # under the former key, or none
             put_in_place(path)
         return Catalog(path, seal_key=the_seal_key, cipher_key=key)
 

@@ -635,6 +635,8 @@ class Index(IndexUpkeep):
             before = self._heal_first()
             plan = self._plan(sources, parser, True, on_progress)
         outcome = self._foretell(plan) if dry_run else self._run(plan, parser, on_progress)
+        if not dry_run:
+            self.catalog.refresh_words()
         self._is_swept = self._is_swept or not dry_run
         note = self._codec_note() if outcome.num_records and not dry_run else ""
         if before is not None:
@@ -731,6 +733,7 @@ class Index(IndexUpkeep):
                     ),
                     self.key_of,
                 )
+            self.catalog.refresh_words()
             return num_removed
 
     # -- reading -----------------------------------------------------------------------------

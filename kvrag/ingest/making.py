@@ -11,7 +11,7 @@ from kvrag.errors import IndexMismatchError, ParameterError
 from kvrag.fusion.compression.spec import parse_compression
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import config as configs
-from kvrag.ingest import counting, lock, profiles
+from kvrag.ingest import counting, lock, profiles, words
 from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import context_limit
@@ -35,6 +35,7 @@ _OUR_FILES = {
     counting.FILE_NAME,
     lock.FILE_NAME,
     configs.VECTORS_NAME,
+    words.FILE_NAME,
     KV_FOLDER,
     profiles.FOLDER_NAME,
 } | {catalogs.FILE_NAME + end for end in ("", "-wal", "-shm", "-journal")}

@@ -403,6 +403,10 @@ class CatalogMending(CatalogTables):
         (generation,) = execute("SELECT generation FROM state").fetchone() or (None,)
         if not isinstance(generation, int):
             generation = time.time_ns()
+        for name in ("added", "removed", "changed"):  # of an index of words within the catalog
+            execute(f"DROP TRIGGER IF EXISTS chunk_words_{name}")
+        with contextlib.suppress(self._sql.DatabaseError):  # damaged: it stays, and does nothing
+            execute("DROP TABLE IF EXISTS chunk_words")
         for statement in filter(str.strip, _UPGRADE.split(";")):
             execute(statement)
         execute(SCHEMA[SCHEMA.index("CREATE TABLE state") : SCHEMA.index("CREATE TABLE files")])

@@ -30,9 +30,17 @@ class Seals:
     """
 
     def __init__(self, key: bytes) -> None:
-        self._chunk, self._vector, self._document, self._file, self._state, self._whole = (
+        (
+            self._chunk,
+            self._vector,
+            self._document,
+            self._file,
+            self._state,
+            self._whole,
+            self._words,
+        ) = (
             hashlib.blake2b(digest_size=SEAL_BYTES, key=key, person=b"kvrag " + table)
-            for table in (b"chunk", b"vector", b"document", b"file", b"state", b"whole")
+            for table in (b"chunk", b"vector", b"document", b"file", b"state", b"whole", b"words")
         )
 
     def chunk(self, values: Sequence[Any]) -> bytes:
@@ -69,6 +77,10 @@ class Seals:
         """Seal a sequence of bytes."""
         parts = list(parts)
         return _seal(self._whole, map(len, parts), parts)
+
+    def words(self, values: Sequence[bytes]) -> bytes:
+        """Seal the catalog's version and the digest of a file of the index of words."""
+        return _seal(self._words, map(len, values), values)
 
     @staticmethod
     def is_right(seal: object, make: Any, values: Sequence[Any]) -> bool:

@@ -225,6 +225,7 @@ class CatalogTables:
         self._seals = Seals(seal_key)
         self._cipher_key = cipher_key
         self._sql = library(cipher_key)
+        self._words = self._word_index()
         self._state_now = _NOT_WRITING
         self._connection: sqlite3.Connection
         self._stamp: FileStamp | None
@@ -255,14 +256,13 @@ class CatalogTables:
         """Make an empty catalog; an unfinished one left by a killed process is replaced."""
         sql = library(cipher_key)
         try:
-            for leftover in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))):
-                leftover.unlink(missing_ok=True)
+            for name in (*(path.name + end for end in ("", "-wal", "-shm")), words.FILE_NAME):
+                path.with_name(name).unlink(missing_ok=True)
             connection = sql.connect(path, isolation_level=None)
             try:
                 unlock(connection, cipher_key)
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.executescript(f"BEGIN;{SCHEMA}COMMIT;")
-                words.create(connection)
                 write_state(connection, Seals(seal_key), State(0))
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -275,9 +275,14 @@ class CatalogTables:
     def close(self) -> None:
         """Close the file."""
         with self._lock:
+            self._words.close()
             self._connection.close()
             self._stamp = None
             self._inode = None
+
+    def _word_index(self) -> words.WordIndex:
+        path = self.path.with_name(words.FILE_NAME)
+        return words.WordIndex(path, self._seals, self._cipher_key)
 
     def seal(self, content: bytes) -> bytes:
         """Seal what is kept beside the catalog."""
@@ -514,9 +519,11 @@ class CatalogTables:
             with contextlib.suppress(self._sql.DatabaseError):
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._connection.close()
+            self._words.discard()  # before: no text of an encrypted catalog may stay readable
             put_in_place(self.path)
             self._cipher_key = cipher_key
             self._sql = library(cipher_key)
+            self._words = self._word_index()
             try:
                 self._connect()
             except (self._sql.Error, OSError) as error:

@@ -253,7 +253,7 @@ class IndexUpkeep(ABC):
                 on_progress=on_progress,
             )
             if not report.catalog_problems and (words := self.catalog.check_words(repair=repair)):
-                report = replace(report, catalog_problems=(words,))
+                report = replace(report, catalog_problems=(words,), is_healed=repair)
             if self._lost:
                 found = [self._lost, *found]
                 not_healed = ("all documents are lost; ingest all of them again", *not_healed)

@@ -1,74 +1,238 @@
 """Search by words: BM25 over the chunks' texts, in SQLite's own full-text index (FTS5).
 
-The index is a table of the catalog. Triggers keep it in step within the transaction that changes
-the chunks, whoever writes; where it is missing it is filled at the first search. It is told row
-numbers and texts, and it answers row numbers alone: the chunks themselves are read, and checked,
-by the catalog. It keeps a copy of the texts, so that a damaged row of a chunk can still be taken
-out of it; beside the KV of a text its copy is nothing.
+The index is a file of its own beside the catalog (encrypted where that is), so that no damage to
+it ever reaches the catalog. It is a cache: made at the first search, brought up to date when the
+catalog has changed, and never changed in place: a new file takes the place of the old one. Its
+last bytes say which version of the catalog it holds, and seal all of the file; they are compared
+before it is used, and a file that is not what was written is made anew. It answers row numbers
+alone: the catalog reads, and checks, the chunks themselves.
 
 Source of the ranking: SQLite's ``bm25`` (k1 = 1.2, b = 0.75).
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
 import re
-import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
+import secrets
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
-from kvrag.errors import IndexFormatError, StoreError
+from kvrag.errors import StoreError
+from kvrag.ingest.seals import SEAL_BYTES, Seals
+from kvrag.sqlitefile import library, unlock
 
-TABLE = "chunk_words"
-_FILL = f"INSERT INTO {{schema}}.{TABLE} (rowid, text) SELECT row, text FROM main.chunks"
-_DECLARATION = f"{TABLE} USING fts5(text, tokenize = 'unicode61 remove_diacritics 2')"
-_ADD = f"INSERT INTO {TABLE} (rowid, text) VALUES (new.row, new.text);"
-_DROP = f"DELETE FROM {TABLE} WHERE rowid = old.row;"
-_TRIGGERS = {
-    f"{TABLE}_added": f"AFTER INSERT ON chunks BEGIN {_ADD} END",
-    f"{TABLE}_removed": f"AFTER DELETE ON chunks BEGIN {_DROP} END",
-    f"{TABLE}_changed": f"AFTER UPDATE OF row, text ON chunks BEGIN {_DROP} {_ADD} END",
-}
-# A question of more words is a document; what comes behind these finds little else.
+FILE_NAME = "words.cache"
+
+_SCHEMA = """
+CREATE TABLE of (row INTEGER PRIMARY KEY, seal BLOB);
+CREATE VIRTUAL TABLE words USING fts5(text, tokenize = 'unicode61 remove_diacritics 2');
+"""
+# A question of more words is a document; the words after these find little else.
 _MAX_WORDS = 256
+_BATCH = 1 << 20
+_TAIL_BYTES = 2 * SEAL_BYTES  # version of the catalog, seal of the file
 
 
-def create(connection: sqlite3.Connection) -> None:
-    """Make the index of a catalog that is being made; nothing where this SQLite has no FTS5."""
-    try:
-        rebuild(connection)
-    except connection.OperationalError as error:
-        if "no such module" not in str(error):
-            raise
+class Texts(Protocol):
+    """The catalog, as far as the index of words reads it."""
+
+    def mark(self) -> bytes:
+        """Return 16 bytes that change with the catalog."""
+
+    def row_seals(self) -> Iterable[tuple[int, object]]:
+        """Yield number and seal of every chunk's row."""
+
+    def texts(self, rows: Sequence[int]) -> Iterable[tuple[int, object]]:
+        """Yield number and text of some of them."""
 
 
-def search(connection: sqlite3.Connection, question: str, k: int) -> list[tuple[int, float]]:
-    """Return row number and BM25 score of the `k` best chunks for any of a question's words.
+class WordIndex:
+    """The index of words of one catalog. Not safe to use from several threads at once.
 
-    Equal scores come in the order of indexing. A question without words finds nothing.
-
-    Raises
-    ------
-    StoreError
-        When this Python's SQLite has no FTS5.
-    IndexFormatError
-        When the index is damaged.
+    Parameters
+    ----------
+    path
+        Its file.
+    seals
+        What seals it.
+    cipher_key
+        Key of the catalog, None where it is not encrypted.
     """
-    match = any_word_of(question)
-    if not match:
-        return []
-    table = _ready(connection)
-    try:
-        return connection.execute(
-            f"SELECT rowid, -bm25({TABLE}) FROM {table} WHERE {TABLE} MATCH ? "
-            f"ORDER BY bm25({TABLE}), rowid LIMIT ?",
-            (match, k),
-        ).fetchall()
-    except connection.OperationalError:
-        raise
-    except connection.DatabaseError as error:
-        raise IndexFormatError(
-            f"the index of words is damaged ({error}); 'kvrag verify --repair' makes it anew"
-        ) from error
+
+    def __init__(self, path: Path, seals: Seals, cipher_key: bytes | None) -> None:
+        self._path = path
+        self._seals = seals
+        self._cipher_key = cipher_key
+        self._sql = library(cipher_key)
+        self._connection: Any = None
+        self._mark = b""
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def discard(self) -> None:
+        """Remove the file; the next search makes it anew."""
+        self.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def search(self, texts: Texts, question: str, k: int) -> list[tuple[int, float]]:
+        """Return row number and BM25 score of the `k` best chunks for any of a question's words.
+
+        Equal scores come in the order of indexing. A question without words finds nothing.
+
+        Raises
+        ------
+        StoreError
+            When this Python's SQLite has no FTS5.
+        """
+        match = any_word_of(question)
+        if not match:
+            return []
+        try:
+            try:
+                return self._search(texts, match, k)
+            except self._sql.DatabaseError as error:
+                if _lacks_fts5(error):
+                    raise
+                self.discard()  # damaged after it was opened
+                return self._search(texts, match, k)
+        except self._sql.OperationalError as error:
+            if not _lacks_fts5(error):
+                raise
+            raise StoreError(
+                "searching by words needs SQLite with FTS5, which this Python's lacks: search "
+                "without --sparse, or use another build of Python"
+            ) from error
+
+    def refresh(self, texts: Texts) -> None:
+        """Bring the file up to date, if there is one; remove it where it is damaged.
+
+        So that no text stays in it that has left the catalog.
+        """
+        if not self._path.is_file():
+            return
+        self.close()
+        try:
+            if self.damage() or (self._tail() or b"")[:SEAL_BYTES] != texts.mark():
+                self._write(texts)
+        except (self._sql.DatabaseError, OSError):
+            self.discard()
+
+    def damage(self) -> str:
+        """Return what is wrong with the file; "" where it is sound, or is not there."""
+        if not self._path.exists() or self._tail() is not None:
+            return ""
+        return "the index of words is damaged (its file is not what was written)"
+
+    def _search(self, texts: Texts, match: str, k: int) -> list[tuple[int, float]]:
+        found: list[tuple[int, float]] = (
+            self._ready(texts)
+            .execute(
+                "SELECT rowid, -bm25(words) FROM words WHERE words MATCH ? "
+                "ORDER BY bm25(words), rowid LIMIT ?",
+                (match, k),
+            )
+            .fetchall()
+        )
+        return found
+
+    def _ready(self, texts: Texts) -> Any:
+        """Return a connection to an index of the catalog as it is now."""
+        mark = texts.mark()
+        if self._connection is not None and self._mark == mark:
+            return self._connection
+        self.close()
+        tail = self._tail()
+        if tail is None or tail[:SEAL_BYTES] != mark:
+            try:
+                self._write(texts)
+            except (self._sql.DatabaseError, OSError) as error:
+                if _lacks_fts5(error):
+                    raise
+                # The folder refuses it, or is full.
+                self._connection = self._sql.connect(":memory:", **_OPTIONS)
+                self._fill(self._connection, texts)
+        if self._connection is None:
+            self._connection = self._sql.connect(
+                f"{self._path.absolute().as_uri()}?mode=ro&immutable=1", uri=True, **_OPTIONS
+            )
+            unlock(self._connection, self._cipher_key)
+        self._mark = mark
+        return self._connection
+
+    def _tail(self) -> bytes | None:
+        """Return the file's last bytes; None where it is missing or not what was written."""
+        digest = hashlib.blake2b(digest_size=SEAL_BYTES)
+        try:
+            with self._path.open("rb") as file:
+                left = os.fstat(file.fileno()).st_size - _TAIL_BYTES
+                while left > 0:
+                    part = file.read(min(left, _BATCH))
+                    if not part:
+                        return None
+                    digest.update(part)
+                    left -= len(part)
+                tail = file.read()
+        except OSError:
+            return None
+        is_right = tail[SEAL_BYTES:] == self._seals.words((tail[:SEAL_BYTES], digest.digest()))
+        return tail if len(tail) == _TAIL_BYTES and is_right else None
+
+    def _write(self, texts: Texts) -> None:
+        """Put a file of the catalog as it is now in place of the one there is."""
+        temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.tmp")
+        try:
+            if self._tail() is not None:  # of an earlier version: most of it still holds
+                shutil.copyfile(self._path, temporary)
+                os.truncate(temporary, temporary.stat().st_size - _TAIL_BYTES)
+            with contextlib.closing(self._sql.connect(temporary, **_OPTIONS)) as connection:
+                unlock(connection, self._cipher_key)
+                # Nobody else sees the file, and half of one is thrown away.
+                connection.execute("PRAGMA journal_mode = OFF")
+                connection.execute("PRAGMA synchronous = OFF")
+                connection.execute("PRAGMA secure_delete = ON")
+                self._fill(connection, texts)
+            digest = hashlib.blake2b(digest_size=SEAL_BYTES)
+            with temporary.open("r+b") as file:
+                while part := file.read(_BATCH):
+                    digest.update(part)
+                mark = texts.mark()
+                file.write(mark + self._seals.words((mark, digest.digest())))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _fill(self, connection: Any, texts: Texts) -> None:
+        """Make an index hold what the catalog holds."""
+        connection.execute("PRAGMA temp_store = MEMORY")
+        if not connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
+            connection.executescript(_SCHEMA)
+        old = dict(connection.execute("SELECT row, seal FROM of"))
+        new = dict(texts.row_seals())
+        gone = [(row,) for row, seal in old.items() if new.get(row) != seal]
+        added = [row for row, seal in new.items() if row not in old or old[row] != seal]
+        connection.execute("BEGIN")
+        connection.executemany("DELETE FROM words WHERE rowid = ?", gone)
+        connection.executemany("DELETE FROM of WHERE row = ?", gone)
+        connection.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", texts.texts(added))
+        connection.executemany("INSERT INTO of VALUES (?, ?)", ((row, new[row]) for row in added))
+        if gone:  # merged with what is there, the words of removed texts vanish
+            connection.execute("INSERT INTO words (words) VALUES ('optimize')")
+        connection.execute("COMMIT")
+
+
+_OPTIONS: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}
 
 
 def any_word_of(question: str) -> str:
@@ -77,88 +241,5 @@ def any_word_of(question: str) -> str:
     return " OR ".join(f'"{word}"' for word in list(words)[:_MAX_WORDS])
 
 
-def damage(connection: sqlite3.Connection) -> str:
-    """Return what is wrong with the index; "" where it is sound, or is not there yet."""
-    if not _is_there(connection):
-        return ""
-    try:
-        connection.execute(f"INSERT INTO {TABLE} ({TABLE}) VALUES ('integrity-check')")
-        (num_unlike,) = connection.execute(
-            f"SELECT (SELECT COUNT(*) FROM chunks c LEFT JOIN {TABLE} w ON w.rowid = c.row "
-            f"WHERE w.text IS NOT c.text) + (SELECT COUNT(*) FROM {TABLE} WHERE rowid NOT IN "
-            "(SELECT row FROM chunks))"
-        ).fetchone()
-    except connection.DatabaseError as error:
-        if "readonly" in str(error):
-            return ""  # it cannot be checked without the right to write
-        return f"the index of words is damaged ({error})"
-    return f"the index of words is wrong for {num_unlike:,} chunks" if num_unlike else ""
-
-
-def rebuild(connection: sqlite3.Connection) -> None:
-    """Make the index anew from the chunks, in one transaction."""
-    with _transaction(connection):
-        for name in _TRIGGERS:
-            connection.execute(f"DROP TRIGGER IF EXISTS {name}")
-        connection.execute(f"DROP TABLE IF EXISTS {TABLE}")
-        connection.execute(f"CREATE VIRTUAL TABLE {_DECLARATION}")
-        for name, what in _TRIGGERS.items():
-            connection.execute(f"CREATE TRIGGER {name} {what}")
-        connection.execute(_FILL.format(schema="main"))
-
-
-def _ready(connection: sqlite3.Connection) -> str:
-    """Return the index's table, made now where it is missing."""
-    if _is_there(connection):
-        return f"main.{TABLE}"
-    try:
-        try:
-            rebuild(connection)
-        except connection.OperationalError as error:
-            if "readonly" not in str(error):
-                raise
-            return _in_memory(connection)
-    except connection.OperationalError as error:
-        if "no such module" not in str(error):
-            raise
-        raise StoreError(
-            "searching by words needs SQLite with FTS5, which this Python's lacks: search without "
-            "--sparse, or use another build of Python"
-        ) from error
-    return f"main.{TABLE}"
-
-
-def _in_memory(connection: sqlite3.Connection) -> str:
-    """Return an index beside a catalog that cannot be written, made anew when that has changed."""
-    (generation,) = connection.execute("SELECT generation FROM main.state").fetchone()
-    names = {name for (name,) in connection.execute("SELECT name FROM sqlite_temp_master")}
-    if f"{TABLE}_{generation}" not in names:
-        connection.execute("PRAGMA temp_store = MEMORY")
-        connection.execute(f"DROP TABLE IF EXISTS temp.{TABLE}")
-        connection.execute(f"CREATE VIRTUAL TABLE temp.{_DECLARATION}")
-        connection.execute(_FILL.format(schema="temp"))
-        for name in names:
-            if re.fullmatch(rf"{TABLE}_\d+", name):
-                connection.execute(f"DROP TABLE temp.{name}")
-        connection.execute(f"CREATE TEMP TABLE {TABLE}_{generation} (mark)")
-    return f"temp.{TABLE}"
-
-
-def _is_there(connection: sqlite3.Connection) -> bool:
-    names = (TABLE, *_TRIGGERS)
-    (found,) = connection.execute(
-        f"SELECT COUNT(*) FROM sqlite_master WHERE name IN ({','.join('?' * len(names))})", names
-    ).fetchone()
-    return bool(found == len(names))
-
-
-@contextmanager
-def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
+def _lacks_fts5(error: BaseException) -> bool:
+    return "no such module" in str(error)

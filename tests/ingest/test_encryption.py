@@ -129,9 +129,13 @@ def test_a_plain_catalog_beside_encrypted_records_is_encrypted(
     key_file(key, "ab")
     with Index.open(encrypted.path, model=model) as index:
         index.search("ledger", 1)
+        index.search_words("ledger")
         assert (index.path / "vectors.cache").exists()
+        assert (index.path / "words.cache").exists()
         assert index.add(docs).ok if by == "ingest" else index.verify(repair=True).ok
         assert index.search("ledger", 1)
+        assert index.search_words("ledger")
+        assert (index.path / "words.cache").exists()
         assert index.verify().ok
     assert not readable(encrypted.path)
     with Index.open(encrypted.path, model=model) as index:

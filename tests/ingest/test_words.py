@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvrag.chunk import Document
-from kvrag.errors import IndexFormatError, ParameterError, StoreError
+from kvrag.errors import ParameterError, StoreError
 from kvrag.ingest import words
 from kvrag.ingest.index import Index
+from kvrag.ingest.seals import Seals
+from kvrag.models.kv_model import KVModel
+from tests.support.older import make_older
 
 FOX = "The quick brown fox jumps over the lazy dog near the old river bank."
 INES = "Ines keeps the harbour ledger of Varn, and the café's too."
@@ -84,84 +88,127 @@ def test_a_question_without_words_finds_nothing(filled: Index) -> None:
         filled.search_words("  ")
 
 
-def test_a_catalog_without_it_gets_it(filled: Index) -> None:
-    drops = [f"DROP TRIGGER {name}" for name in words._TRIGGERS]
-    change(filled, *drops, f"DROP TABLE {words.TABLE}")
-    filled.add([Document("new", "A lantern.")])
+def cache_of(index: Index) -> Path:
+    return index.path / words.FILE_NAME
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_missing_one_is_made_and_an_old_one_follows(filled: Index) -> None:
+    assert not cache_of(filled).exists()
     assert found(filled, "fox") == ["fox"]
+    assert cache_of(filled).exists()
+    with Index.open(filled.path, model=filled.model) as other:
+        other.add([Document("new", "A lantern.")])
     assert found(filled, "lantern") == ["new"]
-    assert filled.verify().ok
-    # Half of it is none: without a trigger it would fall behind.
-    change(filled, f"DROP TRIGGER {words.TABLE}_added")
+    cache_of(filled).unlink()
     filled.add([Document("newer", "A lighthouse.")])
+    assert not cache_of(filled).exists()  # whoever never searches by words needs none
     assert found(filled, "lighthouse") == ["newer"]
+    assert filled.verify().ok
 
 
-def test_what_cannot_be_written_is_searched_in_memory(filled: Index) -> None:
-    drops = [f"DROP TRIGGER {name}" for name in words._TRIGGERS]
-    change(filled, *drops, f"DROP TABLE {words.TABLE}", "PRAGMA wal_checkpoint(TRUNCATE)")
-    path = filled.path / "catalog.sqlite"
-    with_only_reading = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, isolation_level=None)
-    for _ in range(2):
-        (first, score), *others = words.search(with_only_reading, "fox", 4)
-        assert others == []
-        assert score > 0
-    assert filled.catalog.chunks_at([first])[first].source == "fox"
-    filled.delete(sources=["fox"])
+def test_a_removed_text_leaves_the_file(filled: Index) -> None:
+    found(filled, "harbour")
+    assert b"harbour" in cache_of(filled).read_bytes()
+    filled.delete(sources=["ines"])
+    assert b"harbour" not in cache_of(filled).read_bytes()
+    filled.add([Document("fox", "A wolf.")])
+    assert b"quick" not in cache_of(filled).read_bytes()
+
+
+def test_what_cannot_be_written_is_searched_in_memory(
+    filled: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("read-only")
+
+    monkeypatch.setattr(words.WordIndex, "_write", refuse)
+    assert found(filled, "fox") == ["fox"]
+    assert not cache_of(filled).exists()
     filled.add([Document("wolf", "A wolf, no fox; a fox, no wolf.")])
-    ((second, _),) = words.search(with_only_reading, "fox", 4)
-    assert second != first
-    with_only_reading.close()
+    assert set(found(filled, "fox")) == {"fox", "wolf"}
 
 
-def test_damage_is_found_and_mended(filled: Index) -> None:
-    assert filled.verify().ok
-    change(filled, f"DELETE FROM {words.TABLE}_data WHERE id > 10")
-    report = filled.verify()
-    assert not report.ok
-    assert "index of words" in report.catalog_problems[0]
-    assert filled.verify(repair=True).ok
+@pytest.mark.parametrize("place", [0, 30, 5000, -40, -1])
+def test_damage_is_found_and_mended(filled: Index, place: int) -> None:
+    expected = filled.search_words("harbour fox")
+    for mend in ("search", "ingest", "repair"):
+        filled.catalog._words.close()
+        flip(cache_of(filled), place)
+        report = filled.verify()
+        assert not report.ok
+        assert "index of words" in report.catalog_problems[0]
+        if mend == "ingest":
+            filled.add([Document("fox", FOX)])
+        elif mend == "repair":
+            assert filled.verify(repair=True).ok
+        else:
+            assert filled.search_words("harbour fox") == expected
+        assert filled.verify().ok
+        assert filled.search_words("harbour fox") == expected
+
+
+def test_what_is_damaged_while_it_is_open_is_made_anew(filled: Index) -> None:
     assert found(filled, "harbour") == ["ines"]
-
-    change(filled, f"UPDATE {words.TABLE}_content SET c0 = 'nothing'")
-    assert not filled.verify().ok
-    assert filled.verify(repair=True).ok
-    assert filled.verify().ok
-
-
-def test_damage_is_no_wrong_answer(filled: Index) -> None:
-    change(filled, f"UPDATE {words.TABLE}_data SET block = x'00ff00ff00ff' WHERE id >= 10")
-    with pytest.raises(IndexFormatError, match="verify --repair"):
-        filled.search_words("harbour")
+    path = cache_of(filled)
+    with path.open("r+b") as file:
+        file.truncate(100)
+    filled.catalog._words._connection.execute("PRAGMA shrink_memory")
+    assert found(filled, "ledger") == ["ines"]
 
 
-def test_sqlite_without_full_text_search_says_so() -> None:
-    class Without:
-        """A connection of such a SQLite."""
+def test_one_of_another_index_is_not_believed(filled: Index, tmp_path: Path) -> None:
+    found(filled, "fox")
+    with Index.create(tmp_path / "other", model=filled.model, embedding="hashing") as other:
+        other.add([Document("fox", FOX.replace("fox", "wolf")), Document("ines", INES)])
+        found(other, "fox")
+        filled.catalog._words.close()
+        cache_of(filled).write_bytes(cache_of(other).read_bytes())
+    assert found(filled, "fox") == ["fox"]
 
-        OperationalError, DatabaseError = sqlite3.OperationalError, sqlite3.DatabaseError
-        in_transaction = False
 
-        def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
-            if "fts5" in statement:
-                raise sqlite3.OperationalError("no such module: fts5")
-            return sqlite3.connect(":memory:").execute("SELECT 0")
+def test_an_index_of_words_within_the_catalog_goes(filled: Index, model: KVModel) -> None:
+    filled.close()
+    make_older(filled.path)
+    change(
+        filled,
+        "CREATE VIRTUAL TABLE chunk_words USING fts5(text)",
+        "CREATE TRIGGER chunk_words_added AFTER INSERT ON chunks BEGIN "
+        "INSERT INTO chunk_words (rowid, text) VALUES (new.row, new.text); END",
+        "DELETE FROM chunk_words_config",
+    )
+    with Index.open(filled.path, model=model) as again:
+        again.add([Document("new", "A lantern.")])
+        assert found(again, "lantern") == ["new"]
+        assert again.verify().ok
 
-    words.create(Without())  # type: ignore[arg-type]
+
+def test_sqlite_without_full_text_search_says_so(
+    filled: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(words, "_SCHEMA", words._SCHEMA.replace("fts5", "fts99"))
     with pytest.raises(StoreError, match="FTS5"):
-        words.search(Without(), "fox", 4)  # type: ignore[arg-type]
+        filled.search_words("fox")
 
 
 def test_rare_words_count_more(tmp_path: Path) -> None:
-    connection = sqlite3.connect(tmp_path / "c.sqlite", isolation_level=None)
-    connection.execute("CREATE TABLE chunks (row INTEGER PRIMARY KEY, text TEXT)")
-    connection.execute("BEGIN")
-    connection.executemany(
-        "INSERT INTO chunks VALUES (?, ?)", ((n, f"word{n % 97} word{n}") for n in range(5000))
-    )
-    connection.execute("COMMIT")
-    words.create(connection)
-    assert [row for row, _ in words.search(connection, "word4321", 3)] == [4321]
+    class Texts:
+        def mark(self) -> bytes:
+            return bytes(16)
+
+        def row_seals(self) -> list[tuple[int, object]]:
+            return [(n, b"") for n in range(5000)]
+
+        def texts(self, rows: Sequence[int]) -> list[tuple[int, object]]:
+            return [(n, f"word{n % 97} word{n}") for n in rows]
+
+    index = words.WordIndex(tmp_path / words.FILE_NAME, Seals(b""), None)
+    assert [row for row, _ in index.search(Texts(), "word4321", 3)] == [4321]
     # Those that hold the rarer word too come before those with the common one alone.
-    assert words.search(connection, "word3 word100", 2)[0][0] == 100
-    connection.close()
+    assert index.search(Texts(), "word3 word100", 2)[0][0] == 100
+    index.close()
