@@ -1,8 +1,8 @@
 """Seals: keyed digests that tell whether a row of the catalog is as it was written.
 
 Each is BLAKE2b of 16 bytes, keyed with what is derived from the tenant's salt and the index's id,
-and separated by table. Whoever does not know the salt can make none. (An encrypted catalog's pages are
-authenticated by its key besides.)
+and separated by table. Whoever does not know the salt can make none. (An encrypted catalog's pages
+are authenticated by its key besides.)
 """
 
 from __future__ import annotations
