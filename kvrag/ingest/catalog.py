@@ -184,11 +184,11 @@ class Catalog(CatalogMending):
 
     def row_seals(self) -> Iterator[tuple[int, object]]:
         """Yield number and seal of every chunk's row that can be read."""
-        yield from self._scan("row, seal")  # type: ignore[misc]
+        yield from self._scan("row, seal")
 
     def texts(self, rows: Sequence[int]) -> Iterator[tuple[int, object]]:
         """Yield number and text of chunks, as they stand in their rows."""
-        yield from self._select_in("row, text", "row", rows)  # type: ignore[misc]
+        yield from self._select_in("row, text", "row", rows)
 
     @checked
     def text_of(self, chunk_id: str) -> str | None:

@@ -36,6 +36,7 @@ _DEFAULTS = {
     "anchors": "",
     "store": "",
     "key_check": "",
+    "index_id": "",
     "control_tokens": KEEP,
 }
 
@@ -78,6 +79,9 @@ class IndexConfig:
         What becomes of the model's control strings in documents (`kvrag.models.control`).
     key_check
         Hexadecimal digits that tell whether a key is the index's; "" where nothing is encrypted.
+    index_id
+        32 random hexadecimal digits that go into the seals of the catalog; "" for indexes that were
+        made before they did.
     format_version
         Of the file that it was read from.
     """
@@ -104,6 +108,7 @@ class IndexConfig:
     store: str = ""
     control_tokens: str = KEEP
     key_check: str = ""
+    index_id: str = ""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -257,6 +262,8 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
         raise _foreign(path, f"'anchors' is {checked['anchors']!r}")
     if not re.fullmatch(r"([0-9a-f]{32})?", checked["key_check"]):
         raise _foreign(path, f"'key_check' is {checked['key_check']!r}")
+    if not re.fullmatch(r"([0-9a-f]{32})?", checked["index_id"]):
+        raise _foreign(path, f"'index_id' is {checked['index_id']!r}")
     if checked["context"] not in CONTEXTS:
         raise _foreign(path, f"'context' is {checked['context']!r}")
     if checked["control_tokens"] not in CONTROL_TOKENS:

@@ -13,9 +13,11 @@ __all__ = [
     "catalog_error",
     "connect",
     "file_stamp",
+    "finish_placing",
     "is_damage",
     "next_path",
     "put_in_place",
+    "ready_path",
 ]
 
 _DAMAGE = (
@@ -55,8 +57,24 @@ def next_path(path: Path) -> Path:
 
 
 def put_in_place(path: Path) -> None:
-    """Let the catalog that was written anew take the place of the one there was."""
+    """Let the catalog that was written anew take the place of the one there was.
+
+    The old log must never lie beside the new file. It goes first, and a name tells meanwhile that
+    the new file is the one that counts: who is killed in between has `finish_placing` go on.
+    """
     with contextlib.suppress(FileNotFoundError):
-        next_path(path).replace(path)
-    for end in ("-wal", "-shm"):  # of the old one, which is whole without
-        path.with_name(path.name + end).unlink(missing_ok=True)
+        next_path(path).replace(ready_path(path))
+    finish_placing(path)
+
+
+def ready_path(path: Path) -> Path:
+    """Return where a catalog written anew is from when it counts until it is in place."""
+    return path.with_name(f"{path.name}.ready")
+
+
+def finish_placing(path: Path) -> None:
+    """Do what is left of `put_in_place`; hold the writer's lock."""
+    if ready_path(path).is_file():
+        for end in ("-wal", "-shm"):
+            path.with_name(path.name + end).unlink(missing_ok=True)
+        ready_path(path).replace(path)

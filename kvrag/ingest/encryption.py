@@ -12,10 +12,10 @@ import hmac
 from pathlib import Path
 
 from kvrag.errors import IndexFormatError, IndexMismatchError, RecordError, StoreError
-from kvrag.ingest import words
+from kvrag.ingest import lock, words
 from kvrag.ingest.catalog import FILE_NAME, Catalog
 from kvrag.ingest.config import IndexConfig
-from kvrag.ingest.connection import next_path, put_in_place
+from kvrag.ingest.connection import finish_placing, next_path, put_in_place, ready_path
 from kvrag.ingest.seals import seal_key
 from kvrag.store.base import Store
 from kvrag.store.encrypted import EncryptedStore
@@ -77,7 +77,11 @@ def open_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
     key = catalog_key(store) if config.key_check else None
     if config.key_check:
         require_key(folder, config, store)
-    the_seal_key = seal_key(bytes.fromhex(config.tenant_salt))
+    the_seal_key = seal_key(bytes.fromhex(config.tenant_salt), config.index_id)
+    if ready_path(path).is_file():
+        # Somebody who holds the lock is about to, or was killed.
+        with contextlib.suppress(StoreError, OSError), lock.writer_lock(folder):
+            finish_placing(path)
     try:
         return Catalog(path, seal_key=the_seal_key, cipher_key=key)
     except IndexFormatError:
@@ -95,11 +99,16 @@ def open_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
 def replace_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
     """Set a catalog aside that cannot be opened, and return an empty one; hold the lock."""
     path = folder / FILE_NAME
+    aside = path.with_name(f"{path.name}.damaged")
+    number = 1
+    while aside.exists():  # an earlier one may hold what this one does not
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged.{number}")
     with contextlib.suppress(FileNotFoundError):
-        path.replace(path.with_name(f"{path.name}.damaged"))
+        path.replace(aside)
     return Catalog.create(
         path,
-        seal_key=seal_key(bytes.fromhex(config.tenant_salt)),
+        seal_key=seal_key(bytes.fromhex(config.tenant_salt), config.index_id),
         cipher_key=catalog_key(store) if config.key_check else None,
     )
 

@@ -280,7 +280,7 @@ class Index(IndexUpkeep):
                 require_free(folder)
                 catalog = Catalog.create(
                     folder / catalogs.FILE_NAME,
-                    seal_key=seal_key(bytes.fromhex(config.tenant_salt)),
+                    seal_key=seal_key(bytes.fromhex(config.tenant_salt), config.index_id),
                     cipher_key=None if opened is None else catalog_key(opened),
                 )
                 if profile is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,6 +177,7 @@ def make_config(
         compression=compression if chosen is None else str(chosen),
         anchors=anchors,
         tenant_salt=tenant_salt.hex(),
+        index_id=secrets.token_hex(16),
         control_tokens=control_tokens or default_control_tokens(model.tokenizer),
     )
 

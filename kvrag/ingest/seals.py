@@ -1,8 +1,8 @@
 """Seals: keyed digests that tell whether a row of the catalog is as it was written.
 
-Each is BLAKE2b of 16 bytes, keyed with what is derived from the tenant's salt and separated by
-table. Whoever does not know the salt can make none. (An encrypted catalog's pages are
-authenticated by its key besides.)
+Each is BLAKE2b of 16 bytes, keyed with what is derived from the tenant's salt and the index's id,
+and separated by table. Whoever does not know the salt can make none. (An encrypted catalog's pages
+are authenticated by its key besides.)
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ SEAL_BYTES = 16
 _NO_VALUES = (AttributeError, TypeError, ValueError, struct.error)
 
 
-def seal_key(tenant_salt: bytes) -> bytes:
-    """Return the key of an index's seals."""
-    return hashlib.blake2b(key=tenant_salt, person=b"kvrag seals", digest_size=32).digest()
+def seal_key(tenant_salt: bytes, index_id: str = "") -> bytes:
+    """Return the key of an index's seals: a row of another index is none of its own."""
+    said = index_id.encode()
+    return hashlib.blake2b(said, key=tenant_salt, person=b"kvrag seals", digest_size=32).digest()
 
 
 class Seals:

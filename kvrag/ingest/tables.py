@@ -310,9 +310,10 @@ class CatalogTables:
         return True
 
     def _reopen(self) -> None:
-        self._connection.close()
         try:
             self._connect()
+        except OSError as error:
+            raise catalog_error(self.path, error) from error
         except self._sql.DatabaseError as error:
             if not is_damage(error):
                 raise
@@ -322,8 +323,13 @@ class CatalogTables:
             ) from error
 
     def _connect(self) -> None:
+        """Open the file, and close what was open before: not until then, so as to try again."""
+        inode = self.path.stat().st_ino
+        former = getattr(self, "_connection", None)
         self._connection, self._stamp = connect(self.path, self._cipher_key)
-        self._inode = self.path.stat().st_ino
+        self._inode = inode
+        if former is not None:
+            former.close()
 
     # -- reading -----------------------------------------------------------------------------
 
@@ -353,7 +359,6 @@ class CatalogTables:
             return True
         self._note(str(error))
         if self._cipher_key is not None and self._state_now is _NOT_WRITING:
-            self._connection.close()
             self._connect()
         return False
 

@@ -20,6 +20,8 @@ from kvrag.errors import IndexFormatError, RecordError
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.index import Index
 from kvrag.ingest.rows import Change, ChunkRow
+from kvrag.models.kv_model import KVModel
+from tests.ingest.conftest import MakeIndex
 
 # -- damaged rows ----------------------------------------------------------------------------
 
@@ -369,3 +371,69 @@ def test_a_read_during_a_write_is_begun_again(shared: Path) -> None:
     assert catalog.each_text(use) == 6
     assert seen == [chunk_id, chunk_id]
     catalog.close()
+
+
+def test_an_open_index_recovers_when_its_file_is_good_again(index: Index) -> None:
+    index.add([Document("a", "The harbour ledger.")])
+    index.catalog._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    path = index.path / "catalog.sqlite"
+    good = path.read_bytes()
+
+    def replace(content: bytes) -> None:
+        other = path.with_name("other")
+        other.write_bytes(content)
+        for end in ("-wal", "-shm"):
+            path.with_name(path.name + end).unlink(missing_ok=True)
+        other.replace(path)
+
+    replace(b"garbage" * 2000)
+    for _ in range(2):
+        with pytest.raises(IndexFormatError, match="replaced by another file"):
+            index.search("ledger")
+    replace(good)
+    assert [hit.chunk.source for hit in index.search("ledger")] == ["a"]
+
+
+def test_a_row_of_another_index_is_damage(index: Index, make_index: MakeIndex) -> None:
+    index.add([Document("a", "The capital is Favuda."), Document("b", "Rain.")])
+    other = make_index("other")
+    other.add([Document("a", "The capital is Fevuda."), Document("b", "Rain.")])
+    with contextlib.closing(sqlite3.connect(other.path / "catalog.sqlite")) as connection:
+        row = connection.execute("SELECT * FROM chunks WHERE source = 'a'").fetchone()
+    with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
+        connection.execute("DELETE FROM chunks WHERE source = 'a'")
+        connection.execute(f"INSERT INTO chunks VALUES ({', '.join('?' * len(row))})", row)
+        connection.commit()
+    assert "a" not in {hit.chunk.source for hit in index.search("capital")}
+    assert not index.verify().ok
+
+
+def test_a_replacement_that_was_killed_is_finished(
+    index: Index, model: KVModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.add([Document(f"d{n}", f"The harbour ledger {n}.") for n in range(30)])
+    with contextlib.closing(
+        sqlite3.connect(index.path / "catalog.sqlite", isolation_level=None)
+    ) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT COUNT(*) FROM chunks").fetchone()
+        index.delete(sources=["d3"])  # stays in the log as long as it is read
+        index.catalog._connection.execute("PRAGMA busy_timeout = 1")
+        real, steps = Path.replace, []
+
+        def die(path: Path, target: Path) -> Path:
+            steps.append(path.name)
+            if path.name.endswith(".ready"):
+                assert not (index.path / "catalog.sqlite-wal").exists()
+                raise KeyboardInterrupt
+            return real(path, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", die)
+            with pytest.raises(KeyboardInterrupt):
+                index.catalog.rebuild()
+        assert steps == ["catalog.sqlite.next", "catalog.sqlite.ready"]
+    with Index.open(index.path, model=model) as again:
+        assert not (index.path / "catalog.sqlite.ready").exists()
+        assert again.catalog.damage() == []
+        assert len(again.documents()) == 29

@@ -143,6 +143,16 @@ def test_a_catalog_that_cannot_be_opened_is_set_aside(
     assert path.with_name("catalog.sqlite.damaged").exists() == (damage != "missing")
 
 
+def test_a_second_catalog_set_aside_leaves_the_first(index: Index, model: KVModel) -> None:
+    index.close()
+    path = index.path / "catalog.sqlite"
+    for content in (b"first", b"second"):
+        path.write_bytes(content)
+        Index.open(index.path, model=model, mend=True).close()
+    assert path.with_name("catalog.sqlite.damaged").read_bytes() == b"first"
+    assert path.with_name("catalog.sqlite.damaged.2").read_bytes() == b"second"
+
+
 def test_an_edited_cache_of_vectors_is_not_believed(
     index: Index, docs: Path, model: KVModel
 ) -> None:
