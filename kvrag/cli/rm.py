@@ -47,6 +47,7 @@ def rm(
         raise ParameterError("SOURCE is empty: give a document, file, folder or pattern")
     with open_catalog(index) as opened:
         rows = {row.source: row for row in opened.documents()}
+        num_damaged = opened.catalog.num_noted
         found: dict[str, DocumentRow] = {}
         unmatched = []
         for one in sources:
@@ -71,7 +72,12 @@ def rm(
         )
     elif found:
         _print(list(found.values()), num_chunks, index, dry_run)
-    if unmatched:
+    if num_damaged:
+        fail(
+            f"{console.count(num_damaged, 'damaged row')} of the index could not be compared, and "
+            "may be of such documents: run 'kvrag verify --repair', then this command again"
+        )
+    if unmatched or num_damaged:
         raise typer.Exit(EXIT_FAILURE)
 
 

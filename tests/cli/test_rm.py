@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -114,3 +116,15 @@ def test_an_emptied_index_names_its_folder(run: Run, index_folder: Path, documen
     fill = f"kvrag ingest PATH... --index {index_folder}"
     assert run("ls", "-i", index_folder).err == f"the index is empty; fill it with: {fill}\n"
     assert fill in run("doctor", "-i", index_folder, "--json").out
+
+
+def test_a_damaged_document_is_not_passed_over_in_silence(
+    run: Run, index_folder: Path, documents: Path
+) -> None:
+    with closing(sqlite3.connect(index_folder / "catalog.sqlite")) as connection:
+        connection.execute("UPDATE documents SET digest = 'x' WHERE source LIKE '%fox.txt'")
+        connection.commit()
+    done = run("rm", documents, "-i", index_folder)
+    assert done.code == 1
+    assert "removed 2 documents" in done.out
+    assert "1 damaged row of the index could not be compared" in done.err
