@@ -54,7 +54,9 @@ def chat(
     history: Annotated[
         int,
         typer.Option(
-            min=0, help="Earlier turns shown to the model (needs a chat template); 0 for none."
+            min=0,
+            help="Earlier turns shown to the model (needs a chat template); 0 for none.",
+            rich_help_panel=o.TUNING,
         ),
     ] = 0,
     no_chat: o.NoChatOption = False,

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, ClassVar
 
-import typer
 from typer.core import TyperGroup
-from typer.main import get_command
 
-from kvrag.cli.failures import guarded
+from kvrag.cli.command import make_command
 
 
 class LazyGroup(TyperGroup):
@@ -31,10 +29,8 @@ class LazyGroup(TyperGroup):
         if place is None:
             return super().get_command(ctx, cmd_name)
         module, _, function = place.partition(":")
-        holder = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         callback = getattr(import_module(f"kvrag.cli.{module}"), function)
-        holder.command(cmd_name, **self.settings.get(cmd_name, {}))(guarded(callback))
-        return get_command(holder)
+        return make_command(cmd_name, callback, self.settings.get(cmd_name, {}))
 
 
 def lazy_group(

@@ -17,6 +17,7 @@ def recode(
     profile: o.ProfileOption = None,
     model: o.ModelOption = None,
     device: o.DeviceOption = None,
+    store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Write all stored KV anew with another codec; questions are answered meanwhile.
@@ -29,7 +30,7 @@ def recode(
 
     given = None if profile is None else read_profile(profile)
     with (
-        open_index(index, model, device) as opened,
+        open_index(index, model, device, store) as opened,
         console.progress("reading the index") as say,
     ):
         report = opened.recode(
