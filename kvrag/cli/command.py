@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 from typer.main import get_command
 
+from kvrag.cli import console
 from kvrag.cli import settings as s
 from kvrag.cli.failures import fail, guarded
 from kvrag.cli.options import RESEARCH
@@ -32,6 +33,16 @@ class Command(TyperCommand):
         params = super().get_params(ctx)
         params[-1].rich_help_panel = _PANEL  # type: ignore[attr-defined]
         return params
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, with the keys that are no options below."""
+        more = sorted(key.name for key in self.keys.values() if key.panel == RESEARCH)
+        if more:
+            named = " ".join(_place(ctx))
+            self.epilog = (
+                f"Keys of {s.SET}: {', '.join(more)}. 'kvrag config {named}' explains them."
+            )
+        super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line, with settings in place of defaults."""
@@ -71,7 +82,7 @@ class Command(TyperCommand):
         ]
         if file is not None and not file.is_named and used:
             # Nobody asked for it by name.
-            print(f"{file.path}: {', '.join(used)}", file=sys.stderr)
+            print(console.harmless(f"{file.path}: {', '.join(used)}"), file=sys.stderr)
 
 
 def make_command(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> Command:
@@ -88,15 +99,16 @@ def make_command(name: str, function: Callable[..., Any], settings: Mapping[str,
     """
     command = _as_command(name, guarded(function), cls=Command, **settings)
     assert isinstance(command, Command)
+    # A paragraph a line: a terminal may be narrower than the source.
+    command.help = "\n\n".join(
+        " ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n")
+    )
     command.keys = s.keys_of(command, function)
     by_parameter = {key.parameter: key for key in command.keys.values()}
     for parameter in command.params:
         key = by_parameter.get(parameter.name or "")
         if key is not None:
             _put_into_panel(parameter, key.panel)
-    more = sorted(key.name for key in command.keys.values() if key.panel == RESEARCH)
-    if more:
-        command.epilog = f"Keys of {s.SET}: {', '.join(more)}. 'kvrag config {name}' explains them."
     for shared in _as_command("shared", _shared).params:
         shared.expose_value = False
         _put_into_panel(shared, _PANEL)

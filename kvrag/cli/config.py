@@ -48,7 +48,7 @@ def config(
         console.write(f"{console.harmless(_whole(file.path))}\n")
         for row in rows:
             place = " ".join([*row["command"].split(), row["key"]])
-            console.stream(f"  {row['from']}: {place} = {row['value']}\n")
+            console.stream(f"  {row['from']}: {place} = {_shown(row['value'])}\n")
 
 
 def _keys(context: typer.Context, command: list[str]) -> dict[str, Key]:
@@ -103,12 +103,15 @@ def _print(rows: list[dict[str, Any]]) -> None:
     for panel in (o.EVERYDAY, o.TUNING, o.RESEARCH):
         for row in rows:
             if row["panel"] == panel:
-                value = "" if row["value"] is None else str(console.plain(row["value"]))
-                cells = (value, row["from"], row["help"])
-                table.add_row(
-                    row["key"], *(Text(console.harmless(cell)) for cell in cells), end_section=False
-                )
+                cells = (_shown(row["value"]), row["from"], row["help"])
+                table.add_row(row["key"], *(Text(console.harmless(cell)) for cell in cells))
     console.out().print(table)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "" if value is None else str(value)
 
 
 def _whole(path: Path) -> str:

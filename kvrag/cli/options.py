@@ -31,7 +31,7 @@ OtherIndexOption = Annotated[
         "-i",
         metavar="DIR",
         parser=_folder,
-        help="Folder of an index to look at.",
+        help="Folder of an index.",
         show_default=False,
     ),
 ]

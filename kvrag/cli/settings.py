@@ -32,13 +32,13 @@ COMMON = ("index", "model", "device", "store")
 HARMLESS = frozenset(
     {
         *("boundary-tokens", "chunk-tokens", "codec", "compress", "device", "dry-run", "dtype"),
-        *("eviction", "history", "index", "json", "k", "max-tokens", "no-chat", "policy", "ratio"),
-        *("seed", "sparse", "temperature", "ttft"),
+        *("eviction", "history", "index", "json", "k", "max-tokens", "policy", "ratio", "seed"),
+        *("sparse", "temperature", "ttft"),
     }
 )
 """What a file may say that nobody named: who wrote the folder's documents may have left it there.
 
-None of these names a place, an address, a model or code, or lifts a limit; `index` is checked.
+None of these names a place, an address, a model or code, or lifts a guard; `index` is checked.
 """
 
 _MAX_BYTES = 1_000_000
@@ -85,7 +85,8 @@ class Key:
         if self.kind is bool:
             return "true or false"
         if self.kind not in _NUMBERS:
-            return "a list of texts" if self.is_list else "text"
+            noun = "a path" if self.kind is Path else "text"
+            return "a list of texts" if self.is_list else noun
         noun = _NUMBERS[self.kind]
         if self.most is not None:
             return f"{noun} from {self.least:g} to {self.most:g}"
@@ -95,8 +96,11 @@ class Key:
         """Say whether a value is of this key's type, and in its range."""
         if self.is_list:
             return isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if self.kind is bool:
+            return isinstance(value, bool)
         if self.kind not in _NUMBERS:
-            return isinstance(value, bool if self.kind is bool else str)
+            # An empty path would be the working directory.
+            return isinstance(value, str) and (self.kind is not Path or bool(value.strip()))
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         if self.kind is int and not isinstance(value, int):
@@ -260,7 +264,7 @@ def read_file(named: Path | None, root: Any, context: Any) -> SettingsFile | Non
         origin = _origin(path, lines, keys_path)
         key = None
         if command is None:
-            if not isinstance(value, str):
+            if not isinstance(value, str) or not value.strip():
                 raise ParameterError(f"{origin}: {name}: expected text, found {value!r}")
             setting = Setting(value, origin)
         else:
@@ -372,7 +376,7 @@ def _check_harmless(name: str, key: Key | None, setting: Setting, path: Path) ->
             )
     elif name not in HARMLESS or (key is not None and key.kind is Path):
         raise ParameterError(
-            f"{setting.origin}: {name!r} can name a place, a model or code, or lift a limit; "
+            f"{setting.origin}: {name!r} can name a place, a model or code, or lift a guard; "
             f"{remedy}"
         )
 
