@@ -62,8 +62,8 @@ def calibrate(
     cheapest policy that loses under 1 %, or the best one that '--ratio' and 'auto:ttft=SECONDS'
     allow; and of those that hide behind loading the one that loses least.
     """
-    named = tuple(lists.names(policies, "--policies"))
-    shares = lists.shares(ratios, "--ratios")
+    named = tuple(lists.names(policies, "policies"))
+    shares = lists.shares(ratios, "ratios")
     from kvrag.bench.quality.calibrate import CalibrationOptions
     from kvrag.bench.quality.calibrate import calibrate as measure
     from kvrag.cli.opening import open_index

@@ -21,7 +21,7 @@ def config(
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[COMMAND]...",
+            metavar="COMMAND",
             help="A command, such as 'query' or 'pml run': show its options, those that --help "
             "leaves out too.",
             show_default=False,

@@ -45,7 +45,7 @@ class _Settings:
 
 def ingest(
     paths: Annotated[
-        list[str], typer.Argument(metavar="PATH...", help="Files and folders of documents.")
+        list[str], typer.Argument(metavar="PATH", help="Files and folders of documents.")
     ],
     index: o.IndexOption,
     model: Annotated[

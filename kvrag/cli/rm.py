@@ -24,7 +24,7 @@ def rm(
     sources: Annotated[
         list[str],
         typer.Argument(
-            metavar="SOURCE...",
+            metavar="SOURCE",
             help="Documents as 'kvrag ls' shows them, files, folders, or patterns such as "
             "'notes/*.md' or 'notes/**/*.md' (quote them; * stays within a folder, ** does not).",
         ),

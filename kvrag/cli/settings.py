@@ -314,6 +314,9 @@ def _entries(
         command = group.get_command(context, name)
         if hasattr(command, "list_commands"):
             yield from _entries(value, command, context, path, lines, here)
+        elif not hasattr(command, "keys"):
+            # It stands for one that another distribution brings.
+            raise ParameterError(f"{origin()}: 'kvrag {' '.join(here)}': {command.help}")
         else:
             for key, setting in value.items():
                 yield (*here, key), setting, command
