@@ -47,7 +47,7 @@ WORDS = {
     "anew": "again",
     "beside (?:much |little |some )?other work": "while other programs ran",
     "asked for:": "target:",
-    "(?:want|wants) (?:an?|to be|the)": "needs",
+    "wants (?:an?|to be|the)": "needs",
     "of (?:its|their|one's|our) own": "its own X, a separate X",
     "but for": "except for",
     "(?:nothing|nobody|none|anything) but": "only, except",
