@@ -28,7 +28,7 @@ OPENINGS = (
 )
 # What no sentence holds, in any case, and what to write instead.
 WORDS = {
-    "(?<!hides )(?<!hide )behind(?! (?:an?|the) (?:proxy|flag|key|extra))": "after",
+    "(?<!hides )(?<!hide )behind(?! (?:·|(?:an?|the) (?:proxy|flag|key|extra)))": "after",
     "(?<=[,;] )(?:and )?so (?:is|are|was|were|do|does|did)(?! not)": "the subject first",
     "(?:comes?|came|coming) to": "takes, is, reaches",
     "(?<=[,;:(] )of (?:each|every)": "for each",
@@ -83,7 +83,7 @@ def find(lines: Iterable[Line]) -> Iterator[tuple[int, str, str]]:
         words = line.strip() + " "
         text += words
         numbers += [number] * len(words)
-    text = _CODE.sub(lambda code: "\N{MIDDLE DOT}" * len(code[0]), text)
+    text = _CODE.sub(lambda code: "·" * len(code[0]), text)
     for found in _OPENING.finditer(text):
         yield numbers[found.start(1)], found[1], "the subject first"
     for pattern, use in _WORDS:
