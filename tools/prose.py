@@ -34,19 +34,16 @@ WORDS = {
     "(?<=[,;:(] )of (?:each|every)": "for each",
     "(?:can|could|cannot|to) be had|is had|are had": "available",
     "(?:is|are|be|was|were|been|not) told": "is reported, says",
-    "tells? of": "reports",
-    "told (?:apart|from)": "distinguished",
+    "tells? of|told (?:apart|from)": "reports, distinguishes",
     "(?:gives?|gave|given|giving) (?:it |them )?back": "returns, reclaims, frees",
     "(?:lets?|letting) go": "frees, drops",
     "(?:goes|go|went|gone|going) on (?:with|being|from)": "continues",
     "as of": "from, on",
-    "be it": "whether",
     "who(?:so)?ever": "anyone who",
     "he|him|his": "they",
     "(?:at|to) hand": "available",
     "anew": "again",
     "beside (?:much |little |some )?other work": "while other programs ran",
-    "asked for:": "target:",
     "wants (?:an?|to be|the)": "needs",
     "of (?:its|their|one's|our) own": "its own X, a separate X",
     "but for": "except for",
@@ -63,7 +60,6 @@ WORDS = {
     "br(?:ing|ings|ought) (?:about|forth)": "causes, produces",
     "hold(?:s|ing)? (?:nothing|nobody|anything|others?) up": "delays",
     "all that (?:is|was|are)": "everything that",
-    "the like": "name them",
 }
 
 _OPENING = re.compile(rf"(?:^|[.!?:|] )\W*\b((?:{'|'.join(OPENINGS)})) ")
@@ -113,16 +109,13 @@ def in_markdown(source: str) -> Iterator[list[Line]]:
 
 
 def in_python(source: str) -> Iterator[list[Line]]:
-    lines = source.split("\n")
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if ast.get_docstring(node, clean=False) is not None:
-                first, last = node.body[0].lineno, node.body[0].end_lineno
-                texts = (line.replace('"""', "") for line in lines[first - 1 : last])
-                yield from split(enumerate(texts, first))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            text = (ast.get_source_segment(source, node) or "").replace('"""', "")
+            yield from split(enumerate(text.split("\n"), node.lineno))
         elif isinstance(node, ast.keyword) and node.arg == "help":
-            texts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
-            yield [(node.lineno, " ".join(map(str, texts)))]
+            parts = (str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant))
+            yield [(node.lineno, " ".join(parts))]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = [
         (token.start[0], token.string.strip("# "))
@@ -140,13 +133,13 @@ def main() -> None:
     arguments = parser.parse_args()
     globs, paragraphs = (SOURCES, in_python) if arguments.python else (PAGES, in_markdown)
     counts: Counter[str] = Counter()
-    for path in [path.resolve() for path in arguments.paths] or sorted(
-        {path for glob in globs for path in ROOT.glob(glob)}
-    ):
+    paths = arguments.paths or sorted({path for glob in globs for path in ROOT.glob(glob)})
+    for path in paths:
+        name = path.resolve().relative_to(ROOT)
         for paragraph in paragraphs(path.read_text("utf-8")):
             for number, words, use in find(paragraph):
-                print(f'{path.relative_to(ROOT)}:{number}: "{words}" (write: {use})')
-                counts["/".join(path.relative_to(ROOT).parts[:2])] += 1
+                print(f'{name}:{number}: "{words}" (write: {use})')
+                counts["/".join(name.parts[:2])] += 1
     if counts:
         found = ", ".join(f"{where} {number}" for where, number in counts.most_common())
         raise SystemExit(f"Lapses of plain English: {counts.total()} ({found})")
