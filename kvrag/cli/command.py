@@ -95,7 +95,7 @@ def make_command(name: str, function: Callable[..., Any], settings: Mapping[str,
     function
         Options in its panel `RESEARCH` are settings only: ``--help`` names them below the others.
     settings
-        What `typer.Typer.command` is to be told.
+        Arguments of `typer.Typer.command`.
     """
     command = _as_command(name, guarded(function), cls=Command, **settings)
     assert isinstance(command, Command)
@@ -164,7 +164,7 @@ def settings_file(context: typer.Context) -> s.SettingsFile | None:
 
 
 def given(context: typer.Context, *parameters: str) -> list[str]:
-    """Return those that stand on the command line, as they stand: ``--k``, ``--set seed=1``."""
+    """Return those given on the command line, as they were written: ``--k``, ``--set seed=1``."""
     found = []
     for parameter in parameters:
         source = context.get_parameter_source(parameter)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-# The panels of --help. What stands in the last is no option but a setting (`kvrag.cli.settings`).
+# The panels of --help. An entry of the last is a setting, not an option (`kvrag.cli.settings`).
 EVERYDAY = "Everyday"
 TUNING = "Tuning"
 RESEARCH = "Research"

@@ -33,7 +33,7 @@ def place(
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Share of quality that may be lost, as of 'auto'.",
+            help="Share of quality that may be lost, as for 'auto'.",
             rich_help_panel=o.RESEARCH,
         ),
     ] = 0.01,

@@ -1,4 +1,4 @@
-"""`kvrag recode`: write an index's KV anew with another codec."""
+"""`kvrag recode`: write an index's KV again with another codec."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def recode(
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Write all stored KV anew with another codec; questions are answered meanwhile.
+    """Write all stored KV again with another codec; questions are answered meanwhile.
 
     What is stored exactly (raw, lossless) is coded from the store; KV that was stored with loss
     is computed again by the model. A run that was killed is completed by the next.

@@ -1,4 +1,4 @@
-"""Options that stand in a file ``kvrag.toml`` or behind ``--set``, for every command.
+"""Options given in a file ``kvrag.toml`` or behind ``--set``, for every command.
 
 The command line goes before ``--set``, ``--set`` before the file, the file before the default. A
 setting that would do nothing is an error: an unknown command or key, or a value of another type.
@@ -233,7 +233,7 @@ def find_file(named: Path | None) -> tuple[Path, bool] | None:
 
 
 def read_file(named: Path | None, root: Any, context: Any) -> SettingsFile | None:
-    """Read the file of settings, and check all that stands in it.
+    """Read the file of settings, and check everything in it.
 
     Parameters
     ----------
@@ -300,7 +300,7 @@ def _entries(
             if name not in COMMON:
                 raise ParameterError(
                     f"{origin()}: {name!r} holds for no command{names.like(name, COMMON)}; outside "
-                    f"of tables expected {', '.join(COMMON)}; what is one command's stands in its "
+                    f"of tables expected {', '.join(COMMON)}; an option of one command belongs in its "
                     "table, such as [query]"
                 )
             yield here, value, None
@@ -356,7 +356,7 @@ def _parts(dotted: str) -> tuple[str, ...]:
 
 
 def _origin(path: Path, lines: Mapping[tuple[str, ...], int], place: Sequence[str]) -> str:
-    # Of an inline table the line of the table, of a table that dotted keys make that of the first.
+    # For an inline table the line of the table; for one made by dotted keys that of the first.
     for length in range(len(place), 0, -1):
         if line := lines.get(tuple(place[:length])):
             return f"{path}:{line}"
