@@ -43,6 +43,6 @@ def lazy_group(
     places
         For each command's name its ``module:function`` below `kvrag.cli`.
     settings
-        For a command's name what `typer.Typer.command` is to be told of it.
+        For a command's name, arguments of `typer.Typer.command`.
     """
     return type("Commands", (LazyGroup,), {"places": places, "settings": settings or {}})

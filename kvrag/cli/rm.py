@@ -85,10 +85,10 @@ def rm(
 def matching_sources(pattern: str, sources: Iterable[str]) -> list[str]:
     """Return the sources that a name, file, folder or pattern means.
 
-    A name is taken as it stands before it is taken for a pattern, and relative ones are also
-    looked for in the working directory. A file means all documents that were read from it;
-    a pattern that matches it means them too. In a pattern ``*``, ``?`` and ``[...]`` stay within a folder;
-    ``**`` is any number of folders.
+    A name is taken literally before it is taken for a pattern, and relative ones are also looked
+    for in the working directory. A file, or a pattern that matches it, means all documents that
+    were read from it. In a pattern ``*``, ``?`` and ``[...]`` stay within a folder; ``**`` is any
+    number of folders.
     """
     if not pattern.strip():
         return []

@@ -300,8 +300,8 @@ def _entries(
             if name not in COMMON:
                 raise ParameterError(
                     f"{origin()}: {name!r} holds for no command{names.like(name, COMMON)}; outside "
-                    f"of tables expected {', '.join(COMMON)}; an option of one command belongs in its "
-                    "table, such as [query]"
+                    f"of tables expected {', '.join(COMMON)}; an option of one command belongs in "
+                    "its table, such as [query]"
                 )
             yield here, value, None
             continue
