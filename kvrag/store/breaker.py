@@ -12,18 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError, StoreUnreachableError
 from kvrag.store.base import StoredRecord
 from kvrag.store.metrics import MISS_UNREADABLE, StoreMetrics
+from kvrag.store.remote import RemoteStore
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper
-
-if TYPE_CHECKING:
-    from kvrag.store.http import HttpStore
-    from kvrag.store.objects import ObjectStore
-    from kvrag.store.redis import RedisStore
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 8.0
@@ -108,12 +103,20 @@ class GuardedStore(StoreWrapper):
     ----------
     inner
         The remote store.
+    query
+        Its options in the URL.
     """
 
-    def __init__(self, inner: RedisStore | ObjectStore | HttpStore) -> None:
+    def __init__(self, inner: RemoteStore, query: str = "") -> None:
         super().__init__(inner)
+        self._query = query
         self._metrics = inner.metrics
         self._breaker = Breaker(inner.url, inner.metrics)
+
+    @property
+    def url(self) -> str:
+        """The inner store's, with its options."""
+        return f"{self.inner.url}?{self._query}" if self._query else self.inner.url
 
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Write a record; a key that is present keeps its record."""
