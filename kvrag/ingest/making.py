@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag import arguments
-from kvrag.codec.names import RAW, parse_codec
+from kvrag.codec.names import parse_codec
 from kvrag.errors import IndexMismatchError, ParameterError
 from kvrag.fusion.compression.spec import parse_compression
 from kvrag.ingest import catalog as catalogs
@@ -132,7 +132,7 @@ def make_config(
             f"exceeds the model's context of {model.max_positions}; choose at most "
             f"{model.max_positions - len(prefix_ids)}"
         )
-    if profile is not None and parse_codec(codec).preset == RAW:
+    if profile is not None and not parse_codec(codec).takes_profile:
         raise ParameterError(
             f"codec {codec!r} takes no profile: name the codec it was fitted for, or leave it out"
         )

@@ -27,8 +27,8 @@ from kvrag.store.memory import MemoryStore
 from kvrag.store.registry import open_store
 from kvrag.store.server import RecordServer, tls_context
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper, read_whole
-from tests.contracts.codec_contract import spec_of
-from tests.contracts.store_contract import StoreContract, key_number, read_all, record_of, stored
+from kvrag.testing.codec_contract import spec_of
+from kvrag.testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.store.test_objects import serving
 from tests.support.kv_server import TOKEN, KVServer, make_certificate
 from tests.support.proxy import FaultyProxy

@@ -15,7 +15,7 @@ from kvrag.store.memory import MemoryStore
 from kvrag.store.objects import ObjectStore
 from kvrag.store.redis import RedisStore
 from kvrag.store.registry import open_store
-from tests.contracts.store_contract import key_number
+from kvrag.testing.store_contract import key_number
 from tests.support.servers import RedisServer, S3Server
 
 
