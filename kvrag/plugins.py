@@ -115,8 +115,7 @@ def described(point: EntryPoint) -> str:
     return f"'{point.group}: {point.name} = {point.value}'{owner}"
 
 
-def check_subclass(table: Table[Any], name: str, base: type[Any]) -> None:
-    """Raise ParameterError unless a name of a table stands for a subclass of `base`."""
-    found = table[name]
+def require_subclass(table: Table[Any], name: str, found: object, base: type[Any]) -> None:
+    """Raise ParameterError unless what a name of a table stands for is a subclass of `base`."""
     if not (isinstance(found, type) and issubclass(found, base)):
         table.refuse(name, f"a subclass of {base.__module__}.{base.__qualname__}", repr(found))

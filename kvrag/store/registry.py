@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote_plus
 
 from kvrag.errors import ParameterError
-from kvrag.plugins import Table, check_subclass
+from kvrag.plugins import Table, require_subclass
 from kvrag.store.base import Store
 from kvrag.store.breaker import GuardedStore
 from kvrag.store.capabilities import InFolder, InMemory, capability
@@ -85,14 +85,26 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
             path = "/" + path.lstrip("/")
         _, common = _parse(url, query, {})
         return _wrap(FileStore(path, segment_bytes=_segment_bytes(common)), common)
-    check_subclass(REMOTE, scheme, RemoteStore)
-    kind = REMOTE[scheme]
+    kind = store_class(scheme)
     place, _, query = url.partition("?")
     own, common = _parse(url, query, kind.options)
     # Those that all stores have, their wrappers write into the URL themselves.
     said = [one for one in query.split("&") if unquote_plus(one.partition("=")[0]) not in _COMMON]
     opened = kind(place, must_answer=must_answer, **own)
     return _wrap(GuardedStore(opened, "&".join(said)), common)
+
+
+def store_class(scheme: str) -> type[RemoteStore]:
+    """Return what opens the URLs of a scheme that is in `REMOTE`.
+
+    Raises
+    ------
+    ParameterError
+        When another distribution registers it, and it cannot be used.
+    """
+    found = REMOTE[scheme]
+    require_subclass(REMOTE, scheme, found, RemoteStore)
+    return found
 
 
 def check_kind(url: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from kvrag.fusion.policies.base import RecomputePolicy
-from kvrag.plugins import Table, check_subclass
+from kvrag.plugins import Table, require_subclass
 
 POLICIES: Table[type[RecomputePolicy]] = Table(
     "kvrag.policies",
@@ -43,8 +43,8 @@ def parameters_of(name: str) -> frozenset[str]:
 
 
 def _class_of(name: str) -> type[RecomputePolicy]:
-    check_subclass(POLICIES, name, RecomputePolicy)
     found = POLICIES[name]
+    require_subclass(POLICIES, name, found, RecomputePolicy)
     if not is_dataclass(found) or found.name != name:
         # By its name and its fields a policy is written into reports, and read again.
         POLICIES.refuse(name, f"a dataclass with the class attribute name = {name!r}", repr(found))
