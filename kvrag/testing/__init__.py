@@ -17,7 +17,7 @@ They need pytest, which kvrag itself does not::
 
 import sys
 
-if "pytest" in sys.modules:  # Their assertions then say what they compared.
-    sys.modules["pytest"].register_assert_rewrite(
+if pytest := sys.modules.get("pytest"):  # Their assertions then say what they compared.
+    pytest.register_assert_rewrite(
         *(f"kvrag.testing.{one}_contract" for one in ("store", "codec", "policy", "model"))
     )
