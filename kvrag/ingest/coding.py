@@ -75,7 +75,7 @@ def fit_to(
     Parameters
     ----------
     codec
-        Any but ``raw``.
+        One that needs a profile.
     lengths
         Tokens of each chunk there is.
     kv_of

@@ -67,11 +67,8 @@ from kvrag.ingest.seals import seal_key
 from kvrag.ingest.upkeep import IndexUpkeep
 from kvrag.models.control import KEEP, REFUSE, ControlTokens, check_control_tokens
 from kvrag.store.base import Store
-from kvrag.store.file import FileStore
-from kvrag.store.limited import LimitedStore
+from kvrag.store.capabilities import ChecksWritable, LocatesTier, Pins, capability
 from kvrag.store.registry import open_store
-from kvrag.store.tiered import TieredStore
-from kvrag.store.wrapper import innermost
 
 if TYPE_CHECKING:
     import numpy as np
@@ -268,8 +265,8 @@ class Index(IndexUpkeep):
                 if tenant_salt is None and (salt := secret_salt(opened)) is not None:
                     config = replace(config, tenant_salt=salt.hex())
                 check_limit(opened, config)
-                if isinstance(base := innermost(opened), FileStore):
-                    base.check_writable()
+                if (checks := capability(opened, ChecksWritable)) is not None:
+                    checks.check_writable()
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -906,7 +903,8 @@ class Index(IndexUpkeep):
         chunk_id, context_ids
             As for `open_kv`.
         """
-        if not isinstance(self.store, TieredStore):
+        tiers = capability(self.store, LocatesTier)
+        if tiers is None:
             return 0
         try:
             found = self.catalog.chunk_and_keys(chunk_id)
@@ -914,7 +912,7 @@ class Index(IndexUpkeep):
             return None
         for one in found[0].encodings() if found is not None else ():
             if context_ids is None or one.contexts[0] == context_ids:
-                return self.store.tier_of(self.key_of(one))
+                return tiers.tier_of(self.key_of(one))
         return None
 
     def pin(self, sources: Sequence[str]) -> int:
@@ -930,9 +928,10 @@ class Index(IndexUpkeep):
         keys = {
             self.key_of(one) for chunk in self.get_chunks(chunk_ids) for one in chunk.encodings()
         }
-        if not isinstance(self.store, TieredStore | LimitedStore):
+        pins = capability(self.store, Pins)
+        if pins is None:
             return 0
-        self.store.pin(keys)
+        pins.pin(keys)
         return len(keys)
 
     # -- private -----------------------------------------------------------------------------

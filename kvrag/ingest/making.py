@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag import arguments
-from kvrag.codec.names import RAW, parse_codec
+from kvrag.codec.names import parse_codec
 from kvrag.errors import IndexMismatchError, ParameterError
 from kvrag.fusion.compression.spec import parse_compression
 from kvrag.ingest import catalog as catalogs
@@ -18,10 +18,7 @@ from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import context_limit
 from kvrag.models.control import default_control_tokens
 from kvrag.store.base import Store
-from kvrag.store.limited import LimitedStore
-from kvrag.store.memory import MemoryStore
-from kvrag.store.tiered import TieredStore
-from kvrag.store.wrapper import innermost
+from kvrag.store.capabilities import InMemory, Limits, capability, tiers_of
 
 if TYPE_CHECKING:
     import torch
@@ -57,9 +54,9 @@ def check_settings(codec: str, chunk_tokens: int, tenant_salt: bytes) -> None:
 def check_limit(store: Store, config: IndexConfig) -> None:
     """Close a store and raise ParameterError when a tier of it is limited to less than a chunk."""
     needed = config.chunk_tokens * config.expected_bytes_per_token
-    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
-    for tier in tiers:
-        if isinstance(tier, LimitedStore) and tier.limit_bytes < needed:
+    for tier in tiers_of(store):
+        limited = capability(tier, Limits)
+        if limited is not None and limited.limit_bytes < needed:
             store.close()
             raise ParameterError(
                 f"{tier.url} holds no chunk of {config.chunk_tokens} tokens, which take about "
@@ -69,8 +66,7 @@ def check_limit(store: Store, config: IndexConfig) -> None:
 
 def check_lasting(store: Store) -> None:
     """Raise ParameterError when what is kept in a store is gone with the process."""
-    home = innermost(store.tiers[-1] if isinstance(store, TieredStore) else store)
-    if isinstance(home, MemoryStore):
+    if capability(tiers_of(store)[-1], InMemory) is not None:
         raise ParameterError(
             f"{store.url} is gone when the process ends: choose a store that lasts; memory may be "
             "a tier before it"
@@ -136,7 +132,7 @@ def make_config(
             f"exceeds the model's context of {model.max_positions}; choose at most "
             f"{model.max_positions - len(prefix_ids)}"
         )
-    if profile is not None and parse_codec(codec).preset == RAW:
+    if profile is not None and not parse_codec(codec).takes_profile:
         raise ParameterError(
             f"codec {codec!r} takes no profile: name the codec it was fitted for, or leave it out"
         )

@@ -21,8 +21,8 @@ from kvrag.eviction.corm import CormPolicy
 from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.models.kv_model import KVModel
+from kvrag.testing.bench_top import TEXTS
 from tests.fusion.test_links import make_links
-from tests.support.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 

@@ -9,7 +9,7 @@ from kvrag.bench.inspection.picture import draw_inspection
 from kvrag.bench.quality.questions import JudgedQuestion
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.models.kv_model import KVModel
-from tests.support.bench_top import TEXTS
+from kvrag.testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 ASKED = JudgedQuestion("here", "", "who keeps it?", ("Ines",), TEXTS)

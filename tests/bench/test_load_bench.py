@@ -16,7 +16,7 @@ from kvrag.errors import ParameterError, StoreUnreachableError
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import StoreWrapper, read_whole
-from tests.support.records import key_number, record_of
+from kvrag.testing.records import key_number, record_of
 
 SMALL = LoadPrompt(shape="test", num_chunks=3, chunk_tokens=40, question_tokens=5)
 

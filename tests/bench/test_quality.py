@@ -32,7 +32,7 @@ from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
-from tests.support.bench_top import TEXTS
+from kvrag.testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 

@@ -13,7 +13,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.calibration import Calibration
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from tests.support.bench_top import TEXTS
+from kvrag.testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 

@@ -15,8 +15,8 @@ from kvrag.bench.quality.questions import render
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
+from kvrag.testing.bench_top import TEXTS
 from tests.fusion.test_links import make_links
-from tests.support.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 

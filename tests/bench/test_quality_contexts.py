@@ -17,7 +17,7 @@ from kvrag.bench.quality.questions import Passage, render
 from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
-from tests.support.bench_top import TEXTS
+from kvrag.testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 FIRST, SECOND, THIRD, FOURTH = TEXTS[:4]

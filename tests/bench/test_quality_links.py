@@ -17,8 +17,8 @@ from kvrag.fusion.layout import Layout
 from kvrag.fusion.links import FILE_NAME, insert_links
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.models.kv_model import KVModel
+from kvrag.testing.bench_top import TEXTS, Bench
 from tests.fusion.test_links import ORDER, make_links
-from tests.support.bench_top import TEXTS, Bench
 from tests.support.models import make_model, make_tokenizer
 
 

@@ -21,7 +21,7 @@ from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.store.memory import MemoryStore
 from kvrag.store.registry import open_store
-from tests.support.records import key_number, record_of, stored
+from kvrag.testing.records import key_number, record_of, stored
 
 
 def test_a_bucket_lets_pass_what_the_trace_says() -> None:

@@ -11,8 +11,8 @@ from kvrag.codec.container import RecordReader, header_size, padded_size, write_
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import KVSpec
+from kvrag.testing.codec_contract import KEY, OTHER_KEY, BytesSource, decode, random_kv, spec_of
 from tests.codec import forge
-from tests.contracts.codec_contract import KEY, OTHER_KEY, BytesSource, decode, random_kv, spec_of
 
 SPEC = spec_of(num_layers=3)
 

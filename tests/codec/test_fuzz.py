@@ -23,8 +23,8 @@ from kvrag.codec.transform.none import NoTransform
 from kvrag.codec.transform.pca import PCA
 from kvrag.errors import RecordError
 from kvrag.kvcache import ChunkKV, KVSpec
+from kvrag.testing.codec_contract import KEY, BytesSource, same_bits
 from tests.codec import forge
-from tests.contracts.codec_contract import KEY, BytesSource, same_bits
 from tests.support.codecs import fit, smooth_kv
 from tests.support.properties import examples
 

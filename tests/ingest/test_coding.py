@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvrag.chunk import Document
+from kvrag.codec.names import PLAIN
 from kvrag.errors import IndexFormatError, ParameterError, ProfileError
 from kvrag.ingest.coding import read_all, spread_evenly
 from kvrag.ingest.index import Index
@@ -17,6 +18,7 @@ from kvrag.ingest.report import IngestProgress
 from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
+from tests.support.distributions import installed
 
 WORDS = "harbour ledger clock keeper river light boat fox Varn Ines Tomas writes old".split()  # noqa: SIM905
 DOCUMENTS = [
@@ -323,3 +325,49 @@ def test_recoding_believes_the_chunk_not_the_record(make_index: MakeIndex) -> No
     report = index.recode("lossless")
     assert (report.num_recoded, report.num_computed) == (8, 1)
     assert distance(kv_of(index, 0), exact) == 0
+
+
+MIRROR = """
+from kvrag.codec.raw import RawCodec
+
+
+class MirrorCodec(RawCodec):
+    name = label = "mirror"
+"""
+
+
+def test_a_codec_of_another_distribution(
+    make_index: MakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index is made with it, and one of another codec reads its records."""
+    monkeypatch.setattr(PLAIN, "_registered", {})
+    point = {"kvrag.codecs: mirror": "mirror_codec:MirrorCodec"}
+    with installed(tmp_path / "site", "mirror_codec", MIRROR, point):
+        index = make_index(codec="mirror")
+        index.add(DOCUMENTS)
+        assert index.config.codec == "mirror"
+        assert index.verify().ok
+        exact = [kv_of(index, number) for number in range(8)]
+        raw = make_index("raw")
+        raw.add(DOCUMENTS)
+        assert all(distance(kv_of(raw, n), exact[n]) == 0 for n in range(8))
+        # Half of the records of one are the other's, as when recoding was broken off.
+        keys = sorted(raw.store.keys())
+        theirs = index.coding.codec
+        for key in keys[:4]:
+            found = raw.store.open(key)
+            assert found is not None
+            kv = read_all(raw.coding.open(key, found, raw.config.spec), raw.config.spec)
+            found.close()
+            raw.store.replace(key, theirs.encode(key, kv))
+        assert all(distance(kv_of(raw, n), exact[n]) == 0 for n in range(8))
+        report = raw.recode("raw")
+        assert (report.num_recoded, report.num_records) == (4, 8)
+        with pytest.raises(ParameterError, match="takes no profile"):
+            index.recode("mirror", profile=raw.fit_profile("cachegen:1"))
+        path = index.path
+        index.close()
+        Index.open(path, model=raw.model, embedding="hashing").close()
+    PLAIN._registered.clear()
+    with pytest.raises(IndexFormatError, match="no codec 'mirror'"):
+        Index.open(path, model=raw.model, embedding="hashing")

@@ -17,8 +17,8 @@ from kvrag.fusion.repair import make_repair
 from kvrag.ingest.coding import read_all
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+from kvrag.testing.bench_top import relative_difference
 from tests.ingest.conftest import MakeIndex, stored_bytes
-from tests.support.bench_top import relative_difference
 from tests.support.models import make_model, make_tokenizer
 from tests.support.older import make_older
 

@@ -17,7 +17,7 @@ from kvrag.ingest.kept import FOLDER
 from kvrag.ingest.passages import Passage
 from kvrag.models.kv_model import KVModel
 from kvrag.pml.engine import PMLEngine
-from tests.support.bench_top import TEXTS, relative_difference
+from kvrag.testing.bench_top import TEXTS, relative_difference
 from tests.support.models import make_model, make_tokenizer
 
 MODULES = "".join(f"<module name='m{n}'>{text}</module>\n" for n, text in enumerate(TEXTS))

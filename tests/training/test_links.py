@@ -24,6 +24,7 @@ from kvrag.fusion.policies.none import NonePolicy
 from kvrag.kvcache import FusedKV
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
+from kvrag.testing.bench_top import TEXTS, Bench, relative_difference
 from kvrag.training.batches import IGNORED
 from kvrag.training.links.batch import Packer
 from kvrag.training.links.data import FileSource, GeneratedSource, LinkItem
@@ -33,7 +34,6 @@ from kvrag.training.links.parameters import LinkParameters
 from kvrag.training.links.student import Student, training_mode
 from kvrag.training.links.trainer import LinkTrainer
 from tests.fusion.test_anchors import make_anchors
-from tests.support.bench_top import TEXTS, Bench, relative_difference
 from tests.support.models import make_model, make_tokenizer
 
 FAMILIES = ("llama", "mistral-sliding", "qwen3", "phi3", "gemma2", "gemma3", "gpt-neox")

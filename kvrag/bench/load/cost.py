@@ -18,8 +18,8 @@ from kvrag.loading import LOAD_THREADS
 from kvrag.loading.cost import LoadingCost, TierCost
 from kvrag.loading.prices import fit_prices
 from kvrag.store.base import Store
+from kvrag.store.capabilities import tiers_of
 from kvrag.store.registry import without_password
-from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import read_whole
 
 # Prompts loaded: enough for a fit, few enough that a slow store takes seconds.
@@ -46,7 +46,7 @@ def measure_loading(
         None where the last tier, or a store without tiers, delivered nothing.
     """
     store = index.store
-    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
+    tiers = tiers_of(store)
     costs: list[TierCost] = []
     for number, tier in reversed(list(enumerate(tiers))):
         chunks = spread(index, num_chunks)

@@ -15,7 +15,7 @@ from kvrag.bench.store.contents import content_of, key_of
 from kvrag.bench.store.victim import KINDS, LIMIT_BYTES, open_victim
 from kvrag.errors import KVRagError
 from kvrag.store.base import Store
-from kvrag.store.tiered import TieredStore
+from kvrag.store.capabilities import Flushes, capability, tiers_of
 
 # Between a victim's first word and its end.
 _LONGEST_SECONDS = 0.3
@@ -128,8 +128,8 @@ def _look(store: Store, numbers: dict[str, int], chance: random.Random) -> tuple
 
 def _num_lost(kind: str, folder: Path, put: set[int]) -> int:
     with closing(open_victim(kind, folder)) as store:
-        place: Store = store
-        if isinstance(store, TieredStore):
-            store.flush()
-            place = store.tiers[-1]
+        background = capability(store, Flushes)
+        if background is not None:
+            background.flush()
+        place = tiers_of(store)[-1]
         return sum(not place.contains(key_of(number)) for number in put)

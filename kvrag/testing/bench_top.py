@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -72,6 +73,7 @@ class Bench:
         )
 
     def open_kv(self, chunk_id: str, context_ids: tuple[int, ...] = ()) -> EncodedChunk | None:
+        del context_ids  # all chunks were encoded behind the prefix alone
         record = self.store.open(self.key(chunk_id))
         if record is None:
             return None
@@ -92,12 +94,19 @@ class Bench:
     def plain_logits(self, prompt: str) -> torch.Tensor:
         """Return Transformers' own last logits ``[vocabulary]`` for the prompt."""
         ids = self.model.tokenizer(prompt, return_tensors="pt")["input_ids"]
-        return self.model.hf(ids).logits[0, -1]
+        logits: torch.Tensor = self.model.hf(ids).logits[0, -1]
+        return logits
 
     def prompt(self, *order: int, question: str = "Question: who keeps it?\nAnswer:") -> str:
         """Return the chunks in the order given, then a question, as a stuffed prompt."""
         chosen = order or range(len(self.texts))
         return "\n\n".join([*(self.texts[i] for i in chosen), question])
+
+
+@lru_cache(maxsize=32)
+def bench_of(model: KVModel, texts: tuple[str, ...] = TEXTS) -> Bench:
+    """Return a bench, the same for the same model and texts."""
+    return Bench(model, texts)
 
 
 def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:

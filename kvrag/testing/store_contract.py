@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-import pytest
 import torch
 
 from kvrag.chunk import ChunkKey
@@ -13,7 +12,8 @@ from kvrag.codec.container import RecordReader, write_record
 from kvrag.errors import RecordError, StoreError
 from kvrag.kvcache import KVSpec
 from kvrag.store.base import Store, StoredRecord
-from tests.support.records import key_number, read_all, record_of, stored
+from kvrag.testing.needs import pytest
+from kvrag.testing.records import key_number, read_all, record_of, stored
 
 __all__ = ["StoreContract", "key_number", "read_all", "record_of", "stored"]
 
@@ -109,7 +109,7 @@ class StoreContract:
             sum(getattr(counts, name) for counts in store.counts())
             for name in ("hits", "bytes_read")
         )
-        misses = Counter()
+        misses: Counter[str] = Counter()
         for counts in store.counts():
             misses.update(counts.misses)
         assert hits >= 1  # tiers read for themselves as well

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 import torch
 
 from kvrag.chunk import ChunkKey
 from kvrag.codec.base import Codec
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import ChunkKV, KVSpec
+from kvrag.testing.needs import pytest
 
 KEY = ChunkKey("0123456789" * 4)
 OTHER_KEY = ChunkKey("9876543210" * 4)
