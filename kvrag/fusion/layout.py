@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from kvrag.chunk import Chunk
 from kvrag.fusion.records import FoundText, choose_records
 from kvrag.fusion.segments import Match
-from kvrag.models.control import Tokens, encode
+from kvrag.models.tokens import Tokens, encode
 
 MIN_RUN_LENGTH = 4
 """Tokens below which a stretch is computed: reading its KV would save nothing."""
