@@ -251,7 +251,7 @@ def test_too_little_to_fit_to_is_stored_raw(make_index: MakeIndex) -> None:
     recoded = index.upkeep.recode("transform:2")
     assert (recoded.num_records, recoded.num_recoded) == (9, 1)
     with pytest.raises(ParameterError, match="256 tokens or more"):
-        make_index("empty").fit_profile("transform")
+        make_index("empty").upkeep.fit_profile("transform")
 
 
 def test_an_index_of_an_earlier_version_is_refused(make_index: MakeIndex) -> None:
