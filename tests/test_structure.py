@@ -21,8 +21,8 @@ def test_circles_are_found() -> None:
 
 
 def test_imports_for_typing_and_inside_functions_count() -> None:
-    assert "kvrag.models.kv_model" in GRAPH["kvrag.ingest.index"]
-    assert "kvrag.fusion.compression.encoding" in GRAPH["kvrag.ingest.index"]
+    assert "kvrag.models.kv_model" in GRAPH["kvrag.ingest.encoders"]
+    assert "kvrag.fusion.compression.encoding" in GRAPH["kvrag.ingest.encoders"]
 
 
 def test_the_picture_is_current() -> None:

@@ -82,7 +82,7 @@ def calibrate(
         console.progress("reading the index") as say,
     ):
         found = measure(opened, options, say)
-        opened.keep_calibration(found)
+        opened.upkeep.keep_calibration(found)
     if as_json:
         console.write(found.to_json())
     else:

@@ -78,7 +78,7 @@ def place(
         with console.progress("measuring") as say:
             found = choose(opened, urls, table, str(path), loss=loss, reads=reads, say=say)
             if move:
-                moved = opened.move(
+                moved = opened.upkeep.move(
                     urls[found.offers.index(found.chosen)],
                     on_progress=lambda done, total: say(f"{done:,} of {total:,} records"),
                 )

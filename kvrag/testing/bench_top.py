@@ -17,6 +17,7 @@ from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.segments import ChunkMatcher
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
+from kvrag.models.tokens import encode
 from kvrag.store.memory import MemoryStore
 
 TEXTS = (
@@ -80,9 +81,8 @@ class Bench:
         return self.codec.open(self.key(chunk_id), record, self.model.spec)
 
     def lay_out(self, prompt: str) -> Layout:
-        return lay_out(
-            prompt, self.model.tokenizer, self.matcher.find(prompt), self.chunks, self.prefix_ids
-        )
+        (tokens,) = encode(self.model.tokenizer, [prompt], True)
+        return lay_out(tokens, self.matcher.find(prompt), self.chunks, self.prefix_ids)
 
     def fuse(self, prompt: str, policy: RecomputePolicy, spare: int = 16) -> FusedPrompt:
         layout = self.lay_out(prompt)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvrag.codec.allocation import LayerGroups, RateDistortion
 from kvrag.codec.base import Codec
 from kvrag.codec.config import PipelineConfig, Rans
-from kvrag.codec.container import header_size
+from kvrag.codec.header import header_size
 from kvrag.codec.lossless import LosslessCodec
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Uniform

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrag.chunk import ChunkKey, Document
-from kvrag.codec.container import header_size
+from kvrag.codec.header import header_size
 from kvrag.engine.engine import MISS_CATALOG, KVEngine
 from kvrag.errors import IndexFormatError
 from kvrag.fusion.loader import MISS_ABSENT, MISS_DAMAGED

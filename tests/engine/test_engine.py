@@ -244,7 +244,7 @@ def test_a_policy_object_finds_the_calibration(tmp_path: Path, model: KVModel) -
         with pytest.raises(ParameterError, match="kvrag calibrate"):
             engine.fuse(PROMPT, policy=LoadingController(ttft=1.0))
         measured = Measured("seam", 0.5, 0.25, 0.2, 0.3)
-        index.keep_calibration(
+        index.upkeep.keep_calibration(
             Calibration(model.fingerprint, "d", "agreement", 1, (measured,), Cost(0.0, 1.0, 0.0))
         )
         report = engine.fuse("Of Varn:\n\n" + TEXTS[0], policy=LoadingController(ttft=1.0)).report

@@ -31,6 +31,7 @@ from kvrag.fusion.question import QuestionAttention
 from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import Attending
 from kvrag.testing.bench_top import Bench, relative_difference
 from kvrag.testing.policy_contract import PolicyContract
 from tests.support.models import make_model, make_tokenizer
@@ -377,8 +378,8 @@ def test_relevance_is_attention_times_the_norm_of_values(family: str) -> None:
     with model.computing_rows():
         hidden = model.embed(ids)
         for layer_index, table in enumerate(model.tables(40)):
-            observer = attention.observer_of(layer_index)
-            model.forward_rows(layer_index, hidden, rows, fused, table, observer=observer)
+            attending = Attending(observer=attention.observer_of(layer_index))
+            model.forward_rows(layer_index, hidden, rows, fused, table, attending=attending)
     model.hf.set_attn_implementation("eager")
     with torch.no_grad():
         output = model.hf(ids[None], output_attentions=True, use_cache=False)

@@ -19,6 +19,7 @@ from kvrag.fusion.segments import ChunkMatcher
 from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, context_limit
 from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
+from kvrag.models.tokens import encode
 from kvrag.store.memory import MemoryStore
 
 # Tokens prefilled at once, padding included: enough for full speed, little beside the weights.
@@ -99,15 +100,9 @@ class ChunkBank:
         `passages` are the prompt's own: they tell chunks of one text in several documents apart.
         """
         hints = [self._id(passage) for passage in passages]
-        return lay_out(
-            prompt.text,
-            self.model.tokenizer,
-            self._matcher.find(prompt.text, hints),
-            self._chunks,
-            self.prefix_ids,
-            hints=hints,
-            add_special_tokens=prompt.add_special_tokens,
-        )
+        (tokens,) = encode(self.model.tokenizer, [prompt.text], prompt.add_special_tokens)
+        matches = self._matcher.find(prompt.text, hints)
+        return lay_out(tokens, matches, self._chunks, self.prefix_ids, hints=hints)
 
     def compact(self, layout: Layout) -> Layout:
         """Return a layout with stored rows in place of compressed chunks, or as it is."""

@@ -23,6 +23,7 @@ from kvrag.fusion.layout import LINK, Layout, lay_out
 from kvrag.fusion.links import LinksHeader, insert_links
 from kvrag.fusion.segments import ChunkMatcher
 from kvrag.models.kv_model import KVModel
+from kvrag.models.tokens import encode
 from kvrag.training.batches import IGNORED
 from kvrag.training.links.data import LinkItem
 
@@ -206,14 +207,9 @@ class Packer:
         for chunk in chunks.values():
             matcher.add(chunk.chunk_id, chunk.text)
         first = item.prompts[0]
-        layout = lay_out(
-            first.text,
-            tokenizer,
-            matcher.find(first.text) if linked else (),
-            chunks,
-            self._prefix,
-            add_special_tokens=first.add_special_tokens,
-        )
+        (tokens,) = encode(tokenizer, [first.text], first.add_special_tokens)
+        matches = matcher.find(first.text) if linked else ()
+        layout = lay_out(tokens, matches, chunks, self._prefix)
         # The last token of a prompt is its own: what is said behind it is learned there.
         shared = min(_common_length(prompts), *(len(prompt) - 1 for prompt in prompts))
         # A question that quotes a document is computed: what it asks stands in one prompt only.
