@@ -79,8 +79,8 @@ sanitize: $(STAMP)
 	done
 
 train-tiny: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m kvrag.training.tiny --out build/tiny
-	$(BIN)/python -m kvrag.training.export --run build/tiny
+	OMP_NUM_THREADS=1 $(BIN)/python -m kvrag_train.tiny --out build/tiny
+	$(BIN)/python -m kvrag_train.export --run build/tiny
 
 install: $(STAMP)
 

@@ -49,9 +49,9 @@ def calibrate(
     """
     named = tuple(lists.names(policies, "--policies"))
     shares = lists.shares(ratios, "--ratios")
-    from kvrag.bench.quality.calibrate import CalibrationOptions
-    from kvrag.bench.quality.calibrate import calibrate as measure
     from kvrag.cli.opening import open_index
+    from kvrag.tune.calibrate import CalibrationOptions
+    from kvrag.tune.calibrate import calibrate as measure
 
     options = CalibrationOptions(
         data=data,

@@ -11,31 +11,31 @@ import numpy as np
 import pytest
 import torch
 
-from kvrag.bench.codec import contenders, run
-from kvrag.bench.codec.baselines import (
-    CACHEGEN_PUBLIC,
-    measure_cachegen,
-    measure_eight_bit,
-    public_bins,
-)
-from kvrag.bench.codec.curves import bits_at
-from kvrag.bench.codec.decoding import context_rows
-from kvrag.bench.codec.designs import REFERENCE, design_rows
-from kvrag.bench.codec.encoder import EncoderKV
-from kvrag.bench.codec.numba_coder import NumbaCoder
-from kvrag.bench.codec.options import MINILM, CodecBenchOptions
-from kvrag.bench.codec.presets import preset_rows
-from kvrag.bench.codec.records import Point, measure_codec
-from kvrag.bench.codec.rows import BASELINE, CODER, CONTEXT, DESIGN, EQUAL, PRESET, CodecRow
-from kvrag.bench.codec.sources import Source, make_source
-from kvrag.bench.codec.speed import speed_rows
-from kvrag.bench.codec.symbols import preset_mix, three_bits
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.presets import choose_codec
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native import instruction_set, instruction_sets
+from kvrag_bench.codec import contenders, run
+from kvrag_bench.codec.baselines import (
+    CACHEGEN_PUBLIC,
+    measure_cachegen,
+    measure_eight_bit,
+    public_bins,
+)
+from kvrag_bench.codec.curves import bits_at
+from kvrag_bench.codec.decoding import context_rows
+from kvrag_bench.codec.designs import REFERENCE, design_rows
+from kvrag_bench.codec.encoder import EncoderKV
+from kvrag_bench.codec.numba_coder import NumbaCoder
+from kvrag_bench.codec.options import MINILM, CodecBenchOptions
+from kvrag_bench.codec.presets import preset_rows
+from kvrag_bench.codec.records import Point, measure_codec
+from kvrag_bench.codec.rows import BASELINE, CODER, CONTEXT, DESIGN, EQUAL, PRESET, CodecRow
+from kvrag_bench.codec.sources import Source, make_source
+from kvrag_bench.codec.speed import speed_rows
+from kvrag_bench.codec.symbols import preset_mix, three_bits
 
 SMALL = CodecBenchOptions(
     chunk_tokens=(40,),
@@ -315,7 +315,7 @@ def test_the_extra_is_imported_by_nothing_else() -> None:
 
 
 def test_a_picture(source: Source, tmp_path: Path) -> None:
-    from kvrag.bench.codec.picture import draw_codecs
+    from kvrag_bench.codec.picture import draw_codecs
 
     rows = list(preset_rows(source, ("transform:1", "transform:0.5")))
     path = tmp_path / "curves.png"

@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from kvrag.bench.corpus import (
+from kvrag.tune import metrics
+from kvrag_corpus import (
     SPLITS,
     TYPE_SHARES,
     UNKNOWN_ANSWER,
@@ -17,10 +18,9 @@ from kvrag.bench.corpus import (
     names_of_split,
     split_of_name,
 )
-from kvrag.bench.corpus.context import sample_context
-from kvrag.bench.corpus.names import NameSource, name_heads, name_tails
-from kvrag.bench.quality import metrics
-from kvrag.training.tokenizer import build_tokenizer
+from kvrag_corpus.context import sample_context
+from kvrag_corpus.names import NameSource, name_heads, name_tails
+from kvrag_train.tokenizer import build_tokenizer
 
 ANSWERABLE = {
     QuestionType.INSIDE,

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.bench.quality.calibrate import CalibrationOptions, calibrate
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.fusion.calibration import Calibration
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+from kvrag.tune.calibrate import CalibrationOptions, calibrate
 from tests.support.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
@@ -27,7 +27,7 @@ def make_index(folder: Path, *texts: str) -> Index:
 def test_no_question_holds_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these chunks is one sentence, short enough to be quoted whole."""
     asked: list[str] = []
-    from kvrag.bench.quality import calibrate as module
+    from kvrag_bench.quality import calibrate as module
 
     judge = module.judge_questions
 

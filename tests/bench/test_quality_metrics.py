@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvrag.bench.quality import metrics
-from kvrag.bench.quality.bootstrap import mean_interval
+from kvrag.tune import metrics
+from kvrag.tune.bootstrap import mean_interval
 
 
 @pytest.mark.parametrize(

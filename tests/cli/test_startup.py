@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import kvrag
+import kvrag_bench.cli
+import kvrag_train.cli
 from kvrag.cli import main
 from kvrag.ingest.config import IndexConfig
 from tests.cli.conftest import Run
@@ -29,9 +31,9 @@ HEAVY = [
 ]
 GROUPS = {
     (): main._COMMANDS,
-    ("bench",): main._BENCH_COMMANDS,
+    ("bench",): kvrag_bench.cli.COMMANDS,
     ("pml",): main._PML_COMMANDS,
-    ("train",): main._TRAIN_COMMANDS,
+    ("train",): kvrag_train.cli.COMMANDS,
 }
 PLACES = [(group, name) for group, commands in GROUPS.items() for name in commands]
 

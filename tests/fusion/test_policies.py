@@ -9,7 +9,6 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kvrag.bench.quality.oracle import OraclePolicy, TrueDeviation
 from kvrag.errors import ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.controller import CHOICES, LoadingController, make_choice, takes_ratio
@@ -30,6 +29,7 @@ from kvrag.fusion.question import QuestionAttention
 from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
+from kvrag_bench.quality.oracle import OraclePolicy, TrueDeviation
 from tests.support.bench_top import TEXTS, Bench, relative_difference
 from tests.support.models import make_model, make_tokenizer
 
