@@ -20,9 +20,9 @@ def calibrate(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Questions with answers: 'generated', a JSON file in MuSiQue layout or a JSONL "
-            "file in LongBench layout. Default: questions that quote the index, judged by how "
-            "well the answers agree with full prefill's.",
+            help="Questions with answers: a JSON file in MuSiQue layout or a JSONL file in "
+            "LongBench layout. Default: questions that quote the index, judged by how well the "
+            "answers agree with full prefill's.",
             show_default=False,
         ),
     ] = None,

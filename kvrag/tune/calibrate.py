@@ -10,16 +10,13 @@ from statistics import fmean
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
-from kvrag.fusion.chosen_links import LINKS_OFF
 from kvrag.ingest.index import Index
 from kvrag.loading.prices import fit_prices
 from kvrag.tune.bootstrap import mean_interval
+from kvrag.tune.datasets import read_questions
+from kvrag.tune.judging import Entrant, Trial, judge_policies
 from kvrag.tune.loading import measure_loading
 from kvrag.tune.questions import JudgedQuestion
-from kvrag_bench.quality.contest import Contestant, QualityOptions, judge_questions
-from kvrag_bench.quality.datasets import load_questions
-from kvrag_bench.quality.oracle import ORACLE
-from kvrag_bench.quality.rows import Judgement
 
 POLICIES = (
     "none",
@@ -43,7 +40,7 @@ class CalibrationOptions:
     Attributes
     ----------
     data
-        A data set (`load_questions`), or None for questions made of the index's own chunks.
+        A data set (`read_questions`), or None for questions made of the index's own chunks.
     num_questions
         How many.
     num_chunks
@@ -51,7 +48,7 @@ class CalibrationOptions:
     max_tokens
         Tokens of an answer at the most.
     policies, ratios
-        What is measured: each policy at each ratio, as in `QualityOptions`.
+        What is measured: each policy at each ratio (`judge_policies`).
     use_chat_template
         Ask through the model's chat template where it has one.
     """
@@ -82,29 +79,26 @@ def calibrate(
         When the index is empty, or nothing can be measured.
     """
     options = options or CalibrationOptions()
-    if ORACLE in options.policies:
+    if "oracle" in options.policies:
         raise ParameterError(
-            f"calibrate: {ORACLE!r} compares a prompt with its full prefill, which no answer can "
+            "calibrate: 'oracle' compares a prompt with its full prefill, which no answer can "
             "wait for; leave it to 'kvrag bench quality'"
         )
     if options.data is None:
         questions = _own_questions(index, options)
     else:
-        questions = load_questions(options.data, options.num_questions)
-    judged, _ = judge_questions(
+        questions = read_questions(options.data, options.num_questions)
+    judged = judge_policies(
         index.model,
         questions,
-        QualityOptions(
-            policies=options.policies,
-            ratios=options.ratios,
-            max_tokens=options.max_tokens,
-            use_chat_template=options.use_chat_template,
-            links=LINKS_OFF,
-        ),
-        on_progress,
+        options.policies,
+        options.ratios,
+        max_tokens=options.max_tokens,
+        use_chat_template=options.use_chat_template,
+        say=on_progress,
     )
     has_answers = options.data is not None
-    reference = [j.reference.exact_match for j in next(iter(judged.values()))]
+    reference = [one.reference_exact_match for one in next(iter(judged.values()))]
     if has_answers and not any(reference):
         raise ParameterError(
             f"data {options.data}: full prefill answers none of {len(reference)} questions right, "
@@ -112,12 +106,12 @@ def calibrate(
         )
     full = fmean(reference) if has_answers else 1.0
     measured = []
-    for contestant, judgements in judged.items():
-        losses = [(_answer_loss(j) if has_answers else _token_loss(j)) / full for j in judgements]
+    for (policy, ratio), trials in judged.items():
+        losses = [(_answer_loss(one) if has_answers else _token_loss(one)) / full for one in trials]
         low, high = mean_interval(losses)
         # Rounding can put a mean of ones a little above one.
         loss = min(1.0, max(0.0, fmean(losses)))
-        measured.append(Measured(contestant.policy, contestant.ratio, loss, low, high))
+        measured.append(Measured(policy, ratio, loss, low, high))
     return Calibration(
         model_fingerprint=index.model.fingerprint,
         data=Path(options.data).name if options.data else "the index's own chunks",
@@ -129,12 +123,12 @@ def calibrate(
     )
 
 
-def _answer_loss(judgement: Judgement) -> float:
-    return judgement.reference.exact_match - judgement.given.exact_match
+def _answer_loss(trial: Trial) -> float:
+    return trial.reference_exact_match - trial.exact_match
 
 
-def _token_loss(judgement: Judgement) -> float:
-    return 1.0 - fmean(judgement.agrees)
+def _token_loss(trial: Trial) -> float:
+    return 1.0 - fmean(trial.agrees)
 
 
 def _own_questions(index: Index, options: CalibrationOptions) -> list[JudgedQuestion]:
@@ -179,8 +173,8 @@ def _quotation(text: str, index: Index) -> str:
     return " ".join(words)
 
 
-def _fit_cost(judged: Mapping[Contestant, Sequence[Judgement]]) -> Cost:
+def _fit_cost(judged: Mapping[Entrant, Sequence[Trial]]) -> Cost:
     """Fit seconds to rows and cached tokens by least squares; nothing costs less than nothing."""
-    all_of_them = [j for judgements in judged.values() for j in judgements]
-    amounts = [(1.0, j.num_rows, j.num_cached) for j in all_of_them]
-    return Cost(*fit_prices(amounts, [j.ttft_seconds for j in all_of_them]))
+    all_of_them = [one for trials in judged.values() for one in trials]
+    amounts = [(1.0, one.num_rows, one.num_cached) for one in all_of_them]
+    return Cost(*fit_prices(amounts, [one.ttft_seconds for one in all_of_them]))

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kvrag.tune import metrics
+from kvrag.tune.exact_match import exact_match
 from kvrag_corpus import (
     SPLITS,
     TYPE_SHARES,
@@ -121,9 +121,9 @@ def test_two_hops_may_say_the_person_in_between(corpus: Corpus) -> None:
         assert f" {between}." in first
         assert f", {between} the " in second
         assert f" {answer}." in second
-        assert metrics.exact_match(full, question.answers) == 1
-        assert metrics.exact_match(bare, question.answers) == 1
-        assert metrics.exact_match(f"{answer}: {answer}", question.answers) == 0
+        assert exact_match(full, question.answers) == 1
+        assert exact_match(bare, question.answers) == 1
+        assert exact_match(f"{answer}: {answer}", question.answers) == 0
 
 
 def subject_of(question: str) -> str:

@@ -22,8 +22,8 @@ from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.tune.answers import Answerer
 from kvrag.tune.bank import ChunkBank
+from kvrag.tune.judging import progress
 from kvrag.tune.questions import render
-from kvrag_bench.quality import contest
 from kvrag_bench.quality.contest import (
     Contestant,
     QualityOptions,
@@ -354,6 +354,6 @@ def test_picture_places_are_checked(tmp_path: Path) -> None:
 
 
 def test_progress_says_how_long_it_takes() -> None:
-    assert contest._progress(0, 1000, 0.0) == "question 1 of 1,000"
-    assert contest._progress(10, 1000, 1.0) == "question 11 of 1,000, 2 min left"
-    assert contest._progress(500, 1000, 30.0) == "question 501 of 1,000, 30 s left"
+    assert progress(0, 1000, 0.0) == "question 1 of 1,000"
+    assert progress(10, 1000, 1.0) == "question 11 of 1,000, 2 min left"
+    assert progress(500, 1000, 30.0) == "question 501 of 1,000, 30 s left"

@@ -15,19 +15,20 @@ from kvrag.eviction import NO_EVICTION
 from kvrag.eviction.registry import make_eviction
 from kvrag.fusion.chosen_links import LINKS_OFF, ChosenLinks
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
-from kvrag.fusion.controller import LoadingController, takes_ratio
+from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.links import Links, insert_links
-from kvrag.fusion.policies.base import check_ratio
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair, make_repair
 from kvrag.ingest.contexts import NO_CONTEXT, context_limit
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
-from kvrag.tune import metrics
 from kvrag.tune.answers import Answerer, FusedAnswer, ReferenceAnswer
 from kvrag.tune.bank import ChunkBank
-from kvrag.tune.questions import JudgedQuestion, RenderedPrompt, render
+from kvrag.tune.exact_match import exact_match
+from kvrag.tune.judging import check_policies, progress, prompts_that_fit
+from kvrag.tune.questions import JudgedQuestion, RenderedPrompt
+from kvrag_bench.quality import metrics
 from kvrag_bench.quality.codecs import fit_codecs
 from kvrag_bench.quality.datasets import GENERATED, load_questions
 from kvrag_bench.quality.oracle import ORACLE, OraclePolicy, TrueDeviation
@@ -142,16 +143,7 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
     ParameterError
         For an unknown policy or codec, a ratio out of range, or nothing to judge.
     """
-    for name in options.policies:
-        if name.partition(":")[0] == LoadingController.name:
-            raise ParameterError(
-                "bench quality: 'auto' is not judged itself, it chooses among the others "
-                "('kvrag calibrate')"
-            )
-        if name != ORACLE:
-            make_repair(name)
-    for ratio in options.ratios:
-        check_ratio(ratio)
+    check_policies([name for name in options.policies if name != ORACLE], options.ratios)
     codecs = [choose_codec(name).label for name in options.codecs]
     for name in options.contexts:
         context_limit(name, None)
@@ -171,11 +163,8 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
         )
     if options.max_tokens < 1:
         raise ParameterError(f"max_tokens {options.max_tokens}: expected at least 1")
-    if not options.ratios and any(map(_takes_ratio, options.policies)):
-        raise ParameterError(
-            "bench quality: no ratio was given; only policy 'none' does without, and those that "
-            "say themselves what they spend ('query:ratio=0.1', 'boundary:tokens=8')"
-        )
+    if not options.ratios and ORACLE in options.policies:
+        raise ParameterError("bench quality: policy 'oracle' needs a ratio, and none was given")
     found = [
         Contestant(policy, ratio, codec, context, linked, compression, eviction)
         for context in options.contexts
@@ -283,7 +272,13 @@ def judge_questions(
     """
     links = _links(options, model)
     entered = contestants(options, links is not None)
-    prompts = _prompts(model, questions, options, links)
+    prompts = prompts_that_fit(
+        model,
+        questions,
+        options.max_tokens,
+        options.use_chat_template,
+        0 if links is None else links.header.num_links,
+    )
     left_out = Counter(question.type for question in questions) - Counter(
         question.type for question, _ in prompts
     )
@@ -311,7 +306,7 @@ def judge_questions(
     judge.judge(*prompts[0], entered)
     started = time.perf_counter()
     for done, (question, prompt) in enumerate(prompts):
-        say(_progress(done, len(prompts), time.perf_counter() - started))
+        say(progress(done, len(prompts), time.perf_counter() - started))
         for contestant, judgement in zip(
             entered, judge.judge(question, prompt, entered), strict=True
         ):
@@ -363,35 +358,6 @@ def _twin(
 def _types(judgements: Sequence[Judgement]) -> list[str]:
     kinds = sorted({judgement.question_type for judgement in judgements} - {"", OVERALL})
     return [OVERALL, *kinds]
-
-
-def _prompts(
-    model: KVModel,
-    questions: Sequence[JudgedQuestion],
-    options: QualityOptions,
-    links: Links | None,
-) -> list[tuple[JudgedQuestion, RenderedPrompt]]:
-    """Return the questions whose prompt and longest answer the model holds."""
-    kept = []
-    shortest: int | None = None
-    for question in questions:
-        prompt = render(
-            question.question, question.texts, model.tokenizer, options.use_chat_template
-        )
-        num_tokens = len(prompt.token_ids(model.tokenizer))
-        if links is not None:
-            # The same prompts for all: those that hold with links.
-            num_tokens += links.header.num_links * len(question.texts) + 2
-        shortest = min(num_tokens, shortest or num_tokens)
-        if num_tokens + options.max_tokens <= model.max_positions:
-            kept.append((question, prompt))
-    if not kept:
-        raise ParameterError(
-            f"none of the {len(questions)} prompts fits {model.name}: the shortest has {shortest} "
-            f"tokens, and {options.max_tokens} of the {model.max_positions} it holds are kept "
-            "for the answer"
-        )
-    return kept
 
 
 # Context and compression.
@@ -484,22 +450,14 @@ class _Judge:
     ) -> float | None:
         if not question.document_answers:
             return None
-        return metrics.exact_match(self._text(question, answer), question.document_answers)
+        return exact_match(self._text(question, answer), question.document_answers)
 
     def _score(self, question: JudgedQuestion, answer: ReferenceAnswer | FusedAnswer) -> TextScores:
         text = self._text(question, answer)
         return TextScores(
-            exact_match=metrics.exact_match(text, question.answers),
+            exact_match=exact_match(text, question.answers),
             strict_match=metrics.strict_match(text, question.answers),
             substring_match=metrics.substring_match(text, question.answers),
             f1=metrics.token_f1(text, question.answers),
             rouge_l=metrics.rouge_l(text, question.answers) if question.is_summary else None,
         )
-
-
-def _progress(num_done: int, num_questions: int, seconds: float) -> str:
-    line = f"question {num_done + 1:,} of {num_questions:,}"
-    if num_done < 5:
-        return line
-    left = seconds / num_done * (num_questions - num_done)
-    return f"{line}, {left / 60:.0f} min left" if left > 90 else f"{line}, {left:.0f} s left"

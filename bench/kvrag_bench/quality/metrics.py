@@ -1,25 +1,11 @@
-"""How right an answer is, by its text."""
+"""How right an answer is, by its text, beside exact match."""
 
 from __future__ import annotations
 
-import re
-import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def normalise_answer(text: str) -> str:
-    """Return `text` as SQuAD compares it: lower case, no punctuation, no articles, one blank."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
-
-
-def exact_match(given: str, answers: Sequence[str]) -> float:
-    """Return 1 when the normalised text equals an accepted answer's, else 0."""
-    normalised = normalise_answer(given)
-    return float(any(normalised == normalise_answer(answer) for answer in answers))
+from kvrag.tune.exact_match import normalise_answer
 
 
 def strict_match(given: str, answers: Sequence[str]) -> float:

@@ -27,15 +27,15 @@ def make_index(folder: Path, *texts: str) -> Index:
 def test_no_question_holds_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these chunks is one sentence, short enough to be quoted whole."""
     asked: list[str] = []
-    from kvrag_bench.quality import calibrate as module
+    from kvrag.tune import calibrate as module
 
-    judge = module.judge_questions
+    judge = module.judge_policies
 
-    def noting(model, questions, *rest):  # type: ignore[no-untyped-def]
+    def noting(model, questions, *rest, **options):  # type: ignore[no-untyped-def]
         asked.extend(question.question for question in questions)
-        return judge(model, questions, *rest)
+        return judge(model, questions, *rest, **options)
 
-    monkeypatch.setattr(module, "judge_questions", noting)
+    monkeypatch.setattr(module, "judge_policies", noting)
     with make_index(tmp_path / "i", "Ines keeps the harbour.", *TEXTS) as index:
         options = CalibrationOptions(num_questions=5, max_tokens=2, policies=("none",))
         found = calibrate(index, options)
