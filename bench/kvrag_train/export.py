@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
+import kvrag
 from kvrag_corpus import generate_corpus
 from kvrag_train.card import Part, write_card
 from kvrag_train.curve import draw_curve
@@ -24,7 +25,7 @@ from kvrag_train.prompts import FORMATS, PLAIN, PromptFormat
 from kvrag_train.tiny import FIRST_PART, Trainer, TrainingOptions
 from kvrag_train.tokenizer import save_tokenizer
 
-SHIPPED = Path(__file__).parent.parent / "models" / "tiny"
+SHIPPED = Path(kvrag.__file__).parent / "models" / "tiny"
 TEST_SEED = 2024
 
 

@@ -62,7 +62,9 @@ def _absent(name: str, extra: str) -> Any:
 
     anything = {"allow_extra_args": True, "ignore_unknown_options": True}
     settings = {"add_help_option": False, "context_settings": anything}
-    return _command(name, say, {"help": f"Not installed: {install}.", **settings})
+    # A bracket begins markup in help.
+    shown = install.replace("[", r"\[")
+    return _command(name, say, {"help": f"Not installed: {shown}.", **settings})
 
 
 def lazy_group(

@@ -141,13 +141,9 @@ def _drawing(out: Path, parts: Sequence[str]) -> Callable[[Sequence[CodecRow]], 
     """Return what draws, now that it is known to be able to: not after minutes of computing."""
     if not {"rate", "designs"} & set(parts):
         raise ParameterError("--out draws part 'rate' or 'designs': add one to --parts")
-    try:
-        from kvrag_bench.codec.picture import draw_codecs
-        from kvrag_bench.quality.picture import check_picture_path
-    except ModuleNotFoundError as error:
-        raise ParameterError(
-            f"--out needs {error.name}: pip install 'kvrag[bench]', or leave it out"
-        ) from error
+    from kvrag_bench.codec.picture import draw_codecs
+    from kvrag_bench.quality.picture import check_picture_path
+
     check_picture_path(out)
 
     def draw(rows: Sequence[CodecRow]) -> None:

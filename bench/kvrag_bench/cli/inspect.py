@@ -62,14 +62,10 @@ def inspect(
     forgets = make_eviction(eviction_policy)
     if forgets is None:
         raise ParameterError("--eviction-policy none forgets nothing: there is nothing to see")
-    try:
-        from kvrag_bench.inspection.kept_text import draw_eviction
-        from kvrag_bench.inspection.picture import draw_inspection
-        from kvrag_bench.quality.picture import check_picture_path
-    except ModuleNotFoundError as error:
-        raise ParameterError(
-            f"kvrag inspect needs {error.name}: pip install 'kvrag[bench]'"
-        ) from error
+    from kvrag_bench.inspection.kept_text import draw_eviction
+    from kvrag_bench.inspection.picture import draw_inspection
+    from kvrag_bench.quality.picture import check_picture_path
+
     if eviction is not None:
         check_picture_path(eviction)
     questions = load_questions(data, question + 1)

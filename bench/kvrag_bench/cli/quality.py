@@ -137,12 +137,8 @@ def bench_quality(
 
 def _drawing(picture: Path) -> Callable[[Sequence[QualityRow]], None]:
     """Return what draws, now that it is known to be able to: not after an hour of computing."""
-    try:
-        from kvrag_bench.quality.picture import check_picture_path, draw_quality
-    except ModuleNotFoundError as error:
-        raise ParameterError(
-            f"--picture needs {error.name}: pip install 'kvrag[bench]', or leave it out"
-        ) from error
+    from kvrag_bench.quality.picture import check_picture_path, draw_quality
+
     check_picture_path(picture)
 
     def draw(rows: Sequence[QualityRow]) -> None:
