@@ -1,1 +1,1 @@
-"""Training of the small model that ships with the package."""
+"""Training of link tokens and anchors, and of the small model that ships with kvrag."""
