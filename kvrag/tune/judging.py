@@ -82,7 +82,7 @@ def judge_policies(
 ) -> dict[Entrant, list[Trial]]:
     """Judge each policy at each ratio, on every question whose prompt fits the model.
 
-    Chunks are stored as the model computes them, and no link tokens stand behind them.
+    Chunks are stored as the model computes them, and no link tokens stand after them.
 
     Raises
     ------
@@ -161,7 +161,7 @@ def prompts_that_fit(
     Parameters
     ----------
     num_links
-        Link tokens behind each chunk: prompts are the same for all, those that hold with links.
+        Link tokens after each chunk: prompts are the same for all, those that hold with links.
 
     Raises
     ------
