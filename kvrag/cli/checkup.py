@@ -58,13 +58,13 @@ class Finding:
     remedy: str = ""
 
 
-def check_all(index: Path | None, model: str | None) -> list[Finding]:
+def check_all(index: Path | None, model: str | None, store: str | None = None) -> list[Finding]:
     """Run every check; the index and the model only where they are given."""
     findings = [*_versions(), *_optional_packages(), *_processor(), _offline()]
     findings.append(_disk(index if index is not None else Path.cwd()))
     reference = model
     if index is not None:
-        index_findings, recorded = _index(index)
+        index_findings, recorded = _index(index, store)
         findings += index_findings
         reference = reference or recorded
     if reference is not None:
@@ -162,12 +162,12 @@ def _disk(place: Path) -> Finding:
     return Finding("disk", "ok", detail)
 
 
-def _index(path: Path) -> tuple[list[Finding], str | None]:
+def _index(path: Path, store: str | None) -> tuple[list[Finding], str | None]:
     """Return findings about the index and the model reference recorded in it."""
     from kvrag.ingest.index import Index
 
     try:
-        with Index.open(path) as index:
+        with Index.open(path, store=store) as index:
             stats = index.stats()
             findings = [
                 Finding(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -11,7 +11,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
-from kvrag.cli.failures import EXIT_USAGE, guarded
+from kvrag.cli.command import make_command
+from kvrag.cli.failures import EXIT_USAGE
 
 ADD_ONS = {"kvrag_bench": "bench", "kvrag_train": "train"}
 """Packages that other distributions bring, and the extras that install them."""
@@ -43,13 +44,7 @@ class LazyGroup(TyperGroup):
             return _absent(cmd_name, ADD_ONS[error.name])
         if isinstance(found, typer.Typer):
             return get_group(found)
-        return _command(cmd_name, guarded(found), self.settings.get(cmd_name, {}))
-
-
-def _command(name: str, callback: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
-    holder = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    holder.command(name, **settings)(callback)
-    return get_command(holder)
+        return make_command(cmd_name, found, self.settings.get(cmd_name, {}))
 
 
 def _absent(name: str, extra: str) -> Any:
@@ -61,10 +56,12 @@ def _absent(name: str, extra: str) -> Any:
         raise typer.Exit(EXIT_USAGE)
 
     anything = {"allow_extra_args": True, "ignore_unknown_options": True}
-    settings = {"add_help_option": False, "context_settings": anything}
+    settings: dict[str, Any] = {"add_help_option": False, "context_settings": anything}
     # A bracket begins markup in help.
     shown = install.replace("[", r"\[")
-    return _command(name, say, {"help": f"Not installed: {shown}.", **settings})
+    holder = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    holder.command(name, help=f"Not installed: {shown}.", **settings)(say)
+    return get_command(holder)
 
 
 def lazy_group(

@@ -30,6 +30,7 @@ _COMMANDS = {
     "serve": "serve:serve",
     "serve-kv": "serve_kv:serve_kv",
     "doctor": "doctor:doctor",
+    "config": "config:config",
     "demo": "demo:demo",
     "inspect": "kvrag_bench.cli.inspect:inspect",
     "bench": "kvrag_bench.cli:app",

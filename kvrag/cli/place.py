@@ -30,15 +30,24 @@ def place(
     ] = None,
     loss: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="Share of quality that may be lost, as of 'auto'."),
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of quality that may be lost, as for 'auto'.",
+            rich_help_panel=o.RESEARCH,
+        ),
     ] = 0.01,
     reads: Annotated[
-        float, typer.Option(min=0.0, help="How often a chunk is read in a month.")
+        float,
+        typer.Option(
+            min=0.0, help="How often a chunk is read in a month.", rich_help_panel=o.RESEARCH
+        ),
     ] = 30.0,
     move: Annotated[
         bool, typer.Option("--move", help="Move the index's KV there, and record it.")
     ] = False,
     model: o.ModelOption = None,
+    store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Choose the cheapest store whose loading hides behind what is computed again anyway.
@@ -59,7 +68,7 @@ def place(
         )
     for url in urls:
         check_kind(url)
-    with open_index(index, model) as opened:
+    with open_index(index, model, store=store) as opened:
         path = prices or opened.path / FILE_NAME
         if prices is None and not path.exists():
             write_atomically(path, EXAMPLES.encode())

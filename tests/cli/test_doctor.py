@@ -71,3 +71,9 @@ def test_an_old_package_is_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) 
 def test_forced_offline_is_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "HF_HUB_OFFLINE" in findings(run)["network"].detail
+
+
+def test_an_empty_index_is_not_this_folder(run: Run) -> None:
+    done = run("doctor", "--index", "")
+    assert done.code == 2
+    assert "expected a folder, found an empty path" in " ".join(done.err.split())

@@ -31,17 +31,24 @@ def inspect(
         ),
     ] = None,
     eviction_policy: Annotated[
-        str, typer.Option(help="What forgets, as --eviction of 'kvrag query'.")
+        str,
+        typer.Option(
+            help="What forgets, as --eviction of 'kvrag query'.", rich_help_panel=o.RESEARCH
+        ),
     ] = "corm:window=16:recent=16",
     model: o.NamedModelOption = "kvrag-tiny",
     data: Annotated[
-        str, typer.Option(help="Data set, as for 'kvrag bench quality'.")
+        str,
+        typer.Option(help="Data set, as for 'kvrag bench quality'.", rich_help_panel=o.TUNING),
     ] = "generated",
     question: Annotated[int, typer.Option(min=0, help="Which of its questions, from 0.")] = 0,
     policies: Annotated[
-        str, typer.Option(help="Policies whose picks to show, with commas.")
+        str,
+        typer.Option(help="Policies whose picks to show, with commas.", rich_help_panel=o.TUNING),
     ] = "boundary,deviation,two_stage",
-    ratio: Annotated[float, typer.Option(help="Share each may recompute.")] = 0.15,
+    ratio: Annotated[
+        float, typer.Option(help="Share each may recompute.", rich_help_panel=o.TUNING)
+    ] = 0.15,
     no_chat: o.NoChatOption = False,
     device: o.DeviceOption = None,
     as_json: o.JsonOption = False,
@@ -61,7 +68,7 @@ def inspect(
     contestants(QualityOptions(policies=names or ("none",), ratios=(ratio,)))
     forgets = make_eviction(eviction_policy)
     if forgets is None:
-        raise ParameterError("--eviction-policy none forgets nothing: there is nothing to see")
+        raise ParameterError("eviction-policy none forgets nothing: there is nothing to see")
     from kvrag_bench.inspection.kept_text import draw_eviction
     from kvrag_bench.inspection.picture import draw_inspection
     from kvrag_bench.quality.picture import check_picture_path
