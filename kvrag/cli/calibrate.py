@@ -20,9 +20,9 @@ def calibrate(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Questions with answers: 'generated', a JSON file in MuSiQue layout or a JSONL "
-            "file in LongBench layout. Default: questions that quote the index, judged by how "
-            "well the answers agree with full prefill's.",
+            help="Questions with answers: a JSON file in MuSiQue layout or a JSONL file in "
+            "LongBench layout. Default: questions that quote the index, judged by how well the "
+            "answers agree with full prefill's.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -64,9 +64,9 @@ def calibrate(
     """
     named = tuple(lists.names(policies, "policies"))
     shares = lists.shares(ratios, "ratios")
-    from kvrag.bench.quality.calibrate import CalibrationOptions
-    from kvrag.bench.quality.calibrate import calibrate as measure
     from kvrag.cli.opening import open_index
+    from kvrag.tune.calibrate import CalibrationOptions
+    from kvrag.tune.calibrate import calibrate as measure
 
     options = CalibrationOptions(
         data=data,

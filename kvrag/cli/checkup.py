@@ -35,8 +35,7 @@ _OPTIONAL = {
     "langchain-core": "kvrag[langchain]",
     "llama-index-core": "kvrag[llama-index]",
     "pypdfium2": "kvrag[ingest]",
-    "matplotlib": "kvrag[bench]",
-    "accelerate": "kvrag[train]",
+    "kvrag-bench": "kvrag[bench]",
 }
 _LOW_DISK_BYTES = 2 * 1024**3
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

@@ -54,11 +54,11 @@ def place(
 
     Each store is measured; what computing costs is known from 'kvrag calibrate'.
     """
-    from kvrag.bench.load.placing import place as choose
     from kvrag.cli.opening import open_index
     from kvrag.ingest.config import write_atomically
     from kvrag.loading.price_list import EXAMPLES, FILE_NAME, read_prices
     from kvrag.store.registry import check_kind
+    from kvrag.tune.placing import place as choose
 
     urls = stores.split("|")
     if any(not url or url.startswith(("tiered:", "memory:")) for url in urls):

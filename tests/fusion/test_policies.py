@@ -10,7 +10,6 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kvrag.bench.quality.oracle import OraclePolicy, TrueDeviation
 from kvrag.errors import ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.controller import LoadingController, make_choice, takes_ratio
@@ -34,6 +33,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
 from kvrag.testing.bench_top import Bench, relative_difference
 from kvrag.testing.policy_contract import PolicyContract
+from kvrag_bench.quality.oracle import OraclePolicy, TrueDeviation
 from tests.support.models import make_model, make_tokenizer
 
 SPANS = (ReusedSpan("a", 3, 0, 10), ReusedSpan("b", 15, 2, 1), ReusedSpan("c", 20, 0, 30))
