@@ -259,10 +259,8 @@ def test_what_was_fused_otherwise_has_another_name(served: Index, oracle: KVEngi
 class _Endless(HTTPServer):
     """A server that goes on for ever."""
 
-    def answer(self, request: EngineRequest) -> Piece:
-        pytest.fail("an answer without end is waited for")
-
     def stream(self, request: EngineRequest) -> Iterator[Piece]:
+        assert request.is_streamed, "an answer without end is waited for"
         while True:
             yield Piece("a", 1)
 

@@ -8,7 +8,7 @@ from kvrag.bench.quality.bank import ChunkBank
 from kvrag.bench.quality.oracle import fill
 from kvrag.bench.quality.questions import JudgedQuestion, render
 from kvrag.codec.raw import RawCodec
-from kvrag.engine.engine import end_ids
+from kvrag.engine.text_stream import end_ids
 from kvrag.errors import PromptTooLongError
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.report import EvictionReport

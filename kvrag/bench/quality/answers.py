@@ -13,7 +13,7 @@ from kvrag.bench.quality.continuing import (
     EvictingContinuation,
     FullContinuation,
 )
-from kvrag.engine.engine import end_ids
+from kvrag.engine.text_stream import end_ids
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import Layout
