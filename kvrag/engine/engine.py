@@ -26,7 +26,7 @@ from kvrag.fusion.controller import Choice, calibrated
 from kvrag.fusion.decoding import Decoder, make_decoder
 from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, computing_seconds, fuse
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.links import Links
+from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.plan import Loading
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.none import NonePolicy
@@ -34,8 +34,8 @@ from kvrag.fusion.repair import Repair
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.loading import LOAD_THREADS, MAX_LOAD_THREADS
-from kvrag.loading.streaming import Known, Streaming
-from kvrag.models.adapter import resting
+from kvrag.loading.streaming import StreamEstimates, Streaming
+from kvrag.models.adapter import without_adapters
 
 # A question, and a context: amounts between which a calibration's prices are a line.
 _PRIOR_TOKENS = (30, 1000)
@@ -101,7 +101,7 @@ class KVEngine:
         ratio: float | None = None,
         boundary_tokens: int | None = None,
         eviction: str | EvictionPolicy | None = None,
-        links: Links | str | Path | None = None,
+        links: LinkTokens | str | Path | None = None,
         max_tokens: int = 256,
         load_threads: int = LOAD_THREADS,
         ttft: float | None = None,
@@ -119,7 +119,7 @@ class KVEngine:
             ttft=ttft,
         )
         self._load_threads = arguments.whole(load_threads, "load_threads", 0, MAX_LOAD_THREADS)
-        self._known = Known()
+        self._estimates = StreamEstimates()
         self._buffers = BufferPool()
         self._choice(self.defaults)
 
@@ -160,7 +160,7 @@ class KVEngine:
     @property
     def stream_counts(self) -> Mapping[str, Any]:
         """Streamed chunks by level, and deadlines met and missed, since the engine was made."""
-        return self._known.link.counts()
+        return self._estimates.link.counts()
 
     def _fuse(
         self, request: Request, choice: Choice, laid_out: LaidOutPrompt, layout_seconds: float
@@ -197,7 +197,7 @@ class KVEngine:
             return self._fuse(request, choice, fewer, layout_seconds)
         report = fused.report
         num_rows = sum(report.rows_by_layer) + report.rows_asked
-        self._known.computing.observe(num_rows, computing_seconds(report.seconds))
+        self._estimates.computing.observe(num_rows, computing_seconds(report.seconds))
         report = replace(report, seconds={"layout": layout_seconds, **report.seconds})
         self.index.counters.note(report)
         return replace(fused, report=report)
@@ -225,14 +225,14 @@ class KVEngine:
         except KVRagError:
             calibration = None  # it is learnt without, from the second prompt on
         if calibration is None:
-            return Streaming(ttft, started, self._known)
-        if not self._known.computing.is_known:
+            return Streaming(ttft, started, self._estimates)
+        if not self._estimates.computing.is_known:
             for num_tokens in _PRIOR_TOKENS:
                 num_rows = num_tokens * self.index.config.num_layers
-                self._known.computing.observe(num_rows, calibration.cost.of(num_rows, 0))
+                self._estimates.computing.observe(num_rows, calibration.cost.of(num_rows, 0))
         loading = calibration.loading
         prior = None if loading is None else loading.tier(None).seconds_per_token
-        return Streaming(ttft, started, self._known, prior)
+        return Streaming(ttft, started, self._estimates, prior)
 
     def _choice(self, request: Request) -> Choice:
         """Return how reused tokens are repaired, with the index's calibration where it is needed.
@@ -378,7 +378,7 @@ class KVEngine:
         """Measure plain Transformers: seconds from the prompt's ids to its first token."""
         model = self.index.model
         ids = torch.tensor([self.prompt_ids(prompt)], device=model.device)
-        with model.lock, torch.no_grad(), resting(model.hf):
+        with model.lock, torch.no_grad(), without_adapters(model.hf):
             started = time.perf_counter()
             int(model.hf(input_ids=ids, logits_to_keep=1).logits[0, -1].argmax())
             return time.perf_counter() - started

@@ -23,11 +23,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, FusedKV, KVSpec
-from kvrag.models.adapter import RowAdapter, resting
+from kvrag.models.adapter import RowAdapter, without_adapters
 from kvrag.models.attention import (
-    Alone,
     AttentionDone,
     AttentionObserver,
+    EncodedScope,
     RowMask,
     lock_of,
     row_attention,
@@ -268,7 +268,7 @@ class KVModel:
         given: dict[str, Any] = {}
         if starts is not None and self.is_position_bound:
             given["position_ids"] = self._shifted(len(prefix), lengths, starts, width)
-        with self.lock, resting(self.hf):
+        with self.lock, without_adapters(self.hf):
             self._base(
                 input_ids=padded.to(self.device), past_key_values=cache, use_cache=True, **given
             )
@@ -341,7 +341,7 @@ class KVModel:
                     chosen = None
             return chosen
 
-        acting = resting(self.hf) if adapter is None else adapter.acting(self.hf, gate)
+        acting = without_adapters(self.hf) if adapter is None else adapter.acting(self.hf, gate)
         # Families that attend in code of their own know no other implementation.
         attending = nullcontext() if self.family.attends_itself else row_attention(self.hf)
         with self.lock, torch.no_grad(), attending, acting:
@@ -541,7 +541,7 @@ class KVModel:
         fused: FusedKV,
         table: RotaryTable,
         *,
-        encoded: Alone,
+        encoded: EncodedScope,
     ) -> torch.Tensor:
         """Return how much else rows gather in a layer than they did when they were encoded.
 
@@ -563,8 +563,8 @@ class KVModel:
         window = self._windows[layer_index]
         change = torch.zeros(len(rows), device=rows.device)
         for block, positions, first_key, last in self._blocks(layer_index, rows):
-            alone = replace(encoded, starts=encoded.starts[block])
-            mask = RowMask(positions, first_key, window, alone=alone)
+            scope = replace(encoded, starts=encoded.starts[block])
+            mask = RowMask(positions, first_key, window, encoded=scope)
             writer = RowWriter(fused, positions, first_key, last)
             try:
                 self._run(layer_index, hidden[block], mask, last + 1 - first_key, table, writer)
