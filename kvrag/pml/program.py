@@ -19,7 +19,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from kvrag.errors import ParameterError
 from kvrag.pml.elements import normalise
-from kvrag.pml.module_names import as_name, numbered, renamed
+from kvrag.pml.naming import as_name, numbered, renamed
 from kvrag.pml.parser import MAX_LENGTH, check_name
 from kvrag.pml.places import Place
 from kvrag.pml.schema import Module, Node, Parameter, Schema, Text, Union
