@@ -50,7 +50,7 @@ def generate_batch(
     Raises
     ------
     PMLError, ParameterError
-        As `PMLEngine.place` does; also when prompts are of several schemas.
+        As `PMLEngine.location` does; also when prompts are of several schemas.
     PromptTooLongError
         When one of them leaves no position to answer in.
     """

@@ -147,7 +147,7 @@ class PMLEngine:
             if len(stretch.token_ids) > room or is_beyond:
                 owner = schema.modules[stretch.path] if stretch.path else schema
                 where = f"module {'/'.join(stretch.path)!r}" if stretch.path else "the schema"
-                raise owner.place.error(
+                raise owner.location.error(
                     f"text of {where} takes {len(stretch.token_ids):,} positions up to "
                     f"{stretch.end:,}, and {holds}",
                     "shorten it, or use a model with a longer context",
@@ -156,13 +156,13 @@ class PMLEngine:
             members = dict(found.scaffolds).get(frozenset(scaffold.paths), {})
             length = sum(len(passage.token_ids) for passage in members.values())
             if length > room:
-                raise scaffold.place.error(
+                raise scaffold.location.error(
                     f"a scaffold of {length:,} tokens in all, and {holds}", "give it fewer modules"
                 )
         # What stands outside modules is in every prompt, and one position is for the answer.
         end = max((one.end for one in layout.stretches if not one.path), default=0)
         if end >= index.model.max_positions:
-            raise schema.place.error(
+            raise schema.location.error(
                 f"every prompt of this schema reaches position {end:,}, and {holds} with at least "
                 "one to answer in",
                 "shorten modules, make some of them a union, or use a model with a longer context",
