@@ -1,4 +1,4 @@
-"""`kvrag place`: the cheapest store from which an index's KV comes in time."""
+"""`kvrag choose-store`: the cheapest store from which an index's KV comes in time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvrag.cli import options as o
 from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
-    from kvrag.loading.placing import Placement
+    from kvrag.loading.store_choice import StoreChoice
 
 
-def place(
+def choose_store(
     index: o.IndexOption,
     stores: Annotated[
         str, typer.Option(metavar="URL|URL", help="The stores to choose from (quote them).")
@@ -86,7 +86,7 @@ def place(
         )
 
 
-def _print(found: Placement) -> None:
+def _print(found: StoreChoice) -> None:
     from rich.table import Table
     from rich.text import Text
 

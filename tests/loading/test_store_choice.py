@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvrag.errors import ParameterError
-from kvrag.loading.placing import Offer, choose_store
+from kvrag.loading.store_choice import Offer, choose_store
 from kvrag.loading.price_list import EXAMPLES, Price, parse_prices, price_of, read_prices
 
 FAST = Offer("file:/ssd", 0.002, 1.0, 80.0)
