@@ -15,8 +15,8 @@ from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.policies.base import PromptRows, planned_counts
 from kvrag.ingest.index import Index
 from kvrag.loading.cost import TierCost
-from kvrag.loading.store_choice import Offer, StoreChoice, choose_store
 from kvrag.loading.price_list import Price, price_of
+from kvrag.loading.store_choice import Offer, StoreChoice, choose_store
 from kvrag.store.base import Store
 from kvrag.store.registry import open_store, without_password
 
