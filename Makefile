@@ -20,10 +20,10 @@ NATIVE := CMakeLists.txt $(wildcard cuda/include/kvrag/*.h cuda/host/*.h cuda/ho
 
 help:
 	@echo "make demo     index a few text files and answer questions about them"
-	@echo "make test     lint, types, layers and the tests, those that are slow left out (minutes)"
+	@echo "make test     make check, then the tests, except slow ones (minutes)"
 	@echo "make test-all make test, then the slow tests, and property tests with more examples"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of its own (2.5 GB)"
-	@echo "make check    lint, types and layers only"
+	@echo "make check    lint, types, layers and the English of the pages"
 	@echo "make format   rewrite the sources in the house's style"
 	@echo "make sanitize run the compiled kernels under address, undefined and thread sanitizers"
 	@echo "make train-tiny  train kvrag-tiny from nothing (hours on two cores; continues when stopped)"
@@ -63,6 +63,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.prose
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -11,7 +11,7 @@ from kvrag.codec.quantiser import Exact, PerChannel, Uniform
 from kvrag.codec.transform.none import NoTransform
 from kvrag.codec.transform.pca import PCA
 
-# What each preset is made of was measured with `kvrag bench codec`; see docs/results.md.
+# What each preset is made of was measured with `kvrag bench codec`; see docs/results/codec.md.
 _CONFIGS = {
     "lossless": PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact()),
     "cachegen": PipelineConfig(NoTransform(), LayerGroups(), PerChannel(0.0)),

@@ -7,7 +7,7 @@ model itself is asked, so that nothing else is needed.
 
 Deviation: the tokens are chosen by themselves, not by phrases, and their KV are those of the whole
 chunk: each kept token has seen the dropped ones before it. (Encoding the kept text alone was
-measured beside it; see docs/results.md.)
+measured beside it; see docs/results/compression.md.)
 """
 
 from __future__ import annotations
