@@ -30,7 +30,7 @@ _SAYS = {
     "kvrag_bench": "measuring",
     "kvrag_corpus": "generated documents",
     "cli": "commands",
-    "tune": "calibrating, placing",
+    "tune": "calibrating, choosing stores",
     "retrievers": "LangChain, LlamaIndex",
     "llms": "LangChain, LlamaIndex, vLLM",
     "pml": "prompt markup",

@@ -25,7 +25,7 @@ _COMMANDS = {
     "gc": "gc:gc",
     "profile": "profile:profile",
     "calibrate": "calibrate:calibrate",
-    "place": "place:place",
+    "choose-store": "choose_store:choose_store",
     "recode": "recode:recode",
     "serve": "serve:serve",
     "serve-kv": "serve_kv:serve_kv",

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, FusedKV, KVSpec
-from kvrag.models.adapter import RowAdapter, resting
-from kvrag.models.attention import Alone, lock_of
+from kvrag.models.adapter import RowAdapter, without_adapters
+from kvrag.models.attention import EncodedScope, lock_of
 from kvrag.models.caches import CaptureCache, Deviation
 from kvrag.models.chunks import shifted_positions, take_chunk
 from kvrag.models.families import (
@@ -253,7 +253,7 @@ class KVModel:
         if starts is not None and self.is_position_bound:
             positions = shifted_positions(len(prefix), lengths, starts, self.max_positions)
             given["position_ids"] = positions.to(self.device)
-        with self.lock, resting(self.hf):
+        with self.lock, without_adapters(self.hf):
             self._base(
                 input_ids=padded.to(self.device), past_key_values=cache, use_cache=True, **given
             )
@@ -394,7 +394,7 @@ class KVModel:
         fused: FusedKV,
         table: RotaryTable,
         *,
-        encoded: Alone,
+        encoded: EncodedScope,
     ) -> torch.Tensor:
         """Return how much else rows gather in a layer than they did when they were encoded.
 

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import FusedKV, KVSpec
-from kvrag.models.adapter import RowAdapter, resting
+from kvrag.models.adapter import RowAdapter, without_adapters
 from kvrag.models.attention import (
-    Alone,
     AttentionDone,
     AttentionObserver,
+    EncodedScope,
     RowMask,
     lock_of,
     row_attention,
@@ -105,7 +105,7 @@ class RowRunner:
                     chosen = None
             return chosen
 
-        acting = resting(self._hf) if adapter is None else adapter.acting(self._hf, gate)
+        acting = without_adapters(self._hf) if adapter is None else adapter.acting(self._hf, gate)
         # Families that attend in code of their own know no other implementation.
         attending = nullcontext() if self._family.attends_itself else row_attention(self._hf)
         with self._lock, torch.no_grad(), attending, acting:
@@ -171,14 +171,14 @@ class RowRunner:
         rows: torch.Tensor,
         fused: FusedKV,
         table: RotaryTable,
-        encoded: Alone,
+        encoded: EncodedScope,
     ) -> torch.Tensor:
         """Return how much else rows gather than when encoded (`KVModel.compare_rows`)."""
         window = self._windows[layer_index]
         change = torch.zeros(len(rows), device=rows.device)
         for block, positions, first_key, last in self._blocks(layer_index, rows):
-            alone = replace(encoded, starts=encoded.starts[block])
-            mask = RowMask(positions, first_key, window, alone=alone)
+            scope = replace(encoded, starts=encoded.starts[block])
+            mask = RowMask(positions, first_key, window, encoded=scope)
             writer = RowWriter(fused, positions, first_key, last)
             try:
                 self._run(layer_index, hidden[block], mask, last + 1 - first_key, table, writer)

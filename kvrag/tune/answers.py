@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvrag.engine.engine import end_ids
+from kvrag.engine.text_stream import end_ids
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.links import Links
+from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.repair import Repair
@@ -124,7 +124,7 @@ class Answerer:
         layout: Layout,
         open_kv: OpenKV,
         policy: Repair | RecomputePolicy,
-        links: Links | None = None,
+        links: LinkTokens | None = None,
     ) -> TimedPrompt:
         """Fuse a prompt; `links` are those of the layout, on the model."""
         model, num_prompt = self._model, len(layout.token_ids)

@@ -12,7 +12,7 @@ from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import StoreWrapper, read_whole
 from kvrag.testing.records import key_number, record_of
 from kvrag.tune.loading import measure_loading
-from kvrag.tune.placing import _cost_of
+from kvrag.tune.store_choice import _cost_of
 from kvrag_bench.load.controller import ControllerOptions, measure_controller
 from kvrag_bench.load.pipelining import PipeliningOptions, measure_pipelining
 from kvrag_bench.load.prompts import LoadPrompt, indexed

@@ -9,7 +9,8 @@ import pytest
 
 from kvrag.chunk import ChunkKey, Document
 from kvrag.codec.header import header_size
-from kvrag.engine.engine import MISS_CATALOG, KVEngine
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.prompt_reader import MISS_CATALOG
 from kvrag.errors import IndexFormatError
 from kvrag.fusion.loader import MISS_ABSENT, MISS_DAMAGED
 from kvrag.ingest.index import Index

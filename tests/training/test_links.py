@@ -18,7 +18,7 @@ from kvrag.fusion.compression.compacting import compact
 from kvrag.fusion.compression.encoding import Compressor
 from kvrag.fusion.compression.spec import Compression
 from kvrag.fusion.fuser import fuse
-from kvrag.fusion.links import FILE_NAME, Links, find_links, insert_links
+from kvrag.fusion.links import FILE_NAME, LinkTokens, find_links, insert_links
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.kvcache import FusedKV
 from kvrag.models.caches import FusedCache
@@ -79,7 +79,9 @@ def make_trainer(out: Path, **changed: Any) -> LinkTrainer:
     return LinkTrainer(options(out, **changed), model, FileSource(questions(), model.tokenizer))
 
 
-def fused_answer_logits(bench: Bench, links: Links, item: LinkItem, number: int) -> torch.Tensor:
+def fused_answer_logits(
+    bench: Bench, links: LinkTokens, item: LinkItem, number: int
+) -> torch.Tensor:
     """Return what the fuser and generation behind it predict along the answer."""
     model = bench.model
     tokenizer = model.tokenizer

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kvrag.errors import ParameterError
-from kvrag.fusion.links import FILE_NAME, Links
+from kvrag.fusion.links import FILE_NAME, LinkTokens
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
 from kvrag_train.links.batch import Packer
@@ -173,4 +173,4 @@ def test_questions_may_quote_their_documents(tmp_path: Path, question: str) -> N
     # The documents are stored once each; what the questions quote is computed.
     assert len(batch.chunk_ids) == len(TEXTS)
     trainer.run()
-    assert Links.load(tmp_path / FILE_NAME).header.num_links == 2
+    assert LinkTokens.load(tmp_path / FILE_NAME).header.num_links == 2

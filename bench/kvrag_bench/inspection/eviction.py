@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrag.codec.raw import RawCodec
-from kvrag.engine.engine import end_ids
+from kvrag.engine.text_stream import end_ids
 from kvrag.errors import PromptTooLongError
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.report import EvictionReport

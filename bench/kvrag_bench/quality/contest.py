@@ -17,7 +17,7 @@ from kvrag.fusion.chosen_links import LINKS_OFF, ChosenLinks
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.links import Links, insert_links
+from kvrag.fusion.links import LinkTokens, insert_links
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair, make_repair
 from kvrag.ingest.contexts import NO_CONTEXT, context_limit
@@ -96,7 +96,7 @@ class QualityOptions:
     seed: int = 2024
     num_documents: int = 5
     device: str | None = None
-    links: Links | str | Path | None = None
+    links: LinkTokens | str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def run_quality_bench(
     say = on_progress or (lambda _: None)
     contestants(options)
     if isinstance(options.links, str | Path) and options.links != LINKS_OFF:
-        options = replace(options, links=Links.load(options.links))
+        options = replace(options, links=LinkTokens.load(options.links))
     say("reading the questions")
     questions = load_questions(
         options.data,
@@ -314,7 +314,7 @@ def judge_questions(
     return judged, left_out
 
 
-def _links(options: QualityOptions, model: KVModel) -> Links | None:
+def _links(options: QualityOptions, model: KVModel) -> LinkTokens | None:
     """Return the links that take part, on the model."""
     return ChosenLinks(options.links, lambda: model.folder, lambda: model).on_model
 
@@ -366,7 +366,7 @@ _BankName = tuple[str, str]
 
 class _Judge:
     def __init__(
-        self, banks: Mapping[_BankName, ChunkBank], answerer: Answerer, links: Links | None
+        self, banks: Mapping[_BankName, ChunkBank], answerer: Answerer, links: LinkTokens | None
     ) -> None:
         self._banks = banks
         self._links = links

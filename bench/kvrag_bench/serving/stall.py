@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
+from kvrag.engine.prompt_reader import PromptReader
 from kvrag.llms.vllm.settings import RequestParams
 from kvrag.llms.vllm.transports import EngineRequest
 from kvrag_bench.serving.served import Served, ServingOptions
@@ -63,7 +64,7 @@ def measure_stall(
 
 
 def _stall(served: Served, way: str, prompt: str, policy: str | None) -> StallRow:
-    short = served.engine.prompt_ids(served.prompt([], 1))
+    short = PromptReader(served.index).token_ids(served.prompt([], 1))
     plain = RequestParams(reuse=False).to_params()
     seconds: list[float] = []
     asking = threading.Thread(

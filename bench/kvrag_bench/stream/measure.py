@@ -32,7 +32,7 @@ from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.loading import LOAD_THREADS
 from kvrag.loading.stream_plan import TEXT
-from kvrag.loading.streaming import Known, Streaming
+from kvrag.loading.streaming import StreamEstimates, Streaming
 from kvrag_bench.stream.context import (
     StreamContext,
     open_eight_bit,
@@ -211,7 +211,7 @@ class _Bench:
         self,
         trace: Trace,
         ttft: float,
-        known: Known,
+        known: StreamEstimates,
         given: Sequence[int] | None = None,
         open_kv: OpenKV | None = None,
     ) -> _Run:
@@ -276,7 +276,7 @@ def measure_streaming(
 def _measure(bench: _Bench, options: StreamOptions, say: Callable[[str], None]) -> StreamRows:
     context, num_chunks = bench.context, bench.context.num_chunks
     num_levels = len(context.levels)
-    known = Known()
+    known = StreamEstimates()
     steady = constant(_CONSTANT_GBPS * bench.bytes_per_gigabit)
     say("warming up")
     for number in range(_NUM_WARM_UPS):
@@ -297,9 +297,9 @@ def _measure(bench: _Bench, options: StreamOptions, say: Callable[[str], None]) 
         trace = random_trace(options.seed + number, options.step_seconds, bench.bytes_per_gigabit)
         adaptive.append(bench.run(trace, options.ttft, known))
         best = _best(bench, trace, options.ttft, known)
-        oracle.append(bench.run(trace, options.ttft, Known(), best))
+        oracle.append(bench.run(trace, options.ttft, StreamEstimates(), best))
         for level in range(1, num_levels + 1):
-            run = bench.run(trace, options.ttft, Known(), [level] * num_chunks)
+            run = bench.run(trace, options.ttft, StreamEstimates(), [level] * num_chunks)
             fixed[f"{level}/{num_levels}"].append(run)
     say("constant link")
     ways = [
@@ -325,12 +325,18 @@ def _measure(bench: _Bench, options: StreamOptions, say: Callable[[str], None]) 
     )
 
 
-def _constant(bench: _Bench, options: StreamOptions, known: Known, steady: Trace) -> ConstantRow:
+def _constant(
+    bench: _Bench, options: StreamOptions, known: StreamEstimates, steady: Trace
+) -> ConstantRow:
     rounds = []
     for _ in range(options.repeats):
         ours = bench.run(steady, options.ttft, known)
         eight = bench.run(
-            steady, options.ttft, Known(), [1] * bench.context.num_chunks, bench.in_eight_bit
+            steady,
+            options.ttft,
+            StreamEstimates(),
+            [1] * bench.context.num_chunks,
+            bench.in_eight_bit,
         )
         rounds.append((ours.seconds, eight.seconds, bench.text(), ours.levels))
     num_levels = len(bench.context.levels)
@@ -345,7 +351,7 @@ def _constant(bench: _Bench, options: StreamOptions, known: Known, steady: Trace
     )
 
 
-def _best(bench: _Bench, trace: Trace, ttft: float, known: Known) -> list[int]:
+def _best(bench: _Bench, trace: Trace, ttft: float, known: StreamEstimates) -> list[int]:
     """Return what the oracle streams: it knows the trace, and what computing costs."""
     context = bench.context
     num_layers = context.index.model.spec.num_layers

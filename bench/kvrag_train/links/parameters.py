@@ -12,7 +12,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.compression.anchors import FILE_NAME as ANCHORS_NAME
 from kvrag.fusion.compression.anchors import Anchors, num_slots
 from kvrag.fusion.compression.spec import ANCHORS, Compression
-from kvrag.fusion.links import Links, LinksHeader
+from kvrag.fusion.links import LinksHeader, LinkTokens
 from kvrag.models.adapter import RowAdapter, linear_layers
 from kvrag.models.kv_model import KVModel
 
@@ -88,7 +88,7 @@ class LinkParameters(nn.Module):
             self.header.scale,
         )
 
-    def links(self, header: LinksHeader) -> Links:
+    def links(self, header: LinksHeader) -> LinkTokens:
         """Return a copy to be saved, under a header that may name another model."""
 
         def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -101,7 +101,7 @@ class LinkParameters(nn.Module):
                 {name: weight.detach().clone() for name, weight in adapter.up.items()},
                 adapter.scale,
             )
-        return Links(
+        return LinkTokens(
             header, copied(self.embeddings), copied(self.keys), copied(self.values), adapter
         )
 

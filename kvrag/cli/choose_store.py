@@ -1,4 +1,4 @@
-"""`kvrag place`: the cheapest store from which an index's KV comes in time."""
+"""`kvrag choose-store`: the cheapest store from which an index's KV comes in time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvrag.cli import options as o
 from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
-    from kvrag.loading.placing import Placement
+    from kvrag.loading.store_choice import StoreChoice
 
 
-def place(
+def choose_store(
     index: o.IndexOption,
     stores: Annotated[
         str, typer.Option(metavar="URL|URL", help="The stores to choose from (quote them).")
@@ -58,7 +58,7 @@ def place(
     from kvrag.ingest.config import write_atomically
     from kvrag.loading.price_list import EXAMPLES, FILE_NAME, read_prices
     from kvrag.store.registry import check_kind
-    from kvrag.tune.placing import place as choose
+    from kvrag.tune.store_choice import choose_store as choose
 
     urls = stores.split("|")
     if any(not url or url.startswith(("tiered:", "memory:")) for url in urls):
@@ -95,7 +95,7 @@ def place(
         )
 
 
-def _print(found: Placement) -> None:
+def _print(found: StoreChoice) -> None:
     from rich.table import Table
     from rich.text import Text
 

@@ -32,7 +32,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Placement:
+class StoreChoice:
     """Where the KV of an index is best kept, and why.
 
     Attributes
@@ -60,7 +60,7 @@ class Placement:
         return asdict(self)
 
 
-def choose_store(offers: Sequence[Offer], recompute_seconds: float, policy: str) -> Placement:
+def choose_store(offers: Sequence[Offer], recompute_seconds: float, policy: str) -> StoreChoice:
     """Choose the cheapest store whose loading hides behind recompute; where none does, the fastest.
 
     Source: CacheBlend (arXiv 2405.16444) §5.1: the cheapest device for which
@@ -87,4 +87,4 @@ def choose_store(offers: Sequence[Offer], recompute_seconds: float, policy: str)
             f"the fastest: none loads a chunk within {again}; this one takes "
             f"{1000 * chosen.load_seconds:.3g} ms"
         )
-    return Placement(tuple(offers), chosen, recompute_seconds, policy, reason)
+    return StoreChoice(tuple(offers), chosen, recompute_seconds, policy, reason)

@@ -8,8 +8,8 @@ from kvrag.errors import PMLError
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place in a file of markup or a program.
+class Location:
+    """A location in a file of markup or a program.
 
     Attributes
     ----------

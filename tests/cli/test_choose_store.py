@@ -10,7 +10,7 @@ def test_the_cheapest_store_that_is_fast_enough(
     run: Run, index_folder: Path, tmp_path: Path
 ) -> None:
     dear, cheap = f"file:{tmp_path / 'dear'}", f"file:{tmp_path / 'cheap'}"
-    asked = ("place", "-i", index_folder, "--stores", f"{dear}|{cheap}")
+    asked = ("choose-store", "-i", index_folder, "--stores", f"{dear}|{cheap}")
     before = run(*asked)
     assert before.code == 1
     assert "run 'kvrag calibrate' first" in before.err
@@ -42,12 +42,12 @@ def test_the_cheapest_store_that_is_fast_enough(
 
 def test_what_cannot_be_placed_says_why(run: Run, index_folder: Path, tmp_path: Path) -> None:
     assert run("calibrate", "-i", index_folder, *SMALL).code == 0
-    tiers = run("place", "-i", index_folder, "--stores", f"tiered:memory:|file:{tmp_path}")
+    tiers = run("choose-store", "-i", index_folder, "--stores", f"tiered:memory:|file:{tmp_path}")
     assert tiers.code == 1
     assert "give stores that last" in tiers.err
     prices = tmp_path / "prices.toml"
     prices.write_text('["s3:"]\ngb_month = 1\n')
-    asked = ("place", "-i", index_folder, "--prices", prices)
+    asked = ("choose-store", "-i", index_folder, "--prices", prices)
     unknown = run(*asked, "--stores", f"file:{tmp_path / 'kv'}")
     assert unknown.code == 1
     assert "has no price of file:" in unknown.err

@@ -1,4 +1,4 @@
-"""What keeping an index's KV in one store or another comes to (`kvrag place`)."""
+"""What keeping an index's KV in one store or another comes to (`kvrag choose-store`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.policies.base import PromptRows, planned_counts
 from kvrag.ingest.index import Index
 from kvrag.loading.cost import TierCost
-from kvrag.loading.placing import Offer, Placement, choose_store
 from kvrag.loading.price_list import Price, price_of
+from kvrag.loading.store_choice import Offer, StoreChoice, choose_store
 from kvrag.store.base import Store
 from kvrag.store.registry import open_store, without_password
 from kvrag.tune.loading import given, measure_tier, reading_from, spread
@@ -24,7 +24,7 @@ _NUM_CHUNKS = 5
 """Of the larger prompts that are loaded to measure a store."""
 
 
-def place(
+def choose_store(
     index: Index,
     urls: Sequence[str],
     prices: Mapping[str, Price],
@@ -33,7 +33,7 @@ def place(
     loss: float = 0.01,
     reads: float = 30.0,
     say: Callable[[str], None] = lambda _: None,
-) -> Placement:
+) -> StoreChoice:
     """Measure stores, and choose the cheapest that loads an index's chunks in time.
 
     A store that holds none of the index's KV is given the records of a few chunks, which are

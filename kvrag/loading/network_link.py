@@ -32,7 +32,7 @@ class Share:
         self.num_left = num_left
 
 
-class Link:
+class NetworkLink:
     """The way to one store, shared by all requests of an engine; safe to use from many threads.
 
     Its speed is taken for the harmonic mean of two: that of the chunk carried last (CacheGen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrag.loading.link import Link
+from kvrag.loading.network_link import NetworkLink
 from kvrag.loading.pace import Pace
 from kvrag.loading.stream_report import StreamedChunk, StreamReport
 
@@ -16,14 +16,14 @@ class Clock:
         return self.now
 
 
-def carry(link: Link, clock: Clock, num_bytes: int, seconds: float) -> None:
+def carry(link: NetworkLink, clock: Clock, num_bytes: int, seconds: float) -> None:
     with link.carrying(num_bytes):
         clock.now += seconds
 
 
 def test_a_steady_link() -> None:
     clock = Clock()
-    link = Link(clock)
+    link = NetworkLink(clock)
     assert link.state.bytes_per_second is None
     for _ in range(5):
         carry(link, clock, 100_000, 0.1)
@@ -33,7 +33,7 @@ def test_a_steady_link() -> None:
 def test_a_link_that_has_become_slow() -> None:
     """One slow chunk is not taken for the whole way; several are."""
     clock = Clock()
-    link = Link(clock)
+    link = NetworkLink(clock)
     for _ in range(20):
         carry(link, clock, 100_000, 0.1)
     carry(link, clock, 10_000, 0.1)
@@ -47,7 +47,7 @@ def test_a_link_that_has_become_slow() -> None:
 
 def test_small_answers_and_requests_do_not_count_as_speed() -> None:
     clock = Clock()
-    link = Link(clock)
+    link = NetworkLink(clock)
     carry(link, clock, 100, 0.001)
     assert link.state.bytes_per_second == pytest.approx(1e5)  # better than nothing
     carry(link, clock, 100_000, 0.1)
@@ -60,7 +60,7 @@ def test_small_answers_and_requests_do_not_count_as_speed() -> None:
 
 def test_prior_knowledge_gives_way() -> None:
     clock = Clock()
-    link = Link(clock)
+    link = NetworkLink(clock)
     link.expect(5e6)
     assert link.state.bytes_per_second == pytest.approx(5e6)
     for _ in range(100):
@@ -72,7 +72,7 @@ def test_prior_knowledge_gives_way() -> None:
 
 def test_what_is_carried_at_the_same_time_is_the_links() -> None:
     clock = Clock()
-    link = Link(clock)
+    link = NetworkLink(clock)
     with link.carrying(100_000):
         carry(link, clock, 300_000, 0.1)
     last = link.state.bytes_per_second
@@ -81,7 +81,7 @@ def test_what_is_carried_at_the_same_time_is_the_links() -> None:
 
 
 def test_who_shares_it() -> None:
-    link = Link()
+    link = NetworkLink()
     with link.shared(3) as mine, link.shared(1):
         sharing = link.state.num_sharing
         assert [sharing(ahead) for ahead in range(4)] == [2, 1, 1, 1]
@@ -91,7 +91,7 @@ def test_who_shares_it() -> None:
 
 
 def test_counts() -> None:
-    link = Link()
+    link = NetworkLink()
     link.count({"text": 2, "1/3": 1}, True)
     link.count({"1/3": 1}, False)
     assert link.counts() == {
