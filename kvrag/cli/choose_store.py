@@ -58,7 +58,7 @@ def choose_store(
     from kvrag.ingest.config import write_atomically
     from kvrag.loading.price_list import EXAMPLES, FILE_NAME, read_prices
     from kvrag.store.registry import check_kind
-    from kvrag.tune.store_choice import choose_store as choose
+    from kvrag.tune.store_choice import measure_and_choose
 
     urls = stores.split("|")
     if any(not url or url.startswith(("tiered:", "memory:")) for url in urls):
@@ -76,7 +76,9 @@ def choose_store(
         table = read_prices(path)
         moved = None
         with console.progress("measuring") as say:
-            found = choose(opened, urls, table, str(path), loss=loss, reads=reads, say=say)
+            found = measure_and_choose(
+                opened, urls, table, str(path), loss=loss, reads=reads, say=say
+            )
             if move:
                 moved = opened.upkeep.move(
                     urls[found.offers.index(found.chosen)],

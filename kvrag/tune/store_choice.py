@@ -24,7 +24,7 @@ _NUM_CHUNKS = 5
 """Of the larger prompts that are loaded to measure a store."""
 
 
-def choose_store(
+def measure_and_choose(
     index: Index,
     urls: Sequence[str],
     prices: Mapping[str, Price],
