@@ -54,13 +54,15 @@ def chat(
     history: Annotated[
         int,
         typer.Option(
-            min=0, help="Earlier turns shown to the model (needs a chat template); 0 for none."
+            min=0,
+            help="Earlier turns shown to the model (needs a chat template); 0 for none.",
+            rich_help_panel=o.TUNING,
         ),
     ] = 0,
     no_chat: o.NoChatOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Talk with the index; each question retrieves anew. Questions come line by line from stdin.
+    """Talk with the index; each question retrieves again. Questions come line by line from stdin.
 
     With --json nothing is shown until the end, when all turns are printed as one document.
     Questions from a pipe that could not be answered make the exit code 1.
@@ -92,7 +94,7 @@ def chat(
         turns = _converse(opened, engine, settings, history, quiet=as_json)
     if as_json:
         console.print_json({"turns": [turn.to_dict() for turn in turns]})
-    # Whoever types has seen the error and gone on.
+    # A person who types has seen the error and gone on.
     if not sys.stdin.isatty() and any(isinstance(turn, _Refused) for turn in turns):
         raise typer.Exit(EXIT_FAILURE)
 

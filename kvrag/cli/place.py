@@ -30,26 +30,35 @@ def place(
     ] = None,
     loss: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="Share of quality that may be lost, as of 'auto'."),
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of quality that may be lost, as for 'auto'.",
+            rich_help_panel=o.RESEARCH,
+        ),
     ] = 0.01,
     reads: Annotated[
-        float, typer.Option(min=0.0, help="How often a chunk is read in a month.")
+        float,
+        typer.Option(
+            min=0.0, help="How often a chunk is read in a month.", rich_help_panel=o.RESEARCH
+        ),
     ] = 30.0,
     move: Annotated[
         bool, typer.Option("--move", help="Move the index's KV there, and record it.")
     ] = False,
     model: o.ModelOption = None,
+    store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Choose the cheapest store whose loading hides behind what is computed again anyway.
 
     Each store is measured; what computing costs is known from 'kvrag calibrate'.
     """
-    from kvrag.bench.load.placing import place as choose
     from kvrag.cli.opening import open_index
     from kvrag.ingest.config import write_atomically
     from kvrag.loading.price_list import EXAMPLES, FILE_NAME, read_prices
     from kvrag.store.registry import check_kind
+    from kvrag.tune.placing import place as choose
 
     urls = stores.split("|")
     if any(not url or url.startswith(("tiered:", "memory:")) for url in urls):
@@ -59,7 +68,7 @@ def place(
         )
     for url in urls:
         check_kind(url)
-    with open_index(index, model) as opened:
+    with open_index(index, model, store=store) as opened:
         path = prices or opened.path / FILE_NAME
         if prices is None and not path.exists():
             write_atomically(path, EXAMPLES.encode())
@@ -69,7 +78,7 @@ def place(
         with console.progress("measuring") as say:
             found = choose(opened, urls, table, str(path), loss=loss, reads=reads, say=say)
             if move:
-                moved = opened.move(
+                moved = opened.upkeep.move(
                     urls[found.offers.index(found.chosen)],
                     on_progress=lambda done, total: say(f"{done:,} of {total:,} records"),
                 )

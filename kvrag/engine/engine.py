@@ -248,13 +248,11 @@ class KVEngine:
             except (IndexFormatError, StoreError):
                 matches, damage = [], {MISS_CATALOG: 1}
         layout = lay_out(
-            written.text,
-            self.index.tokenizer,
+            tokens,
             matches,
             chunks,
             self.index.prefix_ids,
             hints=hints,
-            tokens=tokens,
         )
         if not layout.token_ids:
             raise ParameterError("the prompt is empty: there is nothing to answer")

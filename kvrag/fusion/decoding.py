@@ -9,6 +9,7 @@ import torch
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import Attending
 
 
 class Decoder(Protocol):
@@ -81,7 +82,10 @@ class RowDecoder:
             hidden = model.embed(ids, self._positions[row])
             for layer_index, table in enumerate(self._tables):
                 keys = self._scaled[layer_index] if self._scaled else None
-                model.forward_rows(layer_index, hidden, row, self._fused, table, scaled=keys)
+                attending = Attending(scaled=keys)
+                model.forward_rows(
+                    layer_index, hidden, row, self._fused, table, attending=attending
+                )
             logits = model.logits(hidden)[0]
         self._num_rows += 1
         return logits

@@ -34,6 +34,7 @@ from kvrag.models.adapter import resting
 from kvrag.models.attention import Alone
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import Attending
 from kvrag.models.scaling import ScaledKeys, scaled_answers
 from kvrag.positions.rotary import RotaryTable
 
@@ -258,7 +259,7 @@ def execute(
         if asked:
             positions = prompt.reused().to(model.device)
             attention = QuestionAttention(positions, plan.question_start, asked)
-            ask(model, linked.embed, fresh, attention, asked, loader, fused, tables, clock.lap)
+            ask(model, linked.embed, fresh, attention, loader, fused, tables, clock.lap)
             prompt = replace(prompt, relevance=attention.relevance)
         # Where nothing is inexact there is nothing to choose from.
         policy = repair.policy if plan.inexact else NonePolicy()
@@ -295,7 +296,7 @@ def execute(
                 fused,
                 table,
                 deviation=noted,
-                scaled=scaled[-1] if scaled else None,
+                attending=Attending(scaled=scaled[-1] if scaled else None),
             )
             clock.lap("compute")
         logits = model.logits(hidden)[0]

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from kvrag.errors import PMLError
 from kvrag.models.chat import PromptText, hide_message
 from kvrag.models.control import ControlTokens
+from kvrag.models.hidden import HiddenStrings
 from kvrag.pml.places import Place
 from kvrag.pml.schema import Module, Node, Path, Schema, Text, Turn, Union, flat, turns
 
@@ -91,7 +92,7 @@ class Conversation:
                 "a prompt without a turn", "import a module with one, or write what the user says"
             )
         said = [{"role": role, "content": content} for role, content in own]
-        hidden = None if control is None else control.hiding()
+        hidden = None if control is None else HiddenStrings(control)
         if hidden is not None:
             said = [hide_message(hidden, message) for message in said]
         whole = self._render(present, said, place, True)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvrag.bench.shapes import random_model, random_text
 from kvrag.chunk import ChunkKey, Document
 from kvrag.codec.container import RecordReader
 from kvrag.engine.engine import KVEngine
@@ -23,6 +22,7 @@ from kvrag.loading.streaming import ChunkStream, Known, Streaming, StreamItem
 from kvrag.store.base import Store, StoredRecord
 from kvrag.store.memory import MemoryStore
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper, read_whole
+from kvrag_bench.shapes import random_model, random_text
 from tests.support.kv_server import KVServer
 from tests.support.proxy import FaultyProxy
 

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from kvrag.errors import ParameterError
 from kvrag.fusion.links import FILE_NAME, Links
 from kvrag.models.kv_model import KVModel
-from kvrag.training.links.batch import Packer
-from kvrag.training.links.data import FileSource
-from kvrag.training.links.options import LinkTrainingOptions
-from kvrag.training.links.student import training_mode
-from kvrag.training.links.trainer import CHECKPOINT, LinkTrainer
-from tests.support.bench_top import TEXTS
+from kvrag.testing.bench_top import TEXTS
+from kvrag_train.links.batch import Packer
+from kvrag_train.links.data import FileSource
+from kvrag_train.links.options import LinkTrainingOptions
+from kvrag_train.links.student import training_mode
+from kvrag_train.links.trainer import CHECKPOINT, LinkTrainer
 from tests.support.models import make_model, make_tokenizer
 from tests.training.test_links import header_of, make_trainer, one_thread, options, questions
 

@@ -33,8 +33,8 @@ from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings, RequestParams
 from kvrag.llms.vllm.transports import EngineRequest, Piece
 from kvrag.llms.vllm.weights import NotShareableError, share_weights
 from kvrag.models.loading import model_fingerprint
+from kvrag.testing.records import stored
 from tests.support.models import make_model, make_tokenizer
-from tests.support.records import stored
 from tests.vllm.conftest import TEXTS, make_prompt
 
 
