@@ -1,4 +1,4 @@
-"""The checks of `kvrag doctor`; each looks at one thing and returns findings, never raises."""
+"""The checks of `kvrag doctor`. Each one examines one thing, returns findings and never raises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrag.errors import KVRagError
 
 Status = Literal["ok", "note", "warning", "problem"]
 
-# Lower bounds of pyproject.toml; a test holds the two together.
+# The lower bounds in pyproject.toml; a test compares the two.
 MINIMUM_VERSIONS = {
     "torch": (2, 6),
     "transformers": (5, 16),
@@ -43,12 +43,12 @@ _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at.
+    """The result of one check.
 
     Attributes
     ----------
     name, status, detail
-        What was looked at, how it is, and what was seen.
+        What was checked, its status, and what was found.
     remedy
         What to do about it; empty when nothing needs doing.
     """
@@ -60,7 +60,7 @@ class Finding:
 
 
 def check_all(index: Path | None, model: str | None, store: str | None = None) -> list[Finding]:
-    """Run every check; the index and the model only where they are given."""
+    """Run every check; check the index and the model only if they are given."""
     findings = [*_versions(), *_optional_packages(), *_processor(), _offline()]
     findings.append(_disk(index if index is not None else Path.cwd()))
     reference = model
@@ -118,7 +118,7 @@ def _processor() -> Iterator[Finding]:
     num_threads = torch.get_num_threads()
     detail = f"torch uses {num_threads} threads on {num_cores} cores"
     if num_threads > num_cores:
-        remedy = f"set OMP_NUM_THREADS={num_cores}: more threads than cores wait for one another"
+        remedy = f"set OMP_NUM_THREADS={num_cores}: more threads than cores slow each other down"
         yield Finding("threads", "warning", detail, remedy)
     else:
         yield Finding("threads", "ok", detail)
@@ -148,7 +148,9 @@ def _offline() -> Finding:
     forced = [name for name in _OFFLINE_VARIABLES if os.environ.get(name, "0") not in ("", "0")]
     if forced:
         return Finding("network", "ok", f"never used ({', '.join(forced)} is set)")
-    return Finding("network", "ok", "used only for a model named by hub name and not yet cached")
+    return Finding(
+        "network", "ok", "used only to download a model given by hub name and not cached"
+    )
 
 
 def _disk(place: Path) -> Finding:
@@ -158,13 +160,13 @@ def _disk(place: Path) -> Finding:
     free = shutil.disk_usage(existing).free
     detail = f"{console.format_bytes(free)} free at {existing}"
     if free < _LOW_DISK_BYTES:
-        remedy = "make room, or put the index on another disk; `kvrag gc` frees unused records"
+        remedy = "free space, or move the index to another disk; `kvrag gc` deletes unused records"
         return Finding("disk", "warning", detail, remedy)
     return Finding("disk", "ok", detail)
 
 
 def _index(path: Path, store: str | None) -> tuple[list[Finding], str | None]:
-    """Return findings about the index and the model reference recorded in it."""
+    """Return findings about the index, and the model reference that it records."""
     from kvrag.ingest.index import Index
 
     try:
@@ -186,7 +188,7 @@ def _index(path: Path, store: str | None) -> tuple[list[Finding], str | None]:
             reference = str(index.config.model)
         if not os.access(path, os.W_OK):
             remedy = "give yourself write access to ingest into it"
-            findings.append(Finding("index", "warning", "read-only: questions work", remedy))
+            findings.append(Finding("index", "warning", "read-only: queries work", remedy))
         return findings, reference
     except (KVRagError, OSError) as error:
         remedy = f"kvrag ingest PATH... --index {path}"
@@ -194,7 +196,7 @@ def _index(path: Path, store: str | None) -> tuple[list[Finding], str | None]:
 
 
 def _model(reference: str) -> Finding:
-    """Load the model's tokenizer and weights and ask whether kvrag can serve it."""
+    """Load the model's tokenizer and weights, and check that kvrag supports it."""
     try:
         from kvrag.cli.opening import quiet_libraries
         from kvrag.models.kv_model import KVModel
@@ -208,6 +210,6 @@ def _model(reference: str) -> Finding:
     detail = (
         f"{model.name}: {model.hf.config.model_type}, {spec.num_layers} layers, "
         f"{str(spec.dtype).removeprefix('torch.')}, {model.max_positions:,} positions, "
-        f"{console.format_bytes(spec.bytes_per_token)} of KV a token"
+        f"{console.format_bytes(spec.bytes_per_token)} of KV per token"
     )
     return Finding("model", "ok", detail)

@@ -1,4 +1,4 @@
-"""The entry point `kvrag`: commands are registered here and live one a file."""
+"""The entry point `kvrag`: registers the commands, each of which has its own file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _BENCH_COMMANDS = {
 }
 _PML_COMMANDS = {"check": "pml:check", "encode": "pml:encode", "run": "pml:run"}
 _TRAIN_COMMANDS = {"links": "train_links:train_links", "anchors": "train_anchors:train_anchors"}
-# What it does not know itself it hands on to vLLM.
+# `serve` passes options that it does not know to vLLM.
 _SETTINGS = {
     "serve": {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 }
@@ -81,15 +81,15 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Answer questions over your documents from KV computed once, at indexing."""
+    """Answer questions about your documents from KV that is computed once, at indexing."""
     if debug:
         os.environ[DEBUG_VARIABLE] = "1"
 
 
 for _name, _commands, _help in (
     ("bench", _BENCH_COMMANDS, "Measure kvrag against plain prefill."),
-    ("pml", _PML_COMMANDS, "Prompts written as reusable modules."),
-    ("train", _TRAIN_COMMANDS, "Train what kvrag can use beside a model."),
+    ("pml", _PML_COMMANDS, "Check, encode and run prompts written as reusable modules."),
+    ("train", _TRAIN_COMMANDS, "Train link tokens or anchors for a model."),
 ):
     _group = typer.Typer(cls=lazy_group(_commands), no_args_is_help=True, help=_help)
     app.add_typer(_group, name=_name)
@@ -98,7 +98,7 @@ for _name, _commands, _help in (
 def run() -> None:
     """Run the command line and exit with its code."""
     for stream in (sys.stdout, sys.stderr):
-        # Names of files may be bytes that are no text: they are shown escaped.
+        # File names may contain bytes that are not text: they are shown escaped.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     app()

@@ -1,4 +1,4 @@
-"""`kvrag place`: the cheapest store from which an index's KV comes in time."""
+"""`kvrag place`: choose the cheapest store that loads an index's KV fast enough."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 def place(
     index: o.IndexOption,
     stores: Annotated[
-        str, typer.Option(metavar="URL|URL", help="The stores to choose from (quote them).")
+        str, typer.Option(metavar="URL|URL", help="Stores to choose from (quote the list).")
     ],
     prices: Annotated[
         Path | None,
         typer.Option(
-            help="Table of what stores cost. Default: prices.toml of the index, written with "
-            "examples where it is missing.",
+            help="File of store prices. Default: prices.toml in the index; if it is missing, it is "
+            "created with example prices.",
             show_default=False,
         ),
     ] = None,
@@ -33,26 +33,26 @@ def place(
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Share of quality that may be lost, as for 'auto'.",
+            help="Quality that may be lost, as a share, as for 'auto'.",
             rich_help_panel=o.RESEARCH,
         ),
     ] = 0.01,
     reads: Annotated[
         float,
         typer.Option(
-            min=0.0, help="How often a chunk is read in a month.", rich_help_panel=o.RESEARCH
+            min=0.0, help="Number of reads of a chunk per month.", rich_help_panel=o.RESEARCH
         ),
     ] = 30.0,
     move: Annotated[
-        bool, typer.Option("--move", help="Move the index's KV there, and record it.")
+        bool, typer.Option("--move", help="Move the index's KV to the chosen store.")
     ] = False,
     model: o.ModelOption = None,
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Choose the cheapest store whose loading hides behind what is computed again anyway.
+    """Choose the cheapest store that loads KV while the model recomputes tokens anyway.
 
-    Each store is measured; what computing costs is known from 'kvrag calibrate'.
+    It measures each store. Run 'kvrag calibrate' first: it measures what recomputing costs.
     """
     from kvrag.bench.load.placing import place as choose
     from kvrag.cli.opening import open_index
@@ -63,8 +63,8 @@ def place(
     urls = stores.split("|")
     if any(not url or url.startswith(("tiered:", "memory:")) for url in urls):
         raise ParameterError(
-            "--stores: give stores that last, not tiers of them, with | between them; memory may "
-            "be a tier before the one chosen"
+            "--stores: expected persistent stores with | between them, no tiers and no memory; "
+            "memory may be a tier before the chosen store"
         )
     for url in urls:
         check_kind(url)
@@ -72,7 +72,7 @@ def place(
         path = prices or opened.path / FILE_NAME
         if prices is None and not path.exists():
             write_atomically(path, EXAMPLES.encode())
-            console.note(f"{path} holds example prices: edit them to yours")
+            console.note(f"{path} contains example prices: replace them with yours")
         table = read_prices(path)
         moved = None
         with console.progress("measuring") as say:
@@ -88,10 +88,10 @@ def place(
     _print(found)
     if moved is not None:
         size = console.format_bytes(moved.size_bytes)
-        lost = f", {moved.num_lost:,} could not be had" if moved.num_lost else ""
+        lost = f", {moved.num_lost:,} could not be read" if moved.num_lost else ""
         console.write(
-            f"moved: {moved.num_records:,} records ({size}), {moved.num_present:,} were there"
-            f"{lost}; 'kvrag calibrate' measures anew what loading costs\n"
+            f"moved: {moved.num_records:,} records ({size}), {moved.num_present:,} already "
+            f"there{lost}; run 'kvrag calibrate' to measure loading again\n"
         )
 
 
