@@ -20,9 +20,9 @@ def calibrate(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Questions with answers: 'generated', a JSON file in MuSiQue layout or a JSONL "
-            "file in LongBench layout. Default: questions that quote the index; their answers are "
-            "compared with those of full prefill.",
+            help="Questions with answers: a JSON file in MuSiQue layout or a JSONL file in "
+            "LongBench layout. Default: questions that quote the index; their answers are compared "
+            "with those of full prefill.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -70,9 +70,9 @@ def calibrate(
     """
     named = tuple(lists.names(policies, "policies"))
     shares = lists.shares(ratios, "ratios")
-    from kvrag.bench.quality.calibrate import CalibrationOptions
-    from kvrag.bench.quality.calibrate import calibrate as measure
     from kvrag.cli.opening import open_index
+    from kvrag.tune.calibrate import CalibrationOptions
+    from kvrag.tune.calibrate import calibrate as measure
 
     options = CalibrationOptions(
         data=data,
@@ -88,7 +88,7 @@ def calibrate(
         console.progress("reading the index") as say,
     ):
         found = measure(opened, options, say)
-        opened.keep_calibration(found)
+        opened.upkeep.keep_calibration(found)
     if as_json:
         console.write(found.to_json())
     else:

@@ -18,7 +18,7 @@ from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from kvrag.cli.answering import Outcome, Settings
-    from kvrag.engine.engine import KVEngine
+    from kvrag.engine.base import Engine
     from kvrag.ingest.index import Index
 
 _PROMPT = "> "
@@ -102,7 +102,7 @@ def chat(
 
 
 def _converse(
-    index: Index, engine: KVEngine, settings: Settings, num_history: int, *, quiet: bool
+    index: Index, engine: Engine, settings: Settings, num_history: int, *, quiet: bool
 ) -> list[Outcome | _Refused]:
     from kvrag.cli.answering import print_below
 
@@ -140,7 +140,7 @@ def _converse(
 
 def _turn(
     index: Index,
-    engine: KVEngine,
+    engine: Engine,
     settings: Settings,
     question: str,
     earlier: list[tuple[str, str]],

@@ -15,6 +15,7 @@ from kvrag.cli import console
 from kvrag.errors import KVRagError
 
 EXIT_FAILURE = 1
+EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 DEBUG_VARIABLE = "KVRAG_DEBUG"
 

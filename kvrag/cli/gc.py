@@ -27,7 +27,7 @@ def gc(
     from kvrag.cli.opening import open_catalog
 
     with open_catalog(index, store) as opened:
-        report = opened.gc(delete_shared=shared)
+        report = opened.upkeep.gc(delete_shared=shared)
     if as_json:
         console.print_json(report)
     else:

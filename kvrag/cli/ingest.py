@@ -190,9 +190,9 @@ def ingest(
     from kvrag.cli.progress import IngestBar
     from kvrag.codec.names import parse_codec
     from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
+    from kvrag.ingest.checks import check_lasting
     from kvrag.ingest.files import resolve_path
     from kvrag.ingest.loaders import SUFFIXES
-    from kvrag.ingest.making import check_lasting
     from kvrag.ingest.parsing import Parser, check_loaders
     from kvrag.ingest.profiles import read_profile
     from kvrag.models.control import check_control_tokens

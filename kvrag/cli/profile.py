@@ -47,7 +47,7 @@ def profile(
         open_index(index, model, device, store) as opened,
         console.progress("reading the index") as say,
     ):
-        fitted = opened.fit_profile(codec, num_tokens=tokens, on_progress=say)
+        fitted = opened.upkeep.fit_profile(codec, num_tokens=tokens, on_progress=say)
     if out is not None:
         from kvrag.ingest.config import write_atomically
 

@@ -33,7 +33,7 @@ def recode(
         open_index(index, model, device, store) as opened,
         console.progress("reading the index") as say,
     ):
-        report = opened.recode(
+        report = opened.upkeep.recode(
             codec,
             profile=given,
             on_progress=lambda done, total: say(f"{done:,} of {total:,} records"),

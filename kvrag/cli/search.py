@@ -14,7 +14,7 @@ from kvrag.cli import options as o
 from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
-    from kvrag.ingest.index import SearchHit
+    from kvrag.ingest.search import SearchHit
 
 _SNIPPET_CHARACTERS = 100
 

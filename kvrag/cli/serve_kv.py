@@ -117,8 +117,7 @@ def serve_kv(
 def _store_of(index: Path | None) -> str:
     if index is None:
         raise ParameterError("nothing to serve: give --index DIR, or --store URL")
-    from kvrag.ingest.config import IndexConfig
-    from kvrag.ingest.making import KV_FOLDER
+    from kvrag.ingest.config import KV_FOLDER, IndexConfig
 
     folder = index.expanduser().resolve()
     return IndexConfig.load(folder).store or f"file:{folder / KV_FOLDER}"

@@ -38,7 +38,7 @@ def verify(
         def show(done: int, total: int) -> None:
             say(f"{done:,} of {total:,} records read")
 
-        report = opened.verify(repair=repair, on_progress=show)
+        report = opened.upkeep.verify(repair=repair, on_progress=show)
     if as_json:
         console.print_json(report)
     else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrag.bench.quality.rows import QualityRow
+from kvrag_bench.quality.rows import QualityRow
 from tests.cli.conftest import Run
 
 CONTEXTS = [

@@ -13,7 +13,8 @@ import pytest
 
 import kvrag
 from kvrag.errors import StoreError
-from kvrag.ingest.index import Index, SearchHit
+from kvrag.ingest.index import Index
+from kvrag.ingest.search import SearchHit
 from tests.cli.conftest import Run
 
 

@@ -133,10 +133,10 @@ def test_serve_kv_of_a_folder_that_does_not_exist(run: Run, tmp_path: Path) -> N
     assert "leave one out" in both
 
 
-def test_place_says_what_is_wrong_with_a_store(
+def test_choose_store_says_what_is_wrong_with_a_store(
     run: Run, index_folder: Path, tmp_path: Path
 ) -> None:
-    said = message(run, "place", "-i", index_folder, "--stores", f"s4://x|file:{tmp_path}")
+    said = message(run, "choose-store", "-i", index_folder, "--stores", f"s4://x|file:{tmp_path}")
     assert "a store is file:PATH" in said
     assert "'s4://x'" in said
     assert "price" not in said
