@@ -50,9 +50,10 @@ def choose_store(
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Choose the cheapest store that loads KV while the model recomputes tokens anyway.
+    """Choose the cheapest store that loads KV no slower than the model recomputes tokens.
 
-    It measures each store. Run 'kvrag calibrate' first: it measures what recomputing costs.
+    It measures each store; if all are slower, it chooses the fastest. Run 'kvrag calibrate' first:
+    it measures what recomputing costs.
     """
     from kvrag.cli.opening import open_index
     from kvrag.ingest.config import write_atomically

@@ -70,14 +70,14 @@ class DemoRow:
 def demo(
     documents: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Text files to index.", show_default="those shipped"),
+        typer.Option(metavar="DIR", help="Text files to index.", show_default="the included ones"),
     ] = None,
     questions: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help='JSON list of {"question": ..., "answers": [...]}.',
-            show_default="those shipped",
+            show_default="the included ones",
         ),
     ] = None,
     model: Annotated[

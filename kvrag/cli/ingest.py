@@ -160,8 +160,8 @@ def ingest(
         typer.Option(
             metavar="SUFFIX=MODULE:FUNCTION",
             help="Function that reads files with this suffix, such as .pptx=slides:load. It takes "
-            "a path and bytes, yields kvrag.Document objects, and replaces a built-in loader. "
-            "Repeatable.",
+            "a path and bytes, yields kvrag.Document objects, and overrides a built-in loader for "
+            "the suffix. Repeatable.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -182,9 +182,9 @@ def ingest(
     """Read documents, compute the KV of their chunks once, and store it in an index.
 
     Run it again after the documents change. Unchanged files take no model time; changed files are
-    replaced, and missing ones are removed. If a run is killed, the next one completes it. A file
-    that cannot be read within the limits is reported and left out; the others are indexed, and
-    the exit code is 1.
+    replaced, and deleted files are removed from the index. If a run is killed, the next one
+    completes it. A file that cannot be read within the limits is reported and left out; the others
+    are indexed, and the exit code is 1.
     """
     from kvrag.cli.opening import quiet_libraries
     from kvrag.cli.progress import IngestBar

@@ -29,7 +29,7 @@ def profile(
     ] = 16_384,
     out: Annotated[
         Path | None,
-        typer.Option(help="Also write the profile to this file, for other indexes."),
+        typer.Option(help="Also write the profile to this file, for other indexes of the model."),
     ] = None,
     model: o.ModelOption = None,
     device: o.DeviceOption = None,
