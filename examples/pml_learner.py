@@ -1,4 +1,4 @@
-"""Personalise by traits that exclude each other, in one batch (Prompt Cache §6, second use case).
+"""Personalise by traits that exclude each other, in one batch (second use case in Prompt Cache).
 
 python examples/pml_learner.py [MODEL]
 """

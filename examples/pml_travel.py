@@ -1,4 +1,4 @@
-"""A travel plan with parameters, as a Python function (Prompt Cache §6, third use case).
+"""A travel plan with parameters, as a Python function (third use case in Prompt Cache).
 
 python examples/pml_travel.py [MODEL]
 """

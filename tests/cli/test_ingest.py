@@ -246,7 +246,7 @@ def test_a_folder_with_nothing_to_read_is_told(
     (folder / ".hidden.txt").write_text("Ines keeps the harbour ledger.")
     done = run("ingest", folder, *common[2:])
     assert done.code == 0
-    assert "no file of a known kind was found" in done.err
+    assert "no file of a known type was found" in done.err
     assert " .pdf " in done.err
     assert "no file of a known kind" not in run(*common).err
 

@@ -63,7 +63,7 @@ def test_documents_left_out_for_damage_are_no_empty_index(run: Run, index_folder
     assert "everything in the index is damaged and left out" in asked.err
     told = run("verify", "--index", index_folder)
     assert told.code == 1
-    assert "may not be found until `kvrag verify --repair` mends it" in told.out
+    assert "may not be found until `kvrag verify --repair` repairs it" in told.out
 
 
 def test_a_repair_that_loses_all_documents_is_no_success(run: Run, index_folder: Path) -> None:

@@ -253,7 +253,7 @@ class TestAFileNobodyNamed:
         assert run("ls").code == 0
         config = IndexConfig.load(index_folder)
         for change, said in (
-            ({"store": f"file:{folder / 'kv'}"}, "it keeps its KV elsewhere"),
+            ({"store": f"file:{folder / 'kv'}"}, "its KV is elsewhere"),
             ({"embedding": str(folder)}, "its embedding is in"),
         ):
             replace(config, **change).save(index_folder)
@@ -281,7 +281,7 @@ class TestConfig:
         assert found["seed"] == (7, "kvrag.toml:4")
         assert found["policy"] == ("two_stage", "default")
         shown = run("config", "query").out
-        assert "Makes drawn answers repeatable." in shown
+        assert "Makes sampled answers repeatable." in shown
         assert "kvrag.toml:4" in shown
 
     def test_without_a_file(self, run: Run, folder: Path) -> None:
