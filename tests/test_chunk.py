@@ -29,7 +29,7 @@ def test_names_stay_what_they_were() -> None:
 
 def test_no_option_passes_for_a_context() -> None:
     # Once the eight bytes of token 65: the key was that of `key((65,))`.
-    with pytest.raises(ParameterError, match="'context' would pass for context_ids"):
+    with pytest.raises(ParameterError, match="'context' is reserved for context_ids"):
         key(options={"context": "A" + 7 * "\0"})
     with pytest.raises(ParameterError, match="name it otherwise"):
         key((1,), {"context": "x"})
