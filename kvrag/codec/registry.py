@@ -1,4 +1,4 @@
-"""Codecs by name, and the codec that reads a record."""
+"""Finds codecs by name, and the codec that reads a record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import KVSpec
 
 GetProfile = Callable[[str], Profile]
-"""From a hash to the profile; raises ProfileError where it cannot be had."""
+"""Returns the profile with a given hash; raises ProfileError if it is not available."""
 
 
 def get_codec(name: str, profile: Profile | None = None) -> Codec:
@@ -26,13 +26,13 @@ def get_codec(name: str, profile: Profile | None = None) -> Codec:
     Parameters
     ----------
     profile
-        What was fitted to the model; every codec but ``raw`` needs one.
+        The profile, fitted to the model. Every codec except ``raw`` needs one.
 
     Raises
     ------
     ParameterError
-        When there is no such codec, or the profile is missing, another codec's, or lacks the
-        level.
+        If the codec does not exist, or the profile is missing, was fitted for another codec, or
+        lacks the level.
     """
     choice = choose_codec(name)
     if choice.config is None:
@@ -52,14 +52,14 @@ def get_codec(name: str, profile: Profile | None = None) -> Codec:
 
 
 class RecordOpener:
-    """Opens records of any codec: each names its own, and the profile it was coded with.
+    """Opens records of any codec. Each record names its codec and its profile.
 
     Parameters
     ----------
     get_profile
-        Where profiles are found.
+        Finds profiles.
     model_fingerprint
-        Of the model whose records are opened.
+        Fingerprint of the model that the records must belong to.
     """
 
     def __init__(self, get_profile: GetProfile, model_fingerprint: str) -> None:
@@ -74,11 +74,11 @@ class RecordOpener:
         Raises
         ------
         RecordError
-            When it is damaged, or belongs to another key or shape.
+            If it is damaged, or belongs to another key or shape.
         ProfileError
-            When its profile cannot be had, or is another model's.
+            If its profile is not available, or was fitted to another model.
         StoreError
-            When the store cannot deliver the header.
+            If the store cannot deliver the header.
         """
         reader = RecordReader(source, key)
         if not reader.header.profile:
@@ -98,7 +98,7 @@ class RecordOpener:
 
 
 def is_profile_of(profile: Profile, choice: CodecChoice) -> bool:
-    """Say whether a profile was fitted for the stages of a codec; its levels may be others."""
+    """Return whether a profile was fitted for the stages of a codec. Its levels may differ."""
     config = choice.config
     return config is not None and (profile.config.transform, profile.config.quantiser) == (
         config.transform,
@@ -107,7 +107,7 @@ def is_profile_of(profile: Profile, choice: CodecChoice) -> bool:
 
 
 def codec_of(profile: Profile) -> Codec:
-    """Return the codec that reads every level of a profile, and writes the first."""
+    """Return a codec that reads every level of a profile, and writes the first."""
     if isinstance(profile.config.quantiser, Exact):
         return LosslessCodec(profile)
     return PipelineCodec(profile, "", profile.levels[0].name)
