@@ -140,8 +140,8 @@ def observed_queries(
         yield weights.masked_fill_(~seen, float("-inf")).softmax(-1), seen.sum(-1)
 
 
-# From this many query heads for each key head, a product with query heads as rows is faster than one
-# with keys as rows.
+# From this many query heads for each key head, products with query heads as rows are faster than
+# products with keys as rows.
 _MANY_GROUPS = 5
 
 

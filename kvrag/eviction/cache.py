@@ -278,8 +278,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not is_serving():
             raise ParameterError(
-                "an evicting cache was used with ordinary attention, which does not know which keys "
-                "are left: call the model inside 'with cache.attending(model):'"
+                "an evicting cache was used with ordinary attention, which does not know the keys "
+                "that are left: call the model inside 'with cache.attending(model):'"
             )
         hand_on(self, key_states)
         return key_states, value_states

@@ -1,7 +1,7 @@
-"""From whole numbers to keys and values on a GPU.
+"""Reconstructs keys and values from whole numbers on a GPU.
 
-The meaning of every argument is that of `kvrag.native.reconstruction`. The sum over rows is a
-matrix product of torch's, between two kernels that dequantise before and place after it.
+Arguments mean the same as in `kvrag.native.reconstruction`. The sum over rows is one of torch's
+matrix products, between a kernel that dequantises and one that places.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvrag.native.reconstruction import (
 
 _NUMBER_TYPES = {torch.uint8: 0, torch.int16: 1}
 _TILE_TOKENS = 32
-# What a block's shared memory holds without asking the device for more.
+# The most channels that fit into a block's default shared memory.
 MAX_CHANNELS_DIM = 256
 
 
 class _Target(NamedTuple):
-    """Arguments of a kernel that places: tables, then where to."""
+    """Arguments of a kernel that places: the tables, then the destination."""
 
     out: torch.Tensor
     tables: tuple[Argument, ...]
@@ -58,16 +58,16 @@ def reconstruct(
     numbers, shrink, mean, out, cos, sin, tokens
         As for `kvrag.native.reconstruct`, on one GPU.
     basis
-        ``[H, R, D]`` float32, bfloat16 or float16: its type is the product's.
+        ``[H, R, D]`` float32, bfloat16 or float16. The product has the same type.
     patches
         Arrays in the host's memory, as for `kvrag.native.reconstruct`.
 
     Raises
     ------
     ParameterError
-        When an argument has another shape, type or place.
+        If an argument has the wrong shape, type or device.
     RecordError
-        When patches lie outside the matrix or out of order.
+        If patches are outside the matrix or out of order.
     """
     first_token, target = _checked(numbers, out, cos, sin, tokens)
     device = out.device
@@ -120,12 +120,12 @@ def place_channels(
     tokens: slice | None = None,
     patches: Patches | None = None,
 ) -> None:
-    """Write n tokens of one layer's keys or values from rows that are its channels.
+    """Write n tokens of one layer's keys or values; here rows are channels.
 
     Parameters
     ----------
     numbers, out, shrink, row_scale, token_scale, addend, cos, sin, tokens
-        As for `kvrag.native.place_channels`, on one GPU; D of at most 256.
+        As for `kvrag.native.place_channels`, on one GPU. D is at most 256.
     patches
         Arrays in the host's memory.
 
@@ -195,7 +195,7 @@ def _checked(
     sin: torch.Tensor | None,
     tokens: slice | None,
 ) -> tuple[int, _Target]:
-    """Return the first token that is written, and where it goes."""
+    """Return the first token to write, and its destination."""
     device = out.device
     if out.dtype not in ELEMENT_TYPES:
         raise ParameterError(f"out: expected a float type of 16 or 32 bits, found {out.dtype}")
