@@ -333,7 +333,7 @@ def test_wrong_prompts_are_refused_with_their_place(markup: str, words: str) -> 
         ),
         ("<parameter name='p' length='2'/>", None, "has 9 tokens, its parameter holds 2"),
         ("<parameter name='p' length='2' scaffold='xxxxxxxxx'/>", "", "its length is 2"),
-        ("<user>hi</user>", "<user>x</user><a/>", "behind a turn"),
+        ("<user>hi</user>", "<user>x</user><a/>", "after a turn"),
         ("<user>hi</user><module name='a'/>", "<user><a/></user>", "in <user> of a prompt"),
     ],
 )

@@ -302,8 +302,8 @@ REFUSED = [
     ("\n<union cache='false'><module name='a'/></union>", 2, "attribute 'cache'"),
     ("\n<user cache='false'/>", 2, "attribute 'cache'"),
     ("\n<parameter name='p' length='2'>x</parameter>", 2, "by default is scaffold='...'"),
-    ("\n<module name='a'><scaffold modules='b c'/></module>", 2, "it stands directly in <schema>"),
-    ("\n<module name='a'><prompt/></module>", 2, "a prompt is a file of its own"),
+    ("\n<module name='a'><scaffold modules='b c'/></module>", 2, "write it directly in <schema>"),
+    ("\n<module name='a'><prompt/></module>", 2, "put the prompt into a separate file"),
     (
         "<module name='a'/><module name='b' cache='false'/>\n<scaffold modules='a b'/>",
         2,
