@@ -30,7 +30,7 @@ class KVSpec:
     Attributes
     ----------
     num_layers, num_kv_heads, head_dim
-        L, H and D. All layers have the same, and so do keys and values.
+        L, H and D. They are the same for all layers, and for keys and values.
     dtype
         Element type of the model's KV: float32, bfloat16 or float16.
     """

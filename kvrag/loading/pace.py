@@ -46,7 +46,7 @@ class Pace:
             if self._prices is None:
                 seen = list(self._seen)
                 amounts = [amount for amount, _ in seen]
-                # If amounts are similar, the constant cannot be told from the price: it is 0 then.
+                # If amounts are similar, constant and price cannot be separated: use no constant.
                 has_fixed = max(amounts) >= _LEAST_SPREAD * min(amounts)
                 features = [(float(has_fixed), amount) for amount in amounts]
                 fixed, per_unit = fit_prices(features, [took for _, took in seen])

@@ -90,7 +90,7 @@ def read_elements(source: str | Path) -> Element:
             text = source.encode()
         except UnicodeEncodeError as error:
             raise Place(name, 1, error.start + 1).error(
-                "half of a surrogate pair is no character", "decode the bytes as UTF-8"
+                "half of a surrogate pair is not a character", "decode the bytes as UTF-8"
             ) from error
         _check_size(len(text), Place(name, 1, 1))
     handler = _Handler(name)
@@ -114,7 +114,7 @@ def read_elements(source: str | Path) -> Element:
             message = "no markup"
             remedy = "expected a string of markup; a file's path is given as a pathlib.Path"
         elif "invalid token" in message and not _is_text(text):
-            message, remedy = "bytes that are no text in UTF-8", "save the file as UTF-8"
+            message, remedy = "bytes that are not UTF-8 text", "save the file as UTF-8"
         elif handler.root is None and _begins_with_text(text):
             message = "no XML"
             remedy = "expected markup that begins with <schema name=...> or <prompt schema=...>"

@@ -67,7 +67,7 @@ class _SchemaParser:
 
     def schema(self, root: Element) -> Schema:
         if root.tag != "schema":
-            raise root.place.error(f"<{root.tag}> is no schema", "expected <schema name=...>")
+            raise root.place.error(f"<{root.tag}> is not a schema", "expected <schema name=...>")
         name = checked_name(root)
         check_attributes(root, {"name"})
         scaffolds = [one for one in root.elements if one.tag == "scaffold"]
@@ -154,9 +154,9 @@ class _SchemaParser:
     def _source_text(self, src: str, place: Place) -> str:
         remedy = "src names a text file beside the schema or in a folder below it"
         if self._folder is None:
-            raise place.error("src in a schema that is no file", "write the text out")
+            raise place.error("src in a schema that is not a file", "write the text out")
         if not src or "\0" in src or "\\" in src or FilePath(src).is_absolute():
-            raise place.error(f"src={src!r} is no relative path", remedy)
+            raise place.error(f"src={src!r} is not a relative path", remedy)
         try:
             folder = self._folder.resolve()
             path = (folder / src).resolve()
@@ -169,12 +169,12 @@ class _SchemaParser:
         if not path.is_relative_to(folder):
             raise place.error(f"src={src!r} leads out of the schema's folder", remedy)
         if not is_file:
-            raise place.error(f"src={src!r} is no file", remedy)
+            raise place.error(f"src={src!r} is not a file", remedy)
         try:
             return normalise_text(read_bytes(path, place).decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise place.error(
-                f"src={src!r} is no UTF-8 text (byte {error.start})", "save it as UTF-8"
+                f"src={src!r} is not UTF-8 text (byte {error.start})", "save it as UTF-8"
             ) from error
 
     def _union(self, element: Element, is_cached: bool) -> Union:
@@ -202,7 +202,7 @@ class _SchemaParser:
         scaffold = element.attributes.get("scaffold", "")
         if scaffold and scaffold not in {member.name for member in members}:
             raise element.place.error(
-                f"scaffold={scaffold!r} is no member of this union",
+                f"scaffold={scaffold!r} is not a member of this union",
                 f"expected one of {listing(member.name for member in members)}",
             )
         if not all(member.is_cached for member in members if member.name == scaffold):
@@ -227,7 +227,7 @@ def check_name(name: str, place: Place) -> None:
     """Raise PMLError if `name` is not a valid name for a schema, module or parameter."""
     if not _NAME.fullmatch(name) or name in RESERVED:
         raise place.error(
-            f"name={name!r} is no name",
+            f"name={name!r} is not a valid name",
             "expected a letter or underscore, then letters, digits, '_', '.' and '-', and none of "
             f"{', '.join(sorted(RESERVED))}",
         )

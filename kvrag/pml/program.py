@@ -265,7 +265,7 @@ class _Compiler:
             text.encode()
         except UnicodeEncodeError as error:
             raise self._place(node).error(
-                "half of a surrogate pair is no character", "write the character itself"
+                "half of a surrogate pair is not a character", "write the character itself"
             ) from error
         return normalise(text)
 

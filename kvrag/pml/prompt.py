@@ -124,7 +124,7 @@ def parse_prompt(source: str | FilePath, schema: Schema) -> Prompt:
 def _root(source: str | FilePath) -> Element:
     root = read_elements(source)
     if root.tag != "prompt":
-        raise root.place.error(f"<{root.tag}> is no prompt", "expected <prompt schema=...>")
+        raise root.place.error(f"<{root.tag}> is not a prompt", "expected <prompt schema=...>")
     if "schema" not in root.attributes:
         raise root.place.error("<prompt> names no schema", "give it schema=...")
     return root

@@ -243,7 +243,7 @@ def test_mistakes_of_the_caller(device: str) -> None:
         gpu.place_channels(numbers, out, tokens=slice(0, 3))
     with pytest.raises(ParameterError, match="cos, sin"):
         gpu.place_channels(numbers, out, cos=torch.zeros(5, 4, device=device))
-    with pytest.raises(ParameterError, match="expected a tensor on one GPU"):
+    with pytest.raises(ParameterError, match="expected a tensor on the same GPU"):
         gpu.place_channels(numbers.to("meta"), out)
 
 

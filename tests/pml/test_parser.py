@@ -86,12 +86,12 @@ def test_members_that_unions_name_make_a_scaffold() -> None:
 
 
 WRONG = [
-    ("<prompt schema='x'/>", 1, "is no schema"),
+    ("<prompt schema='x'/>", 1, "is not a schema"),
     ("<schema/>", 1, "has no name"),
-    ("<schema name='1a'/>", 1, "is no name"),
-    ("<schema name='a b'/>", 1, "is no name"),
-    ("<schema name='x\n'/>", 1, "is no name"),
-    ("<schema name='x'>\n<module name='user'/></schema>", 2, "is no name"),
+    ("<schema name='1a'/>", 1, "is not a valid name"),
+    ("<schema name='a b'/>", 1, "is not a valid name"),
+    ("<schema name='x\n'/>", 1, "is not a valid name"),
+    ("<schema name='x'>\n<module name='user'/></schema>", 2, "is not a valid name"),
     ("<schema name='x' cache='false'/>", 1, "attribute 'cache'"),
     ("<schema name='x'>\n<modul name='a'/></schema>", 2, "<modul> is not known here"),
     ("<schema name='x'>\n<module name='a'/>\n<module name='a'/></schema>", 3, "second module 'a'"),

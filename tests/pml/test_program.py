@@ -154,7 +154,7 @@ REFUSED = [
     ("    if n:\n        return 'a'\n    return 'b'", 6, "a return before the function's end"),
     (r"    'a\ud800'", 5, "half of a surrogate pair"),
     (r"    f'{p}\ud800'", 5, "half of a surrogate pair"),
-    ("    f'{schema}'", 5, "name='schema' is no name"),
+    ("    f'{schema}'", 5, "name='schema' is not a valid name"),
 ]
 
 
@@ -321,7 +321,7 @@ def test_other_functions_and_lengths_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PMLError, match=r"p\.py:4:1: a lambda"):
         loaded(tmp_path / "p.py", "f = [\n    prompt(lambda: 'a'),\n]\n")
     for name in ("union", "gr\u00f6\u00dfe"):
-        with pytest.raises(PMLError, match=f"p.py:4:1: name='{name}' is no name"):
+        with pytest.raises(PMLError, match=f"p.py:4:1: name='{name}' is not a valid name"):
             loaded(tmp_path / "p.py", f"@prompt\ndef {name}():\n    'a'\n")
     for annotation in ("Nope", "a b", "list.nope"):
         with pytest.raises(PMLError, match=r"p\.py:4:1: an annotation is not known"):
