@@ -53,7 +53,7 @@ install-vllm: $(VLLM_STAMP)
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -W ignore -q tests/vllm
 
-$(VLLM_STAMP): tests/vllm/install.sh pyproject.toml $(NATIVE)
+$(VLLM_STAMP): tests/vllm/install.sh pyproject.toml bench/pyproject.toml $(NATIVE)
 	@echo "kvrag: installing vLLM into $(VLLM_VENV) (once; some minutes, 2.5 GB)"
 	tests/vllm/install.sh $(VLLM_VENV) $(TORCH_FLAGS)
 	@touch $@
@@ -80,8 +80,8 @@ sanitize: $(STAMP)
 	done
 
 train-tiny: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m kvrag.training.tiny --out build/tiny
-	$(BIN)/python -m kvrag.training.export --run build/tiny
+	OMP_NUM_THREADS=1 $(BIN)/python -m kvrag_train.tiny --out build/tiny
+	$(BIN)/python -m kvrag_train.export --run build/tiny
 
 install: $(STAMP)
 
@@ -93,11 +93,12 @@ $(BIN)/python:
 		&& $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 
 # torch goes first and alone, held by the constraints: resolved together with the rest it
-# could be a newer build that brings gigabytes of CUDA packages.
-$(STAMP): pyproject.toml constraints-dev.txt $(NATIVE) | $(BIN)/python
+# could be a newer build that brings gigabytes of CUDA packages. The two distributions ask for
+# each other, so pip has to be given both at once.
+$(STAMP): pyproject.toml bench/pyproject.toml constraints-dev.txt $(NATIVE) | $(BIN)/python
 	@echo "kvrag: installing into $(VENV) (once; some minutes)"
 	$(PIP) install $(TORCH_FLAGS) -c constraints-dev.txt torch
-	$(PIP) install -c constraints-dev.txt -e '.[dev]'
+	$(PIP) install -c constraints-dev.txt -e '.[dev]' -e ./bench
 	@touch $@
 
 clean:

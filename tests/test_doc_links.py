@@ -1,4 +1,4 @@
-"""Links between the pages: every file and every heading that one names is there."""
+"""LinkTokens between the pages: every file and every heading that one names is there."""
 
 from __future__ import annotations
 

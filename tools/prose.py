@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("*.md", "docs/**/*.md")
-SOURCES = ("kvrag/**/*.py", "examples/*.py")
+SOURCES = ("kvrag/**/*.py", "bench/**/*.py", "examples/*.py")
 
 # What a sentence does not begin with, in the case given.
 OPENINGS = (

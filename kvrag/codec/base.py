@@ -7,7 +7,7 @@ A codec does not know about stores. It writes one self-contained record, and rea
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -99,12 +99,17 @@ class EncodedChunk(Protocol):
         ...
 
 
+@runtime_checkable
 class Codec(Protocol):
-    """Turns the KV of chunks into records and back."""
+    """Turns the KV of chunks into records and back.
+
+    One without a profile is made without arguments, and registered under its name in
+    `kvrag.codec.names.PLAIN`, or as an entry point of the group ``kvrag.codecs``.
+    """
 
     @property
     def name(self) -> str:
-        """The codec's name in records."""
+        """The codec's name in records: 1 to 16 printable ASCII characters."""
         ...
 
     @property

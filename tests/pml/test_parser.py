@@ -213,7 +213,7 @@ def test_signs_in_other_encodings_are_signs(tmp_path: Path) -> None:
 def test_bytes_that_are_no_text_are_said(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "s.xml"
     path.write_bytes(b"<schema name='x'>\n%s</schema>" % content)
-    with pytest.raises(PMLError, match=r"s\.xml:2:\d: bytes that are no text in UTF-8; save"):
+    with pytest.raises(PMLError, match=r"s\.xml:2:\d: bytes that are not UTF-8 text; save"):
         parse_schema(path)
 
 

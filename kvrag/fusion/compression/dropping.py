@@ -20,7 +20,8 @@ from kvrag.fusion.compression.spec import Compression
 from kvrag.kvcache import ChunkKV
 from kvrag.models.capture import capture_rows, embed_tokens
 from kvrag.models.families import project_logits
-from kvrag.models.kv_model import ROW_BLOCK, KVModel
+from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import ROW_BLOCK
 
 
 def drop_tokens(
