@@ -1,4 +1,4 @@
-"""What the header of a stored record says, and how long it is."""
+"""The contents of a stored record's header, and its size."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 RAW = "raw"
 PLAIN: Table[type[Codec]] = Table("kvrag.codecs", {RAW: "kvrag.codec.raw:RawCodec"})
-"""Codecs without a profile, by the names that their records bear."""
+"""Codecs without a profile, by their names in records."""
 LEAST_BITS, MOST_BITS = 0.05, 12.0
 
 _CHANNEL_BITS = {"1": 4.6, "2": 3.6, "3": 2.7, "4": 1.8}

@@ -1,4 +1,4 @@
-"""Names of modules that are made of what a program says."""
+"""Makes names of modules from a program's conditions."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def renamed(node: Node, used: dict[str, int]) -> Node:
 
 
 def numbered(module: Module, used: dict[str, int]) -> Module:
-    """Return a module under a name that none of those counted in `used` has."""
+    """Return a module with a name that is not counted in `used` yet."""
     count = used[module.name] = used.get(module.name, 0) + 1
     return module if count == 1 else replace(module, name=f"{module.name}-{count}")

@@ -139,7 +139,7 @@ WRONG = [
         2,
         "members of one union",
     ),
-    ("<schema name='x'>\n<module name='a' src='b'/></schema>", 2, "no file"),
+    ("<schema name='x'>\n<module name='a' src='b'/></schema>", 2, "not a file"),
     ("<schema name='x'>\n<?php echo ?></schema>", 2, "means nothing here"),
     ("<schema name='x'>\n<module name='a'></schema>", 2, "mismatched tag"),
     ("<schema name='x'>\n&nbsp;</schema>", 2, "undefined entity"),
@@ -167,13 +167,17 @@ def test_src_never_leads_out_of_the_folder(tmp_path: Path, src: str) -> None:
     folder.mkdir()
     (folder / "link").symlink_to(tmp_path / "secret")
     (folder / "s.xml").write_text(f"<schema name='x'><module name='a' src='{src}'/></schema>")
-    with pytest.raises(PMLError, match=r"leads out|no relative path"):
+    with pytest.raises(PMLError, match=r"leads out|not a relative path"):
         parse_schema(folder / "s.xml")
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"\xff\xfe\x00", "no UTF-8"), (b"x" * (MAX_BYTES + 1), "more than 8 MiB"), (None, "no file")],
+    [
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (b"x" * (MAX_BYTES + 1), "more than 8 MiB"),
+        (None, "not a file"),
+    ],
 )
 def test_src_is_a_text_of_bounded_size(tmp_path: Path, content: bytes | None, words: str) -> None:
     if content is not None:
