@@ -111,7 +111,7 @@ WRONG = [
     (
         "<schema name='x'>\n<union scaffold='b'><module name='a'/></union></schema>",
         2,
-        "no member of this union",
+        "not a member of this union",
     ),
     ("<schema name='x'>\n<param name='p'/></schema>", 2, "0 lengths"),
     ("<schema name='x'>\n<param name='p' len='1' length='1'/></schema>", 2, "2 lengths"),
