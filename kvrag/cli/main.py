@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import kvrag
-from kvrag.cli.failures import DEBUG_VARIABLE
+from kvrag.cli.failures import DEBUG_VARIABLE, guarded
 from kvrag.cli.lazy import lazy_group
 
 _COMMANDS = {
@@ -44,6 +44,12 @@ _BENCH_COMMANDS = {
     "pml": "bench_pml:bench_pml",
     "eviction": "bench_eviction:bench_eviction",
     "vllm": "bench_vllm:bench_vllm",
+}
+_MODELS_COMMANDS = {
+    "list": "models:list_models",
+    "pull": "models:pull",
+    "convert": "models:convert",
+    "rm": "models:rm",
 }
 _PML_COMMANDS = {"check": "pml:check", "encode": "pml:encode", "run": "pml:run"}
 _TRAIN_COMMANDS = {"links": "train_links:train_links", "anchors": "train_anchors:train_anchors"}
@@ -92,6 +98,19 @@ for _name, _commands, _help in (
 ):
     _group = typer.Typer(cls=lazy_group(_commands), no_args_is_help=True, help=_help)
     app.add_typer(_group, name=_name)
+
+
+_models = typer.Typer(cls=lazy_group(_MODELS_COMMANDS), invoke_without_command=True)
+app.add_typer(_models, name="models")
+
+
+@_models.callback()
+def models(context: typer.Context) -> None:
+    """Models by name, and GGUF files: list, install, convert, remove."""
+    if context.invoked_subcommand is None:
+        from kvrag.cli.models import list_models
+
+        guarded(list_models)()
 
 
 def run() -> None:
