@@ -20,10 +20,10 @@ NATIVE := CMakeLists.txt $(wildcard cuda/include/kvrag/*.h cuda/host/*.h cuda/ho
 
 help:
 	@echo "make demo     index a few text files and answer questions about them"
-	@echo "make test     lint, types, layers and the tests, those that are slow left out (minutes)"
+	@echo "make test     make check, then the tests, except slow ones (minutes)"
 	@echo "make test-all make test, then the slow tests, and property tests with more examples"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of its own (2.5 GB)"
-	@echo "make check    lint, types and layers only"
+	@echo "make check    lint, types, layers and the English of the pages"
 	@echo "make format   rewrite the sources in the house's style"
 	@echo "make sanitize run the compiled kernels under address, undefined and thread sanitizers"
 	@echo "make train-tiny  train kvrag-tiny from nothing (hours on two cores; continues when stopped)"
@@ -53,7 +53,7 @@ install-vllm: $(VLLM_STAMP)
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -W ignore -q tests/vllm
 
-$(VLLM_STAMP): tests/vllm/install.sh pyproject.toml $(NATIVE)
+$(VLLM_STAMP): tests/vllm/install.sh pyproject.toml bench/pyproject.toml $(NATIVE)
 	@echo "kvrag: installing vLLM into $(VLLM_VENV) (once; some minutes, 2.5 GB)"
 	tests/vllm/install.sh $(VLLM_VENV) $(TORCH_FLAGS)
 	@touch $@
@@ -63,6 +63,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.prose
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -79,8 +80,8 @@ sanitize: $(STAMP)
 	done
 
 train-tiny: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m kvrag.training.tiny --out build/tiny
-	$(BIN)/python -m kvrag.training.export --run build/tiny
+	OMP_NUM_THREADS=1 $(BIN)/python -m kvrag_train.tiny --out build/tiny
+	$(BIN)/python -m kvrag_train.export --run build/tiny
 
 install: $(STAMP)
 
@@ -92,11 +93,12 @@ $(BIN)/python:
 		&& $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 
 # torch goes first and alone, held by the constraints: resolved together with the rest it
-# could be a newer build that brings gigabytes of CUDA packages.
-$(STAMP): pyproject.toml constraints-dev.txt $(NATIVE) | $(BIN)/python
+# could be a newer build that brings gigabytes of CUDA packages. The two distributions ask for
+# each other, so pip has to be given both at once.
+$(STAMP): pyproject.toml bench/pyproject.toml constraints-dev.txt $(NATIVE) | $(BIN)/python
 	@echo "kvrag: installing into $(VENV) (once; some minutes)"
 	$(PIP) install $(TORCH_FLAGS) -c constraints-dev.txt torch
-	$(PIP) install -c constraints-dev.txt -e '.[dev]'
+	$(PIP) install -c constraints-dev.txt -e '.[dev]' -e ./bench
 	@touch $@
 
 clean:

@@ -51,7 +51,7 @@ def main(model: str = "kvrag-tiny") -> None:
             print(piece, end="", flush=True)
         print()
 
-        # What the engine did is told beside every answer.
+        # Every answer says what the engine did.
         result = llm.generate_prompt([prompt.invoke(QUESTION)])
         details = result.generations[0][0].generation_info or {}
         for source in details["sources"]:

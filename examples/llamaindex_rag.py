@@ -49,7 +49,7 @@ def main(model: str = "kvrag-tiny") -> None:
         for node in response.source_nodes:
             print(f"  from {Path(node.metadata['source']).name}, score {node.score:.2f}")
 
-        # What the engine did is told beside every answer of the model itself.
+        # Every answer of the model itself says what the engine did.
         context = "\n\n".join(node.text for node in response.source_nodes)
         usage = llm.complete(f"{context}\n\nQuestion: {QUESTION}\nAnswer:").raw["usage"]
         print(f"  {usage['cached_tokens']} of {usage['prompt_tokens']} prompt tokens reused")

@@ -1,8 +1,8 @@
-"""Code generation from a project's files, a module a file (Prompt Cache §6, its first use).
+"""Code generation from a project's files, a module for each (Prompt Cache §6, its first use).
 
     python examples/pml_code.py [MODEL]
 
-The small model that comes with kvrag writes no code worth reading; the point is what is computed.
+The small model that comes with kvrag writes no useful code; the example shows what is computed.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from kvrag.retrievers.langchain import KVRagRetriever
 DOCUMENTS = Path(__file__).parent / "documents"
 QUESTIONS = ["Where did Stikidy go to school?", "Who does Binov work for?"]
 
-# vLLM's CPU build wants to be told how much memory its cache may take, in GiB.
+# vLLM's CPU build needs the size of its cache, in GiB.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 

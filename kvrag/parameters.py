@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numbers
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import fields
+from itertools import chain
 from types import NoneType
 from typing import Any
 
@@ -25,17 +26,17 @@ _DESCRIBED = re.compile(r"(\w+)\((.*=.*)\)")
 _EXPECTED = {"int": "a whole number", "float": "a number", "str": "a word"}
 
 
-def parse_spec(spec: str, known: Collection[str], kind: str) -> tuple[str, dict[str, Any]]:
+def parse_spec(spec: str, kind: str, *known: Collection[str]) -> tuple[str, dict[str, Any]]:
     """Return the name in a spec, and the parameters behind it.
 
     Parameters
     ----------
     spec
         Such as ``"gradual:spread=0.8:on=k"``, or as reports name a method (`describe`).
-    known
-        The names there are.
     kind
         What the method is called in messages, such as ``"policy"``.
+    known
+        The names there are.
 
     Raises
     ------
@@ -43,11 +44,11 @@ def parse_spec(spec: str, known: Collection[str], kind: str) -> tuple[str, dict[
         For an unknown name, a setting without a value, or one said twice.
     """
     if not isinstance(spec, str):
-        raise ParameterError(f"{kind} {spec!r}: expected a name; known: {', '.join(known)}")
+        raise ParameterError(f"{kind} {spec!r}: expected a name; known: {_names(known)}")
     described = _DESCRIBED.fullmatch(spec)
     name, *settings = [described[1], *described[2].split(", ")] if described else spec.split(":")
-    if name not in known:
-        raise ParameterError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
+    if not any(name in some for some in known):
+        raise ParameterError(f"unknown {kind} {name!r}; known: {_names(known)}")
     given: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -62,7 +63,9 @@ def parse_spec(spec: str, known: Collection[str], kind: str) -> tuple[str, dict[
 def check_fields(method: Any, kind: str) -> None:
     """Raise ParameterError where a plain field of a method holds another type than it says."""
     for field in fields(method):
-        kinds = str(field.type).split(" | ")
+        # A string where its module postpones annotations.
+        kind_of = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+        kinds = kind_of.split(" | ")
         value = getattr(method, field.name)
         # Of fields that hold more than a plain value each method knows itself.
         if not _TYPES.keys() >= set(kinds):
@@ -83,6 +86,10 @@ def describe(method: Any) -> str:
         if field.repr and getattr(method, field.name) is not None
     )
     return f"{method.name}({parameters})" if parameters else str(method.name)
+
+
+def _names(known: Iterable[Collection[str]]) -> str:
+    return ", ".join(chain.from_iterable(known))
 
 
 def _value(text: str) -> int | float | str:

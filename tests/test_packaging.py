@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,11 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
+def project_of(folder: Path) -> dict[str, Any]:
+    """Return what a distribution's pyproject.toml says of it."""
+    return dict(tomllib.loads((folder / "pyproject.toml").read_text())["project"])
+
+
 def heavy_modules_after(code: str) -> list[str]:
     """Return the heavy packages that are loaded once `code` has run."""
     probe = f"\nimport sys; print('|', *[m for m in {HEAVY!r} if m in sys.modules])"
@@ -56,8 +62,12 @@ def test_imports_point_down() -> None:
 
 
 def test_version_is_the_same_everywhere() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert kvrag.__version__ == project["version"]
+    project, beside = (project_of(folder) for folder in (ROOT, ROOT / "bench"))
+    assert kvrag.__version__ == project["version"] == beside["version"]
+    # Each of the two asks for the other as it is in the same commit.
+    assert f"kvrag=={kvrag.__version__}" in beside["dependencies"]
+    for extra in ("bench", "train"):
+        assert project["optional-dependencies"][extra] == [f"kvrag-bench=={kvrag.__version__}"]
 
 
 def test_unknown_attribute_is_an_attribute_error() -> None:
@@ -72,12 +82,14 @@ def test_licence_is_apache() -> None:
 
 
 def test_dependencies_are_bounded_on_both_sides() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    listed = [*project["dependencies"]]
-    for extra in project["optional-dependencies"].values():
-        listed += [name for name in extra if not name.startswith("kvrag[")]
-    loose = [name for name in listed if ">=" not in name or "<" not in name]
-    assert loose == []
+    listed = []
+    for project in (project_of(ROOT), project_of(ROOT / "bench")):
+        listed += project["dependencies"]
+        for extra in project.get("optional-dependencies", {}).values():
+            listed += extra
+    foreign = [name for name in listed if not name.startswith("kvrag")]
+    assert foreign
+    assert [name for name in foreign if ">=" not in name or "<" not in name] == []
 
 
 def test_readme_names_things_that_exist() -> None:

@@ -13,15 +13,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "structure.svg"
+# Import packages, and the folders that they lie in.
+_FOLDERS = {
+    "kvrag": ROOT,
+    "kvrag_bench": ROOT / "bench",
+    "kvrag_corpus": ROOT / "bench",
+    "kvrag_train": ROOT / "bench",
+}
 
 Graph = Mapping[str, frozenset[str]]
 """From a module to the modules that it imports."""
 
 # What each box says, below its name.
 _SAYS = {
+    "kvrag_train": "link tokens, anchors",
+    "kvrag_bench": "measuring",
+    "kvrag_corpus": "generated documents",
     "cli": "commands",
-    "training": "link tokens, anchors",
-    "bench": "measuring",
+    "tune": "calibrating, choosing stores",
     "retrievers": "LangChain, LlamaIndex",
     "llms": "LangChain, LlamaIndex, vLLM",
     "pml": "prompt markup",
@@ -38,10 +47,13 @@ _SAYS = {
 }
 
 
-def module_graph(package: str = "kvrag") -> Graph:
-    """Return which modules of a package import which others of it."""
-    folder = ROOT / package
-    files = {_name(path): path for path in sorted(folder.rglob("*.py"))}
+def module_graph() -> Graph:
+    """Return which modules of all packages import which others of them."""
+    files = {
+        _name(path.relative_to(folder)): path
+        for package, folder in _FOLDERS.items()
+        for path in sorted((folder / package).rglob("*.py"))
+    }
     graph = {name: frozenset(_imports(name, path, files)) for name, path in files.items()}
     return {name: used - {name} for name, used in graph.items()}
 
@@ -58,7 +70,10 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def package_graph(graph: Graph) -> Graph:
-    """Return the graph of the packages directly below the root, single modules left out."""
+    """Return the graph of the packages directly below `kvrag`, and of those beside it.
+
+    Single modules are left out.
+    """
     edges: dict[str, set[str]] = {}
     for module, used in graph.items():
         part = _package(module)
@@ -136,14 +151,16 @@ def _rows(graph: Graph) -> list[list[str]]:
 
 
 def _name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = path.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def _package(module: str) -> str:
-    """Return the package directly below the root that a module is in, "" for a single module."""
-    first = module.split(".")[1:2]
-    return first[0] if first and (ROOT / "kvrag" / first[0]).is_dir() else ""
+    """Return the package that a module is in, "" for a single module of `kvrag`."""
+    top, *below = module.split(".")
+    if top != "kvrag":
+        return top
+    return below[0] if below and (ROOT / "kvrag" / below[0]).is_dir() else ""
 
 
 def _imports(module: str, path: Path, known: Mapping[str, Path]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from kvrag.errors import IndexFormatError
 
 if TYPE_CHECKING:
     from kvrag.engine.answer import Answer, Source
+    from kvrag.engine.base import Engine
     from kvrag.engine.engine import KVEngine
     from kvrag.ingest.index import Index
 
@@ -145,14 +146,15 @@ def _why_nothing(index: Index) -> str:
 
 
 def answer(
-    engine: KVEngine,
+    engine: Engine,
     retrieved: Retrieved,
     settings: Settings,
     on_text: Callable[[str], None] = lambda _text: None,
 ) -> Outcome:
     """Answer from the prompt, handing each piece of text to `on_text` as it comes."""
-    final: Answer | None = None
-    for delta in engine.stream(
+    from kvrag.engine.request import Request
+
+    request = Request(
         retrieved.prompt,
         policy=settings.policy,
         ratio=settings.ratio,
@@ -162,7 +164,9 @@ def answer(
         stop=retrieved.stop,
         seed=settings.seed,
         hints=retrieved.chunk_ids,
-    ):
+    )
+    final: Answer | None = None
+    for delta in engine.stream(request):
         if delta.text:
             on_text(delta.text)
         final = delta.answer or final

@@ -20,21 +20,36 @@ def calibrate(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Questions with answers: 'generated', a JSON file in MuSiQue layout or a JSONL "
-            "file in LongBench layout. Default: questions that quote the index, judged by how "
-            "well the answers agree with full prefill's.",
+            help="Questions with answers: a JSON file in MuSiQue layout or a JSONL file in "
+            "LongBench layout. Default: questions that quote the index, judged by how well the "
+            "answers agree with full prefill's.",
+            rich_help_panel=o.TUNING,
             show_default=False,
         ),
     ] = None,
     questions: Annotated[int, typer.Option(min=1, help="Questions to ask.")] = 200,
     chunks: Annotated[
-        int, typer.Option(min=1, help="Chunks of a prompt; with --data the data says.")
+        int,
+        typer.Option(
+            min=1,
+            help="Chunks of a prompt; with --data the data says.",
+            rich_help_panel=o.RESEARCH,
+        ),
     ] = 5,
-    policies: Annotated[str, typer.Option(help="Policies to measure, with commas.")] = _POLICIES,
+    policies: Annotated[
+        str,
+        typer.Option(help="Policies to measure, with commas.", rich_help_panel=o.RESEARCH),
+    ] = _POLICIES,
     ratios: Annotated[
-        str, typer.Option(help="Shares of reused tokens to recompute, with commas.")
+        str,
+        typer.Option(
+            help="Shares of reused tokens to recompute, with commas.", rich_help_panel=o.RESEARCH
+        ),
     ] = "0.03,0.05,0.1,0.15,0.3",
-    max_tokens: o.MaxTokensOption = 16,
+    max_tokens: Annotated[
+        int,
+        typer.Option("--max-tokens", help="Longest answer, in tokens.", rich_help_panel=o.RESEARCH),
+    ] = 16,
     model: o.ModelOption = None,
     store: o.StoreOption = None,
     no_chat: o.NoChatOption = False,
@@ -47,11 +62,11 @@ def calibrate(
     cheapest policy that loses under 1 %, or the best one that '--ratio' and 'auto:ttft=SECONDS'
     allow; and of those that hide behind loading the one that loses least.
     """
-    named = tuple(lists.names(policies, "--policies"))
-    shares = lists.shares(ratios, "--ratios")
-    from kvrag.bench.quality.calibrate import CalibrationOptions
-    from kvrag.bench.quality.calibrate import calibrate as measure
+    named = tuple(lists.names(policies, "policies"))
+    shares = lists.shares(ratios, "ratios")
     from kvrag.cli.opening import open_index
+    from kvrag.tune.calibrate import CalibrationOptions
+    from kvrag.tune.calibrate import calibrate as measure
 
     options = CalibrationOptions(
         data=data,
@@ -67,7 +82,7 @@ def calibrate(
         console.progress("reading the index") as say,
     ):
         found = measure(opened, options, say)
-        opened.keep_calibration(found)
+        opened.upkeep.keep_calibration(found)
     if as_json:
         console.write(found.to_json())
     else:

@@ -18,7 +18,7 @@ from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from kvrag.cli.answering import Outcome, Settings
-    from kvrag.engine.engine import KVEngine
+    from kvrag.engine.base import Engine
     from kvrag.ingest.index import Index
 
 _PROMPT = "> "
@@ -54,13 +54,15 @@ def chat(
     history: Annotated[
         int,
         typer.Option(
-            min=0, help="Earlier turns shown to the model (needs a chat template); 0 for none."
+            min=0,
+            help="Earlier turns shown to the model (needs a chat template); 0 for none.",
+            rich_help_panel=o.TUNING,
         ),
     ] = 0,
     no_chat: o.NoChatOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Talk with the index; each question retrieves anew. Questions come line by line from stdin.
+    """Talk with the index; each question retrieves again. Questions come line by line from stdin.
 
     With --json nothing is shown until the end, when all turns are printed as one document.
     Questions from a pipe that could not be answered make the exit code 1.
@@ -92,13 +94,13 @@ def chat(
         turns = _converse(opened, engine, settings, history, quiet=as_json)
     if as_json:
         console.print_json({"turns": [turn.to_dict() for turn in turns]})
-    # Whoever types has seen the error and gone on.
+    # A person who types has seen the error and gone on.
     if not sys.stdin.isatty() and any(isinstance(turn, _Refused) for turn in turns):
         raise typer.Exit(EXIT_FAILURE)
 
 
 def _converse(
-    index: Index, engine: KVEngine, settings: Settings, num_history: int, *, quiet: bool
+    index: Index, engine: Engine, settings: Settings, num_history: int, *, quiet: bool
 ) -> list[Outcome | _Refused]:
     from kvrag.cli.answering import print_below
 
@@ -136,7 +138,7 @@ def _converse(
 
 def _turn(
     index: Index,
-    engine: KVEngine,
+    engine: Engine,
     settings: Settings,
     question: str,
     earlier: list[tuple[str, str]],

@@ -6,7 +6,7 @@ import os
 import platform
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Literal
 import kvrag
 from kvrag.cli import console
 from kvrag.errors import KVRagError
+from kvrag.plugins import described, registered
 
 Status = Literal["ok", "note", "warning", "problem"]
 
@@ -34,8 +35,7 @@ _OPTIONAL = {
     "langchain-core": "kvrag[langchain]",
     "llama-index-core": "kvrag[llama-index]",
     "pypdfium2": "kvrag[ingest]",
-    "matplotlib": "kvrag[bench]",
-    "accelerate": "kvrag[train]",
+    "kvrag-bench": "kvrag[bench]",
 }
 _LOW_DISK_BYTES = 2 * 1024**3
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -59,13 +59,13 @@ class Finding:
     remedy: str = ""
 
 
-def check_all(index: Path | None, model: str | None) -> list[Finding]:
+def check_all(index: Path | None, model: str | None, store: str | None = None) -> list[Finding]:
     """Run every check; the index and the model only where they are given."""
-    findings = [*_versions(), *_optional_packages(), *_processor(), _offline()]
+    findings = [*_versions(), *_optional_packages(), *_plugins(), *_processor(), _offline()]
     findings.append(_disk(index if index is not None else Path.cwd()))
     reference = model
     if index is not None:
-        index_findings, recorded = _index(index)
+        index_findings, recorded = _index(index, store)
         findings += index_findings
         reference = reference or recorded
     if reference is not None:
@@ -105,6 +105,32 @@ def _optional_packages() -> Iterator[Finding]:
             yield Finding(name, "ok", metadata.version(name))
         except metadata.PackageNotFoundError:
             yield Finding(name, "note", "not installed (optional)", f"pip install '{extra}'")
+
+
+def _plugins() -> Iterator[Finding]:
+    """Look at what other distributions register."""
+    from kvrag.codec.names import LEVELS, PLAIN
+    from kvrag.codec.registry import get_codec
+    from kvrag.fusion.policies.registry import POLICIES, parameters_of
+    from kvrag.store.registry import REMOTE, store_class
+
+    tables: list[tuple[str, Collection[str], Callable[[str], object]]] = [
+        (REMOTE.group, REMOTE.built_in, store_class),
+        (POLICIES.group, POLICIES.built_in, parameters_of),
+        (PLAIN.group, [*PLAIN.built_in, *LEVELS], get_codec),
+    ]
+    for group, own, check in tables:
+        for point in registered(group):
+            if point.name in own:
+                detail = f"{described(point)} is ignored: the name is kvrag's own"
+                yield Finding(group, "warning", detail, "have its distribution take another name")
+                continue
+            try:
+                check(point.name)
+            except KVRagError as error:
+                yield Finding(group, "problem", str(error))
+            else:
+                yield Finding(group, "ok", described(point))
 
 
 def _processor() -> Iterator[Finding]:
@@ -163,12 +189,12 @@ def _disk(place: Path) -> Finding:
     return Finding("disk", "ok", detail)
 
 
-def _index(path: Path) -> tuple[list[Finding], str | None]:
+def _index(path: Path, store: str | None) -> tuple[list[Finding], str | None]:
     """Return findings about the index and the model reference recorded in it."""
     from kvrag.ingest.index import Index
 
     try:
-        with Index.open(path) as index:
+        with Index.open(path, store=store) as index:
             stats = index.stats()
             findings = [
                 Finding(

@@ -85,13 +85,20 @@ def demo(
     ] = "kvrag-tiny",
     device: o.DeviceOption = None,
     top_k: o.TopKOption = 5,
-    chunk_tokens: Annotated[int, typer.Option(help="Longest chunk, in tokens.")] = 64,
+    chunk_tokens: Annotated[
+        int, typer.Option(help="Longest chunk, in tokens.", rich_help_panel=o.TUNING)
+    ] = 64,
     ratio: o.RatioOption = None,
     num_questions: Annotated[
         int, typer.Option("--num-questions", "-n", min=1, help="How many questions to ask.")
     ] = 8,
     repeats: Annotated[
-        int, typer.Option(min=1, help="Times each answer is made; the median time counts.")
+        int,
+        typer.Option(
+            min=1,
+            help="Times each answer is made; the median time counts.",
+            rich_help_panel=o.RESEARCH,
+        ),
     ] = 3,
     keep: Annotated[
         Path | None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,11 +14,17 @@ _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold 
 
 
 def doctor(
-    index: Annotated[
-        Path | None,
-        typer.Option("--index", "-i", metavar="DIR", help="Also look at this index."),
+    index: o.OtherIndexOption = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Folder or hub name of a model to look at, or 'kvrag-tiny'. Default: the index's.",
+            show_default=False,
+        ),
     ] = None,
-    model: o.ModelOption = None,
+    store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Look over versions, processor, disk, index and model; exit 1 when something is wrong."""
@@ -29,7 +34,7 @@ def doctor(
     from kvrag.cli.checkup import check_all
 
     with console.working("looking around"):
-        findings = check_all(index, model)
+        findings = check_all(index, model, store)
     failed = any(finding.status == "problem" for finding in findings)
     if as_json:
         console.print_json({"ok": not failed, "findings": findings})

@@ -11,9 +11,11 @@ from typing import ParamSpec, TypeVar
 
 import typer
 
+from kvrag.cli import console
 from kvrag.errors import KVRagError
 
 EXIT_FAILURE = 1
+EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 DEBUG_VARIABLE = "KVRAG_DEBUG"
 
@@ -23,7 +25,8 @@ R = TypeVar("R")
 
 def fail(message: str) -> typer.Exit:
     """Print `message` as an error and return the exit to raise."""
-    text = " ".join(message.split()) or "no message was given"
+    # Messages quote files of others.
+    text = console.harmless(" ".join(message.split())) or "no message was given"
     print(f"error: {text}", file=sys.stderr)
     return typer.Exit(EXIT_FAILURE)
 

@@ -20,13 +20,14 @@ def gc(
             "not need, even what other indexes put there.",
         ),
     ] = False,
+    store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Delete records that no chunk refers to, such as those of an interrupted run."""
     from kvrag.cli.opening import open_catalog
 
-    with open_catalog(index) as opened:
-        report = opened.gc(delete_shared=shared)
+    with open_catalog(index, store) as opened:
+        report = opened.upkeep.gc(delete_shared=shared)
     if as_json:
         console.print_json(report)
     else:

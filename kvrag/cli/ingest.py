@@ -45,16 +45,27 @@ class _Settings:
 
 def ingest(
     paths: Annotated[
-        list[str], typer.Argument(metavar="PATH...", help="Files and folders of documents.")
+        list[str], typer.Argument(metavar="PATH", help="Files and folders of documents.")
     ],
     index: o.IndexOption,
-    model: o.ModelOption = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Folder or hub name of a Hugging Face decoder, or 'kvrag-tiny' (new index: "
+            f"{_DEFAULT_MODEL}).",
+            show_default=False,
+        ),
+    ] = None,
     device: o.DeviceOption = None,
     store: o.StoreOption = None,
     embedding: Annotated[
         str | None,
         typer.Option(
-            help=f"Embedding for retrieval (new index: {_DEFAULT_EMBEDDING}).", show_default=False
+            help=f"Embedding for retrieval (new index: {_DEFAULT_EMBEDDING}).",
+            rich_help_panel=o.TUNING,
+            show_default=False,
         ),
     ] = None,
     chunk_tokens: Annotated[
@@ -78,6 +89,7 @@ def ingest(
         typer.Option(
             help="Type of the model's weights and of its KV: float32, bfloat16 or float16 (new "
             "index: the checkpoint's own).",
+            rich_help_panel=o.TUNING,
             show_default=False,
         ),
     ] = None,
@@ -87,13 +99,16 @@ def ingest(
             help="Text the model reads before a chunk when it encodes it: none, document (earlier "
             "text of its document) or neighbours (stores a second record as well, encoded after "
             f"the chunk before; new index: {_DEFAULT_CONTEXT}).",
+            rich_help_panel=o.TUNING,
             show_default=False,
         ),
     ] = None,
     context_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Most tokens of --context document (new index: 256).", show_default=False
+            help="Most tokens of --context document (new index: 256).",
+            rich_help_panel=o.RESEARCH,
+            show_default=False,
         ),
     ] = None,
     compress: Annotated[
@@ -103,6 +118,7 @@ def ingest(
             "it needs to say the chunk again), drop:RATE (leave out the tokens that say least) or "
             "anchors:RATE (those of 'kvrag train anchors'), RATE the share left out, or none (new "
             f"index: {_DEFAULT_COMPRESSION}).",
+            rich_help_panel=o.TUNING,
             show_default=False,
         ),
     ] = None,
@@ -112,24 +128,32 @@ def ingest(
             help="The model's control strings, such as <|im_end|>, in documents: neutralise (read "
             "them as text, in prompts as well), refuse (leave such documents out) or keep (new "
             "index: neutralise for chat models, keep for others).",
+            rich_help_panel=o.TUNING,
             show_default=False,
         ),
     ] = None,
     max_file_size: Annotated[
         str,
         typer.Option(
-            metavar="BYTES", help="Larger files are left out, and those that give more text."
+            metavar="BYTES",
+            help="Larger files are left out, and those that give more text.",
+            rich_help_panel=o.TUNING,
         ),
     ] = "50MB",
     parse_seconds: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="Files that take longer to parse are left out."),
+        typer.Option(
+            metavar="SECONDS",
+            help="Files that take longer to parse are left out.",
+            rich_help_panel=o.RESEARCH,
+        ),
     ] = 60.0,
     parse_memory: Annotated[
         str,
         typer.Option(
             metavar="BYTES",
             help="Files that take more memory to parse are left out (kept on Linux).",
+            rich_help_panel=o.RESEARCH,
         ),
     ] = "1GiB",
     loader: Annotated[
@@ -138,12 +162,17 @@ def ingest(
             metavar="SUFFIX=MODULE:FUNCTION",
             help="What reads another kind of files, or one of ours in another way, as in "
             ".pptx=slides:load: takes a path and bytes, yields kvrag.Document. Once for each.",
+            rich_help_panel=o.TUNING,
             show_default=False,
         ),
     ] = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Read every file again, also one that looks as it was."),
+        typer.Option(
+            "--force",
+            help="Read every file again, also one that looks as it was.",
+            rich_help_panel=o.TUNING,
+        ),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, write nothing.")
@@ -161,9 +190,9 @@ def ingest(
     from kvrag.cli.progress import IngestBar
     from kvrag.codec.names import parse_codec
     from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
+    from kvrag.ingest.checks import check_lasting
     from kvrag.ingest.files import resolve_path
     from kvrag.ingest.loaders import SUFFIXES
-    from kvrag.ingest.making import check_lasting
     from kvrag.ingest.parsing import Parser, check_loaders
     from kvrag.ingest.profiles import read_profile
     from kvrag.models.control import check_control_tokens
@@ -225,7 +254,7 @@ def _limits(max_file_size: str, parse_seconds: float, parse_memory: str) -> Pars
     from kvrag.ingest.limits import ParseLimits
     from kvrag.store.registry import parse_bytes
 
-    sizes = {"--max-file-size": max_file_size, "--parse-memory": parse_memory}
+    sizes = {"--max-file-size": max_file_size, "parse-memory": parse_memory}
     numbers = []
     for name, text in sizes.items():
         try:
@@ -233,7 +262,7 @@ def _limits(max_file_size: str, parse_seconds: float, parse_memory: str) -> Pars
         except ValueError as error:
             raise ParameterError(f"{name}: {error}") from error
     if not 0 < parse_seconds < float("inf"):
-        raise ParameterError(f"--parse-seconds: expected a number above 0, found {parse_seconds}")
+        raise ParameterError(f"parse-seconds: expected a number above 0, found {parse_seconds}")
     return ParseLimits(max_file_bytes=numbers[0], seconds=parse_seconds, memory_bytes=numbers[1])
 
 

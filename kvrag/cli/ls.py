@@ -8,14 +8,14 @@ from kvrag.cli import console
 from kvrag.cli import options as o
 
 
-def ls(index: o.IndexOption, as_json: o.JsonOption = False) -> None:
+def ls(index: o.IndexOption, store: o.StoreSetting = None, as_json: o.JsonOption = False) -> None:
     """List the documents with their chunks, tokens and bytes of KV."""
     from rich.table import Table
     from rich.text import Text
 
     from kvrag.cli.opening import open_catalog
 
-    with open_catalog(index) as opened:
+    with open_catalog(index, store) as opened:
         rows = opened.documents()
     if as_json:
         console.print_json(rows)

@@ -25,25 +25,16 @@ _COMMANDS = {
     "gc": "gc:gc",
     "profile": "profile:profile",
     "calibrate": "calibrate:calibrate",
-    "place": "place:place",
+    "choose-store": "choose_store:choose_store",
     "recode": "recode:recode",
     "serve": "serve:serve",
     "serve-kv": "serve_kv:serve_kv",
     "doctor": "doctor:doctor",
+    "config": "config:config",
     "demo": "demo:demo",
-    "inspect": "inspect:inspect",
-}
-_BENCH_COMMANDS = {
-    "ttft": "bench:bench_ttft",
-    "ingest": "bench:bench_ingest",
-    "quality": "bench_quality:bench_quality",
-    "codec": "bench_codec:bench_codec",
-    "store": "bench_store:bench_store",
-    "load": "bench_load:bench_load",
-    "stream": "bench_stream:bench_stream",
-    "pml": "bench_pml:bench_pml",
-    "eviction": "bench_eviction:bench_eviction",
-    "vllm": "bench_vllm:bench_vllm",
+    "inspect": "kvrag_bench.cli.inspect:inspect",
+    "bench": "kvrag_bench.cli:app",
+    "train": "kvrag_train.cli:app",
 }
 _MODELS_COMMANDS = {
     "list": "models:list_models",
@@ -52,7 +43,6 @@ _MODELS_COMMANDS = {
     "rm": "models:rm",
 }
 _PML_COMMANDS = {"check": "pml:check", "encode": "pml:encode", "run": "pml:run"}
-_TRAIN_COMMANDS = {"links": "train_links:train_links", "anchors": "train_anchors:train_anchors"}
 # What it does not know itself it hands on to vLLM.
 _SETTINGS = {
     "serve": {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
@@ -91,13 +81,14 @@ def main(
         os.environ[DEBUG_VARIABLE] = "1"
 
 
-for _name, _commands, _help in (
-    ("bench", _BENCH_COMMANDS, "Measure kvrag against plain prefill."),
-    ("pml", _PML_COMMANDS, "Prompts written as reusable modules."),
-    ("train", _TRAIN_COMMANDS, "Train what kvrag can use beside a model."),
-):
-    _group = typer.Typer(cls=lazy_group(_commands), no_args_is_help=True, help=_help)
-    app.add_typer(_group, name=_name)
+app.add_typer(
+    typer.Typer(
+        cls=lazy_group(_PML_COMMANDS),
+        no_args_is_help=True,
+        help="Prompts written as reusable modules.",
+    ),
+    name="pml",
+)
 
 
 _models = typer.Typer(cls=lazy_group(_MODELS_COMMANDS), invoke_without_command=True)

@@ -32,9 +32,9 @@ def open_index(
     return _open(path, model=model, device=device, store=store, mend=mend)
 
 
-def open_catalog(path: Path) -> Index:
+def open_catalog(path: Path, store: str | None = None) -> Index:
     """Open an index for what needs no model: nothing of the model's libraries is imported."""
-    return _open(path)
+    return _open(path, store=store)
 
 
 def _open(path: Path, **given: Any) -> Index:

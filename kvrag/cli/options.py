@@ -7,6 +7,11 @@ from typing import Annotated
 
 import typer
 
+# The panels of --help. An entry of the last is a setting, not an option (`kvrag.cli.settings`).
+EVERYDAY = "Everyday"
+TUNING = "Tuning"
+RESEARCH = "Research"
+
 
 def _folder(text: str) -> Path:
     if not text.strip():
@@ -19,6 +24,17 @@ IndexOption = Annotated[
     Path,
     typer.Option("--index", "-i", metavar="DIR", parser=_folder, help="Folder of the index."),
 ]
+OtherIndexOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--index",
+        "-i",
+        metavar="DIR",
+        parser=_folder,
+        help="Folder of an index.",
+        show_default=False,
+    ),
+]
 ModelOption = Annotated[
     str | None,
     typer.Option(
@@ -26,12 +42,17 @@ ModelOption = Annotated[
         "-m",
         help="Folder or hub name of a Hugging Face decoder, or 'kvrag-tiny'. "
         "Default: the one the index was made with.",
+        rich_help_panel=TUNING,
         show_default=False,
     ),
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option(help="Where the model runs, such as 'cuda'. Default: cpu.", show_default=False),
+    typer.Option(
+        help="Where the model runs, such as 'cuda'. Default: cpu.",
+        rich_help_panel=TUNING,
+        show_default=False,
+    ),
 ]
 CodecOption = Annotated[
     str,
@@ -44,6 +65,7 @@ ProfileOption = Annotated[
     Path | None,
     typer.Option(
         help="File of a codec profile ('kvrag profile --out'). Default: one is fitted.",
+        rich_help_panel=TUNING,
         show_default=False,
     ),
 ]
@@ -56,6 +78,16 @@ StoreOption = Annotated[
         "http://HOST:PORT ('kvrag serve-kv'), or tiered:URL|URL; any URL may end with "
         "'?limit=20GB'. "
         "Default: the index's own.",
+        show_default=False,
+    ),
+]
+StoreSetting = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        help="URL of the index's store in place of the one recorded, such as one with "
+        "'key_file=PATH' of a key that has moved.",
+        rich_help_panel=RESEARCH,
         show_default=False,
     ),
 ]
@@ -83,7 +115,8 @@ BoundaryTokensOption = Annotated[
     int | None,
     typer.Option(
         "--boundary-tokens",
-        help="In place of it, tokens that 'boundary' and 'seam' recompute of each chunk.",
+        help="In place of 'ratio', tokens that 'boundary' and 'seam' recompute of each chunk.",
+        rich_help_panel=RESEARCH,
         show_default=False,
     ),
 ]
@@ -95,6 +128,7 @@ EvictionOption = Annotated[
         help="What to forget while the answer is written: corm (keys that no recent query needs), "
         "streaming (all but the first and last), h2o or snapkv (what is looked at least). "
         "Parameters follow colons: corm:window=256:recent=256. Default: nothing.",
+        rich_help_panel=TUNING,
         show_default=False,
     ),
 ]
@@ -105,6 +139,7 @@ LinksOption = Annotated[
         metavar="FILE|off",
         help="File of link tokens ('kvrag train links'), which are put after each reused chunk, or "
         "'off'. Default: links.safetensors in the model's folder, if it is there.",
+        rich_help_panel=TUNING,
         show_default=False,
     ),
 ]
@@ -115,6 +150,7 @@ TTFTOption = Annotated[
         metavar="SECONDS",
         help="Time to first token to stream stored KV towards: as much of each chunk is loaded as "
         "there is time for. Default: all of it.",
+        rich_help_panel=TUNING,
         show_default=False,
     ),
 ]
@@ -132,21 +168,25 @@ QuestionTokensOption = Annotated[int, typer.Option(min=1, help="Tokens of the qu
 RepeatsOption = Annotated[int, typer.Option(min=1, help="Runs; the median counts.")]
 MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
 TemperatureOption = Annotated[
-    float, typer.Option(help="0 takes the likeliest token; above, tokens are drawn.")
+    float,
+    typer.Option(
+        help="0 takes the likeliest token; above, tokens are drawn.", rich_help_panel=TUNING
+    ),
 ]
 SeedOption = Annotated[
-    int | None, typer.Option(help="Makes drawn answers repeatable.", show_default=False)
+    int | None,
+    typer.Option(
+        help="Makes drawn answers repeatable.", rich_help_panel=RESEARCH, show_default=False
+    ),
 ]
 NoChatOption = Annotated[
     bool,
-    typer.Option("--no-chat", help="A plain prompt even where the model has a chat template."),
+    typer.Option(
+        "--no-chat",
+        help="A plain prompt even where the model has a chat template.",
+        rich_help_panel=RESEARCH,
+    ),
 ]
-
-
-def is_given(context: typer.Context, name: str) -> bool:
-    """Say whether an option stands on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 DEFAULT_TOP_K = 4

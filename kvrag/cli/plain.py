@@ -50,8 +50,7 @@ def answer_plainly(
     """
     import torch
 
-    from kvrag.engine.engine import end_ids
-    from kvrag.engine.text_stream import TextStream
+    from kvrag.engine.text_stream import TextStream, end_ids
 
     ends = end_ids(model.hf.generation_config, model.tokenizer)
     stream = TextStream(model.tokenizer, stop)

@@ -89,6 +89,7 @@ def encode(
     index: o.IndexOption,
     model: o.ModelOption = None,
     device: o.DeviceOption = None,
+    store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Compute and store the KV of a schema's modules, those not yet stored."""
@@ -99,7 +100,7 @@ def encode(
 
     schema = parse_schema(file)
     with (
-        open_index(index, model, device) as opened,
+        open_index(index, model, device, store) as opened,
         console.progress("loading the model") as say,
     ):
         report = PMLEngine(KVEngine(opened)).encode(
@@ -129,6 +130,7 @@ def run(
     max_tokens: o.MaxTokensOption = o.DEFAULT_MAX_TOKENS,
     temperature: o.TemperatureOption = 0.0,
     seed: o.SeedOption = None,
+    store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Answer a prompt; modules that were not encoded are computed and counted."""
@@ -137,7 +139,7 @@ def run(
     from kvrag.engine.engine import KVEngine
     from kvrag.pml.engine import PMLEngine
 
-    with open_index(index, model, device) as opened:
+    with open_index(index, model, device, store) as opened:
         pml = PMLEngine(KVEngine(opened))
         pml.add(schema)
         with console.working("loading the model"):

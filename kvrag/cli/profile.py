@@ -20,7 +20,12 @@ def profile(
         str, typer.Option(help="What to fit: transform, transform:BITS, cachegen or lossless.")
     ] = "transform",
     tokens: Annotated[
-        int, typer.Option(min=256, help="Tokens of the sample, taken evenly from the index.")
+        int,
+        typer.Option(
+            min=256,
+            help="Tokens of the sample, taken evenly from the index.",
+            rich_help_panel=o.RESEARCH,
+        ),
     ] = 16_384,
     out: Annotated[
         Path | None,
@@ -28,6 +33,7 @@ def profile(
     ] = None,
     model: o.ModelOption = None,
     device: o.DeviceOption = None,
+    store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Fit a codec's bases and probability tables, and keep them with the index.
@@ -38,10 +44,10 @@ def profile(
     from kvrag.cli.opening import open_index
 
     with (
-        open_index(index, model, device) as opened,
+        open_index(index, model, device, store) as opened,
         console.progress("reading the index") as say,
     ):
-        fitted = opened.fit_profile(codec, num_tokens=tokens, on_progress=say)
+        fitted = opened.upkeep.fit_profile(codec, num_tokens=tokens, on_progress=say)
     if out is not None:
         from kvrag.ingest.config import write_atomically
 

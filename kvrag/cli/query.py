@@ -9,6 +9,7 @@ import typer
 from kvrag import arguments
 from kvrag.cli import console
 from kvrag.cli import options as o
+from kvrag.cli.command import given
 from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
@@ -54,11 +55,10 @@ def query(
 
     if not arguments.text(question, "the question").strip():
         raise ParameterError("the question is empty: give one in quotes")
-    if plain and (given := [name for name in _NOT_PLAIN if o.is_given(context, name)]):
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    if plain and (useless := given(context, *_NOT_PLAIN)):
         raise ParameterError(
-            f"--plain answers by plain prefill, greedily: it has no use for {options}; leave one "
-            "or the other out"
+            "--plain answers by plain prefill, greedily: it has no use for "
+            f"{', '.join(useless)}; leave one or the other out"
         )
     settings = Settings(
         top_k=top_k,
@@ -95,10 +95,10 @@ def _answer_plainly(engine: KVEngine, retrieved: Retrieved, max_tokens: int, as_
     model = engine.index.model
     token_ids = engine.prompt_ids(retrieved.prompt, hints=retrieved.chunk_ids)
     on_text = console.AnswerText(quiet=as_json)
-    given = answer_plainly(model, token_ids, max_tokens, retrieved.stop, on_text)
+    answered = answer_plainly(model, token_ids, max_tokens, retrieved.stop, on_text)
     on_text.end()
     if as_json:
-        fields = console.plain(given)
+        fields = console.plain(answered)
         console.print_json(
             {
                 "question": retrieved.question,
@@ -109,8 +109,8 @@ def _answer_plainly(engine: KVEngine, retrieved: Retrieved, max_tokens: int, as_
             }
         )
     else:
-        ttft = console.format_seconds(given.ttft_seconds)
+        ttft = console.format_seconds(answered.ttft_seconds)
         console.out().print(
-            f"  first token {ttft} | {given.prompt_tokens} prompt tokens, plain prefill",
+            f"  first token {ttft} | {answered.prompt_tokens} prompt tokens, plain prefill",
             style="dim",
         )

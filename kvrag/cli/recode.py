@@ -1,4 +1,4 @@
-"""`kvrag recode`: write an index's KV anew with another codec."""
+"""`kvrag recode`: write an index's KV again with another codec."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def recode(
     profile: o.ProfileOption = None,
     model: o.ModelOption = None,
     device: o.DeviceOption = None,
+    store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Write all stored KV anew with another codec; questions are answered meanwhile.
+    """Write all stored KV again with another codec; questions are answered meanwhile.
 
     What is stored exactly (raw, lossless) is coded from the store; KV that was stored with loss
     is computed again by the model. A run that was killed is completed by the next.
@@ -29,10 +30,10 @@ def recode(
 
     given = None if profile is None else read_profile(profile)
     with (
-        open_index(index, model, device) as opened,
+        open_index(index, model, device, store) as opened,
         console.progress("reading the index") as say,
     ):
-        report = opened.recode(
+        report = opened.upkeep.recode(
             codec,
             profile=given,
             on_progress=lambda done, total: say(f"{done:,} of {total:,} records"),

@@ -24,7 +24,7 @@ def rm(
     sources: Annotated[
         list[str],
         typer.Argument(
-            metavar="SOURCE...",
+            metavar="SOURCE",
             help="Documents as 'kvrag ls' shows them, files, folders, or patterns such as "
             "'notes/*.md' or 'notes/**/*.md' (quote them; * stays within a folder, ** does not).",
         ),
@@ -33,6 +33,7 @@ def rm(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be removed, remove nothing.")
     ] = False,
+    store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Remove documents from the index; exit 1 when a SOURCE matches none.
@@ -45,7 +46,7 @@ def rm(
     if any(not one.strip() for one in sources):
         # As a path it would be the working directory, with everything in it.
         raise ParameterError("SOURCE is empty: give a document, file, folder or pattern")
-    with open_catalog(index) as opened:
+    with open_catalog(index, store) as opened:
         rows = {row.source: row for row in opened.documents()}
         num_damaged = opened.catalog.num_noted
         found: dict[str, DocumentRow] = {}
@@ -84,9 +85,10 @@ def rm(
 def matching_sources(pattern: str, sources: Iterable[str]) -> list[str]:
     """Return the sources that a name, file, folder or pattern means.
 
-    A name is taken as it stands before it is taken for a pattern, and relative ones are also
-    looked for in the working directory. A file means all documents that were read from it. In a
-    pattern ``*``, ``?`` and ``[...]`` stay within a folder; ``**`` is any number of folders.
+    A name is taken literally before it is taken for a pattern, and relative ones are also looked
+    for in the working directory. A file, or a pattern that matches it, means all documents that
+    were read from it. In a pattern ``*``, ``?`` and ``[...]`` stay within a folder; ``**`` is any
+    number of folders.
     """
     if not pattern.strip():
         return []
@@ -103,11 +105,19 @@ def matching_sources(pattern: str, sources: Iterable[str]) -> list[str]:
         for one in known
         if any(
             # A relative pattern means what lies below the working directory, wherever ** leads.
-            one.startswith("/") == spelling.startswith("/")
-            and _matches(one.split("/"), spelling.split("/"))
+            name.startswith("/") == spelling.startswith("/")
+            and _matches(name.split("/"), spelling.split("/"))
             for spelling in spellings
+            for name in _names(one)
         )
     ]
+
+
+def _names(source: str) -> tuple[str, ...]:
+    """Return a document's source, and the file that it is a part of (``table.csv#3``)."""
+    folder, slash, name = source.rpartition("/")
+    file, number, _ = name.rpartition("#")
+    return (source, f"{folder}{slash}{file}") if number and file else (source,)
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from kvrag.cli import options as o
 from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
-    from kvrag.ingest.index import SearchHit
+    from kvrag.ingest.search import SearchHit
 
 _SNIPPET_CHARACTERS = 100
 
@@ -27,6 +27,7 @@ def search(
         bool,
         typer.Option("--sparse", help="Search by words (BM25) instead; no model is loaded."),
     ] = False,
+    store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Show the chunks that would be retrieved for a question, best first."""
@@ -34,7 +35,7 @@ def search(
 
     if not arguments.text(question, "the question").strip():
         raise ParameterError("the question is empty: give one in quotes")
-    with open_catalog(index) if sparse else open_index(index) as opened:
+    with open_catalog(index, store) if sparse else open_index(index, store=store) as opened:
         if not sparse:
             with console.working("loading the embedding"):
                 _ = opened.embedding

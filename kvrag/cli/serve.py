@@ -27,15 +27,25 @@ def serve(
         typer.Option(
             metavar="URL",
             help="Store of prompts fused beforehand. Default: a folder in the index's own.",
+            rich_help_panel=o.TUNING,
             show_default=False,
         ),
     ] = None,
     only_asked: Annotated[
         bool,
-        typer.Option("--only-asked", help="Look for chunks only in prompts whose client says so."),
+        typer.Option(
+            "--only-asked",
+            help="Look for chunks only in prompts whose client says so.",
+            rich_help_panel=o.TUNING,
+        ),
     ] = False,
     any_version: Annotated[
-        bool, typer.Option("--any-version", help="Take versions of vLLM that were not tested.")
+        bool,
+        typer.Option(
+            "--any-version",
+            help="Take versions of vLLM that were not tested.",
+            rich_help_panel=o.RESEARCH,
+        ),
     ] = False,
     show: Annotated[
         bool, typer.Option("--show", help="Print the vllm command and start nothing.")

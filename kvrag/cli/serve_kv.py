@@ -11,22 +11,15 @@ import typer
 
 from kvrag.cli import console, names
 from kvrag.cli import options as o
+from kvrag.cli.command import given
 from kvrag.errors import ParameterError
 from kvrag.store.http_protocol import TOKEN_VARIABLE, read_token
 from kvrag.store.server import DEFAULT_PORT, MAX_CONNECTIONS, RecordServer, tls_context
 
 
 def serve_kv(
-    index: Annotated[
-        Path | None,
-        typer.Option(
-            "--index",
-            "-i",
-            metavar="DIR",
-            help="Folder of an index whose store is served.",
-            show_default=False,
-        ),
-    ] = None,
+    context: typer.Context,
+    index: o.OtherIndexOption = None,
     store: o.StoreOption = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[
@@ -44,7 +37,10 @@ def serve_kv(
     tls_certificate: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Certificate in PEM format, to serve HTTPS.", show_default=False
+            metavar="FILE",
+            help="Certificate in PEM format, to serve HTTPS.",
+            rich_help_panel=o.TUNING,
+            show_default=False,
         ),
     ] = None,
     tls_key: Annotated[
@@ -52,6 +48,7 @@ def serve_kv(
         typer.Option(
             metavar="FILE",
             help="Its key. Default: in the file of the certificate.",
+            rich_help_panel=o.TUNING,
             show_default=False,
         ),
     ] = None,
@@ -63,6 +60,7 @@ def serve_kv(
         typer.Option(
             min=1,
             help="Connections that are let in at the same time; who is idle makes room for others.",
+            rich_help_panel=o.RESEARCH,
         ),
     ] = MAX_CONNECTIONS,
 ) -> None:
@@ -75,6 +73,9 @@ def serve_kv(
         tls = tls_context(str(tls_certificate), None if tls_key is None else str(tls_key))
     from kvrag.store.registry import missing_folders, open_store, without_password
 
+    if len(asked := given(context, "index", "store")) == 1:
+        # What the file of settings says of the other is for other commands.
+        index, store = (index, None) if "index" in asked[0] else (None, store)
     if store is not None and index is not None:
         raise ParameterError("--index and --store: each says what is served; leave one out")
     if store is not None and not writable:
@@ -116,8 +117,7 @@ def serve_kv(
 def _store_of(index: Path | None) -> str:
     if index is None:
         raise ParameterError("what is to be served? Give --index DIR, or --store URL")
-    from kvrag.ingest.config import IndexConfig
-    from kvrag.ingest.making import KV_FOLDER
+    from kvrag.ingest.config import KV_FOLDER, IndexConfig
 
     folder = index.expanduser().resolve()
     return IndexConfig.load(folder).store or f"file:{folder / KV_FOLDER}"

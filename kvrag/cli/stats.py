@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from kvrag.store.metrics import Counts
 
 
-def stats(index: o.IndexOption, as_json: o.JsonOption = False) -> None:
+def stats(
+    index: o.IndexOption, store: o.StoreSetting = None, as_json: o.JsonOption = False
+) -> None:
     """Show the numbers of an index: what it holds, and what was counted while it was used.
 
     Counts are those of all processes: each adds its own every half minute and when it closes the
@@ -23,7 +25,7 @@ def stats(index: o.IndexOption, as_json: o.JsonOption = False) -> None:
     from kvrag.cli.opening import open_catalog
     from kvrag.ingest.counting import read_kept
 
-    with open_catalog(index) as opened:
+    with open_catalog(index, store) as opened:
         values = console.plain(opened.stats())
         counted = read_kept(opened.path)
     if as_json:

@@ -24,20 +24,21 @@ def verify(
             "the catalog are damaged.",
         ),
     ] = False,
+    store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Check every stored record and every row of the catalog; exit 1 when something is wrong."""
     from kvrag.cli.opening import open_index
 
     with (
-        open_index(index, mend=repair) as opened,
+        open_index(index, store=store, mend=repair) as opened,
         console.progress("reading every record") as say,
     ):
 
         def show(done: int, total: int) -> None:
             say(f"{done:,} of {total:,} records read")
 
-        report = opened.verify(repair=repair, on_progress=show)
+        report = opened.upkeep.verify(repair=repair, on_progress=show)
     if as_json:
         console.print_json(report)
     else:

@@ -7,7 +7,7 @@ A codec knows nothing of stores: it writes one self-contained record and reads i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -99,12 +99,17 @@ class EncodedChunk(Protocol):
         ...
 
 
+@runtime_checkable
 class Codec(Protocol):
-    """Turns the KV of chunks into records and back."""
+    """Turns the KV of chunks into records and back.
+
+    One without a profile is made without arguments, and registered under its name in
+    `kvrag.codec.names.PLAIN`, or as an entry point of the group ``kvrag.codecs``.
+    """
 
     @property
     def name(self) -> str:
-        """What the codec is called in records."""
+        """What the codec is called in records: 1 to 16 printable ASCII characters."""
         ...
 
     @property

@@ -11,13 +11,13 @@ caller expects.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import torch
 import xxhash
 
 from kvrag.chunk import ChunkKey
+from kvrag.codec.header import Block, RecordHeader, header_size, padded_size
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import KVSpec
 from kvrag.recordformat import BLOCK as _BLOCK
@@ -25,7 +25,6 @@ from kvrag.recordformat import CHECKSUM as _CHECKSUM
 from kvrag.recordformat import FIXED as _FIXED
 from kvrag.recordformat import FORMAT_VERSION, MAGIC, MAX_HEADER_BYTES
 
-ALIGNMENT_BYTES = 64
 MAX_TOKENS = 1 << 20
 MAX_BLOCK_BYTES = 1 << 32
 MAX_DIMENSION = 1 << 16
@@ -60,68 +59,6 @@ class ByteSource(Protocol):
         buffer is full.
         """
         ...
-
-
-def padded_size(size_bytes: int) -> int:
-    """Return `size_bytes` rounded up to a multiple of `ALIGNMENT_BYTES`."""
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def header_size(num_blocks: int) -> int:
-    """Return the bytes before the first block, checksum and padding included."""
-    return padded_size(_FIXED.size + num_blocks * _BLOCK.size + _CHECKSUM.size)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Where the bytes of one block are.
-
-    Attributes
-    ----------
-    offset
-        First byte, counted from the start of the record; a multiple of `ALIGNMENT_BYTES`.
-    size_bytes
-        Payload, padding excluded.
-    checksum
-        xxh3_64 of payload and padding.
-    """
-
-    offset: int
-    size_bytes: int
-    checksum: int
-
-    @property
-    def padded_bytes(self) -> int:
-        """Payload and padding: what is read and checksummed."""
-        return padded_size(self.size_bytes)
-
-
-@dataclass(frozen=True)
-class RecordHeader:
-    """What a header says, once it has been checked.
-
-    Attributes
-    ----------
-    codec
-        Name of the codec that wrote the blocks.
-    spec
-        L, H, D and dtype of the KV.
-    num_tokens
-        T.
-    blocks
-        In order.
-    level
-        Which of the profile's levels, counted from 0; 0 for codecs without levels.
-    profile
-        Hash of the profile the blocks were coded with, 40 hexadecimal digits, or "".
-    """
-
-    codec: str
-    spec: KVSpec
-    num_tokens: int
-    blocks: tuple[Block, ...]
-    level: int
-    profile: str
 
 
 def write_record(

@@ -6,7 +6,6 @@ import functools
 import importlib
 import threading
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from kvrag.codec.opened import OpenedRecord
 from kvrag.codec.planes import NUM_CONTEXTS
 from kvrag.codec.transform.base import KINDS
 from kvrag.codec.transform.pca import Components
-from kvrag.native import contexts, reconstruct, refine
+from kvrag.native import Points, Rotation, contexts, reconstruct, refine
 from kvrag.positions.rotary import RotaryTable
 
 
@@ -117,16 +116,27 @@ class PipelineChunk(OpenedRecord):
                 positions.place(host.to(out.device), slice(0, len(positions.cos)), out)
             return
         synthesis = coder.synthesis(plane, layer_index, kind, out.device)
-        arguments = (synthesis.shrink, synthesis.basis, synthesis.mean, out)
-        tables: dict[str, Any] = {}
-        if positions is not None:
-            tables = {"cos": positions.cos, "sin": positions.sin}
+        basis, mean = synthesis.basis, synthesis.mean
+        rotation = None if positions is None else Rotation(positions.cos, positions.sin)
         if gpu is None:
-            threads = torch.get_num_threads()
-            numbers = coded.values[0]
-            reconstruct(numbers, *arguments, **tables, tokens=tokens, threads=threads)
+            reconstruct(
+                Points(coded.values[0], synthesis.shrink),
+                basis,
+                mean,
+                out,
+                rotation=rotation,
+                tokens=tokens,
+                threads=torch.get_num_threads(),
+            )
         else:
-            gpu.reconstruct(self._uploaded(block, out.device), *arguments, **tables, tokens=tokens)
+            gpu.reconstruct(
+                Points(self._uploaded(block, out.device), synthesis.shrink),
+                basis,
+                mean,
+                out,
+                rotation=rotation,
+                tokens=tokens,
+            )
         for index, token in enumerate(coded.raw_tokens.tolist()):
             if tokens.start <= token < tokens.stop:
                 one = slice(token - tokens.start, token - tokens.start + 1)

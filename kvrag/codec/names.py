@@ -6,10 +6,17 @@ No tensor library is needed to know it: a command that only counts stays quick.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvrag.errors import ParameterError
+from kvrag.plugins import Table
+
+if TYPE_CHECKING:
+    from kvrag.codec.base import Codec
 
 RAW = "raw"
+PLAIN: Table[type[Codec]] = Table("kvrag.codecs", {RAW: "kvrag.codec.raw:RawCodec"})
+"""Codecs without a profile, by the names that their records bear."""
 LEAST_BITS, MOST_BITS = 0.05, 12.0
 
 _CHANNEL_BITS = {"1": 4.6, "2": 3.6, "3": 2.7, "4": 1.8}
@@ -37,12 +44,17 @@ class CodecName:
     label
         ``PRESET`` or ``PRESET:LEVEL``, with the level always written where there are several.
     preset, level
-        Its parts; the level is "" for ``raw``.
+        Its parts; the level is "" for codecs without a profile.
     """
 
     label: str
     preset: str
     level: str
+
+    @property
+    def takes_profile(self) -> bool:
+        """Whether the codec is fitted to a model."""
+        return self.preset in LEVELS
 
     @property
     def bits(self) -> float | None:
@@ -60,14 +72,15 @@ def parse_codec(name: str) -> CodecName:
     Raises
     ------
     ParameterError
-        When there is no such preset or level; the message names those there are.
+        When there is no such preset or level (the message names those there are), or several
+        distributions register it.
     """
     if not isinstance(name, str):
         raise ParameterError(f"codec {name!r}: expected a name; known codecs: {known_codecs()}")
     preset, colon, level = name.partition(":")
-    if preset == RAW and not colon:
-        return CodecName(RAW, RAW, "")
     if preset not in LEVELS:
+        if preset in PLAIN and not colon:
+            return CodecName(preset, preset, "")
         raise ParameterError(f"there is no codec {name!r}; known codecs: {known_codecs()}")
     levels = LEVELS[preset]
     level = level if colon else _DEFAULT_LEVELS[preset]
@@ -99,7 +112,7 @@ def expected_bytes_per_token(codec: str, bytes_per_token: int, bytes_per_element
 
 def known_codecs() -> str:
     """Return the names of all codecs, for messages and help texts."""
-    names = [RAW]
+    names = list(PLAIN)
     for preset, levels in LEVELS.items():
         if preset in _TAKES_BITS:
             names.append(f"{preset}:BITS")

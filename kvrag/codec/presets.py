@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from kvrag.codec.allocation import LayerGroups, RateDistortion
 from kvrag.codec.config import PipelineConfig
-from kvrag.codec.names import RAW, parse_codec
+from kvrag.codec.names import parse_codec
 from kvrag.codec.quantiser import Exact, PerChannel, Uniform
 from kvrag.codec.transform.none import NoTransform
 from kvrag.codec.transform.pca import PCA
 
-# What each preset is made of was measured with `kvrag bench codec`; see docs/results.md.
+# What each preset is made of was measured with `kvrag bench codec`; see docs/results/codec.md.
 _CONFIGS = {
     "lossless": PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact()),
     "cachegen": PipelineConfig(NoTransform(), LayerGroups(), PerChannel(0.0)),
@@ -30,7 +30,7 @@ class CodecChoice:
     label
         ``PRESET`` or ``PRESET:LEVEL``, with the level always written where there are several.
     config
-        Its stages; None for ``raw``, which needs no profile.
+        Its stages; None for a codec without a profile, as ``raw``.
     level
         Name of the level.
     """
@@ -52,8 +52,8 @@ def choose_codec(name: str) -> CodecChoice:
         When there is no such preset or level; the message names those there are.
     """
     named = parse_codec(name)
-    if named.preset == RAW:
-        return CodecChoice(RAW, None, "")
+    if not named.takes_profile:
+        return CodecChoice(named.label, None, "")
     config = _CONFIGS[named.preset]
     if named.level not in config.allocation.level_names():
         config = replace(config, allocation=RateDistortion((float(named.level),)))

@@ -13,7 +13,8 @@ import torch
 
 from kvrag.chunk import ChunkKey
 from kvrag.codec.base import Destination, check_kv, check_layer_index
-from kvrag.codec.container import ByteSource, RecordReader, padded_size, write_record
+from kvrag.codec.container import ByteSource, RecordReader, write_record
+from kvrag.codec.header import padded_size
 from kvrag.codec.opened import OpenedRecord
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec

@@ -8,11 +8,11 @@ from kvrag.chunk import ChunkKey
 from kvrag.codec.base import Codec, EncodedChunk
 from kvrag.codec.container import ByteSource, RecordReader
 from kvrag.codec.lossless import LosslessCodec
+from kvrag.codec.names import PLAIN
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.presets import CodecChoice, choose_codec
 from kvrag.codec.profile import Profile
 from kvrag.codec.quantiser import Exact
-from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import KVSpec
 
@@ -26,17 +26,17 @@ def get_codec(name: str, profile: Profile | None = None) -> Codec:
     Parameters
     ----------
     profile
-        What was fitted to the model; every codec but ``raw`` needs one.
+        What was fitted to the model, for a codec that needs it.
 
     Raises
     ------
     ParameterError
-        When there is no such codec, or the profile is missing, another codec's, or lacks the
-        level.
+        When there is no such codec, it is another distribution's and cannot be used, or the
+        profile is missing, another codec's, or lacks the level.
     """
     choice = choose_codec(name)
     if choice.config is None:
-        return RawCodec()
+        return _plain(choice.label)
     if profile is None:
         raise ParameterError(f"codec {name!r} needs a profile: fit one with 'kvrag profile'")
     if not is_profile_of(profile, choice):
@@ -52,7 +52,7 @@ def get_codec(name: str, profile: Profile | None = None) -> Codec:
 
 
 class RecordOpener:
-    """Opens records of any codec: each names its own, and the profile it was coded with.
+    """Opens records of any codec: each names its own, and the profile it was coded with, if any.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class RecordOpener:
     def __init__(self, get_profile: GetProfile, model_fingerprint: str) -> None:
         self._get_profile = get_profile
         self._model_fingerprint = model_fingerprint
-        self._raw = RawCodec()
+        self._plain: dict[str, Codec] = {}
         self._by_profile: dict[str, Codec] = {}
 
     def open(self, key: ChunkKey, source: ByteSource, spec: KVSpec) -> EncodedChunk:
@@ -74,7 +74,7 @@ class RecordOpener:
         Raises
         ------
         RecordError
-            When it is damaged, or belongs to another key or shape.
+            When it is damaged, belongs to another key or shape, or its codec is not installed.
         ProfileError
             When its profile cannot be had, or is another model's.
         StoreError
@@ -82,7 +82,7 @@ class RecordOpener:
         """
         reader = RecordReader(source, key)
         if not reader.header.profile:
-            return self._raw.open_record(reader, spec)
+            return self._plain_of(reader).open_record(reader, spec)
         codec = self._by_profile.get(reader.header.profile)
         if codec is None:
             profile = self._get_profile(reader.header.profile)
@@ -95,6 +95,30 @@ class RecordOpener:
             codec = codec_of(profile)
             self._by_profile[profile.hash] = codec
         return codec.open_record(reader, spec)
+
+    def _plain_of(self, reader: RecordReader) -> Codec:
+        """Return the codec that a record without a profile names. Raises RecordError."""
+        name = reader.header.codec
+        if name not in self._plain:
+            try:
+                self._plain[name] = _plain(name)
+            except (KeyError, ParameterError) as error:
+                why = "" if isinstance(error, KeyError) else f" ({error})"
+                reader.refuse(
+                    "codec without a profile",
+                    f"one of {', '.join(PLAIN)}",
+                    f"{name!r}{why}",
+                    "install the distribution that has this codec, or ingest the document again",
+                )
+        return self._plain[name]
+
+
+def _plain(name: str) -> Codec:
+    """Return a codec without a profile. Raises KeyError and ParameterError."""
+    codec = PLAIN[name]()
+    if not isinstance(codec, Codec) or codec.name != name or codec.label != name:
+        PLAIN.refuse(name, f"a class of codecs whose name and label are {name!r}", repr(codec))
+    return codec
 
 
 def is_profile_of(profile: Profile, choice: CodecChoice) -> bool:

@@ -2,71 +2,40 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 
 from kvrag import arguments
-from kvrag.chunk import Chunk
-from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Source, Usage
+from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
 from kvrag.engine.buffers import BufferPool
-from kvrag.engine.request import (
-    Message,
-    PlacedPrompt,
-    Prompt,
-    Recompute,
-    Request,
-    RequestOptions,
-    checked_messages,
-)
+from kvrag.engine.prompt_reader import LaidOutPrompt, PromptReader
+from kvrag.engine.request import Prompt, Recompute, Request, RequestOptions
 from kvrag.engine.sampling import Sampler
-from kvrag.engine.text_stream import TextStream
-from kvrag.errors import (
-    IndexFormatError,
-    KVRagError,
-    ParameterError,
-    PromptTooLongError,
-    StoreError,
-)
+from kvrag.engine.text_stream import TextStream, end_ids
+from kvrag.errors import KVRagError, ParameterError, PromptTooLongError
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.cache import check_evictable
-from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.chosen_links import ChosenLinks
 from kvrag.fusion.compression.compacting import compact, without_chunks
 from kvrag.fusion.controller import Choice, calibrated
-from kvrag.fusion.decoding import CacheDecoder, Decoder, RowDecoder
-from kvrag.fusion.evicting import EvictingDecoder
+from kvrag.fusion.decoding import Decoder, make_decoder
 from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, computing_seconds, fuse
-from kvrag.fusion.layout import Layout, lay_out
-from kvrag.fusion.links import Links
-from kvrag.fusion.loader import OpenKV
+from kvrag.fusion.layout import Layout
+from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.plan import Loading
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair
-from kvrag.fusion.segments import Match
-from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag.ingest.index import Index
-from kvrag.ingest.prompt_tokens import tokenise_prompt
 from kvrag.kvcache import FusedKV
 from kvrag.loading import LOAD_THREADS, MAX_LOAD_THREADS
-from kvrag.loading.streaming import Known, Streaming
-from kvrag.models.adapter import resting
-from kvrag.models.chat import PromptText, render_messages
-from kvrag.models.kv_model import KVModel
-
-logger = logging.getLogger("kvrag")
-
-MISS_CATALOG = "catalog damaged"
-
-# Characters that are tokenised whatever the model: in a second or so.
-_SURELY_TOKENISED = 1_000_000
+from kvrag.loading.streaming import StreamEstimates, Streaming
+from kvrag.models.adapter import without_adapters
 
 # A question, and a context: amounts between which a calibration's prices are a line.
 _PRIOR_TOKENS = (30, 1000)
@@ -132,18 +101,15 @@ class KVEngine:
         ratio: float | None = None,
         boundary_tokens: int | None = None,
         eviction: str | EvictionPolicy | None = None,
-        links: Links | str | Path | None = None,
+        links: LinkTokens | str | Path | None = None,
         max_tokens: int = 256,
         load_threads: int = LOAD_THREADS,
         ttft: float | None = None,
     ) -> None:
-        if index is None or isinstance(index, str | bytes | int | float | Path):
-            raise ParameterError(
-                f"index {index!r}: expected an opened index, such as Index.open({str(index)!r})"
-            )
+        self._reader = PromptReader(index)
         self.index = index
         self._links = ChosenLinks(links, lambda: index.model_folder, lambda: index.model)
-        self._defaults = Request(
+        self.defaults = Request(
             "",
             policy=policy,
             ratio=ratio,
@@ -153,35 +119,9 @@ class KVEngine:
             ttft=ttft,
         )
         self._load_threads = arguments.whole(load_threads, "load_threads", 0, MAX_LOAD_THREADS)
-        self._known = Known()
+        self._estimates = StreamEstimates()
         self._buffers = BufferPool()
-        self._watching = True  # for retrieved chunks that never arrive in a prompt
-        self._has_warned_of_control = False
-        self._choice(self._defaults)
-
-    # -- prompts ------------------------------------------------------------------------------
-
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return messages as one prompt, by the model's chat template.
-
-        Parameters
-        ----------
-        messages
-            Mappings with ``role`` and ``content``.
-
-        Raises
-        ------
-        ParameterError
-            When the tokenizer has no chat template, or the template refuses the messages.
-
-        Notes
-        -----
-        Hand `generate` the messages, not this string: it no longer tells whose its control
-        strings are.
-        """
-        return render_messages(
-            self.index.tokenizer, checked_messages(messages), self.index.control
-        ).text
+        self._choice(self.defaults)
 
     def prompt_ids(self, prompt: Prompt, *, hints: Sequence[str] = ()) -> tuple[int, ...]:
         """Return the token ids that the plain pipeline would feed for `prompt`.
@@ -193,76 +133,7 @@ class KVEngine:
         prompt, hints
             As in `generate`.
         """
-        if isinstance(prompt, PlacedPrompt):
-            return prompt.layout.token_ids
-        return tokenise_prompt(self.index, self._text(prompt), hints).token_ids
-
-    def _text(self, prompt: str | Sequence[Message]) -> PromptText:
-        """Return the prompt as text. Raises ParameterError for what is no text."""
-        if isinstance(prompt, str):
-            written = PromptText(prompt, True)
-        else:
-            messages = checked_messages(prompt)
-            written = render_messages(self.index.tokenizer, messages, self.index.control)
-        if len(written.text) > _SURELY_TOKENISED:
-            # What cannot fit is refused before tokenising it takes minutes.
-            longest = max(map(len, self.index.tokenizer.get_vocab()))
-            holds = self.index.config.max_positions
-            most = max(_SURELY_TOKENISED, holds * longest)
-            if len(written.text) > most:
-                raise PromptTooLongError(
-                    f"the prompt has {len(written.text):,} characters, but the model holds "
-                    f"{holds:,} tokens, which are {most:,} characters at the most; shorten it, or "
-                    "retrieve fewer chunks"
-                )
-        arguments.text(written.text, "the prompt")
-        return written
-
-    def _lay_out(self, request: Request) -> _LaidOut:
-        self.index.require_open()
-        prompt, hints = request.prompt, request.hints
-        if isinstance(prompt, PlacedPrompt):
-            layout = prompt.layout if request.reuse else replace(prompt.layout, spans=())
-            return _LaidOut(layout, [], prompt.open_kv)
-        written = self._text(prompt)
-        tokens = tokenise_prompt(self.index, written, hints)
-        if tokens.num_control:
-            self._warn_of_control(tokens.num_control)
-        matches: list[Match] = []
-        chunks: dict[str, Chunk] = {}
-        # Where chunks are encoded behind nothing, those of one text are one.
-        tells_apart = self.index.config.context != NO_CONTEXT
-        damage: dict[str, int] = {}
-        if request.reuse:
-            try:
-                matches = self.index.matcher.find(written.text, hints)
-                wanted = [match.chunk_id for match in matches]
-                if tells_apart:
-                    wanted += chain.from_iterable(match.other_ids for match in matches)
-                found = self.index.catalog.find_chunks(wanted)
-                chunks = {i: chunk for i, chunk in found.items() if chunk is not None}
-                lost = found.keys() - chunks.keys()
-                whole = [m for m in matches if _is_left(m, lost, chunks)]
-                if len(whole) < len(matches):
-                    matches, damage = whole, {MISS_CATALOG: len(matches) - len(whole)}
-            except (IndexFormatError, StoreError):
-                matches, damage = [], {MISS_CATALOG: 1}
-        layout = lay_out(
-            written.text,
-            self.index.tokenizer,
-            matches,
-            chunks,
-            self.index.prefix_ids,
-            hints=hints,
-            tokens=tokens,
-        )
-        if not layout.token_ids:
-            raise ParameterError("the prompt is empty: there is nothing to answer")
-        layout = replace(layout, misses={**layout.misses, **damage})
-        in_order = dict.fromkeys(layout.chunk_ids)
-        return _LaidOut(layout, [chunks[chunk_id] for chunk_id in in_order])
-
-    # -- fusing -------------------------------------------------------------------------------
+        return self._reader.token_ids(prompt, hints)
 
     def fuse(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> FusedPrompt:
         """Return the prompt's KV and first logits, without generating.
@@ -277,9 +148,9 @@ class KVEngine:
             As in `generate`; `max_tokens` is the room left in the buffer after the prompt.
         """
         started = time.perf_counter()
-        request = Request.of(prompt, options).over(self._defaults)
+        request = Request.of(prompt, options).over(self.defaults)
         choice = self._choice(request)
-        laid_out = self._lay_out(request)
+        laid_out = self._reader.lay_out(request)
         return self._fuse(request, choice, laid_out, time.perf_counter() - started)
 
     def give_back(self, fused: FusedPrompt) -> None:
@@ -289,17 +160,18 @@ class KVEngine:
     @property
     def stream_counts(self) -> Mapping[str, Any]:
         """Streamed chunks by level, and deadlines met and missed, since the engine was made."""
-        return self._known.link.counts()
+        return self._estimates.link.counts()
 
     def _fuse(
-        self, request: Request, choice: Choice, laid_out: _LaidOut, layout_seconds: float
+        self, request: Request, choice: Choice, laid_out: LaidOutPrompt, layout_seconds: float
     ) -> FusedPrompt:
         layout, open_kv = laid_out.layout, laid_out.open_kv
         assert request.max_tokens is not None  # of the engine's defaults, if of no other
         if open_kv is None:
-            compacted = self._compacted(layout, laid_out.chunks)
             # A prompt that is placed stays as it is: link tokens would move what follows them.
-            layout = self._links.insert(compacted, request.max_tokens)
+            if self.index.compression is not None:
+                layout = compact(layout, laid_out.chunks, self.index.compression)
+            layout = self._links.insert(layout, request.max_tokens)
         loading = Loading(
             self._load_threads,
             self.index.tier_of if open_kv is None else None,
@@ -325,7 +197,7 @@ class KVEngine:
             return self._fuse(request, choice, fewer, layout_seconds)
         report = fused.report
         num_rows = sum(report.rows_by_layer) + report.rows_asked
-        self._known.computing.observe(num_rows, computing_seconds(report.seconds))
+        self._estimates.computing.observe(num_rows, computing_seconds(report.seconds))
         report = replace(report, seconds={"layout": layout_seconds, **report.seconds})
         self.index.counters.note(report)
         return replace(fused, report=report)
@@ -345,12 +217,6 @@ class KVEngine:
         capacity = num_tokens + min(max_tokens, model.max_positions - end)
         return self._buffers.take(model.spec, num_tokens, capacity, model.device)
 
-    def _compacted(self, layout: Layout, chunks: Sequence[Chunk]) -> Layout:
-        compression = self.index.compression
-        if compression is None or not layout.spans:
-            return layout
-        return compact(layout, {chunk.chunk_id: chunk for chunk in chunks}, compression)
-
     def _streaming(self, ttft: float, layout_seconds: float) -> Streaming:
         """Return what a prompt is streamed towards, and with what knowledge."""
         started = time.perf_counter() - layout_seconds
@@ -359,14 +225,14 @@ class KVEngine:
         except KVRagError:
             calibration = None  # it is learnt without, from the second prompt on
         if calibration is None:
-            return Streaming(ttft, started, self._known)
-        if not self._known.computing.is_known:
+            return Streaming(ttft, started, self._estimates)
+        if not self._estimates.computing.is_known:
             for num_tokens in _PRIOR_TOKENS:
                 num_rows = num_tokens * self.index.config.num_layers
-                self._known.computing.observe(num_rows, calibration.cost.of(num_rows, 0))
+                self._estimates.computing.observe(num_rows, calibration.cost.of(num_rows, 0))
         loading = calibration.loading
         prior = None if loading is None else loading.tier(None).seconds_per_token
-        return Streaming(ttft, started, self._known, prior)
+        return Streaming(ttft, started, self._estimates, prior)
 
     def _choice(self, request: Request) -> Choice:
         """Return how reused tokens are repaired, with the index's calibration where it is needed.
@@ -398,16 +264,9 @@ class KVEngine:
         return chosen
 
     @property
-    def eviction(self) -> EvictionPolicy | None:
-        """What is forgotten where a call says nothing else; None: nothing."""
-        return self._defaults.eviction_policy
-
-    @property
     def links_digest(self) -> str:
         """Digest of the link tokens put behind chunks, "" without any; loads no weights."""
         return self._links.digest
-
-    # -- generating ---------------------------------------------------------------------------
 
     def generate(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> Answer:
         """Answer a prompt.
@@ -446,12 +305,10 @@ class KVEngine:
             Pieces of text as they are certain; the last carries the whole `Answer`.
         """
         started = time.perf_counter()
-        request = Request.of(prompt, options).over(self._defaults)
+        request = Request.of(prompt, options).over(self.defaults)
         choice = self._choice(request)
         eviction = self._checked_eviction(request, choice)
-        laid_out = self._lay_out(request)
-        if request.reuse and laid_out.open_kv is None:
-            self._warn_if_nothing_matched(laid_out)
+        laid_out = self._reader.lay_out(request)
         return self._stream(request, choice, eviction, laid_out, time.perf_counter() - started)
 
     def _stream(
@@ -459,144 +316,69 @@ class KVEngine:
         request: Request,
         choice: Choice,
         eviction: EvictionPolicy | None,
-        laid_out: _LaidOut,
+        laid_out: LaidOutPrompt,
         layout_seconds: float,
     ) -> Iterator[AnswerDelta]:
         # This runs when the first piece is asked for; time that passed before is the caller's.
         started = time.perf_counter() - layout_seconds
         fused = self._fuse(request, choice, laid_out, layout_seconds)
         try:
-            yield from self._continue(request, eviction, laid_out, fused, started)
+            model = self.index.model
+            layout = fused.layout
+            timeout_seconds = request.timeout_seconds
+            assert request.max_tokens is not None
+            limit = min(request.max_tokens, model.max_positions - layout.end_position)
+            ends = end_ids(model.hf.generation_config, model.tokenizer)
+            sampler = Sampler(request.sampling, fused.logits.device)
+            text = TextStream(model.tokenizer, request.stop)
+            decoder: Decoder | None = None
+            # Only what was said: no penalty may count link tokens, or miss a compressed chunk's.
+            token_ids = torch.tensor(layout.plain_token_ids, device=fused.logits.device)
+
+            token = sampler.next_token(fused.logits, token_ids)
+            ttft_seconds = time.perf_counter() - started
+            num_generated = 1
+            finish: FinishReason = "length"
+            while True:
+                if token in ends:
+                    finish = "stop"
+                    break
+                if piece := text.push(token):
+                    yield AnswerDelta(piece)
+                if text.stopped:
+                    finish = "stop"
+                    break
+                if num_generated == limit:
+                    break
+                if timeout_seconds is not None and time.perf_counter() - started > timeout_seconds:
+                    finish = "timeout"
+                    break
+                token_ids = torch.cat([token_ids, token_ids.new_tensor([token])])
+                # Behind the first token, which needs nothing of it.
+                decoder = decoder or make_decoder(model, fused, eviction)
+                logits = decoder.step(token)
+                token = sampler.next_token(logits, token_ids)
+                num_generated += 1
+
+            tail = "" if text.stopped else text.finish()
+            answer = Answer(
+                text=text.text,
+                sources=laid_out.sources,
+                report=replace(fused.report, eviction=decoder.report() if decoder else None),
+                usage=Usage(fused.report.num_tokens, fused.report.num_cached, num_generated),
+                finish_reason=finish,
+                ttft_seconds=ttft_seconds,
+                total_seconds=time.perf_counter() - started,
+            )
+            yield AnswerDelta(tail, answer)
         finally:
             self._buffers.give_back(fused.kv)
-
-    def _continue(
-        self,
-        request: Request,
-        eviction: EvictionPolicy | None,
-        laid_out: _LaidOut,
-        fused: FusedPrompt,
-        started: float,
-    ) -> Iterator[AnswerDelta]:
-        model = self.index.model
-        layout = fused.layout
-        timeout_seconds = request.timeout_seconds
-        assert request.max_tokens is not None
-        limit = min(request.max_tokens, model.max_positions - layout.end_position)
-        ends = end_ids(model.hf.generation_config, model.tokenizer)
-        sampler = Sampler(request.sampling, fused.logits.device)
-        text = TextStream(model.tokenizer, request.stop)
-        decoder: Decoder | None = None
-        # Only what was said: no penalty may count link tokens, or miss a compressed chunk's.
-        token_ids = torch.tensor(layout.plain_token_ids, device=fused.logits.device)
-
-        token = sampler.next_token(fused.logits, token_ids)
-        ttft_seconds = time.perf_counter() - started
-        num_generated = 1
-        finish: FinishReason = "length"
-        while True:
-            if token in ends:
-                finish = "stop"
-                break
-            if piece := text.push(token):
-                yield AnswerDelta(piece)
-            if text.stopped:
-                finish = "stop"
-                break
-            if num_generated == limit:
-                break
-            if timeout_seconds is not None and time.perf_counter() - started > timeout_seconds:
-                finish = "timeout"
-                break
-            token_ids = torch.cat([token_ids, token_ids.new_tensor([token])])
-            # Behind the first token, which needs nothing of it.
-            decoder = decoder or _decoder_behind(model, fused, eviction)
-            logits = decoder.step(token)
-            token = sampler.next_token(logits, token_ids)
-            num_generated += 1
-
-        tail = "" if text.stopped else text.finish()
-        answer = Answer(
-            text=text.text,
-            sources=tuple(source_of(chunk) for chunk in laid_out.chunks),
-            report=replace(fused.report, eviction=_kept_by(decoder)),
-            usage=Usage(fused.report.num_tokens, fused.report.num_cached, num_generated),
-            finish_reason=finish,
-            ttft_seconds=ttft_seconds,
-            total_seconds=time.perf_counter() - started,
-        )
-        yield AnswerDelta(tail, answer)
 
     def plain_ttft_seconds(self, prompt: Prompt) -> float:
         """Measure plain Transformers: seconds from the prompt's ids to its first token."""
         model = self.index.model
         ids = torch.tensor([self.prompt_ids(prompt)], device=model.device)
-        with model.lock, torch.no_grad(), resting(model.hf):
+        with model.lock, torch.no_grad(), without_adapters(model.hf):
             started = time.perf_counter()
             int(model.hf(input_ids=ids, logits_to_keep=1).logits[0, -1].argmax())
             return time.perf_counter() - started
-
-    def _warn_of_control(self, num_control: int) -> None:
-        if self._has_warned_of_control:
-            return
-        self._has_warned_of_control = True
-        logger.warning(
-            "the prompt is one string with %d control strings of the model in no document of the "
-            "index: they are taken for the caller's own. Where some may come from elsewhere, pass "
-            "messages: what stands in them is never control",
-            num_control,
-        )
-
-    def _warn_if_nothing_matched(self, laid_out: _LaidOut) -> None:
-        # Once a chunk has arrived the pipeline is sound: later prompts may well hold none (a
-        # chain that rephrases the question first, say).
-        if not self._watching or not (laid_out.chunks or self.index.recent_chunk_ids):
-            return
-        self._watching = False
-        if laid_out.chunks:
-            return
-        logger.warning(
-            "chunks were retrieved, but none of their texts stands in the prompt, so all of it is "
-            "computed. Usual causes: no formatter between retriever and prompt (the prompt holds "
-            "the repr of the documents), a template that escapes characters (mustache turns & "
-            "into &amp;), or chunks rewritten before they reach the prompt."
-        )
-
-
-def _decoder_behind(model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy | None) -> Decoder:
-    if eviction is not None:
-        return EvictingDecoder(model, fused, eviction)
-    if fused.layout.positions is not None:
-        return RowDecoder(model, fused)
-    return CacheDecoder(model, fused)
-
-
-def _kept_by(decoder: Decoder | None) -> EvictionReport | None:
-    return decoder.report() if isinstance(decoder, EvictingDecoder) else None
-
-
-@dataclass(frozen=True)
-class _LaidOut:
-    """A layout and the chunks found in it, each once, in prompt order."""
-
-    layout: Layout
-    chunks: Sequence[Chunk]
-    open_kv: OpenKV | None = None
-
-
-def _is_left(match: Match, lost: Collection[str], chunks: Collection[str]) -> bool:
-    """Say whether some chunk of a text found can be used, `lost` being those with damage."""
-    return match.chunk_id not in lost or any(one in chunks for one in match.other_ids)
-
-
-def end_ids(generation_config: object, tokenizer: object) -> frozenset[int]:
-    """Return the tokens that end a text, as the model and its tokenizer declare them."""
-    declared = getattr(generation_config, "eos_token_id", None)
-    ids = set(declared if isinstance(declared, list) else [declared])
-    ids.add(getattr(tokenizer, "eos_token_id", None))
-    return frozenset(ids - {None})
-
-
-def source_of(chunk: Chunk) -> Source:
-    """Return what an answer says of a chunk that it was given from."""
-    return Source(chunk.chunk_id, chunk.source, chunk.ordinal, chunk.text, dict(chunk.metadata))

@@ -69,3 +69,11 @@ class TextStream:
         piece = self.text[self._shown : end]
         self._shown = end
         return piece
+
+
+def end_ids(generation_config: object, tokenizer: object) -> frozenset[int]:
+    """Return the tokens that end a text, as the model and its tokenizer declare them."""
+    declared = getattr(generation_config, "eos_token_id", None)
+    ids = set(declared if isinstance(declared, list) else [declared])
+    ids.add(getattr(tokenizer, "eos_token_id", None))
+    return frozenset(ids - {None})

@@ -37,7 +37,7 @@ def make_eviction(spec: str | EvictionPolicy | None) -> EvictionPolicy | None:
     """
     if spec is None or isinstance(spec, EvictionPolicy):
         return spec
-    name, given = parse_spec(spec, EVICTIONS, "eviction")
+    name, given = parse_spec(spec, "eviction", EVICTIONS)
     if name == NO_EVICTION:
         if given:
             raise ParameterError(f"eviction {spec!r}: {NO_EVICTION!r} takes no parameters")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvrag.errors import LinksError, ParameterError
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.links import Links, find_links, insert_links
+from kvrag.fusion.links import LinkTokens, find_links, insert_links
 from kvrag.models.kv_model import KVModel
 
 logger = logging.getLogger("kvrag")
@@ -27,7 +27,7 @@ class ChosenLinks:
     Parameters
     ----------
     given
-        Links, a file of them, ``"off"``, or None for those of the model's folder.
+        LinkTokens, a file of them, ``"off"``, or None for those of the model's folder.
     folder
         Returns the model's folder, without loading its weights, or None where it has none.
     model
@@ -43,13 +43,13 @@ class ChosenLinks:
 
     def __init__(
         self,
-        given: Links | str | Path | None,
+        given: LinkTokens | str | Path | None,
         folder: Callable[[], Path | None],
         model: Callable[[], KVModel],
     ) -> None:
         if isinstance(given, str | Path):
-            given = LINKS_OFF if given == LINKS_OFF else Links.load(given)
-        elif given is not None and not isinstance(given, Links):
+            given = LINKS_OFF if given == LINKS_OFF else LinkTokens.load(given)
+        elif given is not None and not isinstance(given, LinkTokens):
             raise ParameterError(
                 f"links {given!r}: expected a file that 'kvrag train links' wrote, or "
                 f"{LINKS_OFF!r}; None takes those of the model's folder"
@@ -60,9 +60,9 @@ class ChosenLinks:
         self._is_left_out = False
 
     @cached_property
-    def _loaded(self) -> Links | None:
+    def _loaded(self) -> LinkTokens | None:
         if self._given is not None:
-            return self._given if isinstance(self._given, Links) else None
+            return self._given if isinstance(self._given, LinkTokens) else None
         folder = self._folder()
         if folder is None:
             return None
@@ -78,7 +78,7 @@ class ChosenLinks:
         return "" if self._loaded is None else self._loaded.digest
 
     @cached_property
-    def on_model(self) -> Links | None:
+    def on_model(self) -> LinkTokens | None:
         """The links where the model is, or None. Raises LinksError for given ones of another."""
         if self._loaded is None:
             return None

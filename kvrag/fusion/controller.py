@@ -234,9 +234,6 @@ class LoadingController:
 Choice = Repair | LoadingController
 """What a caller asks for: a policy, or the controller that chooses one for each prompt."""
 
-CHOICES: tuple[str, ...] = (*POLICIES, LoadingController.name)
-"""The names that `make_choice` takes."""
-
 _PARAMETERS = frozenset(one.name for one in fields(LoadingController)) - {"calibration", *MODIFIERS}
 
 
@@ -247,7 +244,7 @@ def make_choice(
 
     Parameters and errors are those of `make_repair`.
     """
-    name, given = parse_spec(spec, CHOICES, "policy")
+    name, given = parse_spec(spec, "policy", POLICIES, [LoadingController.name])
     if name != LoadingController.name:
         return make_repair(spec, ratio=ratio, boundary_tokens=boundary_tokens)
     add_given(given, spec, ratio=ratio, tokens=boundary_tokens)
@@ -273,7 +270,7 @@ def takes_ratio(spec: str) -> bool:
     Not where the policy has none (``"none"``), nor where `spec` says itself what is to be spent
     (``"query:ratio=0.5"``, ``"boundary:tokens=4"``). Raises ParameterError as `make_choice` does.
     """
-    name, given = parse_spec(spec, CHOICES, "policy")
+    name, given = parse_spec(spec, "policy", POLICIES, [LoadingController.name])
     accepted = _PARAMETERS if name == LoadingController.name else parameters_of(name)
     return "ratio" in accepted and not given.keys() & {"ratio", "tokens"}
 

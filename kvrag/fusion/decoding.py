@@ -6,9 +6,13 @@ from typing import Protocol
 
 import torch
 
+from kvrag.eviction.base import EvictionPolicy
+from kvrag.eviction.report import EvictionReport
+from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import Attending
 
 
 class Decoder(Protocol):
@@ -17,6 +21,25 @@ class Decoder(Protocol):
     def step(self, token_id: int) -> torch.Tensor:
         """Write a token's KV; return the logits ``[vocabulary]`` of what follows it."""
         ...
+
+    def report(self) -> EvictionReport | None:
+        """Return what was evicted so far; None where nothing is."""
+        ...
+
+
+def make_decoder(model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy | None) -> Decoder:
+    """Return what goes on from a prompt.
+
+    Raises
+    ------
+    ParameterError, UnsupportedModelError
+        As `EvictingDecoder` does.
+    """
+    if eviction is not None:
+        return EvictingDecoder(model, fused, eviction)
+    if fused.layout.positions is not None:
+        return RowDecoder(model, fused)
+    return CacheDecoder(model, fused)
 
 
 class CacheDecoder:
@@ -43,6 +66,9 @@ class CacheDecoder:
             output = model.hf(input_ids=ids, past_key_values=self._cache, use_cache=True)
         logits: torch.Tensor = output.logits[0, -1]
         return logits
+
+    def report(self) -> None:
+        """Return None: every key is kept."""
 
 
 class RowDecoder:
@@ -81,7 +107,13 @@ class RowDecoder:
             hidden = model.embed(ids, self._positions[row])
             for layer_index, table in enumerate(self._tables):
                 keys = self._scaled[layer_index] if self._scaled else None
-                model.forward_rows(layer_index, hidden, row, self._fused, table, scaled=keys)
+                attending = Attending(scaled=keys)
+                model.forward_rows(
+                    layer_index, hidden, row, self._fused, table, attending=attending
+                )
             logits = model.logits(hidden)[0]
         self._num_rows += 1
         return logits
+
+    def report(self) -> None:
+        """Return None: every key is kept."""

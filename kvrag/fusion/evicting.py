@@ -19,6 +19,7 @@ from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.links import LinkedRows
 from kvrag.models.attention import RowMask
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import Attending
 
 
 def evict_prompt(model: KVModel, fused: FusedPrompt, policy: str | EvictionPolicy) -> EvictingCache:
@@ -64,7 +65,7 @@ def evict_prompt(model: KVModel, fused: FusedPrompt, policy: str | EvictionPolic
                     asking,
                     kv,
                     tables[layer_index],
-                    observer=observer,
+                    attending=Attending(observer=observer),
                     writes=False,
                 )
             layer.keep(

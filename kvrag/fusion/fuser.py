@@ -18,7 +18,7 @@ import torch
 from kvrag.errors import ParameterError
 from kvrag.fusion.controller import Choice
 from kvrag.fusion.layout import Layout, ReusedSpan
-from kvrag.fusion.links import LinkedRows, Links
+from kvrag.fusion.links import LinkedRows, LinkTokens
 from kvrag.fusion.loader import LostError, OpenKV, SpanLoader
 from kvrag.fusion.plan import FusePlan, Loading, covered, plan_fusion
 from kvrag.fusion.policies.base import RecomputePolicy, chooses_by_attention, mean_count
@@ -30,10 +30,11 @@ from kvrag.fusion.selection import Selection
 from kvrag.fusion.streamed_loader import StreamedLoader
 from kvrag.kvcache import FusedKV
 from kvrag.loading.cost import ChunkDecision
-from kvrag.models.adapter import resting
-from kvrag.models.attention import Alone
+from kvrag.models.adapter import without_adapters
+from kvrag.models.attention import EncodedScope
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import Attending
 from kvrag.models.scaling import ScaledKeys, scaled_answers
 from kvrag.positions.rotary import RotaryTable
 
@@ -69,12 +70,12 @@ class FusedPrompt:
     picks: tuple[torch.Tensor, ...]
     layout: Layout
     scaled: tuple[ScaledKeys, ...] = ()
-    links: Links | None = None
+    links: LinkTokens | None = None
 
     @contextmanager
     def answering(self, model: KVModel) -> Iterator[None]:
         """Let the model's own forwards go on with the attention and adapter of the prompt."""
-        adapting = resting(model.hf) if self.links is None else self.links.answering(model)
+        adapting = without_adapters(model.hf) if self.links is None else self.links.answering(model)
         with model.lock, scaled_answers(model.hf, self.kv, self.scaled), adapting:
             yield
 
@@ -128,7 +129,7 @@ def fuse(
     open_kv: OpenKV,
     choice: Choice | RecomputePolicy,
     fused: FusedKV,
-    links: Links | None = None,
+    links: LinkTokens | None = None,
     loading: Loading = Loading(),  # noqa: B008  # frozen
 ) -> FusedPrompt:
     """Fill a buffer with the KV of a whole prompt, computing only what is not stored.
@@ -147,7 +148,7 @@ def fuse(
     fused
         The buffer, on the model's device, made for the layout's number of tokens.
     links
-        `Links.on` the model, where the layout holds link tokens (KVLink §3.3).
+        `LinkTokens.on` the model, where the layout holds link tokens (KVLink §3.3).
     loading
         How stored KV is brought.
 
@@ -258,7 +259,7 @@ def execute(
         if asked:
             positions = prompt.reused().to(model.device)
             attention = QuestionAttention(positions, plan.question_start, asked)
-            ask(model, linked.embed, fresh, attention, asked, loader, fused, tables, clock.lap)
+            ask(model, linked.embed, fresh, attention, loader, fused, tables, clock.lap)
             prompt = replace(prompt, relevance=attention.relevance)
         # Where nothing is inexact there is nothing to choose from.
         policy = repair.policy if plan.inexact else NonePolicy()
@@ -295,7 +296,7 @@ def execute(
                 fused,
                 table,
                 deviation=noted,
-                scaled=scaled[-1] if scaled else None,
+                attending=Attending(scaled=scaled[-1] if scaled else None),
             )
             clock.lap("compute")
         logits = model.logits(hidden)[0]
@@ -359,12 +360,12 @@ class _Clock:
         self._last = now
 
 
-def _encoded(layout: Layout, spans: Sequence[ReusedSpan], device: torch.device) -> Alone:
+def _encoded(layout: Layout, spans: Sequence[ReusedSpan], device: torch.device) -> EncodedScope:
     """Return of all rows what those of `spans` were encoded with, as far as it stands here too."""
     starts = torch.arange(len(layout.token_ids))
     for span in spans:
         starts[span.prompt_start : span.prompt_end] = layout.encoded_from(span)
-    return Alone(starts.to(device), layout.prefix_length)
+    return EncodedScope(starts.to(device), layout.prefix_length)
 
 
 def _write_projections(

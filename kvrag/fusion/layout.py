@@ -13,12 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from transformers import PreTrainedTokenizerBase
-
 from kvrag.chunk import Chunk
 from kvrag.fusion.records import FoundText, choose_records
 from kvrag.fusion.segments import Match
-from kvrag.models.control import Tokens, encode
+from kvrag.models.tokens import Tokens
 
 MIN_RUN_LENGTH = 4
 """Tokens below which a stretch is computed: reading its KV would save nothing."""
@@ -194,25 +192,20 @@ class Layout:
 
 
 def lay_out(
-    prompt: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokens: Tokens,
     matches: Sequence[Match],
     chunks: Mapping[str, Chunk],
     prefix_ids: Sequence[int],
     *,
     hints: Collection[str] = (),
-    add_special_tokens: bool = True,
     min_run_length: int = MIN_RUN_LENGTH,
-    tokens: Tokens | None = None,
 ) -> Layout:
-    """Tokenise a prompt and lay the chunks found in it over its tokens.
+    """Lay the chunks found in a prompt over its tokens.
 
     Parameters
     ----------
-    prompt
-        The rendered prompt.
-    tokenizer
-        The model's tokenizer.
+    tokens
+        The rendered prompt's (`kvrag.models.tokens.encode`).
     matches
         Chunks found in the prompt, in order, without overlap (`ChunkMatcher.find`).
     chunks
@@ -222,17 +215,9 @@ def lay_out(
         The shared prefix that the chunks were encoded behind.
     hints
         Ids of chunks likely in the prompt: they tell chunks of one text apart.
-    add_special_tokens
-        True for a plain string, as ``tokenizer(prompt)`` does; False for a prompt rendered
-        with a chat template, which holds its special tokens already.
     min_run_length
         Tokens a span has at least; a match with fewer is a miss.
-    tokens
-        The prompt's tokens, where somebody knows which of its control strings are data; None
-        tokenises it here, and all of them are control.
     """
-    if tokens is None:
-        (tokens,) = encode(tokenizer, [prompt], add_special_tokens)
     token_ids = tokens.token_ids
     prefix = tuple(prefix_ids)
     has_prefix = token_ids[: len(prefix)] == prefix
@@ -242,7 +227,7 @@ def lay_out(
     spans: list[ReusedSpan] = []
     texts: list[FoundText] = []
     places: list[int] = []  # of each span's chunk among the ids
-    placed = _PromptTokens(token_ids, tokens.offsets) if tokenizer.is_fast else None
+    placed = _PromptTokens(token_ids, tokens.offsets) if tokens.offsets else None
     for match in matches:
         known = [chunks[i] for i in (match.chunk_id, *match.other_ids) if i in chunks]
         if not known:

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from kvrag.errors import LinksError
 from kvrag.fusion.layout import LINK, Layout, LinkRow, ReusedSpan
 from kvrag.kvcache import FusedKV
-from kvrag.models.adapter import RowAdapter, linear_layers, resting
+from kvrag.models.adapter import RowAdapter, linear_layers, without_adapters
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import all_finite
 from kvrag.positions.rotary import RotaryTable
@@ -100,7 +100,7 @@ class LinksHeader:
 
 
 @dataclass(frozen=True, eq=False)
-class Links:
+class LinkTokens:
     """Trained link tokens of one model.
 
     Attributes
@@ -156,7 +156,7 @@ class Links:
         partial.replace(target)
 
     @classmethod
-    def load(cls, path: Path | str) -> Links:
+    def load(cls, path: Path | str) -> LinkTokens:
         """Read what `save` wrote.
 
         Raises
@@ -215,7 +215,7 @@ class Links:
                         f"{tuple(up.shape)} fits no linear layer of {model.name}; train it anew"
                     )
 
-    def on(self, model: KVModel) -> Links:
+    def on(self, model: KVModel) -> LinkTokens:
         """Return these links where `model` is, in its element type; the adapter in float32.
 
         Raises LinksError as `check` does.
@@ -234,7 +234,7 @@ class Links:
                 down={name: tensor.to(model.device) for name, tensor in adapter.down.items()},
                 up={name: tensor.to(model.device) for name, tensor in adapter.up.items()},
             )
-        return Links(self.header, **moved, adapter=adapter)
+        return LinkTokens(self.header, **moved, adapter=adapter)
 
     @contextmanager
     def answering(self, model: KVModel) -> Iterator[None]:
@@ -243,15 +243,17 @@ class Links:
         Only on rows that the caller forwards: what is indexed, fused or answered meanwhile by
         kvrag itself is what it is outside.
         """
-        acting = resting(model.hf) if self.adapter is None else self.adapter.acting(model.hf)
+        acting = (
+            without_adapters(model.hf) if self.adapter is None else self.adapter.acting(model.hf)
+        )
         with model.lock, acting:
             yield
 
 
-def find_links(folder: Path | str) -> Links | None:
-    """Return the links that lie in a model's folder, or None. Raises as `Links.load` does."""
+def find_links(folder: Path | str) -> LinkTokens | None:
+    """Return the links that lie in a model's folder, or None. Raises as `LinkTokens.load` does."""
     path = Path(folder) / FILE_NAME
-    return Links.load(path) if path.is_file() else None
+    return LinkTokens.load(path) if path.is_file() else None
 
 
 def insert_links(layout: Layout, header: LinksHeader) -> Layout:
@@ -302,7 +304,7 @@ class LinkedRows:
     layout
         The prompt, with links inserted or without.
     links
-        `Links.on` the model; needed where the layout holds any.
+        `LinkTokens.on` the model; needed where the layout holds any.
 
     Attributes
     ----------
@@ -310,7 +312,7 @@ class LinkedRows:
         Those, or None where the layout holds none.
     """
 
-    def __init__(self, model: KVModel, layout: Layout, links: Links | None) -> None:
+    def __init__(self, model: KVModel, layout: Layout, links: LinkTokens | None) -> None:
         assert links is not None or not layout.links, "links were laid out, and none are given"
         self._model = model
         self.links = links if layout.links else None
@@ -407,7 +409,7 @@ def _is_scale(value: Any) -> bool:
 def _checked_tensors(
     header: LinksHeader, tensors: Mapping[str, torch.Tensor], place: Path
 ) -> dict[str, Any]:
-    """Return the fields of `Links` that the tensors of a file make up."""
+    """Return the fields of `LinkTokens` that the tensors of a file make up."""
     wanted = {"kv": {"keys", "values"}}.get(header.way, {"embeddings"})
     down = {name.removeprefix(_DOWN): t for name, t in tensors.items() if name.startswith(_DOWN)}
     up = {name.removeprefix(_UP): t for name, t in tensors.items() if name.startswith(_UP)}

@@ -11,6 +11,7 @@ from kvrag.fusion.loader import SpanLoader
 from kvrag.kvcache import FusedKV
 from kvrag.models.attention import RowMask
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import Attending
 from kvrag.positions.rotary import RotaryTable
 
 
@@ -32,6 +33,8 @@ class QuestionAttention:
 
     Attributes
     ----------
+    layers
+        As given.
     relevance
         ``[M, n]`` float32, on the device of `reused`.
     """
@@ -39,14 +42,14 @@ class QuestionAttention:
     def __init__(self, reused: torch.Tensor, question_start: int, layers: range) -> None:
         self._reused = reused
         self._question_start = question_start
-        self._layers = layers
+        self.layers = layers
         self.relevance = torch.zeros(len(layers), len(reused), device=reused.device)
 
     def observer_of(self, layer_index: int) -> partial[None] | None:
         """Return the observer of one layer, or None where none is wanted."""
-        if layer_index not in self._layers:
+        if layer_index not in self.layers:
             return None
-        return partial(self._observe, self.relevance[self._layers.index(layer_index)])
+        return partial(self._observe, self.relevance[self.layers.index(layer_index)])
 
     def _observe(
         self,
@@ -69,13 +72,12 @@ def ask(
     embed: Callable[[torch.Tensor], torch.Tensor],
     fresh: torch.Tensor,
     attention: QuestionAttention,
-    layers: range,
     loader: SpanLoader,
     fused: FusedKV,
     tables: Sequence[RotaryTable],
     lap: Callable[[str], None],
 ) -> None:
-    """Compute the fresh rows over stored KV up to the last of `layers`, and note their attention.
+    """Compute the fresh rows over stored KV up to the last observed layer, noting their attention.
 
     Call inside ``model.computing_rows()``. Stored KV of those layers are in `fused` afterwards;
     rows of fresh tokens hold what has to be computed again.
@@ -91,11 +93,11 @@ def ask(
         ``"ask"``.
     """
     hidden = embed(fresh)
-    for layer_index in range(layers.stop):
+    for layer_index in range(attention.layers.stop):
         table = tables[layer_index]
         lap("ask")
         loader.load_layer(layer_index, fused, table)
         lap("load")
-        observer = attention.observer_of(layer_index)
-        model.forward_rows(layer_index, hidden, fresh, fused, table, observer=observer)
+        attending = Attending(observer=attention.observer_of(layer_index))
+        model.forward_rows(layer_index, hidden, fresh, fused, table, attending=attending)
     lap("ask")

@@ -95,7 +95,7 @@ def make_repair(
         For an unknown name, a value out of range, a parameter the policy does not have, or one
         that `spec` has given already.
     """
-    name, given = parse_spec(spec, POLICIES, "policy")
+    name, given = parse_spec(spec, "policy", POLICIES)
     add_given(given, spec, ratio=ratio, tokens=boundary_tokens)
     check_given(name, given, parameters_of(name))
     modifiers = {key: given.pop(key) for key in MODIFIERS if key in given}

@@ -9,7 +9,7 @@ import torch
 
 from kvrag.fusion.policies.base import CandidateStats, PromptRows, RecomputePolicy, highest
 from kvrag.kvcache import FusedKV
-from kvrag.models.attention import Alone
+from kvrag.models.attention import EncodedScope
 from kvrag.models.caches import Deviation
 from kvrag.models.kv_model import KVModel
 from kvrag.positions.rotary import RotaryTable
@@ -43,7 +43,7 @@ class Selection:
         policy: RecomputePolicy,
         prompt: PromptRows,
         fresh: torch.Tensor,
-        encoded: Alone | None,
+        encoded: EncodedScope | None,
     ) -> None:
         self._policy = policy
         self._prompt = prompt

@@ -21,6 +21,7 @@ from kvrag.fusion.layout import Layout, RecordId, ReusedSpan
 from kvrag.fusion.loader import LostError, OpenKV, SpanLoader
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import Attending
 
 _Place = tuple[str, tuple[int, ...], int]
 """A record by chunk and context, and the position at which its first token stands."""
@@ -130,8 +131,8 @@ class SharedPrompts:
             hidden = model.embed(ids, self._positions[fresh])
             for layer_index, table in enumerate(self._tables):
                 loader.load_layer(layer_index, fused, table)
-                seen = visible[model.windows[layer_index] or 0]
-                model.forward_rows(layer_index, hidden, fresh, fused, table, visible=seen)
+                attending = Attending(visible=visible[model.windows[layer_index] or 0])
+                model.forward_rows(layer_index, hidden, fresh, fused, table, attending=attending)
             last = [rows.fresh.index(row) for row in rows.last_rows]
             self.logits = model.logits(hidden[last])
         return fused
@@ -166,8 +167,10 @@ class SharedPrompts:
         with model.computing_rows():
             hidden = model.embed(ids, self._positions[new])
             for layer_index, table in enumerate(self._tables):
-                seen = visible[model.windows[layer_index] or 0]
-                model.forward_rows(layer_index, hidden, new, self._fused, table, visible=seen)
+                attending = Attending(visible=visible[model.windows[layer_index] or 0])
+                model.forward_rows(
+                    layer_index, hidden, new, self._fused, table, attending=attending
+                )
             logits = model.logits(hidden)
         return dict(zip(owners, logits, strict=True))
 

@@ -89,7 +89,7 @@ class StreamedLoader(SpanLoader):
         def compute_seconds(left_out: frozenset[int]) -> float | None:
             records = {lanes[number] for number in left_out}
             loaded = [span for span in self._spans if span.record_id not in records]
-            return streaming.known.computing.seconds(self._planned_rows(loaded))
+            return streaming.estimates.computing.seconds(self._planned_rows(loaded))
 
         def seconds_without(numbers: Collection[int]) -> float | None:
             return compute_seconds(frozenset(numbers))
@@ -115,7 +115,7 @@ class StreamedLoader(SpanLoader):
 
     def _expect(self) -> None:
         """Let the link know what opening took, and what is expected of loading."""
-        link, records = self._streaming.known.link, self._records.values()
+        link, records = self._streaming.estimates.link, self._records.values()
         if not records:
             return
         # Opened at the same time they slow one another down.

@@ -12,18 +12,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvrag.chunk import Chunk, ChunkKey, chunk_id_of
+from kvrag.ingest.catalogfile import checked
 from kvrag.ingest.mending import CatalogMending
 from kvrag.ingest.rows import Change, DocumentRow, FileState, pack_json, unpack_json
-from kvrag.ingest.seals import SEAL_BYTES
-from kvrag.ingest.tables import (
+from kvrag.ingest.schema import (
     CHUNK_COLUMNS,
     FILE_NAME,
     KEYS,
     NO_GENERATION,
     SCHEMA_VERSION,
     VECTOR_COLUMNS,
-    checked,
 )
+from kvrag.ingest.seals import SEAL_BYTES
 
 if TYPE_CHECKING:
     import numpy as np

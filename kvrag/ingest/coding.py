@@ -13,8 +13,9 @@ import torch
 
 from kvrag.chunk import ChunkKey
 from kvrag.codec.base import Codec, EncodedChunk
-from kvrag.codec.container import RecordHeader, RecordReader
+from kvrag.codec.container import RecordReader
 from kvrag.codec.fitting import fit_profile
+from kvrag.codec.header import RecordHeader
 from kvrag.codec.lossless import NAME as LOSSLESS
 from kvrag.codec.names import RAW, expected_bytes_per_token
 from kvrag.codec.presets import CodecChoice, choose_codec
@@ -75,7 +76,7 @@ def fit_to(
     Parameters
     ----------
     codec
-        Any but ``raw``.
+        One that needs a profile.
     lengths
         Tokens of each chunk there is.
     kv_of

@@ -25,6 +25,7 @@ FORMAT_VERSION = 5
 OLDEST_VERSION = 3
 FILE_NAME = "index.json"
 VECTORS_NAME = "vectors.cache"
+KV_FOLDER = "kv"
 _KIND = "kvrag index"
 # Known here, so that to list an index no tensor library is needed.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

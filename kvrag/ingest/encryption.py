@@ -18,9 +18,8 @@ from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.connection import finish_placing, next_path, put_in_place, ready_path
 from kvrag.ingest.seals import seal_key
 from kvrag.store.base import Store
-from kvrag.store.encrypted import EncryptedStore
-from kvrag.store.tiered import TieredStore
-from kvrag.store.wrapper import StoreWrapper, read_whole
+from kvrag.store.capabilities import DerivesKeys, capability, tiers_of
+from kvrag.store.wrapper import read_whole
 
 _CATALOG = b"kvrag catalog"
 _CHECK = b"kvrag key check"
@@ -29,36 +28,34 @@ _CHECK_BYTES = 16
 _NUM_PROBES = 8
 
 
-def encrypted_store(store: Store) -> EncryptedStore | None:
-    """Return what encrypts the records of a store; of several tiers, those of the last one that
-    has a key.
-    """
-    if isinstance(store, TieredStore):
-        found = (encrypted_store(tier) for tier in reversed(store.tiers))
-        return next((one for one in found if one is not None), None)
-    while isinstance(store, StoreWrapper):
-        if isinstance(store, EncryptedStore):
-            return store
-        store = store.inner
+def _key_of(store: Store) -> tuple[Store, DerivesKeys] | None:
+    """Return the last tier of a store that has a key, and the key; None where none has one."""
+    for tier in reversed(tiers_of(store)):
+        key = capability(tier, DerivesKeys)
+        if key is not None:
+            return tier, key
     return None
+
+
+def _derived(store: Store, purpose: bytes) -> bytes | None:
+    """Return what follows from the key of a store; None where nothing is encrypted."""
+    found = _key_of(store)
+    return None if found is None else found[1].derive(purpose)
 
 
 def catalog_key(store: Store) -> bytes | None:
     """Return the key of a catalog beside a store; None where nothing is encrypted."""
-    found = encrypted_store(store)
-    return None if found is None else found.derive(_CATALOG)
+    return _derived(store, _CATALOG)
 
 
 def key_check(store: Store) -> str:
     """Return by what the key of a store is known again; "" where nothing is encrypted."""
-    found = encrypted_store(store)
-    return "" if found is None else found.derive(_CHECK)[:_CHECK_BYTES].hex()
+    return (_derived(store, _CHECK) or b"")[:_CHECK_BYTES].hex()
 
 
 def secret_salt(store: Store) -> bytes | None:
     """Return a tenant's salt that follows from a store's key; None where nothing is encrypted."""
-    found = encrypted_store(store)
-    return None if found is None else found.derive(_SALT)
+    return _derived(store, _SALT)
 
 
 def open_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
@@ -130,16 +127,17 @@ def require_key(folder: Path, config: IndexConfig, store: Store) -> None:
 
 def require_key_of_records(store: Store) -> None:
     """Raise IndexMismatchError when a store holds records, and its key opens none of some."""
-    found = encrypted_store(store)
+    found = _key_of(store)
     if found is None:
         return
+    tier, _ = found
     tried = 0
-    for key in found.keys():  # noqa: SIM118  a store, no mapping
+    for key in tier.keys():  # noqa: SIM118  a store, no mapping
         if tried == _NUM_PROBES:
             break
         tried += 1
         with contextlib.suppress(RecordError, StoreError):
-            record = found.open(key)
+            record = tier.open(key)
             if record is not None:
                 with contextlib.closing(record):
                     read_whole(record)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ProfileError, RecordError, StoreError
+from kvrag.ingest.audit import Audit
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.mending import Audit
 from kvrag.ingest.profiles import ProfileFolder
 from kvrag.ingest.report import GcReport, RecordProblem, VerifyReport
 from kvrag.store.base import Store

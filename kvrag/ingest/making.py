@@ -1,36 +1,35 @@
-"""What an index may be made from, and whether a folder may become one."""
+"""Making an index: its configuration, and its folder."""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag import arguments
-from kvrag.codec.names import RAW, parse_codec
-from kvrag.errors import IndexMismatchError, ParameterError
+from kvrag.codec.names import parse_codec
+from kvrag.errors import ParameterError, StoreError
 from kvrag.fusion.compression.spec import parse_compression
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import config as configs
 from kvrag.ingest import counting, lock, profiles, words
-from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
-from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.checks import check_limit
+from kvrag.ingest.config import KV_FOLDER, IndexConfig
 from kvrag.ingest.contexts import context_limit
+from kvrag.ingest.encryption import catalog_key, key_check, secret_salt
+from kvrag.ingest.seals import seal_key
+from kvrag.ingest.settings import IndexSettings
+from kvrag.ingest.storage import Storage
 from kvrag.models.control import default_control_tokens
-from kvrag.store.base import Store
-from kvrag.store.limited import LimitedStore
-from kvrag.store.memory import MemoryStore
-from kvrag.store.tiered import TieredStore
-from kvrag.store.wrapper import innermost
+from kvrag.store.capabilities import ChecksWritable, capability
+from kvrag.store.registry import open_store
 
 if TYPE_CHECKING:
-    import torch
-
-    from kvrag.codec.profile import Profile
     from kvrag.ingest.embedding import Embedding
     from kvrag.models.kv_model import KVModel
 
-KV_FOLDER = "kv"
 _OUR_FILES = {
     configs.FILE_NAME,
     counting.FILE_NAME,
@@ -42,80 +41,19 @@ _OUR_FILES = {
 } | {catalogs.FILE_NAME + end for end in ("", "-wal", "-shm", "-journal")}
 
 
-def check_settings(codec: str, chunk_tokens: int, tenant_salt: bytes) -> None:
-    """Raise ParameterError for values that no model could make good."""
-    parse_codec(codec)
-    arguments.whole(chunk_tokens, "chunk_tokens", MIN_CHUNK_TOKENS)
-    if not isinstance(tenant_salt, bytes):
-        raise ParameterError(
-            f"tenant_salt: expected 1 to 64 bytes, found {type(tenant_salt).__name__}"
-        )
-    if not 1 <= len(tenant_salt) <= 64:
-        raise ParameterError(f"tenant_salt is 1 to 64 bytes, found {len(tenant_salt)}")
-
-
-def check_limit(store: Store, config: IndexConfig) -> None:
-    """Close a store and raise ParameterError when a tier of it is limited to less than a chunk."""
-    needed = config.chunk_tokens * config.expected_bytes_per_token
-    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
-    for tier in tiers:
-        if isinstance(tier, LimitedStore) and tier.limit_bytes < needed:
-            store.close()
-            raise ParameterError(
-                f"{tier.url} holds no chunk of {config.chunk_tokens} tokens, which take about "
-                f"{needed:,} bytes; raise its limit, or choose fewer chunk_tokens or another codec"
-            )
-
-
-def check_lasting(store: Store) -> None:
-    """Raise ParameterError when what is kept in a store is gone with the process."""
-    home = innermost(store.tiers[-1] if isinstance(store, TieredStore) else store)
-    if isinstance(home, MemoryStore):
-        raise ParameterError(
-            f"{store.url} is gone when the process ends: choose a store that lasts; memory may be "
-            "a tier before it"
-        )
-
-
-def check_device(device: str | None, model: KVModel | None = None) -> None:
-    """Raise ParameterError when a device cannot be used here, or `model` is on another one."""
-    if device is None:
-        return
-    if not isinstance(device, str):
-        raise ParameterError(f"device {device!r}: expected a name such as 'cpu' or 'cuda'")
-    # Only now: without a device nothing of the model's library is needed yet.
-    from kvrag.models.loading import usable_device
-
-    wanted = usable_device(device)
-    if model is not None and model.device != wanted:
-        raise ParameterError(
-            f"device {device} was asked for, but the model given is on {model.device}"
-        )
-
-
 def make_config(
-    given: Any,
-    model: KVModel,
-    *,
-    dtype: torch.dtype | str | None,
-    embedding: Embedding,
-    codec: str,
-    profile: Profile | None,
-    chunk_tokens: int,
-    context: str,
-    context_tokens: int | None,
-    compression: str,
-    tenant_salt: bytes,
-    control_tokens: str | None,
+    given: Any, model: KVModel, embedding: Embedding, settings: IndexSettings
 ) -> IndexConfig:
-    """Return the settings of a new index.
+    """Return the configuration of a new index.
 
     Parameters
     ----------
     given
         The model as the caller named it.
-    model
-        The same, loaded.
+    model, embedding
+        The same, and the embedding, loaded.
+    settings
+        What the caller chose.
 
     Raises
     ------
@@ -124,6 +62,8 @@ def make_config(
     AnchorsError
         When chunks are to be compressed with anchors that the model does not have.
     """
+    dtype, codec, profile = settings.dtype, settings.codec, settings.profile
+    chunk_tokens, compression = settings.chunk_tokens, settings.compression
     prefix_ids = model.default_prefix_ids()
     dtype_name = str(model.spec.dtype).removeprefix("torch.")
     if dtype is not None and str(dtype).removeprefix("torch.") != dtype_name:
@@ -136,7 +76,7 @@ def make_config(
             f"exceeds the model's context of {model.max_positions}; choose at most "
             f"{model.max_positions - len(prefix_ids)}"
         )
-    if profile is not None and parse_codec(codec).preset == RAW:
+    if profile is not None and not parse_codec(codec).takes_profile:
         raise ParameterError(
             f"codec {codec!r} takes no profile: name the codec it was fitted for, or leave it out"
         )
@@ -172,34 +112,48 @@ def make_config(
         codec=parse_codec(codec).label,
         profile="" if profile is None else profile.hash,
         chunk_tokens=int(chunk_tokens),
-        context=context,
-        context_tokens=context_limit(context, context_tokens),
+        context=settings.context,
+        context_tokens=context_limit(settings.context, settings.context_tokens),
         compression=compression if chosen is None else str(chosen),
         anchors=anchors,
-        tenant_salt=tenant_salt.hex(),
+        tenant_salt=settings.salt.hex(),
         index_id=secrets.token_hex(16),
-        control_tokens=control_tokens or default_control_tokens(model.tokenizer),
+        control_tokens=settings.control_tokens or default_control_tokens(model.tokenizer),
     )
 
 
-def _model_reference(given: Any, loaded: KVModel) -> str:
-    """Return by what name a model can be loaded again, or "" if it cannot."""
-    name = str(given) if isinstance(given, str | Path) else loaded.name
-    path = Path(name).expanduser()
-    if path.exists():  # a folder, or a GGUF file
-        return str(path.resolve())
-    return name if isinstance(given, str) or "/" in name or name == "kvrag-tiny" else ""
-
-
-def check_embedding(config: IndexConfig, folder: Path, embedding: Embedding) -> None:
-    """Raise IndexMismatchError unless `embedding` is the one an index was made with."""
-    found = (embedding.name, embedding.dim)
-    expected = (config.embedding, config.embedding_dim)
-    if found != expected:
-        raise IndexMismatchError(
-            f"{folder} was made with the embedding {expected[0]!r} of {expected[1]} dimensions, "
-            f"found {found[0]!r} of {found[1]}; use the one it was made with"
-        )
+def make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) -> Storage:
+    """Make an empty index in a new or empty folder, and open it. Raises as `Index.create` does."""
+    with contextlib.ExitStack() as undoing:
+        opened = None if settings.store is None else open_store(settings.store)
+        if opened is not None:
+            undoing.callback(opened.close)
+            config = replace(config, store=opened.url, key_check=key_check(opened))
+            if settings.tenant_salt is None and (salt := secret_salt(opened)) is not None:
+                config = replace(config, tenant_salt=salt.hex())
+            check_limit(opened, config)
+            if (checks := capability(opened, ChecksWritable)) is not None:
+                checks.check_writable()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"cannot make the folder {folder}: {error.strerror or error}; use another one"
+            ) from error
+        with lock.writer_lock(folder):
+            require_free(folder)
+            catalog = Catalog.create(
+                folder / catalogs.FILE_NAME,
+                seal_key=seal_key(bytes.fromhex(config.tenant_salt), config.index_id),
+                cipher_key=None if opened is None else catalog_key(opened),
+            )
+            if settings.profile is not None:
+                profiles.ProfileFolder(folder / profiles.FOLDER_NAME).add(settings.profile)
+            # Last, since it is what makes the folder an index.
+            config.save(folder)
+        undoing.pop_all()
+    store = opened if opened is not None else open_store(f"file:{folder / KV_FOLDER}")
+    return Storage(folder, config, catalog, store)
 
 
 def require_free(folder: Path) -> None:
@@ -218,3 +172,12 @@ def require_free(folder: Path) -> None:
         raise ParameterError(
             f"{folder} is not empty (it holds {foreign[0]!r}): use a new folder for the index"
         )
+
+
+def _model_reference(given: Any, loaded: KVModel) -> str:
+    """Return by what name a model can be loaded again, or "" if it cannot."""
+    name = str(given) if isinstance(given, str | Path) else loaded.name
+    path = Path(name).expanduser()
+    if path.exists():  # a folder, or a GGUF file
+        return str(path.resolve())
+    return name if isinstance(given, str) or "/" in name or name == "kvrag-tiny" else ""

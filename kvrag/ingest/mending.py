@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvrag.chunk import Chunk, ChunkKey, chunk_id_of
 from kvrag.errors import IndexFormatError
+from kvrag.ingest.audit import Audit
+from kvrag.ingest.catalogfile import checked
 from kvrag.ingest.connection import catalog_error, next_path
 from kvrag.ingest.rows import pack_json
-from kvrag.ingest.tables import (
+from kvrag.ingest.rowwriter import RowWriter
+from kvrag.ingest.schema import (
     APPLICATION_ID,
     CHUNK_COLUMNS,
     DOCUMENT_COLUMNS,
@@ -20,9 +22,7 @@ from kvrag.ingest.tables import (
     KEYS,
     SCHEMA,
     SCHEMA_VERSION,
-    CatalogTables,
     StoredDocument,
-    checked,
     joined,
     write_state,
 )
@@ -53,49 +53,7 @@ ALTER TABLE chunks ADD COLUMN vector_seal BLOB NOT NULL DEFAULT x'';
 """
 
 
-@dataclass
-class Audit:
-    """What holding every row against its seal brought to light.
-
-    Attributes
-    ----------
-    num_chunks
-        There are, with those that are damaged.
-    num_documents
-        There were.
-    needed
-        The KV of the sound chunks, with its number of tokens.
-    structure
-        What SQLite's own check (`damage`) found.
-    chunks, vectors, names
-        By row number, what is wrong with a chunk, its vector, or the names of its KV.
-    documents
-        By source, what is wrong with a document's row, or which of its chunks are missing.
-    files
-        By path, what is wrong with what was noted of a file.
-    others
-        What is wrong with the state, and with what it says of the tables.
-    """
-
-    num_chunks: int = 0
-    num_documents: int = 0
-    needed: dict[ChunkKey, int] = field(default_factory=dict)
-    structure: list[str] = field(default_factory=list)
-    chunks: dict[int, str] = field(default_factory=dict)
-    vectors: dict[int, str] = field(default_factory=dict)
-    names: dict[int, str] = field(default_factory=dict)
-    documents: dict[str, str] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)
-
-    @property
-    def problems(self) -> list[str]:
-        """All of it."""
-        by_name = (self.chunks, self.vectors, self.names, self.documents, self.files)
-        return [*self.structure, *self.others, *(text for one in by_name for text in one.values())]
-
-
-class CatalogMending(CatalogTables):
+class CatalogMending(RowWriter):
     """The part of `Catalog` that looks for damage, and mends it."""
 
     @checked

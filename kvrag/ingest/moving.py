@@ -12,7 +12,7 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError
 from kvrag.recordformat import check_record
 from kvrag.store.base import Store
-from kvrag.store.tiered import TieredStore
+from kvrag.store.capabilities import Flushes, capability
 from kvrag.store.wrapper import read_whole
 
 
@@ -76,8 +76,9 @@ def copy_records(
         (target.replace if is_there else target.put)(key, content)
         num_records += 1
         size_bytes += len(content)
-    if isinstance(target, TieredStore):
-        target.flush()
+    background = capability(target, Flushes)
+    if background is not None:
+        background.flush()
     return MoveReport(target.url, num_records, size_bytes, num_present, num_lost, 0)
 
 

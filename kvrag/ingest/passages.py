@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
 from kvrag.errors import ParameterError, RecordError
 from kvrag.ingest import lock
+from kvrag.ingest.background import BackgroundWriter
 from kvrag.ingest.kept import FOLDER, write_kept
-from kvrag.ingest.writer import BackgroundWriter
 
 if TYPE_CHECKING:
     from kvrag.codec.base import EncodedChunk
     from kvrag.ingest.index import Index
+    from kvrag.kvcache import ChunkKV
 
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_.-]*")
 
@@ -144,7 +145,6 @@ class Passages:
         size_bytes = 0
         prefill_seconds = 0.0
         with lock.writer_lock(index.path):
-            index._reload_codec()
             missing = [(key, one) for key, one in by_key.items() if not index.store.contains(key)]
             # Before the records: one stored and not yet named could be collected by nobody else
             # while the lock is held, and a killed run leaves a name that the next one completes.
@@ -153,7 +153,7 @@ class Passages:
             write_kept(path, keys)
             if missing:
                 chunks = [_as_chunk(one) for _, one in missing]
-                codec = index._codec_for(chunks, lambda _: None)
+                codec = index.upkeep.codec_for(chunks)
                 missing.sort(key=lambda pair: (len(pair[1].token_ids), pair[0]))
                 with BackgroundWriter() as writer:
                     for number, (key, one) in enumerate(missing):
@@ -165,9 +165,9 @@ class Passages:
                         )
                         prefill_seconds += time.perf_counter() - begun
 
-                        def store(key: ChunkKey = key, kv: object = kv) -> None:
+                        def store(key: ChunkKey = key, kv: ChunkKV = kv) -> None:
                             nonlocal size_bytes
-                            record = codec.encode(key, kv)  # type: ignore[arg-type]
+                            record = codec.encode(key, kv)
                             index.store.put(key, record)
                             size_bytes += len(record)
 

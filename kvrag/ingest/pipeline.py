@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from kvrag.chunk import Chunk, ChunkKey, Document
 from kvrag.errors import DocumentError, StoreError
+from kvrag.ingest.background import BackgroundWriter
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.failures import STAYS, document_failures
 from kvrag.ingest.files import read_file
@@ -30,7 +31,6 @@ from kvrag.ingest.parsing import Parser
 from kvrag.ingest.plan import Plan, PlannedDocument, document_digest
 from kvrag.ingest.report import FailedDocument, IngestProgress
 from kvrag.ingest.rows import Change, ChunkRow
-from kvrag.ingest.writer import BackgroundWriter
 from kvrag.store.base import Store
 
 if TYPE_CHECKING:

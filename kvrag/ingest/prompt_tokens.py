@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from kvrag.chunk import Chunk
 from kvrag.errors import IndexFormatError, StoreError
 from kvrag.models.chat import PromptText
-from kvrag.models.control import ControlTokens, Span, Tokens, encode, overlaps
+from kvrag.models.control import ControlTokens
+from kvrag.models.tokens import Span, Tokens, encode, overlaps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

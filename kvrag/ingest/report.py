@@ -142,7 +142,7 @@ class IndexStats:
     num_records
         KV records in the store.
     num_unreferenced_records
-        Of these, records that no chunk needs any more; `Index.gc` removes them.
+        Of these, records that no chunk needs any more; `Upkeep.gc` removes them.
     size_bytes
         Of all records.
     bytes_per_token
@@ -241,7 +241,7 @@ class VerifyReport:
 
 @dataclass(frozen=True)
 class GcReport:
-    """What `Index.gc` removed: records no chunk needs, codec profiles no record needs, and files
+    """What `Upkeep.gc` removed: records no chunk needs, codec profiles no record needs, and files
     left by killed processes.
     """
 
@@ -257,7 +257,7 @@ class GcReport:
 
 @dataclass(frozen=True)
 class RecodeReport:
-    """What `Index.recode` did.
+    """What `Upkeep.recode` did.
 
     Attributes
     ----------

@@ -22,7 +22,7 @@ from kvrag.errors import IndexMismatchError, StoreError
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import VECTORS_NAME as FILE_NAME
 from kvrag.ingest.config import write_atomically
-from kvrag.ingest.tables import NO_GENERATION
+from kvrag.ingest.schema import NO_GENERATION
 
 _MAGIC = b"KVRAGVEC"
 _HEADER = struct.Struct("<8sIIQq16s16s")  # magic, version, dim, count, generation, documents, seal

@@ -1,61 +1,262 @@
-"""A thread that encodes and stores what the model has computed, in order, behind its back."""
+"""Bringing documents into an index, and taking them out."""
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-# Each waiting task holds the KV of one chunk: enough to keep both sides busy, little memory.
-_MAX_WAITING = 4
+from kvrag import arguments
+from kvrag.chunk import Chunk, Document
+from kvrag.ingest import lock
+from kvrag.ingest.chunker import chunk_document
+from kvrag.ingest.contexts import add_contexts, encoded_behind
+from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.fitter import CodecFitter
+from kvrag.ingest.healing import Held, audit_catalog, held_by, lost_since, mend_catalog
+from kvrag.ingest.limits import ParseLimits
+from kvrag.ingest.loaders import is_storable
+from kvrag.ingest.parsing import Parser
+from kvrag.ingest.pipeline import Outcome, Work, check_space, run_plan
+from kvrag.ingest.plan import Plan, Planner, Sources, gather
+from kvrag.ingest.refusal import refuse_control
+from kvrag.ingest.report import IngestProgress, IngestReport
+from kvrag.ingest.rows import Change
+from kvrag.ingest.storage import Storage
+from kvrag.models.control import REFUSE
+
+Progress = Callable[[IngestProgress], None]
 
 
-class BackgroundWriter:
-    """Runs tasks one after the other in a thread of its own.
+class Writer:
+    """Writes the documents of one index.
 
-    After a task failed no other is run, and the error is raised in the thread that submits.
-    Leaving the context with an error drops what still waits; leaving it without one waits for
-    all of it.
+    Parameters
+    ----------
+    storage, encoders, fitter
+        The index's.
     """
 
-    def __init__(self) -> None:
-        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_WAITING)
-        self._error: BaseException | None = None
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="kvrag-writer", daemon=True)
+    def __init__(self, storage: Storage, encoders: Encoders, fitter: CodecFitter) -> None:
+        self._storage = storage
+        self._encoders = encoders
+        self._fitter = fitter
+        self._is_swept = False
+        self._neutralised: dict[str, int] = {}  # by document, in an ingestion
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
+    def add(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stopped = kind is not None
-        self._tasks.put(None)
-        self._thread.join()
-        if kind is None:
-            self._raise()
+        paths_or_documents: Any,
+        *,
+        dry_run: bool,
+        force: bool,
+        on_progress: Progress | None,
+        limits: ParseLimits | None,
+        loaders: Mapping[str, str] | None,
+    ) -> IngestReport:
+        """Bring files and documents into the index (`Index.add`)."""
+        storage = self._storage
+        storage.require_open()
+        arguments.flag(dry_run, "dry_run")
+        arguments.flag(force, "force")
+        parser = Parser(limits, loaders)
+        sources = gather(paths_or_documents, storage.path, parser.suffixes)
+        lock_taken = contextlib.nullcontext() if dry_run else lock.writer_lock(storage.path)
+        with parser, lock_taken:
+            return self._add(sources, parser, dry_run, force, on_progress)
 
-    def submit(self, task: Callable[[], None]) -> None:
-        """Queue a task; waits while too many wait already. Raises what an earlier one raised."""
-        self._raise()
-        self._tasks.put(task)
+    def read_again(self, paths: Sequence[str]) -> IngestReport:
+        """Read files again, whatever is known of them; call with the writer's lock held."""
+        with Parser(None, None) as parser:
+            return self._add(Sources(list(paths), [], {}, []), parser, False, True, None)
 
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def delete(self, sources: Sequence[str], chunk_ids: Sequence[str]) -> int:
+        """Remove documents and single chunks (`Index.delete`)."""
+        storage = self._storage
+        storage.require_open()
+        sources = arguments.texts(sources, "sources")
+        chunk_ids = arguments.texts(chunk_ids, "chunk_ids")
+        with lock.writer_lock(storage.path):
+            catalog, config = storage.catalog, storage.config
+            known = {
+                source: catalog.chunk_ids_of(source)
+                for source in dict.fromkeys(sources)
+                if is_storable(source)
+            }
+            num_removed = sum(map(len, known.values()))
+            if known:
+                catalog.apply(Change(remove=list(known)))
+            if chunk_ids:
+                num_removed += catalog.remove_chunks(
+                    dict.fromkeys(filter(is_storable, chunk_ids)),
+                    lambda ordinal, later: encoded_behind(
+                        ordinal, later, config.context, config.context_tokens
+                    ),
+                    storage.key_of,
+                )
+            catalog.refresh_words()
+            return num_removed
 
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            if self._error is not None or self._stopped:
-                continue
-            try:
-                task()
-            except BaseException as error:  # raised again by the submitting thread
-                self._error = error
+    def cut(self, document: Document) -> list[Chunk]:
+        """Cut a document into chunks, each with what it is encoded behind."""
+        config, encoders = self._storage.config, self._encoders
+        control = encoders.control
+        chunks = chunk_document(document, encoders.tokenizer, config.chunk_tokens, control)
+        if control is not None and config.control_tokens == REFUSE:
+            refuse_control(document, chunks, control)
+        elif control is not None and (
+            found := sum(len(control.find_any(chunk.text)) for chunk in chunks)
+        ):
+            self._neutralised[document.source] = found
+        return add_contexts(
+            chunks,
+            encoders.tokenizer,
+            config.context,
+            config.context_tokens,
+            encoders.room,
+            control,
+        )
+
+    # -- private -----------------------------------------------------------------------------
+
+    def _add(
+        self,
+        sources: Sources,
+        parser: Parser,
+        dry_run: bool,
+        force: bool,
+        on_progress: Progress | None,
+    ) -> IngestReport:
+        """Do what `add` does; call with the writer's lock held, but for a dry run."""
+        started = time.perf_counter()
+        storage = self._storage
+        catalog = storage.catalog
+        storage.reload_codec()
+        self._neutralised.clear()
+        is_sound = self._is_swept or catalog.has_sound_tables()
+        before: Held | None = None
+        if not dry_run:
+            storage.encrypt_catalog()
+            if not is_sound:
+                before = self._heal_first()
+        num_noted = catalog.num_noted
+        plan = self._plan(sources, parser, force or not is_sound, on_progress)
+        if catalog.num_noted > num_noted and not dry_run and before is None:
+            # What is damaged elsewhere must not stand in the way of writing.
+            before = self._heal_first()
+            plan = self._plan(sources, parser, True, on_progress)
+        outcome = self._foretell(plan) if dry_run else self._run(plan, parser, on_progress)
+        if not dry_run:
+            catalog.refresh_words()
+        self._is_swept = self._is_swept or not dry_run
+        note = "" if dry_run else self._note(plan, outcome, before)
+        seconds = outcome.seconds
+        return IngestReport(
+            added=tuple(plan.added),
+            changed=tuple(plan.changed),
+            removed=tuple(plan.removed),
+            unchanged=tuple(plan.unchanged),
+            failed=tuple(plan.failed),
+            num_chunks=plan.num_chunks,
+            num_tokens=plan.num_tokens,
+            num_records=outcome.num_records,
+            num_tokens_computed=outcome.num_tokens_computed,
+            num_context_tokens=outcome.num_context_tokens,
+            size_bytes=outcome.size_bytes,
+            seconds=time.perf_counter() - started,
+            compute_seconds=seconds,
+            prefill_seconds=outcome.prefill_seconds,
+            tokens_per_second=outcome.num_tokens_computed / seconds if seconds else 0.0,
+            dry_run=dry_run,
+            note=note,
+            compression=storage.config.compression,
+            control_strings=self._num_control_strings([*plan.added, *plan.changed]),
+        )
+
+    def _heal_first(self) -> Held:
+        """Mend a damaged catalog before it is written to; return what it held."""
+        self._is_swept = True
+        audit = audit_catalog(self._storage)
+        before = held_by(self._storage, audit)
+        self.read_again(mend_catalog(self._storage, self._encoders, audit))
+        return before
+
+    def _plan(
+        self, sources: Sources, parser: Parser, force: bool, on_progress: Progress | None
+    ) -> Plan:
+        started = time.perf_counter()
+        num_inputs = len(sources.files) + len(sources.documents)
+
+        def report(num_done: int) -> None:
+            if on_progress is not None:
+                seconds = time.perf_counter() - started
+                on_progress(
+                    IngestProgress(
+                        stage="read",
+                        num_documents_done=num_done,
+                        num_documents=num_inputs,
+                        num_tokens_done=0,
+                        num_tokens=0,
+                        size_bytes_done=0,
+                        size_bytes_estimate=0,
+                        seconds=seconds,
+                        tokens_per_second=0.0,
+                        eta_seconds=seconds * (num_inputs - num_done) / num_done,
+                    )
+                )
+
+        planner = Planner(self._storage.catalog, parser, self.cut, self._missing_key, report, force)
+        return planner.run(sources)
+
+    def _missing_key(self, chunk: Chunk) -> str | None:
+        key = self._storage.key_of(chunk)
+        return None if self._storage.store.contains(key) else key.digest
+
+    def _foretell(self, plan: Plan) -> Outcome:
+        return Outcome(
+            num_records=plan.num_records,
+            num_tokens_computed=plan.num_tokens_to_compute,
+            num_context_tokens=plan.num_context_tokens,
+            size_bytes=plan.num_tokens_to_compute * self._storage.expected_bytes_per_token,
+        )
+
+    def _run(self, plan: Plan, parser: Parser, on_progress: Progress | None) -> Outcome:
+        storage, encoders = self._storage, self._encoders
+        # What a shared store takes is not on this disk.
+        room = 0 if storage.is_store_shared else storage.expected_bytes_per_token
+        check_space(plan, storage.path, room, storage.config.embedding_dim)
+        work = Work(
+            catalog=storage.catalog,
+            store=storage.store,
+            codec_for=self._fitter.codec_for,
+            embedding=encoders.embedding,
+            parser=parser,
+            chunk=self.cut,
+            key_of=storage.key_of,
+            prefill=encoders.prefill,
+            bytes_per_token=storage.expected_bytes_per_token,
+        )
+        return run_plan(plan, work, on_progress)
+
+    def _note(self, plan: Plan, outcome: Outcome, before: Held | None) -> str:
+        """Return what to know after an ingestion; "" for nothing."""
+        storage = self._storage
+        said: list[str] = []
+        if storage.lost:
+            said.append(
+                f"{storage.lost}: all documents were lost; ingest again what this run was not given"
+            )
+            storage.lost = ""
+        if before is not None:
+            said.append("the catalog was damaged and has been mended")
+            said += lost_since(before, storage, len(plan.removed))
+        if outcome.num_records:
+            said.append(self._fitter.note())
+        return "; ".join(filter(None, said))
+
+    def _num_control_strings(self, sources: Sequence[str]) -> dict[str, int]:
+        """Return how many control strings were read as text, of those documents that held any."""
+        return {
+            source: self._neutralised[source] for source in sources if source in self._neutralised
+        }

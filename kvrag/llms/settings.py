@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from kvrag.engine.answer import Answer, AnswerDelta
+from kvrag.engine.base import Engine
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import PlacedPrompt, Recompute, Request
 from kvrag.engine.sampling import Sampling
@@ -142,7 +143,7 @@ class EngineSettings(BaseModel):
     timeout: float | None = Field(default=None, gt=0.0)
     max_retries: int = Field(default=2, ge=0)
 
-    _engines: dict[str | None, KVEngine] = PrivateAttr(default_factory=dict)
+    _engines: dict[str | None, Engine] = PrivateAttr(default_factory=dict)
     _markup: dict[str | None, PMLEngine] = PrivateAttr(default_factory=dict)
 
     @field_validator("schemas", mode="before")
@@ -255,12 +256,12 @@ class EngineSettings(BaseModel):
 
     def _prepare(
         self, call: Mapping[str, Any]
-    ) -> tuple[Callable[[], KVEngine], Callable[[Prompt], Request]]:
+    ) -> tuple[Callable[[], Engine], Callable[[Prompt], Request]]:
         """Return what opens the engine, and what makes a request of a prompt."""
         values = self.call_values(call)
         model, stop, timeout = (values.pop(name) for name in ("model", "stop", "timeout"))
 
-        def engine() -> KVEngine:
+        def engine() -> Engine:
             return self.engine(model)
 
         def request(prompt: Prompt) -> Request:
@@ -269,7 +270,7 @@ class EngineSettings(BaseModel):
 
         return engine, request
 
-    def engine(self, model: str | None = None) -> KVEngine:
+    def engine(self, model: str | None = None) -> Engine:
         """Return the engine that answers, opening index and model if this is the first call."""
         model = model or self.model
         index = shared_index(self.index, model=model, device=self.device)
@@ -281,7 +282,7 @@ class EngineSettings(BaseModel):
             )
         return engine
 
-    def _placed(self, prompt: Prompt, engine: KVEngine) -> Prompt | PlacedPrompt:
+    def _placed(self, prompt: Prompt, engine: Engine) -> Prompt | PlacedPrompt:
         """Return a prompt of one of the schemas laid out, and any other as it is."""
         text = prompt
         if not isinstance(prompt, str) and len(prompt) == 1 and prompt[0]["role"] == "user":

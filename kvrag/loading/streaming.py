@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvrag.codec.base import EncodedChunk
-from kvrag.loading.link import Link
+from kvrag.loading.network_link import NetworkLink
 from kvrag.loading.pace import Pace
 from kvrag.loading.stream_plan import (
     TEXT,
@@ -29,7 +29,7 @@ from kvrag.loading.stream_report import StreamedChunk, StreamReport
 
 
 @dataclass(frozen=True)
-class Known:
+class StreamEstimates:
     """What requests of one engine learn for those after them.
 
     Attributes
@@ -39,7 +39,7 @@ class Known:
         decoding tokens.
     """
 
-    link: Link = field(default_factory=Link)
+    link: NetworkLink = field(default_factory=NetworkLink)
     computing: Pace = field(default_factory=Pace)
     decoding: Pace = field(default_factory=Pace)
 
@@ -54,7 +54,7 @@ class Streaming:
         Seconds to the first token that are aimed at.
     started
         When they began, on the clock of `time.perf_counter`.
-    known
+    estimates
         What is known, and learnt.
     load_seconds_per_token
         What was once measured for loading a token whole, for a link of which nothing is known; None
@@ -65,7 +65,7 @@ class Streaming:
 
     ttft: float
     started: float
-    known: Known
+    estimates: StreamEstimates
     load_seconds_per_token: float | None = None
     make_plan: Callable[[Sequence[ChunkSize], ComputeSeconds], StreamPlan] = StreamPlan
 
@@ -78,7 +78,7 @@ class Streaming:
         """Return a report with what it came to now that the first token is there, and count it."""
         seconds = time.perf_counter() - self.started
         closed = replace(report, seconds=seconds, compute_seconds=compute_seconds)
-        self.known.link.count(closed.levels, closed.is_met)
+        self.estimates.link.count(closed.levels, closed.is_met)
         return closed
 
 
@@ -144,13 +144,13 @@ class ChunkStream:
             StreamedChunk(item.chunk_id, TEXT, len(item.chunk.plane_bytes), 0, 0.0, 0.0, None)
             for item in items
         ]
-        self._decoder = _Decoder(items, streaming.known.decoding, errors, device)
+        self._decoder = _Decoder(items, streaming.estimates.decoding, errors, device)
         self.computed: set[int] = set()
         self.lost: dict[int, Exception] = {}
 
     def run(self) -> tuple[StreamedChunk, ...]:
         """Stream, and return what was streamed, in order; lost items are left out."""
-        link, plan, decoder = self._streaming.known.link, self._plan, self._decoder
+        link, plan, decoder = self._streaming.estimates.link, self._plan, self._decoder
         with (
             link.shared(len(self._items)) as share,
             ThreadPoolExecutor(1, "kvrag-fetch") as fetcher,
@@ -221,7 +221,7 @@ class ChunkStream:
         return is_here
 
     def _fetch(self, number: int, num_planes: int, num_bytes: int) -> None:
-        with self._streaming.known.link.carrying(num_bytes):
+        with self._streaming.estimates.link.carrying(num_bytes):
             self._items[number].chunk.fetch(num_planes)
 
     def _wait(self, future: Future[None], step: Step) -> bool:

@@ -34,7 +34,7 @@ _innermost = _Innermost()
 
 
 @contextmanager
-def resting(hf: PreTrainedModel, instead: object = None) -> Iterator[None]:
+def without_adapters(hf: PreTrainedModel, instead: object = None) -> Iterator[None]:
     """Let adapters that act around this rest in the calling thread's forwards of a model.
 
     A forward then gives what it gives outside: indexing and fusing stay right wherever a user
@@ -88,7 +88,7 @@ class RowAdapter:
         """
         name_of_this = object()
         with ExitStack() as hooks:
-            hooks.enter_context(resting(hf, name_of_this))
+            hooks.enter_context(without_adapters(hf, name_of_this))
             for name in self.down:
                 hook = self._hook(name, gate, lambda: _acts(hf, name_of_this))
                 handle = hf.get_submodule(name).register_forward_hook(hook)

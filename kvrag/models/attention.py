@@ -65,7 +65,7 @@ class AttentionObserver(Protocol):
 
 
 @dataclass(frozen=True)
-class Alone:
+class EncodedScope:
     """Which keys rows saw when they were encoded: the shared prefix, and their own chunk's.
 
     Attributes
@@ -113,7 +113,7 @@ class RowMask:
         Which of the layer's keys are attended to otherwise; None where none is.
     visible
         ``[n, K]`` bool: which keys each row sees, where that is not all before it; else None.
-    alone
+    encoded
         Compares what the rows see with what they saw when they were encoded, in place of their
         going on; None where nothing is compared.
     """
@@ -124,7 +124,7 @@ class RowMask:
     observer: AttentionObserver | None = None
     scaled: ScaledKeys | None = None
     visible: torch.Tensor | None = None
-    alone: Alone | None = None
+    encoded: EncodedScope | None = None
 
     def attend(
         self,
@@ -166,15 +166,15 @@ class RowMask:
     def as_encoded(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, RowMask]:
-        """Return the keys and values, ``[1, H, k, D]``, that `alone` leaves, and their mask."""
-        assert self.alone is not None
+        """Return the keys and values, ``[1, H, k, D]``, that `encoded` leaves, and their mask."""
+        assert self.encoded is not None
         num_keys, first = key.shape[2], self.first_key
-        num_prefix = min(max(0, self.alone.num_prefix - first), num_keys)
-        begin = min(max(num_prefix, int(self.alone.starts.min()) - first), num_keys)
+        num_prefix = min(max(0, self.encoded.num_prefix - first), num_keys)
+        begin = min(max(num_prefix, int(self.encoded.starts.min()) - first), num_keys)
         kept = torch.cat([torch.arange(num_prefix), torch.arange(begin, num_keys)])
         kept = kept.to(key.device)
         visible = self.dense(num_keys)[:, kept]
-        visible &= (kept < num_prefix) | (kept + first >= self.alone.starts[:, None])
+        visible &= (kept < num_prefix) | (kept + first >= self.encoded.starts[:, None])
         return key[:, :, kept], value[:, :, kept], RowMask(self.positions, 0, None, visible=visible)
 
     def parts(self, num_keys: int) -> Iterator[tuple[slice, int]]:
@@ -281,11 +281,11 @@ def _comparing(attend: AttentionFunction) -> AttentionFunction:
         attention_mask: RowMask | torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not isinstance(attention_mask, RowMask) or attention_mask.alone is None:
+        if not isinstance(attention_mask, RowMask) or attention_mask.encoded is None:
             return attend(module, query, key, value, attention_mask, **kwargs)
         *own, own_mask = attention_mask.as_encoded(key, value)
         then, _ = attend(module, query, *own, own_mask, **kwargs)
-        now, _ = attend(module, query, key, value, replace(attention_mask, alone=None), **kwargs)
+        now, _ = attend(module, query, key, value, replace(attention_mask, encoded=None), **kwargs)
         raise AttentionDone((now - then)[0].float().square().sum(dim=(1, 2)))
 
     return attention

@@ -8,7 +8,7 @@ import torch
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import ChunkKV
-from kvrag.models.adapter import resting
+from kvrag.models.adapter import without_adapters
 from kvrag.models.caches import CaptureCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.masks import model_masks
@@ -58,7 +58,7 @@ def capture_rows(
     mask = None
     if allowed is not None:
         mask = model_masks(model.hf, allowed[None], positions[None], positions[None])
-    with model.lock, resting(model.hf):
+    with model.lock, without_adapters(model.hf):
         hidden = base(
             inputs_embeds=embeds[None],
             position_ids=positions[None],

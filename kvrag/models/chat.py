@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvrag.errors import ParameterError
-from kvrag.models.control import ControlTokens, HiddenStrings, Span
+from kvrag.models.control import ControlTokens
+from kvrag.models.hidden import HiddenStrings
+from kvrag.models.tokens import Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +63,7 @@ def render_messages(
             "set tokenizer.chat_template"
         )
     given = [dict(message) for message in messages]
-    hidden = None if control is None else control.hiding()
+    hidden = None if control is None else HiddenStrings(control)
     if hidden is not None:
         given = [hide_message(hidden, message) for message in given]
     try:

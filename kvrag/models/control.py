@@ -11,17 +11,15 @@ normaliser turns into a control string are found as well.
 
 from __future__ import annotations
 
-import json
 import re
-import secrets
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvrag.errors import ParameterError
+from kvrag.models.blind import BlindTokenizer, ControlToken
+from kvrag.models.tokens import Span, Tokens, encode, overlaps
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -35,17 +33,11 @@ REFUSE = "refuse"
 """A document that holds control strings is not ingested; prompts as with `NEUTRALISE`."""
 CONTROL_TOKENS = (KEEP, NEUTRALISE, REFUSE)
 
-Span = tuple[int, int]
-"""First character, and the first behind."""
-
 # Added tokens that mark turns are not always flagged special: `<|user|>`, or DeepSeek's with
 # full-width bars.
 _MARKER = re.compile("<[|\uff5c].+[|\uff5c]>")
 # Where a template cuts contents: at the end of an earlier answer's reasoning.
 _SPLIT_AT = re.compile(r"""split\(\s*(["'])(.+?)\1""")
-# A string that is hidden from a template, by its number.
-_MARK = re.compile("\ue010([0-9]+)\ue011")
-_MARK_EDGE = re.compile("[\ue010\ue011]")
 _PROBES = (
     [{"role": "user", "content": "a"}],
     [{"role": role, "content": "a"} for role in ("user", "assistant", "user")],
@@ -66,40 +58,6 @@ def check_control_tokens(mode: str | None) -> None:
 def default_control_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return `NEUTRALISE` for the tokenizer of a chat model, `KEEP` for that of any other."""
     return NEUTRALISE if getattr(tokenizer, "chat_template", None) else KEEP
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """A tokenised text.
-
-    Attributes
-    ----------
-    token_ids
-        Length T.
-    offsets
-        For each token its first character and the first behind, ``(0, 0)`` for tokens that the
-        tokenizer adds. Length T; empty for a tokenizer that gives none.
-    num_neutralised
-        Control strings that were tokenised as text.
-    num_control
-        Control strings that are control tokens, those not counted that the tokenizer adds.
-    """
-
-    token_ids: tuple[int, ...]
-    offsets: Sequence[Span]
-    num_neutralised: int = 0
-    num_control: int = 0
-
-
-@dataclass(frozen=True)
-class _Control:
-    """A control token in a text: the characters that it came from, white space not counted."""
-
-    token_id: int
-    span: Span
-    start: int
-    end: int
-    is_exact: bool
 
 
 class ControlTokens:
@@ -163,10 +121,6 @@ class ControlTokens:
             return self.find(text)
         (tokens,) = encode(self._tokenizer, [text], False)
         return [one.span for one in self._controls(text, tokens.token_ids, tokens.offsets)]
-
-    def hiding(self) -> HiddenStrings:
-        """Return what hides control strings of messages from a chat template."""
-        return HiddenStrings(self)
 
     def hidden_spans(self, content: str, *, is_answer: bool = False) -> list[Span]:
         """Return what of a message's content has to be kept from the chat template and tokenizer.
@@ -263,11 +217,11 @@ class ControlTokens:
         data: Sequence[Span],
         is_data: Callable[[int, int], bool],
     ) -> Tokens:
-        def is_forged(one: _Control) -> bool:
+        def is_forged(one: ControlToken) -> bool:
             return not one.is_exact or overlaps(data, one.span) or is_data(*one.span)
 
         genuine = self._controls(text, tokens.token_ids, tokens.offsets)
-        forged: list[_Control] = []
+        forged: list[ControlToken] = []
         # A forged token may hide a genuine one that it overlaps: look again without it.
         probe, round_number = text, 0
         while found := [one for one in genuine if is_forged(one)]:
@@ -284,7 +238,7 @@ class ControlTokens:
         return self._spliced(text, add_special_tokens, genuine, len(forged))
 
     def _spliced(
-        self, text: str, add_special_tokens: bool, genuine: Sequence[_Control], num_forged: int
+        self, text: str, add_special_tokens: bool, genuine: Sequence[ControlToken], num_forged: int
     ) -> Tokens:
         """Tokenise a text of which the genuine control tokens are known, and all else is text."""
         head, tail = self._framing(text) if add_special_tokens else ((), ())
@@ -305,7 +259,7 @@ class ControlTokens:
 
     def _controls(
         self, text: str, token_ids: Sequence[int], offsets: Sequence[Span]
-    ) -> list[_Control]:
+    ) -> list[ControlToken]:
         content_by_id = self._content_by_id
         found = []
         for number in [n for n, token_id in enumerate(token_ids) if token_id in content_by_id]:
@@ -320,7 +274,7 @@ class ControlTokens:
                 continue  # what any unknown word becomes
             first = start + written.find(inner)
             span = (first, first + len(inner)) if inner else (start, end)
-            found.append(_Control(token_id, span, start, end, is_exact))
+            found.append(ControlToken(token_id, span, start, end, is_exact))
         return found
 
     def _framing(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -334,7 +288,7 @@ class ControlTokens:
         return tuple(ids[:num_head]), tuple(ids[len(ids) - num_tail :])
 
     def _as_text(
-        self, text: str, begin: int, end: int, left: _Control | None, right: _Control | None
+        self, text: str, begin: int, end: int, left: ControlToken | None, right: ControlToken | None
     ) -> list[tuple[int, int, int]]:
         """Return id, first character and first behind of the tokens of a stretch, none of control.
 
@@ -368,158 +322,8 @@ class ControlTokens:
             cuts = sorted({*cuts, *more})
 
     @cached_property
-    def _blind(self) -> _BlindTokenizer:
-        return _BlindTokenizer(self._tokenizer, self.strings)
-
-
-class HiddenStrings:
-    """Control strings of messages while a chat template renders them.
-
-    In their place stand marks that no template looks for, so that text of a message neither steers
-    the template nor is taken for what the template writes.
-    """
-
-    def __init__(self, control: ControlTokens) -> None:
-        self._control = control
-        self._strings: list[str] = []
-
-    def hide(self, value: Any, *, is_answer: bool = False) -> Any:
-        """Return a content with marks in place of control strings, lists and mappings inside too.
-
-        Parameters
-        ----------
-        value
-            A message's content.
-        is_answer
-            Whether the model said it.
-        """
-        if isinstance(value, str):
-            pieces, end = [], 0
-            spans = self._control.hidden_spans(value, is_answer=is_answer)
-            # What looks like a mark is hidden as well: any other left over later is a damaged one.
-            spans += [match.span() for match in _MARK_EDGE.finditer(value)]
-            for start, stop in sorted(spans):
-                pieces += [value[end:start], f"\ue010{len(self._strings)}\ue011"]
-                self._strings.append(value[start:stop])
-                end = stop
-            return "".join([*pieces, value[end:]])
-        if isinstance(value, dict):
-            return {key: self.hide(one, is_answer=is_answer) for key, one in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.hide(one, is_answer=is_answer) for one in value]
-        return value
-
-    def restore(self, rendered: str) -> tuple[str, tuple[Span, ...]]:
-        """Return the rendered text with the strings in their places, and where they stand.
-
-        Raises
-        ------
-        ParameterError
-            When the template took a mark to pieces.
-        """
-        pieces: list[str] = []
-        spans: list[Span] = []
-        end = length = 0
-        for match in _MARK.finditer(rendered):
-            string = self._strings[int(match[1])]
-            pieces += [rendered[end : match.start()], string]
-            length += match.start() - end
-            spans.append((length, length + len(string)))
-            length += len(string)
-            end = match.end()
-        pieces.append(rendered[end:])
-        if any(_MARK_EDGE.search(piece) for piece in pieces[::2]):
-            raise ParameterError(
-                "the chat template takes messages apart in the middle of a control string: remove "
-                "such strings from the messages, or use another template"
-            )
-        return "".join(pieces), tuple(spans)
-
-
-class _BlindTokenizer:
-    """A copy of a tokenizer that sees no control strings.
-
-    Its two marks stand for the control token before or behind a text: one for those that are looked
-    for in the text as it is written, one for those looked for in normalised text.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Iterable[str]) -> None:
-        from tokenizers import AddedToken, Tokenizer
-
-        definition = json.loads(tokenizer.backend_tokenizer.to_str())
-        definition["truncation"] = definition["padding"] = None
-        known = set(strings)
-        self._normalised = set()
-        for token in definition["added_tokens"]:
-            # The copy is blind to what is flagged special, so that no token has another number.
-            token["special"] = token["content"] in known
-            if token["normalized"] and not token["lstrip"]:
-                self._normalised.add(token["id"])
-        self._backend = Tokenizer.from_str(json.dumps(definition))
-        self._backend.encode_special_tokens = True
-        # Digits at the ends: unlike letters, no accent behind them makes another character of them.
-        letters = [
-            f"7{''.join(chr(ord('a') + byte % 26) for byte in secrets.token_bytes(24))}7"
-            for _ in range(2)
-        ]
-        self.marks = (letters[0], letters[1])
-        self._backend.add_tokens(
-            [
-                AddedToken(mark, normalized=bool(number), special=False)
-                for number, mark in enumerate(self.marks)
-            ]
-        )
-        self._mark_ids = {self._backend.token_to_id(mark) for mark in self.marks}
-
-    def mark(self, control: _Control | None) -> str:
-        """Return what stands for a control token beside a text, "" for the prompt's end."""
-        if control is None:
-            return ""
-        return self.marks[control.token_id in self._normalised]
-
-    def end_before(self, control: _Control) -> int:
-        """Return where the text before a control token ends, for `encode` with its mark behind.
-
-        A space that was taken for the one that normalising puts before the token is left to the
-        mark, before which it is put as well.
-        """
-        return control.span[0] if control.token_id in self._normalised else control.start
-
-    def encode(self, before: str, text: str, after: str) -> Iterator[tuple[int, int, int]]:
-        """Yield id, first character and first behind of a text's tokens between two marks."""
-        if not text:
-            return
-        ids: list[int] = []
-        for marks in ((before, after), (before and self.marks[0], after and self.marks[0])):
-            encoding = self._backend.encode(marks[0] + text + marks[1], add_special_tokens=False)
-            ids = encoding.ids
-            if sum(token_id in self._mark_ids for token_id in ids) == sum(map(bool, marks)):
-                break  # else the normaliser made something else of the mark and the text beside it
-        skipped, size = len(marks[0]), len(text)
-        for token_id, (start, end) in zip(ids, encoding.offsets, strict=True):
-            if token_id not in self._mark_ids:
-                yield token_id, min(max(start - skipped, 0), size), min(max(end - skipped, 0), size)
-
-
-def encode(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_special_tokens: bool
-) -> list[Tokens]:
-    """Tokenise texts as the plain pipeline does."""
-    encoded = tokenizer(
-        list(texts),
-        add_special_tokens=add_special_tokens,
-        return_offsets_mapping=tokenizer.is_fast,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        padding=False,
-        truncation=False,
-        verbose=False,
-    )
-    offsets = encoded["offset_mapping"] if tokenizer.is_fast else [()] * len(texts)
-    return [
-        Tokens(tuple(ids), places)
-        for ids, places in zip(encoded["input_ids"], offsets, strict=True)
-    ]
+    def _blind(self) -> BlindTokenizer:
+        return BlindTokenizer(self._tokenizer, self.strings)
 
 
 def encode_documents(
@@ -532,16 +336,6 @@ def encode_documents(
 
 
 def _never(start: int, end: int) -> bool:  # noqa: ARG001
-    return False
-
-
-def overlaps(spans: Sequence[Span], span: Span) -> bool:
-    """Return whether a span shares a character with one of several, in order and apart."""
-    place = bisect_left(spans, span[0], key=lambda one: one[1])
-    while place < len(spans) and spans[place][0] < span[1]:
-        if spans[place][1] > span[0]:
-            return True
-        place += 1
     return False
 
 

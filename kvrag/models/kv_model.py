@@ -8,11 +8,9 @@ The model's code is never rewritten and never patched.
 from __future__ import annotations
 
 import copy
-import mmap
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,16 +21,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, FusedKV, KVSpec
-from kvrag.models.adapter import RowAdapter, resting
-from kvrag.models.attention import (
-    Alone,
-    AttentionDone,
-    AttentionObserver,
-    RowMask,
-    lock_of,
-    row_attention,
-)
-from kvrag.models.caches import CaptureCache, Deviation, ProjectionDone, ProjectionProbe, RowWriter
+from kvrag.models.adapter import RowAdapter, without_adapters
+from kvrag.models.attention import EncodedScope, lock_of
+from kvrag.models.caches import CaptureCache, Deviation
+from kvrag.models.chunks import shifted_positions, take_chunk
 from kvrag.models.families import (
     context_window,
     find_family,
@@ -49,16 +41,10 @@ from kvrag.models.loading import (
     shared_prefix_ids,
     tokenizer_fingerprint,
 )
-from kvrag.models.own_attention import layer_arguments, show_weights
-from kvrag.models.scaling import ScaledKeys
+from kvrag.models.rows import ALL_BEFORE, ROW_BLOCK, Attending, RowRunner
 from kvrag.models.schemes import find_positions
+from kvrag.models.scratch import scratch
 from kvrag.positions.rotary import RotaryTable
-
-# Rows a layer computes at once: few enough that a block's MLP activations stay small beside the
-# fused KV, many enough that its matrix products run at full speed.
-ROW_BLOCK = 128
-
-_LARGE_BYTES = 1 << 20
 
 _loaded: WeakValueDictionary[tuple[str, str, str], KVModel] = WeakValueDictionary()
 _loading = threading.Lock()
@@ -116,9 +102,7 @@ class KVModel:
         self.lock = lock_of(hf)
         self._base: Any = hf.base_model
         self._windows = sliding_windows(hf)
-        self._layers: Any = getattr(self._base, self.family.layers)
-        # What adapters are told in the middle of a layer; written under the lock.
-        self._rows_at_hand = torch.empty(0, dtype=torch.long)
+        self._rows = RowRunner(hf, self.family, self.name, self.spec, self._windows)
         self._positions = find_positions(hf, self.family, self.spec)
 
     @classmethod
@@ -267,51 +251,17 @@ class KVModel:
         cache = CaptureCache(self.spec.num_layers)
         given: dict[str, Any] = {}
         if starts is not None and self.is_position_bound:
-            given["position_ids"] = self._shifted(len(prefix), lengths, starts, width)
-        with self.lock, resting(self.hf):
+            positions = shifted_positions(len(prefix), lengths, starts, self.max_positions)
+            given["position_ids"] = positions.to(self.device)
+        with self.lock, without_adapters(self.hf):
             self._base(
                 input_ids=padded.to(self.device), past_key_values=cache, use_cache=True, **given
             )
         tables = self._positions.tables(torch.arange(width, device=self.device))
         return [
-            self._take_chunk(cache, tables, index, len(prefix), length)
+            take_chunk(cache, tables, self.spec, index, slice(len(prefix), len(prefix) + length))
             for index, length in enumerate(lengths)
         ]
-
-    def _shifted(
-        self, num_prefix: int, lengths: Sequence[int], starts: Sequence[int], width: int
-    ) -> torch.Tensor:
-        """Return ``[B, width]`` positions: the prefix's as ever, the chunks' from `starts` on."""
-        for start, length in zip(starts, lengths, strict=True):
-            if start < num_prefix or start + length > self.max_positions:
-                raise ParameterError(
-                    f"a chunk of {length} tokens at position {start}: expected it behind the "
-                    f"prefix of {num_prefix} and within {self.max_positions} positions"
-                )
-        positions = torch.arange(width).repeat(len(starts), 1)
-        for row, start in zip(positions, starts, strict=True):
-            row[num_prefix:] += start - num_prefix
-        # Of the padding nothing is kept, whatever its positions.
-        return positions.clamp(max=self.max_positions - 1).to(self.device)
-
-    def _take_chunk(
-        self,
-        cache: CaptureCache,
-        tables: Sequence[RotaryTable],
-        index: int,
-        start: int,
-        length: int,
-    ) -> ChunkKV:
-        spec = self.spec
-        shape = (spec.num_layers, spec.num_kv_heads, length, spec.head_dim)
-        keys = torch.empty(shape, dtype=spec.dtype, device=self.device)
-        values = torch.empty_like(keys)
-        rows = slice(start, start + length)
-        layers: list[Any] = cache.layers
-        for layer_index, layer in enumerate(layers):
-            tables[layer_index].strip(layer.keys[index, :, rows], rows, keys[layer_index])
-            values[layer_index] = layer.values[index, :, rows]
-        return ChunkKV(keys.cpu(), values.cpu())
 
     # -- online: selected rows ---------------------------------------------------------------
 
@@ -328,23 +278,7 @@ class KVModel:
         adapted
             Positions; None stands for all.
         """
-        seen: torch.Tensor | None = None
-        chosen: torch.Tensor | None = None
-
-        def gate() -> torch.Tensor | None:
-            # Asked for by every linear layer: looked up once for each block of rows.
-            nonlocal seen, chosen
-            if seen is not self._rows_at_hand and adapted is not None:
-                seen = self._rows_at_hand
-                chosen = torch.isin(seen, adapted)
-                if bool(chosen.all()):
-                    chosen = None
-            return chosen
-
-        acting = resting(self.hf) if adapter is None else adapter.acting(self.hf, gate)
-        # Families that attend in code of their own know no other implementation.
-        attending = nullcontext() if self.family.attends_itself else row_attention(self.hf)
-        with self.lock, torch.no_grad(), attending, acting:
+        with self._rows.computing(adapter, adapted):
             yield
 
     def tables(self, num_tokens: int, positions: Sequence[int] | None = None) -> list[RotaryTable]:
@@ -375,7 +309,8 @@ class KVModel:
         learned = (
             getattr(self._base, family.position_embedding) if family.position_embedding else None
         )
-        hidden = self._scratch(len(token_ids), self.hf.config.hidden_size)
+        width = self.hf.config.hidden_size
+        hidden = scratch(len(token_ids), width, self.spec.dtype, self.device)
         for begin in range(0, len(token_ids), ROW_BLOCK):
             block = slice(begin, begin + ROW_BLOCK)
             embedded = embedding(token_ids[block])
@@ -385,18 +320,6 @@ class KVModel:
             hidden[block] = embedded if norm is None else norm(embedded)
         return hidden
 
-    def _scratch(self, num_rows: int, width: int) -> torch.Tensor:
-        """Return memory for hidden states that leaves the process when it is let go.
-
-        The C allocator would keep it: after one large block is freed, glibc takes later ones
-        of that size from its heap and holds them, beside the fused KV that then fills up.
-        """
-        num_bytes = num_rows * width * self.spec.dtype.itemsize
-        if self.device.type != "cpu" or num_bytes < _LARGE_BYTES:
-            return torch.empty(num_rows, width, dtype=self.spec.dtype, device=self.device)
-        memory = mmap.mmap(-1, num_bytes)
-        return torch.frombuffer(memory, dtype=self.spec.dtype).view(num_rows, width)
-
     def forward_rows(
         self,
         layer_index: int,
@@ -405,10 +328,8 @@ class KVModel:
         fused: FusedKV,
         table: RotaryTable,
         *,
-        observer: AttentionObserver | None = None,
+        attending: Attending = ALL_BEFORE,
         deviation: Deviation | None = None,
-        scaled: ScaledKeys | None = None,
-        visible: torch.Tensor | None = None,
         writes: bool = True,
     ) -> None:
         """Run one layer over selected rows; their K/V replace what the buffer held.
@@ -429,79 +350,16 @@ class KVModel:
             or is among `rows`.
         table
             The layer's rotary table over all positions.
-        observer
-            Is shown every block's queries with the keys and values that it attends to.
+        attending
+            Otherwise than said above.
         deviation
             Of the n rows; filled with how far their fresh K/V are from those they replace.
-        scaled
-            Which keys are attended to otherwise; None: none.
-        visible
-            ``[n, K]`` bool: which of the buffer's first K rows each row sees, among them only such
-            as stand before it in `rows` or are there already. None: all before it, as said above.
-            With it rows need not ascend, and no window of the layer is looked at.
         writes
             False leaves the buffer as it is, which then holds the rows' own K/V already.
         """
-        window = self._windows[layer_index]
-        if scaled is not None and self.family.attends_itself:
-            raise UnsupportedModelError(
-                f"{self.name} attends in code of its own, which knows no temperature or scale of "
-                "reused keys; leave both out of the policy"
-            )
-        # Rows come in ascending order, so a later block's K/V are never seen by an earlier one.
-        for block, positions, first_key, last in self._blocks(layer_index, rows):
-            seen = None
-            if visible is not None:
-                seen, first_key, last, window = visible[block], 0, visible.shape[1] - 1, None
-            noted = None if deviation is None else deviation[block]
-            writer = RowWriter(fused, positions, first_key, last, noted, writes)
-            mask = RowMask(positions, first_key, window, observer, scaled, seen)
-            output = self._run(
-                layer_index, hidden[block], mask, last + 1 - first_key, table, writer
-            )
-            if isinstance(output, tuple):
-                if observer is not None and self.family.attends_itself:
-                    show_weights(observer, mask, output[1], fused.values[layer_index])
-                output = output[0]
-            hidden[block] = output[0]
-
-    def _blocks(
-        self, layer_index: int, rows: torch.Tensor
-    ) -> Iterator[tuple[slice, torch.Tensor, int, int]]:
-        """Yield blocks of rows: which they are, their positions, the first and last key seen."""
-        window = self._windows[layer_index]
-        for begin in range(0, len(rows), ROW_BLOCK):
-            positions = rows[begin : begin + ROW_BLOCK]
-            first, last = int(positions[0]), int(positions[-1])
-            first_key = 0 if window is None else max(0, first - window + 1)
-            yield slice(begin, begin + ROW_BLOCK), positions, first_key, last
-
-    def _run(
-        self,
-        layer_index: int,
-        hidden: torch.Tensor,
-        mask: RowMask,
-        num_keys: int,
-        table: RotaryTable,
-        cache: RowWriter | ProjectionProbe,
-    ) -> Any:
-        """Return what a layer's own forward returns for a block of rows ``[n, hidden]``."""
-        self._rows_at_hand = mask.positions
-        return self._layers[layer_index](
-            hidden[None],
-            **self._arguments(mask, num_keys, table),
-            **{self.family.cache_argument: cache},
+        self._rows.forward(
+            layer_index, hidden, rows, fused, table, attending, deviation, writes=writes
         )
-
-    def _arguments(self, mask: RowMask, num_keys: int, table: RotaryTable) -> dict[str, Any]:
-        """Return what a layer wants to know of its rows besides their hidden states."""
-        if self.family.attends_itself:
-            return layer_arguments(self.hf, mask, num_keys, table)
-        return {
-            "attention_mask": mask,
-            "position_ids": mask.positions[None],
-            "position_embeddings": table.embeddings(mask.positions, self.spec.dtype),
-        }
 
     def project_rows(
         self,
@@ -526,12 +384,7 @@ class KVModel:
             A block of `which` (never all of it at once, so that no second copy of `hidden`
             exists), the placed keys and the values ``[H, m, D]`` of its rows.
         """
-        for block in torch.split(which, ROW_BLOCK):
-            mask = RowMask(rows[block], 0, None)
-            try:
-                self._run(layer_index, hidden[block], mask, 0, table, ProjectionProbe())
-            except ProjectionDone as done:
-                yield block, done.keys[0], done.values[0]
+        return self._rows.project(layer_index, hidden, rows, table, which)
 
     def compare_rows(
         self,
@@ -541,7 +394,7 @@ class KVModel:
         fused: FusedKV,
         table: RotaryTable,
         *,
-        encoded: Alone,
+        encoded: EncodedScope,
     ) -> torch.Tensor:
         """Return how much else rows gather in a layer than they did when they were encoded.
 
@@ -560,17 +413,7 @@ class KVModel:
         tensor
             ``[n]`` float32, squared L2 distances (see `AttentionDone`).
         """
-        window = self._windows[layer_index]
-        change = torch.zeros(len(rows), device=rows.device)
-        for block, positions, first_key, last in self._blocks(layer_index, rows):
-            alone = replace(encoded, starts=encoded.starts[block])
-            mask = RowMask(positions, first_key, window, alone=alone)
-            writer = RowWriter(fused, positions, first_key, last)
-            try:
-                self._run(layer_index, hidden[block], mask, last + 1 - first_key, table, writer)
-            except AttentionDone as done:
-                change[block] = done.change
-        return change
+        return self._rows.compare(layer_index, hidden, rows, fused, table, encoded)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits ``[n, vocabulary]`` of the last layer's outputs ``[n, hidden]``."""

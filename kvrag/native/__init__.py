@@ -7,7 +7,8 @@ vector code. Which instruction set runs is decided when this package is imported
 ``KVRAG_ISA=scalar|avx2|avx512|avx512vbmi2|neon`` in the environment decides otherwise.
 
 - `kvrag.native.entropy`: `RansModel`, `encode_rows`, `decode_rows`, `decode_many`, `ideal_bits`.
-- `kvrag.native.reconstruction`: `reconstruct`, `place_channels`, `Patches`, `contexts`, `refine`.
+- `kvrag.native.reconstruction`: `reconstruct`, `place_channels`, `Points`, `Patches`,
+  `Rotation`, `contexts`, `refine`.
 - `kvrag.native.instructions`: `instruction_set`, `instruction_sets`, `use_instruction_set`.
 """
 
@@ -22,12 +23,22 @@ from kvrag.native.entropy import (
     ideal_bits,
 )
 from kvrag.native.instructions import instruction_set, instruction_sets, use_instruction_set
-from kvrag.native.reconstruction import Patches, contexts, place_channels, reconstruct, refine
+from kvrag.native.reconstruction import (
+    Patches,
+    Points,
+    Rotation,
+    contexts,
+    place_channels,
+    reconstruct,
+    refine,
+)
 
 __all__ = [
     "DecodeJob",
     "Patches",
+    "Points",
     "RansModel",
+    "Rotation",
     "contexts",
     "decode_many",
     "decode_rows",

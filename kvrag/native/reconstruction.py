@@ -8,7 +8,7 @@ on the instruction set, because the order of the sums does.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from kvrag.native.arrays import ArrayLike, check_threads, view
 ZERO_SYMBOL = 128
 
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+Array = TypeVar("Array", covariant=True)
 
 # The optional arguments of a kernel, checked.
 _Floats = NDArray[np.float32] | None
@@ -42,31 +44,56 @@ class Patches(NamedTuple):
     values: ArrayLike
 
 
-def reconstruct(
-    numbers: ArrayLike,
-    shrink: ArrayLike | None,
-    basis: ArrayLike,
-    mean: ArrayLike | None,
-    out: ArrayLike,
-    *,
-    cos: ArrayLike | None = None,
-    sin: ArrayLike | None = None,
-    tokens: slice | None = None,
-    patches: Patches | None = None,
-    threads: int = 1,
-) -> None:
-    """Write the inverse transform of n tokens of one layer's keys or values.
+class Points(NamedTuple, Generic[Array]):
+    """What whole numbers stand for: the point of a number q is q - sign(q) shrink[r].
 
-    ``out[h, t] = rotate(mean[h] + sum over r of point(numbers[r, t]) basis[h, r])``, where the
-    point of a number q is q - sign(q) shrink[r].
-
-    Parameters
+    Attributes
     ----------
     numbers
         ``[R, T]``: symbols uint8, which stand for symbol - 128, or numbers int16. Tokens
         contiguous, rows at any distance.
     shrink
         ``[R]`` float32, or None for 0.
+    patches
+        Points that replace single ones.
+    """
+
+    numbers: Array
+    shrink: Array | None = None
+    patches: Patches | None = None
+
+
+class Rotation(NamedTuple, Generic[Array]):
+    """The tables of the positions of n tokens, as in `RotaryTable`.
+
+    Attributes
+    ----------
+    cos, sin
+        ``[n, P]`` float32, P <= D rotated channels, of which the first P / 2 columns are used.
+    """
+
+    cos: Array
+    sin: Array
+
+
+def reconstruct(
+    points: Points[ArrayLike],
+    basis: ArrayLike,
+    mean: ArrayLike | None,
+    out: ArrayLike,
+    *,
+    rotation: Rotation[ArrayLike] | None = None,
+    tokens: slice | None = None,
+    threads: int = 1,
+) -> None:
+    """Write the inverse transform of n tokens of one layer's keys or values.
+
+    ``out[h, t] = rotate(mean[h] + sum over r of points[r, t] basis[h, r])``.
+
+    Parameters
+    ----------
+    points
+        ``[R, T]``.
     basis
         ``[H, R, D]`` float32, contiguous, the quantiser's steps multiplied in. D of a multiple of
         8 is fast, others work.
@@ -74,13 +101,10 @@ def reconstruct(
         ``[H, D]`` float32, or None for 0.
     out
         ``[H, n, D]``, float32, bfloat16 or float16; any strides but a last one of 1.
-    cos, sin
-        ``[n, P]`` float32, P <= D rotated channels, of which the first P / 2 columns are used: the
-        tables of the positions of the n tokens, as in `RotaryTable`. None does not rotate.
+    rotation
+        Of the n tokens; None does not rotate.
     tokens
         Which n of the T tokens; None for all.
-    patches
-        Points that replace single ones.
     threads
         Threads to use at most.
 
@@ -91,7 +115,7 @@ def reconstruct(
     RecordError
         When patches lie outside the matrix or out of order.
     """
-    matrix = _numbers(numbers)
+    matrix = _numbers(points.numbers)
     placed, element_type = _output(out)
     num_heads, _, head_dim = placed.shape
     first_token = first_of_tokens(tokens, matrix.shape[1], placed.shape[1])
@@ -100,50 +124,47 @@ def reconstruct(
     shape = (num_heads, matrix.shape[0], head_dim)
     _native.transform(
         matrix,
-        _factor(shrink, "shrink", matrix.shape[0]),
-        check_patches(patches, *matrix.shape),
+        _factor(points.shrink, "shrink", matrix.shape[0]),
+        check_patches(points.patches, *matrix.shape),
         view(basis, "basis", np.float32, shape, contiguous=True),
         view(mean, "mean", np.float32, (num_heads, head_dim), contiguous=True),
         placed,
         element_type,
         first_token,
-        _tables(cos, sin, placed),
+        _tables(rotation, placed),
         check_threads(threads),
     )
 
 
 def place_channels(
-    numbers: ArrayLike,
+    points: Points[ArrayLike],
     out: ArrayLike,
     *,
-    shrink: ArrayLike | None = None,
     row_scale: ArrayLike | None = None,
     token_scale: ArrayLike | None = None,
     addend: ArrayLike | None = None,
-    cos: ArrayLike | None = None,
-    sin: ArrayLike | None = None,
+    rotation: Rotation[ArrayLike] | None = None,
     tokens: slice | None = None,
-    patches: Patches | None = None,
     threads: int = 1,
 ) -> None:
     """Write n tokens of one layer's keys or values from rows that are its channels.
 
-    ``out[h, t, d] = point(numbers[r, t]) row_scale[r] token_scale[t] + addend[r, t]``, rotated,
-    where r = h D + d.
+    ``out[h, t, d] = points[r, t] row_scale[r] token_scale[t] + addend[r, t]``, rotated, where
+    r = h D + d.
 
     Parameters
     ----------
-    numbers
-        ``[H * D, T]``, as for `reconstruct`.
+    points
+        ``[H * D, T]``.
     out
         As for `reconstruct`.
-    shrink, row_scale
+    row_scale
         ``[H * D]`` float32, or None.
     token_scale
         ``[T]`` float32, or None.
     addend
         ``[H * D, T]`` float32, tokens contiguous, or None.
-    cos, sin, tokens, patches, threads
+    rotation, tokens, threads
         As for `reconstruct`.
 
     Raises
@@ -151,7 +172,7 @@ def place_channels(
     ParameterError, RecordError
         As `reconstruct` does.
     """
-    matrix = _numbers(numbers)
+    matrix = _numbers(points.numbers)
     placed, element_type = _output(out)
     num_rows, num_tokens = matrix.shape
     if num_rows != placed.shape[0] * placed.shape[2]:
@@ -162,15 +183,15 @@ def place_channels(
     shape = (num_rows, num_tokens)
     _native.channels(
         matrix,
-        _factor(shrink, "shrink", num_rows),
-        check_patches(patches, *matrix.shape),
+        _factor(points.shrink, "shrink", num_rows),
+        check_patches(points.patches, *matrix.shape),
         _factor(row_scale, "row_scale", num_rows),
         _factor(token_scale, "token_scale", num_tokens),
         None if addend is None else view(addend, "addend", np.float32, shape),
         placed,
         element_type,
         first_token,
-        _tables(cos, sin, placed),
+        _tables(rotation, placed),
         check_threads(threads),
     )
 
@@ -256,15 +277,13 @@ def _factor(factor: ArrayLike | None, name: str, length: int) -> _Floats:
 
 
 def _tables(
-    cos: ArrayLike | None, sin: ArrayLike | None, out: NDArray[Any]
+    rotation: Rotation[ArrayLike] | None, out: NDArray[Any]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
-    if cos is None and sin is None:
+    if rotation is None:
         return None
-    if cos is None or sin is None:
-        raise ParameterError("cos, sin: expected both or neither, found one")
-    cosines = view(cos, "cos", np.float32, (out.shape[1], None))
+    cosines = view(rotation.cos, "cos", np.float32, (out.shape[1], None))
     check_tables_width(cosines.shape[1], out.shape[2])
-    return cosines, view(sin, "sin", np.float32, cosines.shape)
+    return cosines, view(rotation.sin, "sin", np.float32, cosines.shape)
 
 
 def check_tables_width(num_rotated: int, head_dim: int) -> None:

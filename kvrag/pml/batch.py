@@ -9,9 +9,8 @@ from pathlib import Path as FilePath
 import torch
 
 from kvrag.codec.base import EncodedChunk
-from kvrag.engine.engine import end_ids
 from kvrag.engine.sampling import Sampler, Sampling
-from kvrag.engine.text_stream import TextStream
+from kvrag.engine.text_stream import TextStream, end_ids
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.shared import SharedPrompts, SharedReport
 from kvrag.pml.engine import PMLEngine
@@ -51,7 +50,7 @@ def generate_batch(
     Raises
     ------
     PMLError, ParameterError
-        As `PMLEngine.place` does; also when prompts are of several schemas.
+        As `PMLEngine.location` does; also when prompts are of several schemas.
     PromptTooLongError
         When one of them leaves no position to answer in.
     """
@@ -61,9 +60,10 @@ def generate_batch(
         raise ParameterError(
             f"a batch of {len(prompts)} prompts, max_tokens {max_tokens}: expected 1 or more each"
         )
-    if pml.engine.eviction is not None:
+    eviction = pml.engine.defaults.eviction_policy
+    if eviction is not None:
         raise ParameterError(
-            f"eviction {pml.engine.eviction}: rows that several prompts share cannot be forgotten "
+            f"eviction {eviction}: rows that several prompts share cannot be forgotten "
             "for one of them; use an engine without eviction, or answer the prompts one by one"
         )
     names = sorted({pml.schema_of(one) for one in prompts})

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from kvrag.errors import PMLError
 from kvrag.models.chat import PromptText, hide_message
 from kvrag.models.control import ControlTokens
-from kvrag.pml.places import Place
+from kvrag.models.hidden import HiddenStrings
+from kvrag.pml.locations import Location
 from kvrag.pml.schema import Module, Node, Path, Schema, Text, Turn, Union, flat, turns
 
 _MARK = "\ue000{}\ue001"
@@ -62,14 +63,14 @@ class Conversation:
         numbers = iter(range(len(self._turns)))
         nodes = list(self._spread(self._schema.children, numbers))
         if self._opening:
-            nodes.insert(0, Text(self._opening, self._schema.place))
+            nodes.insert(0, Text(self._opening, self._schema.location))
         return nodes
 
     def tail(
         self,
         imported: Container[Path],
         own: Sequence[tuple[str, str]],
-        place: Place,
+        location: Location,
         control: ControlTokens | None = None,
     ) -> PromptText:
         """Return what follows the schema's turns: a prompt's own, and the answer's beginning.
@@ -80,27 +81,27 @@ class Conversation:
             The modules that the prompt imports, () among them.
         own
             Role and content of each of the prompt's own turns.
-        place
+        location
             Where errors say that they are.
         control
             Its strings in the contents are noted as data; None notes none.
         """
         present = [number for number, (path, _) in enumerate(self._turns) if path in imported]
         if not present and not own:
-            raise place.error(
+            raise location.error(
                 "a prompt without a turn", "import a module with one, or write what the user says"
             )
         said = [{"role": role, "content": content} for role, content in own]
-        hidden = None if control is None else control.hiding()
+        hidden = None if control is None else HiddenStrings(control)
         if hidden is not None:
             said = [hide_message(hidden, message) for message in said]
-        whole = self._render(present, said, place, True)
+        whole = self._render(present, said, location, True)
         head = ""
         for number in present:
             before, after = self._around[number]
             head += before + _MARK.format(number) + after
         if not whole.startswith(head):
-            raise place.error(
+            raise location.error(
                 "the chat template renders the schema's turns otherwise in this prompt than where "
                 "other modules are imported, or other turns follow",
                 "import them together, begin the schema with a turn that is always there, or "
@@ -115,7 +116,7 @@ class Conversation:
     def _learn(self, number: int) -> None:
         """Find out what the template puts around a turn, and around all those beside it."""
         together, rendered = self._together(number)
-        place = self._turns[number][1].place
+        location = self._turns[number][1].location
         before, _, rest = rendered.partition(_MARK.format(together[0]))
         for index, one in enumerate(together):
             following, _, behind = (
@@ -125,7 +126,7 @@ class Conversation:
             )
             # What closes a turn goes before anything that stands between turns.
             try:
-                alone = self._render(together[: index + 1], (), place, False)
+                alone = self._render(together[: index + 1], (), location, False)
                 closing = alone.partition(_MARK.format(one))[2]
             except PMLError:
                 # Some templates put what the system says into the user's turn that follows.
@@ -144,7 +145,7 @@ class Conversation:
         for chosen in (most, fewest):
             together = [one for one, (path, _) in enumerate(self._turns) if path in chosen]
             try:
-                return together, self._render(together, (), turn.place, False)
+                return together, self._render(together, (), turn.location, False)
             except PMLError:
                 if chosen is fewest or most == fewest:
                     raise
@@ -155,10 +156,10 @@ class Conversation:
             if isinstance(node, Turn):
                 before, after = self._around[next(numbers)]
                 if before:
-                    yield Text(before, node.place)
+                    yield Text(before, node.location)
                 yield from node.children
                 if after:
-                    yield Text(after, node.place)
+                    yield Text(after, node.location)
             elif isinstance(node, Module):
                 yield replace(node, children=tuple(self._spread(node.children, numbers)))
             elif isinstance(node, Union):
@@ -171,12 +172,12 @@ class Conversation:
         self,
         numbers: Sequence[int],
         own: Sequence[dict[str, str]],
-        place: Place,
+        location: Location,
         add_generation_prompt: bool,
     ) -> str:
         """Return some of the schema's turns, marks for their contents, and others after them."""
         if not getattr(self._tokenizer, "chat_template", None):
-            raise place.error("the model's tokenizer has no chat template for roles", _REMEDY)
+            raise location.error("the model's tokenizer has no chat template for roles", _REMEDY)
         messages = [
             {"role": self._turns[number][1].role, "content": _MARK.format(number)}
             for number in numbers
@@ -189,10 +190,12 @@ class Conversation:
                 )
             )
         except Exception as error:  # Jinja's own and whatever a template raises
-            raise place.error(f"the chat template refuses the turns: {error}", _REMEDY) from error
+            raise location.error(
+                f"the chat template refuses the turns: {error}", _REMEDY
+            ) from error
         found = [rendered.find(_MARK.format(number)) for number in numbers]
         if -1 in found or found != sorted(found) or not rendered.startswith(self._opening):
-            raise place.error("the chat template leaves out or reorders turns", _REMEDY)
+            raise location.error("the chat template leaves out or reorders turns", _REMEDY)
         return rendered[len(self._opening) :]
 
 

@@ -19,7 +19,7 @@ from defusedxml.common import DefusedXmlException
 from defusedxml.expatreader import DefusedExpatParser
 
 from kvrag.errors import ParameterError
-from kvrag.pml.places import Place
+from kvrag.pml.locations import Location
 
 MAX_BYTES = 8 << 20
 """Of one file, schema or text."""
@@ -43,7 +43,7 @@ class Run:
     """Text between two elements, as it was written."""
 
     text: str
-    place: Place
+    location: Location
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Element:
 
     tag: str
     attributes: dict[str, str]
-    place: Place
+    location: Location
     content: list[Element | Run] = field(default_factory=list)
 
     @property
@@ -78,7 +78,7 @@ def read_elements(source: str | Path) -> Element:
     """
     if isinstance(source, Path):
         name = str(source)
-        text = read_bytes(source, Place(name, 1, 1))
+        text = read_bytes(source, Location(name, 1, 1))
         encoding = None
     elif not isinstance(source, str):
         raise ParameterError(
@@ -89,10 +89,10 @@ def read_elements(source: str | Path) -> Element:
         try:
             text = source.encode()
         except UnicodeEncodeError as error:
-            raise Place(name, 1, error.start + 1).error(
+            raise Location(name, 1, error.start + 1).error(
                 "half of a surrogate pair is no character", "decode the bytes as UTF-8"
             ) from error
-        _check_size(len(text), Place(name, 1, 1))
+        _check_size(len(text), Location(name, 1, 1))
     handler = _Handler(name)
     # In one piece: fed in several, expat reads an endless first token again with each.
     parser = DefusedExpatParser(bufsize=MAX_BYTES + 1, forbid_dtd=True)
@@ -119,15 +119,15 @@ def read_elements(source: str | Path) -> Element:
             message = "no XML"
             remedy = "expected markup that begins with <schema name=...> or <prompt schema=...>"
         column = (error.getColumnNumber() or 0) + 1
-        raise Place(name, error.getLineNumber() or 1, column).error(message, remedy) from error
+        raise Location(name, error.getLineNumber() or 1, column).error(message, remedy) from error
     except DefusedXmlException as error:
-        raise handler.place.error(
+        raise handler.location.error(
             "a document type or an entity is declared",
             "remove <!DOCTYPE ...>: text is written out, characters as numbers such as &#160;",
         ) from error
     except (LookupError, ValueError) as error:
         # Of encodings Python does not have, or has and expat cannot use.
-        raise handler.place.error(
+        raise handler.location.error(
             f"the encoding that is declared cannot be read ({error})", "save it as UTF-8"
         ) from error
     assert handler.root is not None
@@ -139,15 +139,15 @@ def _begins_with_text(markup: bytes) -> bool:
     return bool(start) and _is_text(markup) and not start.startswith(b"<")
 
 
-def read_bytes(path: Path, place: Place) -> bytes:
-    """Return a file of bounded size. Raises PMLError, at `place`, when it cannot be had."""
+def read_bytes(path: Path, location: Location) -> bytes:
+    """Return a file of bounded size. Raises PMLError, at `location`, when it cannot be had."""
     try:
         with path.open("rb") as file:
             found = file.read(MAX_BYTES + 1)
     except OSError as error:
         reason = error.strerror or error
-        raise place.error(f"{path} cannot be read ({reason})", "give a readable file") from error
-    _check_size(len(found), place)
+        raise location.error(f"{path} cannot be read ({reason})", "give a readable file") from error
+    _check_size(len(found), location)
     return found
 
 
@@ -167,9 +167,9 @@ def _is_text(content: bytes) -> bool:
         return False
 
 
-def _check_size(num_bytes: int, place: Place) -> None:
+def _check_size(num_bytes: int, location: Location) -> None:
     if num_bytes > MAX_BYTES:
-        raise place.error(
+        raise location.error(
             f"more than {MAX_BYTES >> 20} MiB",
             "expected a smaller file; put long texts into files of their own with src=...",
         )
@@ -185,24 +185,24 @@ class _Handler(ContentHandler):
         self._open: list[Element] = []
         self._locator: Locator | None = None
         self._text: list[str] = []
-        self._text_place = Place(file, 1, 1)
+        self._text_location = Location(file, 1, 1)
 
     @property
-    def place(self) -> Place:
+    def location(self) -> Location:
         """Where the parser is."""
         if self._locator is None:
-            return Place(self._file, 1, 1)
+            return Location(self._file, 1, 1)
         line, column = self._locator.getLineNumber(), self._locator.getColumnNumber()
-        return Place(self._file, line or 1, (column or 0) + 1)
+        return Location(self._file, line or 1, (column or 0) + 1)
 
     def setDocumentLocator(self, locator: Locator) -> None:  # noqa: N802  # SAX's name
         self._locator = locator
 
     def startElement(self, name: str, attrs: object) -> None:  # noqa: N802
         self._end_text()
-        element = Element(name, dict(attrs.items()), self.place)  # type: ignore[attr-defined]
+        element = Element(name, dict(attrs.items()), self.location)  # type: ignore[attr-defined]
         if len(self._open) == MAX_DEPTH:
-            raise element.place.error(
+            raise element.location.error(
                 f"<{name}> is inside {MAX_DEPTH} elements", f"expected at most {MAX_DEPTH} levels"
             )
         if self._open:
@@ -217,14 +217,14 @@ class _Handler(ContentHandler):
 
     def characters(self, content: str) -> None:
         if not self._text:
-            self._text_place = self.place
+            self._text_location = self.location
         self._text.append(content)
 
     def processingInstruction(self, target: str, data: str) -> None:  # noqa: N802, ARG002
-        raise self.place.error(f"<?{target} ...?> means nothing here", "remove it")
+        raise self.location.error(f"<?{target} ...?> means nothing here", "remove it")
 
     def _end_text(self) -> None:
         if self._text and self._open:
             text = normalise("".join(self._text))
-            self._open[-1].content.append(Run(text, self._text_place))
+            self._open[-1].content.append(Run(text, self._text_location))
         self._text.clear()

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Unpack
 
 from kvrag.codec.base import EncodedChunk
 from kvrag.engine.answer import Answer, AnswerDelta
-from kvrag.engine.engine import KVEngine
-from kvrag.engine.request import PlacedPrompt
+from kvrag.engine.base import Engine
+from kvrag.engine.request import PlacedPrompt, RequestOptions
 from kvrag.errors import ParameterError
 from kvrag.fusion.layout import Layout
 from kvrag.ingest.passages import KeepReport, Passage, Passages
@@ -77,7 +77,7 @@ class PMLEngine:
         When its index stores chunks compressed.
     """
 
-    def __init__(self, engine: KVEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.passages = Passages(engine.index)
         self._schemas: dict[str, EncodedSchema] = {}
@@ -147,7 +147,7 @@ class PMLEngine:
             if len(stretch.token_ids) > room or is_beyond:
                 owner = schema.modules[stretch.path] if stretch.path else schema
                 where = f"module {'/'.join(stretch.path)!r}" if stretch.path else "the schema"
-                raise owner.place.error(
+                raise owner.location.error(
                     f"text of {where} takes {len(stretch.token_ids):,} positions up to "
                     f"{stretch.end:,}, and {holds}",
                     "shorten it, or use a model with a longer context",
@@ -156,13 +156,13 @@ class PMLEngine:
             members = dict(found.scaffolds).get(frozenset(scaffold.paths), {})
             length = sum(len(passage.token_ids) for passage in members.values())
             if length > room:
-                raise scaffold.place.error(
+                raise scaffold.location.error(
                     f"a scaffold of {length:,} tokens in all, and {holds}", "give it fewer modules"
                 )
         # What stands outside modules is in every prompt, and one position is for the answer.
         end = max((one.end for one in layout.stretches if not one.path), default=0)
         if end >= index.model.max_positions:
-            raise schema.place.error(
+            raise schema.location.error(
                 f"every prompt of this schema reaches position {end:,}, and {holds} with at least "
                 "one to answer in",
                 "shorten modules, make some of them a union, or use a model with a longer context",
@@ -227,13 +227,17 @@ class PMLEngine:
             )
         return replace(layout, spans=tuple(spans))
 
-    def generate(self, prompt: str | FilePath | Prompt, **settings: Any) -> Answer:
-        """Answer a prompt; `settings` are those of `KVEngine.generate`."""
-        return self.engine.generate(self.place(prompt), **settings)
+    def generate(
+        self, prompt: str | FilePath | Prompt, **options: Unpack[RequestOptions]
+    ) -> Answer:
+        """Answer a prompt; options as in `KVEngine.generate`."""
+        return self.engine.generate(self.place(prompt), **options)
 
-    def stream(self, prompt: str | FilePath | Prompt, **settings: Any) -> Iterator[AnswerDelta]:
-        """Answer a prompt piece by piece; `settings` are those of `KVEngine.stream`."""
-        return self.engine.stream(self.place(prompt), **settings)
+    def stream(
+        self, prompt: str | FilePath | Prompt, **options: Unpack[RequestOptions]
+    ) -> Iterator[AnswerDelta]:
+        """Answer a prompt piece by piece; options as in `KVEngine.generate`."""
+        return self.engine.stream(self.place(prompt), **options)
 
 
 def _scaffolds(layout: SchemaLayout) -> Iterator[tuple[frozenset[Path], dict[int, Passage]]]:

@@ -213,7 +213,7 @@ class _Arranger:
     def _room(self, parameter: Parameter) -> list[int]:
         ids = list(self._ids[parameter.scaffold]) if parameter.scaffold else []
         if len(ids) > parameter.length:
-            raise parameter.place.error(
+            raise parameter.location.error(
                 f"the scaffold of parameter {parameter.name!r} has {len(ids)} tokens, its length "
                 f"is {parameter.length}",
                 "shorten the one or raise the other",
@@ -253,7 +253,7 @@ def _groups(
             group = []
             yield node
         elif isinstance(node, Text) and group and isinstance(group[-1], Text):
-            group[-1] = Text(group[-1].text + node.text, group[-1].place)
+            group[-1] = Text(group[-1].text + node.text, group[-1].location)
         else:
             assert not isinstance(node, Turn)
             group.append(node)

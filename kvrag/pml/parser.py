@@ -1,7 +1,7 @@
 """Markup to a checked `Schema`.
 
 Deviations from the public reference implementation, which recovers from malformed XML, ignores
-what it does not know and cuts what is too long: here all of that is an error with its place.
+what it does not know and cuts what is too long: here all of that is an error with its location.
 
 White space: around the contents of an element it is formatting and goes; between an element and
 text, or between two elements, it is kept as one line feed, or as one space where it has none;
@@ -17,7 +17,7 @@ from pathlib import Path as FilePath
 
 from kvrag.chunk import normalise_text
 from kvrag.pml.elements import Element, Run, normalise, read_bytes, read_elements
-from kvrag.pml.places import Place
+from kvrag.pml.locations import Location
 from kvrag.pml.schema import (
     Module,
     Node,
@@ -67,25 +67,25 @@ class _SchemaParser:
 
     def schema(self, root: Element) -> Schema:
         if root.tag != "schema":
-            raise root.place.error(f"<{root.tag}> is no schema", "expected <schema name=...>")
+            raise root.location.error(f"<{root.tag}> is no schema", "expected <schema name=...>")
         name = checked_name(root)
         check_attributes(root, {"name"})
         scaffolds = [one for one in root.elements if one.tag == "scaffold"]
-        body = Element(root.tag, root.attributes, root.place)
+        body = Element(root.tag, root.attributes, root.location)
         for part in root.content:
             before = body.content[-1] if body.content else None
             if isinstance(part, Run) and isinstance(before, Run):
                 # Between them stood a scaffold, which is nothing in the text.
-                body.content[-1] = Run(before.text + part.text, before.place)
+                body.content[-1] = Run(before.text + part.text, before.location)
             elif isinstance(part, Run) or part.tag != "scaffold":
                 body.content.append(part)
         children = self._children(body)
-        schema = Schema(name, children, (), root.place)
+        schema = Schema(name, children, (), root.location)
         listed = [_scaffold(one, schema) for one in scaffolds]
         named = tuple(_named_members(children, ()))
         if len(named) > 1:
-            listed.append(Scaffold(named, root.place))
-        return Schema(name, children, tuple(listed), root.place)
+            listed.append(Scaffold(named, root.location))
+        return Schema(name, children, tuple(listed), root.location)
 
     def _children(self, element: Element, *, is_cached: bool = True) -> tuple[Node, ...]:
         nodes: list[Node] = []
@@ -106,21 +106,21 @@ class _SchemaParser:
             return _parameter(element)
         if element.tag in ROLES:
             if self._turn is not None:
-                raise element.place.error(
-                    f"<{element.tag}> inside <{self._turn.tag}> (line {self._turn.place.line})",
+                raise element.location.error(
+                    f"<{element.tag}> inside <{self._turn.tag}> (line {self._turn.location.line})",
                     f"one turn ends before the next begins: write </{self._turn.tag}> before it",
                 )
             check_attributes(element, set())
             self._turn = element
             children = self._children(element, is_cached=is_cached)
             self._turn = None
-            return Turn(element.tag, children, element.place)
+            return Turn(element.tag, children, element.location)
         remedies = {
             "schema": "a file holds one schema: give the other a file of its own",
             "prompt": "a prompt is a file of its own, or a string of its own",
             "scaffold": "it stands directly in <schema>, and names modules by their paths",
         }
-        raise element.place.error(
+        raise element.location.error(
             f"<{element.tag}> is not known here",
             remedies.get(
                 element.tag,
@@ -135,28 +135,28 @@ class _SchemaParser:
         check_attributes(element, {"name", "src", "cache"})
         cache = element.attributes.get("cache")
         if cache not in (None, "true", "false"):
-            raise element.place.error(
+            raise element.location.error(
                 f"cache={cache!r} of a module",
                 "expected 'false', for what every prompt computes, or 'true'",
             )
         is_cached = is_cached if cache is None else cache == "true"
         if "src" not in element.attributes:
             children = self._children(element, is_cached=is_cached)
-            return Module(name, children, element.place, is_cached)
+            return Module(name, children, element.location, is_cached)
         if settled(element.content):
-            raise element.place.error(
+            raise element.location.error(
                 f"{_called(name)} has src and contents", "give the one or the other"
             )
-        text = self._source_text(element.attributes["src"], element.place)
-        children = (Text(text, element.place, is_document=True),) if text else ()
-        return Module(name, children, element.place, is_cached)
+        text = self._source_text(element.attributes["src"], element.location)
+        children = (Text(text, element.location, is_document=True),) if text else ()
+        return Module(name, children, element.location, is_cached)
 
-    def _source_text(self, src: str, place: Place) -> str:
+    def _source_text(self, src: str, location: Location) -> str:
         remedy = "src names a text file beside the schema or in a folder below it"
         if self._folder is None:
-            raise place.error("src in a schema that is no file", "write the text out")
+            raise location.error("src in a schema that is no file", "write the text out")
         if not src or "\0" in src or "\\" in src or FilePath(src).is_absolute():
-            raise place.error(f"src={src!r} is no relative path", remedy)
+            raise location.error(f"src={src!r} is no relative path", remedy)
         try:
             folder = self._folder.resolve()
             path = (folder / src).resolve()
@@ -164,16 +164,16 @@ class _SchemaParser:
         except (OSError, RuntimeError) as error:
             # A name that is too long, links in a circle.
             reason = getattr(error, "strerror", None) or error
-            raise place.error(f"src={src!r} cannot be found ({reason})", remedy) from error
+            raise location.error(f"src={src!r} cannot be found ({reason})", remedy) from error
         # After resolving: neither '..' nor a link leads out.
         if not path.is_relative_to(folder):
-            raise place.error(f"src={src!r} leads out of the schema's folder", remedy)
+            raise location.error(f"src={src!r} leads out of the schema's folder", remedy)
         if not is_file:
-            raise place.error(f"src={src!r} is no file", remedy)
+            raise location.error(f"src={src!r} is no file", remedy)
         try:
-            return normalise_text(read_bytes(path, place).decode("utf-8-sig"))
+            return normalise_text(read_bytes(path, location).decode("utf-8-sig"))
         except UnicodeDecodeError as error:
-            raise place.error(
+            raise location.error(
                 f"src={src!r} is no UTF-8 text (byte {error.start})", "save it as UTF-8"
             ) from error
 
@@ -183,50 +183,50 @@ class _SchemaParser:
         for part in element.content:
             if isinstance(part, Run):
                 if part.text.strip():
-                    raise part.place.error(
+                    raise part.location.error(
                         "text directly in <union>", "put it into one of its modules, or outside"
                     )
             elif part.tag != "module":
-                raise part.place.error(
+                raise part.location.error(
                     f"<{part.tag}> directly in <union>",
                     f"a union holds modules: put it into one, <module name=...><{part.tag} ...",
                 )
             elif "name" not in part.attributes:
-                raise part.place.error(
+                raise part.location.error(
                     "a member of <union> has no name", "give it name=...: prompts choose by it"
                 )
             else:
                 members.append(self._module(part, is_cached))
         if not members:
-            raise element.place.error("an empty <union>", "give it a module, or remove it")
+            raise element.location.error("an empty <union>", "give it a module, or remove it")
         scaffold = element.attributes.get("scaffold", "")
         if scaffold and scaffold not in {member.name for member in members}:
-            raise element.place.error(
+            raise element.location.error(
                 f"scaffold={scaffold!r} is no member of this union",
                 f"expected one of {listing(member.name for member in members)}",
             )
         if not all(member.is_cached for member in members if member.name == scaffold):
-            raise element.place.error(
+            raise element.location.error(
                 f"scaffold={scaffold!r} is a module with cache='false'",
                 "a scaffold is stored: name another member, or let that one be cached",
             )
         _check_unique(members)
-        return Union(tuple(members), scaffold, element.place)
+        return Union(tuple(members), scaffold, element.location)
 
 
 def checked_name(element: Element) -> str:
     """Return the name an element has. Raises PMLError when it has none or none that may be."""
     name = element.attributes.get("name")
     if name is None:
-        raise element.place.error(f"<{element.tag}> has no name", "give it name=...")
-    check_name(name, element.place)
+        raise element.location.error(f"<{element.tag}> has no name", "give it name=...")
+    check_name(name, element.location)
     return name
 
 
-def check_name(name: str, place: Place) -> None:
+def check_name(name: str, location: Location) -> None:
     """Raise PMLError when no schema, module or parameter may have that name."""
     if not _NAME.fullmatch(name) or name in RESERVED:
-        raise place.error(
+        raise location.error(
             f"name={name!r} is no name",
             "expected a letter or underscore, then letters, digits, '_', '.' and '-', and none of "
             f"{', '.join(sorted(RESERVED))}",
@@ -238,7 +238,7 @@ def check_attributes(element: Element, known: set[str]) -> None:
     for name in element.attributes:
         if name not in known:
             expected = f"expected {listing(sorted(known))}" if known else "it takes none"
-            raise element.place.error(f"<{element.tag}> has the attribute {name!r}", expected)
+            raise element.location.error(f"<{element.tag}> has the attribute {name!r}", expected)
 
 
 def listing(names: Iterable[str], most: int = 8) -> str:
@@ -261,9 +261,9 @@ def settled(content: list[Element | Run]) -> list[Element | Text]:
         opening = "" if number == 0 else _joint(before)
         ending = "" if number == len(content) - 1 else _joint(after)
         if body:
-            parts.append(Text(normalise(opening + _dedented(part.text) + ending), part.place))
+            parts.append(Text(normalise(opening + _dedented(part.text) + ending), part.location))
         elif opening and ending:
-            parts.append(Text(opening, part.place))
+            parts.append(Text(opening, part.location))
     return parts
 
 
@@ -283,30 +283,30 @@ def _parameter(element: Element) -> Parameter:
     if element.elements or any(
         isinstance(part, Run) and part.text.strip() for part in element.content
     ):
-        raise element.place.error(
+        raise element.location.error(
             f"parameter {name!r} has contents",
             "it is empty, <parameter .../>; what stands there by default is scaffold='...'",
         )
     given = [element.attributes[key] for key in ("len", "length") if key in element.attributes]
     if len(given) != 1:
-        raise element.place.error(
+        raise element.location.error(
             f"parameter {name!r} has {len(given)} lengths", "give it length=TOKENS"
         )
     number = given[0]
     # Few digits first: Python refuses to read very many.
     is_short = number.isascii() and number.isdigit() and len(number) <= len(str(MAX_LENGTH))
     if not (is_short and 1 <= int(number) <= MAX_LENGTH):
-        raise element.place.error(
+        raise element.location.error(
             f"length={number!r} of parameter {name!r}",
             f"expected a whole number of tokens, 1 to {MAX_LENGTH}",
         )
     scaffold = normalise(element.attributes.get("scaffold", ""))
-    return Parameter(name, int(number), scaffold, element.place)
+    return Parameter(name, int(number), scaffold, element.location)
 
 
 def _check_unique(nodes: Iterable[Node]) -> None:
     """Raise PMLError when two modules, or two parameters, side by side share a name."""
-    seen: dict[tuple[bool, str], Place] = {}
+    seen: dict[tuple[bool, str], Location] = {}
     for node in nodes:
         for named in node.members if isinstance(node, Union) else (node,):
             if not isinstance(named, Module | Parameter):
@@ -315,11 +315,11 @@ def _check_unique(nodes: Iterable[Node]) -> None:
             if key in seen:
                 kind = "module" if key[0] else "parameter"
                 first = seen[key]
-                raise named.place.error(
+                raise named.location.error(
                     f"a second {kind} {named.name!r} (the first is in line {first.line})",
                     "names are unique among those side by side: rename one",
                 )
-            seen[key] = named.place
+            seen[key] = named.location
 
 
 def _named_members(children: tuple[Node, ...], path: Path) -> Iterable[Path]:
@@ -339,48 +339,52 @@ def _called(name: str) -> str:
 def _scaffold(element: Element, schema: Schema) -> Scaffold:
     check_attributes(element, {"modules"})
     if settled(element.content):
-        raise element.place.error("<scaffold> has contents", 'expected <scaffold modules="a b/c"/>')
+        raise element.location.error(
+            "<scaffold> has contents", 'expected <scaffold modules="a b/c"/>'
+        )
     names = element.attributes.get("modules", "").split()
     paths = {tuple(name.split("/")) for name in names}
     for path in paths:
-        check_module(schema, path, element.place)
+        check_module(schema, path, element.location)
     if len(paths) < 2:
-        raise element.place.error(
+        raise element.location.error(
             f"a scaffold of {len(paths)} modules", "it holds two modules or more"
         )
-    check_exclusive(schema, ((path, element.place) for path in paths))
+    check_exclusive(schema, ((path, element.location) for path in paths))
     for path in paths:
         if not schema.modules[path].is_cached:
-            raise element.place.error(
+            raise element.location.error(
                 f"a scaffold of {'/'.join(path)!r}, which has cache='false'",
                 "a scaffold is stored: leave the module out, or let it be cached",
             )
     ordered = tuple(path for path in schema.modules if path in paths)
-    return Scaffold(ordered, element.place)
+    return Scaffold(ordered, element.location)
 
 
-def check_module(schema: Schema, path: Path, place: Place) -> None:
+def check_module(schema: Schema, path: Path, location: Location) -> None:
     """Raise PMLError when a schema has no module of that path."""
     if path in schema.modules:
         return
     beside = [known[-1] for known in schema.modules if known[:-1] == path[:-1]]
     inside = f"module {'/'.join(path[:-1])!r}" if path[:-1] else f"schema {schema.name!r}"
-    raise place.error(f"{inside} has no module {path[-1]!r}", f"expected one of {listing(beside)}")
+    raise location.error(
+        f"{inside} has no module {path[-1]!r}", f"expected one of {listing(beside)}"
+    )
 
 
-def check_exclusive(schema: Schema, named: Iterable[tuple[Path, Place]]) -> None:
+def check_exclusive(schema: Schema, named: Iterable[tuple[Path, Location]]) -> None:
     """Raise PMLError, where the second is named, when two modules or those around them exclude
     each other.
     """
     chosen: dict[int, Path] = {}
-    for path, place in named:
+    for path, location in named:
         for depth in range(1, len(path) + 1):
             number = schema.exclusions.get(path[:depth])
             if number is None:
                 continue
             other = chosen.setdefault(number, path[:depth])
             if other != path[:depth]:
-                raise place.error(
+                raise location.error(
                     f"{'/'.join(other)!r} and {'/'.join(path[:depth])!r} are members of one union",
                     "choose one of them",
                 )

@@ -75,7 +75,7 @@ def place_prompt(
     if layout.conversation is None:
         (ids,) = token_ids_of(tokenizer, [prompt.ending], control)
     else:
-        tail = layout.conversation.tail(imports, prompt.turns, prompt.place, control)
+        tail = layout.conversation.tail(imports, prompt.turns, prompt.location, control)
         if control is None:
             (ids,) = token_ids_of(tokenizer, [tail.text])
         else:
@@ -84,7 +84,7 @@ def place_prompt(
     if ids:
         pieces.append(Piece(end, tuple(ids)))
     if not pieces and not layout.prefix_ids:
-        raise prompt.place.error("the prompt is empty", "import a module, or write a text")
+        raise prompt.location.error("the prompt is empty", "import a module, or write a text")
     return pieces
 
 
@@ -142,11 +142,11 @@ def _filled(
             pieces.append(Piece(stretch.start + begin, ids, number, begin))
         (ids_of_argument,) = token_ids_of(tokenizer, [found.arguments[slot.name]], control)
         if len(ids_of_argument) > slot.length:
-            raise found.place.error(
+            raise found.location.error(
                 f"argument {slot.name!r} has {len(ids_of_argument)} tokens, its parameter holds "
                 f"{slot.length}",
                 "shorten it, or raise the parameter's length in the schema "
-                f"({prompt.schema.parameters(stretch.path)[slot.name].place})",
+                f"({prompt.schema.parameters(stretch.path)[slot.name].location})",
             )
         if ids_of_argument:
             pieces.append(Piece(stretch.start + slot.offset, tuple(ids_of_argument)))
@@ -199,7 +199,7 @@ def _first_gap(pieces: Sequence[Piece], lower: int, upper: int, length: int, tex
         start = piece.end
     if upper - start >= length:
         return start
-    raise text.place.error(
+    raise text.location.error(
         f"a text of {length} tokens where positions for {max(widest, upper - start, 0)} are free",
         "write it at the prompt's end, shorten it, or give the schema a parameter for it there",
     )

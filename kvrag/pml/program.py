@@ -12,18 +12,16 @@ functions give equal schemas; what cannot be compiled is refused with its line.
 from __future__ import annotations
 
 import ast
-import hashlib
 import inspect
-import re
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar, get_type_hints
 
 from kvrag.errors import ParameterError
 from kvrag.pml.elements import normalise
-from kvrag.pml.parser import MAX_LENGTH, RESERVED, check_name
-from kvrag.pml.places import Place
+from kvrag.pml.locations import Location
+from kvrag.pml.naming import as_name, numbered, renamed
+from kvrag.pml.parser import MAX_LENGTH, check_name
 from kvrag.pml.schema import Module, Node, Parameter, Schema, Text, Union
 
 F = TypeVar("F", bound=Callable[..., str])
@@ -132,13 +130,13 @@ class _Compiler:
         try:
             lines, first = inspect.getsourcelines(function)
         except (OSError, TypeError) as error:
-            raise Place(self._file, 1, 1).error(
+            raise Location(self._file, 1, 1).error(
                 f"the source of {function.__name__!r} cannot be read",
                 "define prompt functions in a file",
             ) from error
         self._first = first
         if function.__name__ == "<lambda>":
-            raise Place(self._file, first, 1).error("a lambda has no statements", _SUPPORTED)
+            raise Location(self._file, first, 1).error("a lambda has no statements", _SUPPORTED)
         # The columns of errors are those of the file.
         source = "".join(lines)
         dedented = textwrap.dedent(source)
@@ -150,16 +148,16 @@ class _Compiler:
         self._lengths = self._find_lengths()
 
     def schema(self) -> Schema:
-        check_name(self._definition.name, self._place(self._definition))
+        check_name(self._definition.name, self._location(self._definition))
         children = self._body(self._definition.body, is_last=True)
-        return Schema(self._definition.name, children, (), self._place(self._definition))
+        return Schema(self._definition.name, children, (), self._location(self._definition))
 
-    def _place(self, node: ast.AST) -> Place:
+    def _location(self, node: ast.AST) -> Location:
         line = getattr(node, "lineno", 1) + self._first - 1
-        return Place(self._file, line, getattr(node, "col_offset", 0) + self._indent + 1)
+        return Location(self._file, line, getattr(node, "col_offset", 0) + self._indent + 1)
 
     def _refuse(self, node: ast.AST, what: str) -> Exception:
-        return self._place(node).error(f"{what} cannot be compiled to a schema", _SUPPORTED)
+        return self._location(node).error(f"{what} cannot be compiled to a schema", _SUPPORTED)
 
     def _find_lengths(self) -> dict[str, int]:
         arguments = self._definition.args
@@ -169,7 +167,7 @@ class _Compiler:
         try:
             hints = get_type_hints(self._function, include_extras=True)
         except (NameError, AttributeError, SyntaxError, TypeError) as error:
-            raise self._place(self._definition).error(
+            raise self._location(self._definition).error(
                 f"an annotation is not known ({error})", "import it where the function is defined"
             ) from error
         return {
@@ -185,15 +183,15 @@ class _Compiler:
         used: dict[str, int] = {}
         for statement in statements:
             ends = is_last and statement is statements[-1]
-            made = [_renamed(node, used) for node in self._statement(statement, ends)]
+            made = [renamed(node, used) for node in self._statement(statement, ends)]
             if nodes and made:
                 # Statements are lines of the prompt.
-                nodes.append(Text("\n", self._place(statement)))
+                nodes.append(Text("\n", self._location(statement)))
             nodes += made
         seen: set[str] = set()
         for node in nodes:
             if isinstance(node, Parameter) and node.name in seen:
-                raise node.place.error(
+                raise node.location.error(
                     f"{node.name!r} stands twice in one module", "give the second a name of its own"
                 )
             if isinstance(node, Parameter):
@@ -221,13 +219,13 @@ class _Compiler:
 
         A literal that is the whole statement loses its indentation, as a docstring does.
         """
-        place = self._place(value)
+        location = self._location(value)
         if isinstance(value, ast.Constant):
             if not isinstance(value.value, str):
                 raise self._refuse(value, f"the constant {value.value!r}")
             text = inspect.cleandoc(value.value) if is_whole else value.value
             text = self._words(text, value)
-            return [Text(text, place)] if text else []
+            return [Text(text, location)] if text else []
         if isinstance(value, ast.JoinedStr):
             return [node for part in value.values for node in self._part(part)]
         if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
@@ -239,7 +237,7 @@ class _Compiler:
 
     def _part(self, part: ast.expr) -> list[Node]:
         if isinstance(part, ast.Constant):
-            return [Text(self._words(str(part.value), part), self._place(part))]
+            return [Text(self._words(str(part.value), part), self._location(part))]
         assert isinstance(part, ast.FormattedValue)
         if part.conversion != -1 or part.format_spec is not None:
             raise self._refuse(part, "a conversion or format in an f-string")
@@ -250,21 +248,21 @@ class _Compiler:
         name = part.value.id
         if name in self._constants:
             words = self._words(str(self._constants[name]), part)
-            return [Text(words, self._place(part))] if words else []
+            return [Text(words, self._location(part))] if words else []
         if name not in self._lengths:
-            raise self._place(part).error(
+            raise self._location(part).error(
                 f"{name!r} has no length", f"annotate it: {name}: Annotated[str, Length(TOKENS)]"
             )
-        check_name(name, self._place(part))
+        check_name(name, self._location(part))
         default = self._passed.get(name, _defaults(self._function).get(name))
         scaffold = "" if default is None else self._words(str(default), part)
-        return [Parameter(name, self._lengths[name], scaffold, self._place(part))]
+        return [Parameter(name, self._lengths[name], scaffold, self._location(part))]
 
     def _words(self, text: str, node: ast.AST) -> str:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise self._place(node).error(
+            raise self._location(node).error(
                 "half of a surrogate pair is no character", "write the character itself"
             ) from error
         return normalise(text)
@@ -281,14 +279,14 @@ class _Compiler:
             if decided is None:
                 name = self._condition(branch.test)
                 body = self._body(branch.body, is_last=is_last)
-                members.append(Module(name, body, self._place(branch)))
+                members.append(Module(name, body, self._location(branch)))
             rest = branch.orelse
         if not members:
             return list(self._body(rest, is_last=is_last))
         if rest:
             name = f"not-{members[0].name}" if len(members) == 1 else "otherwise"
             body = self._body(rest, is_last=is_last)
-            members.append(Module(name, body, self._place(rest[0])))
+            members.append(Module(name, body, self._location(rest[0])))
         return [members[0] if len(members) == 1 else self._union(members, statement)]
 
     def _match(self, statement: ast.Match, is_last: bool) -> list[Node]:
@@ -298,13 +296,13 @@ class _Compiler:
         for case in statement.cases:
             if case.guard is not None:
                 raise self._refuse(case.guard, "a guard of a case")
-            name = _as_name(self._pattern(case.pattern))
+            name = as_name(self._pattern(case.pattern))
             if is_decided:
                 if _matches(case.pattern, self._value(subject, self._constants)):
                     return list(self._body(case.body, is_last=is_last))
                 continue
             body = self._body(case.body, is_last=is_last)
-            members.append(Module(name, body, self._place(case.pattern)))
+            members.append(Module(name, body, self._location(case.pattern)))
         return [self._union(members, statement)] if members else []
 
     def _is_decided(self, expression: ast.expr) -> bool:
@@ -326,7 +324,7 @@ class _Compiler:
         try:
             return eval(code, {"__builtins__": {}}, dict(known))
         except Exception as error:  # whatever the expression raises
-            raise self._place(expression).error(
+            raise self._location(expression).error(
                 f"{words} cannot be computed ({error})",
                 "write constants with which the function could be called",
             ) from error
@@ -344,13 +342,13 @@ class _Compiler:
 
     def _union(self, members: list[Module], statement: ast.stmt) -> Union:
         used: dict[str, int] = {}
-        return Union(tuple(_numbered(one, used) for one in members), "", self._place(statement))
+        return Union(tuple(numbered(one, used) for one in members), "", self._location(statement))
 
     def _condition(self, test: ast.expr) -> str:
         for node in ast.walk(test):
             if isinstance(node, ast.Call | ast.Lambda | ast.Await | ast.NamedExpr):
                 raise self._refuse(node, f"the condition {ast.unparse(test)}")
-        return _as_name(ast.unparse(test))
+        return as_name(ast.unparse(test))
 
     def _call(self, call: ast.Call) -> Module:
         if not isinstance(call.func, ast.Name):
@@ -359,11 +357,11 @@ class _Compiler:
         target = self._known().get(name)
         found = getattr(target, _SCHEMA, None)
         if not isinstance(found, Schema) or target is None:
-            raise self._place(call).error(
+            raise self._location(call).error(
                 f"{name!r} is no prompt function defined before this one", _SUPPORTED
             )
         children = _Compiler(target, *self._arguments(call, target)).schema().children
-        return Module(found.name, children, self._place(call))
+        return Module(found.name, children, self._location(call))
 
     def _arguments(
         self, call: ast.Call, target: Callable[..., Any]
@@ -377,7 +375,7 @@ class _Compiler:
                 *call.args, **{str(one.arg): one.value for one in call.keywords}
             )
         except TypeError as error:
-            raise self._place(call).error(
+            raise self._location(call).error(
                 f"{ast.unparse(call)}: {error}",
                 "give each parameter without a default a constant, or a parameter of this function",
             ) from error
@@ -401,13 +399,13 @@ class _Compiler:
         known = {**self._known(), **self._constants}
         names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
         if names & self._of_the_prompt():
-            raise self._place(value).error(
+            raise self._location(value).error(
                 f"the argument {ast.unparse(value)} is made of a parameter and more",
                 "pass the parameter alone, and write the rest in the function that is called",
             )
         found = self._value(value, {name: known[name] for name in names & known.keys()})
         if not _is_constant(found):
-            raise self._place(value).error(
+            raise self._location(value).error(
                 f"the argument {ast.unparse(value)} is no constant",
                 "pass a text, a number, True, False or None, or a parameter of this function",
             )
@@ -438,26 +436,3 @@ def _matches(pattern: ast.pattern, value: Any) -> bool:
     if isinstance(pattern, ast.MatchOr):
         return any(_matches(one, value) for one in pattern.patterns)
     return True
-
-
-def _as_name(words: str) -> str:
-    """Return a name for a module made of what a program says, the same for the same words."""
-    words = normalise(words)
-    name = re.sub(r"[^a-zA-Z0-9_.]+", "-", words).strip("-.")
-    if name and name != words and not re.fullmatch(r"[\w.\s'\"-]*", words, re.ASCII):
-        # Signs were dropped: 'a < b' and 'a > b' must not become one.
-        name += "-" + hashlib.blake2b(words.encode(), digest_size=3).hexdigest()
-    is_free = (name[:1].isalpha() or name[:1] == "_") and name not in RESERVED
-    return name if is_free else f"_{name}"
-
-
-def _renamed(node: Node, used: dict[str, int]) -> Node:
-    """Number modules side by side that would share a name."""
-    if isinstance(node, Union):
-        return replace(node, members=tuple(_numbered(one, used) for one in node.members))
-    return _numbered(node, used) if isinstance(node, Module) else node
-
-
-def _numbered(module: Module, used: dict[str, int]) -> Module:
-    count = used[module.name] = used.get(module.name, 0) + 1
-    return module if count == 1 else replace(module, name=f"{module.name}-{count}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 
 from kvrag.pml.elements import Element, normalise, read_elements
+from kvrag.pml.locations import Location
 from kvrag.pml.parser import (
     ROLES,
     check_attributes,
@@ -19,7 +20,6 @@ from kvrag.pml.parser import (
     listing,
     settled,
 )
-from kvrag.pml.places import Place
 from kvrag.pml.schema import Path, Schema, Text
 
 
@@ -40,7 +40,7 @@ class Import:
     path: Path
     arguments: Mapping[str, str]
     parts: tuple[Import | Text, ...]
-    place: Place
+    location: Location
 
     def all(self) -> Iterator[Import]:
         """Yield this import and all inside it."""
@@ -68,7 +68,7 @@ class Prompt:
     body: Import
     turns: tuple[tuple[str, str], ...]
     ending: str
-    place: Place
+    location: Location
 
 
 def schema_name(source: str | FilePath) -> str:
@@ -93,7 +93,7 @@ def parse_prompt(source: str | FilePath, schema: Schema) -> Prompt:
     root = _root(source)
     name = root.attributes["schema"]
     if name != schema.name:
-        raise root.place.error(
+        raise root.location.error(
             f"a prompt of schema {name!r}", f"expected one of schema {schema.name!r}"
         )
     has_turns = any(part.tag in ROLES for part in root.elements)
@@ -111,22 +111,22 @@ def parse_prompt(source: str | FilePath, schema: Schema) -> Prompt:
             turns = (("user", text.strip()), *turns)
         text = ""
     elif turns:
-        raise root.place.error(
+        raise root.location.error(
             "turns in a prompt of a schema without any",
             "put the schema's own text into <system> or <user> as well",
         )
     arguments = {key: value for key, value in root.attributes.items() if key != "schema"}
-    body = Import((), *_checked(schema, (), arguments, parts, root.place), root.place)
-    check_exclusive(schema, ((one.path, one.place) for one in body.all()))
-    return Prompt(schema, body, turns, text, root.place)
+    body = Import((), *_checked(schema, (), arguments, parts, root.location), root.location)
+    check_exclusive(schema, ((one.path, one.location) for one in body.all()))
+    return Prompt(schema, body, turns, text, root.location)
 
 
 def _root(source: str | FilePath) -> Element:
     root = read_elements(source)
     if root.tag != "prompt":
-        raise root.place.error(f"<{root.tag}> is no prompt", "expected <prompt schema=...>")
+        raise root.location.error(f"<{root.tag}> is no prompt", "expected <prompt schema=...>")
     if "schema" not in root.attributes:
-        raise root.place.error("<prompt> names no schema", "give it schema=...")
+        raise root.location.error("<prompt> names no schema", "give it schema=...")
     return root
 
 
@@ -136,14 +136,14 @@ def _turns(root: Element) -> tuple[tuple[str, str], ...]:
         if isinstance(part, Element) and part.tag in ROLES:
             check_attributes(part, set())
             if part.elements:
-                raise part.elements[0].place.error(
+                raise part.elements[0].location.error(
                     f"<{part.elements[0].tag}> in <{part.tag}> of a prompt",
                     "import modules directly in <prompt>; they stand where the schema has them",
                 )
             text = "".join(one.text for one in settled(part.content) if isinstance(one, Text))
             turns.append((part.tag, text))
         elif turns and (isinstance(part, Element) or part.text.strip()):
-            raise part.place.error(
+            raise part.location.error(
                 "something behind a turn of the prompt", "turns stand at the prompt's end"
             )
     return tuple(turns)
@@ -151,10 +151,10 @@ def _turns(root: Element) -> tuple[tuple[str, str], ...]:
 
 def _import(schema: Schema, around: Path, element: Element) -> Import:
     path = (*around, element.tag)
-    check_module(schema, path, element.place)
+    check_module(schema, path, element.location)
     parts = settled(element.content)
     return Import(
-        path, *_checked(schema, path, element.attributes, parts, element.place), element.place
+        path, *_checked(schema, path, element.attributes, parts, element.location), element.location
     )
 
 
@@ -163,17 +163,17 @@ def _checked(
     path: Path,
     attributes: Mapping[str, str],
     contents: list[Element | Text],
-    place: Place,
+    location: Location,
 ) -> tuple[Mapping[str, str], tuple[Import | Text, ...]]:
     known = schema.parameters(path)
     for name in attributes:
         if name not in known:
             owner = f"module {'/'.join(path)!r}" if path else f"schema {schema.name!r}"
-            raise place.error(
+            raise location.error(
                 f"{owner} has no parameter {name!r}", f"expected one of {listing(known)}"
             )
     parts: list[Import | Text] = []
-    seen: dict[Path, Place] = {}
+    seen: dict[Path, Location] = {}
     for part in contents:
         if isinstance(part, Text):
             # A line feed between imports is formatting: what separates modules is the schema's.
@@ -182,11 +182,11 @@ def _checked(
             continue
         one = _import(schema, path, part)
         if one.path in seen:
-            raise one.place.error(
+            raise one.location.error(
                 f"{'/'.join(one.path)!r} is imported again (first in line {seen[one.path].line})",
                 "import it once",
             )
-        seen[one.path] = one.place
+        seen[one.path] = one.location
         parts.append(one)
     arguments = {name: normalise(value) for name, value in attributes.items()}
     return arguments, tuple(parts)

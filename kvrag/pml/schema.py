@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvrag.pml.places import Place
+from kvrag.pml.locations import Location
 
 Path = tuple[str, ...]
 """A module by the names of those around it and its own; () is the schema itself."""
@@ -21,7 +21,7 @@ class Text:
     """Text that stands here, its outer white space settled; `is_document` of a file's (``src``)."""
 
     text: str
-    place: Place
+    location: Location
     is_document: bool = False
 
 
@@ -42,7 +42,7 @@ class Parameter:
     name: str
     length: int
     scaffold: str
-    place: Place
+    location: Location
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Module:
 
     name: str
     children: tuple[Node, ...]
-    place: Place
+    location: Location
     is_cached: bool = True
 
 
@@ -77,7 +77,7 @@ class Union:
 
     members: tuple[Module, ...]
     scaffold: str
-    place: Place
+    location: Location
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Turn:
 
     role: str
     children: tuple[Node, ...]
-    place: Place
+    location: Location
 
 
 Node = Text | Parameter | Module | Union | Turn
@@ -109,7 +109,7 @@ class Scaffold:
     """
 
     paths: tuple[Path, ...]
-    place: Place
+    location: Location
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Schema:
     name: str
     children: tuple[Node, ...]
     scaffolds: tuple[Scaffold, ...]
-    place: Place
+    location: Location
 
     @cached_property
     def modules(self) -> dict[Path, Module]:

@@ -40,7 +40,8 @@ from kvrag.errors import (
     ParameterError,
 )
 from kvrag.ingest.embedding import Embedding, get_embedding
-from kvrag.ingest.index import Index, SearchHit
+from kvrag.ingest.index import Index
+from kvrag.ingest.search import SearchHit
 
 
 class KVRagRetriever(BaseRetriever):

@@ -23,7 +23,8 @@ except ImportError as error:
 
 from kvrag import arguments
 from kvrag.engine.shared import shared_index
-from kvrag.ingest.index import Index, SearchHit
+from kvrag.ingest.index import Index
+from kvrag.ingest.search import SearchHit
 
 
 class KVRagRetriever(BaseRetriever):

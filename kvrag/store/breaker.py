@@ -1,8 +1,9 @@
-"""A remote store that is not asked again and again while it does not answer.
+"""A circuit breaker: a remote store is not asked again and again while it does not answer.
 
-Without this every chunk of a prompt would wait for its own timeout. After a failure reads are
-refused at once for a while; then one of them is let through, and its success opens the way for
-all. Writes are always tried: whoever writes wants to know.
+Without it every chunk of a prompt would wait for its own timeout. The breaker starts closed: all
+calls pass. A failure opens it: for a while reads are refused at once. Then it is half-open: one
+read is a trial, whose success closes the breaker. Writes are always tried: whoever writes wants
+to know.
 """
 
 from __future__ import annotations
@@ -11,25 +12,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError, StoreUnreachableError
 from kvrag.store.base import StoredRecord
 from kvrag.store.metrics import MISS_UNREADABLE, StoreMetrics
+from kvrag.store.remote import RemoteStore
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper
-
-if TYPE_CHECKING:
-    from kvrag.store.http import HttpStore
-    from kvrag.store.objects import ObjectStore
-    from kvrag.store.redis import RedisStore
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 8.0
 
 
 class Breaker:
-    """Lets calls through until one fails, then none for a while, then one to try.
+    """Lets calls through until one fails, then none for a while, then one as a trial.
 
     Parameters
     ----------
@@ -49,47 +45,51 @@ class Breaker:
         self._clock = clock
         self._lock = threading.Lock()
         self._num_failures = 0
+        # Seconds that the breaker stays open before the next trial; 0 while it is closed.
         self._pause = 0.0
-        self._closed_until = 0.0
+        self._open_until = 0.0
 
     @contextmanager
     def guarding(self, *, is_read: bool = True) -> Iterator[None]:
-        """Run a call, unless the last ones failed. Raises StoreUnreachableError."""
+        """Run a call; a read is refused while the breaker is open. Raises StoreUnreachableError."""
         if is_read:
-            self._enter()
+            self._require_closed()
         with self._lock:
             num_failures = self._num_failures
         try:
             yield
         except StoreUnreachableError:
-            with self._lock:
-                # Of calls that were under way together the first one tells what there is to tell.
-                if num_failures == self._num_failures:
-                    self._num_failures += 1
-                    self._pause = min(
-                        max(2 * self._pause, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS
-                    )
-                    self._closed_until = self._clock() + self._pause
+            self._open(num_failures)
             raise
         except (StoreError, RecordError):
-            self._open()  # a refusal is an answer
+            self._close()  # a refusal is an answer
             raise
-        self._open()
+        self._close()
 
-    def _open(self) -> None:
+    def _open(self, num_failures: int) -> None:
+        """Refuse reads for a while, after a call that began with so many failures known."""
+        with self._lock:
+            # Of calls that were under way together the first one tells what there is to tell.
+            if num_failures == self._num_failures:
+                self._num_failures += 1
+                self._pause = min(max(2 * self._pause, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+                self._open_until = self._clock() + self._pause
+
+    def _close(self) -> None:
         with self._lock:
             self._pause = 0.0
 
-    def _enter(self) -> None:
+    def _require_closed(self) -> None:
+        """Return for a call that may pass, a trial included. Raises StoreUnreachableError."""
         with self._lock:
             if not self._pause:
                 return
             now = self._clock()
-            if now >= self._closed_until:
-                # This call tries; the others wait for what comes of it.
-                self._closed_until = now + self._pause
+            if now >= self._open_until:
+                # Half-open: this call is the trial; the others wait for what comes of it.
+                self._open_until = now + self._pause
                 return
-            left = self._closed_until - now
+            left = self._open_until - now
         self._metrics.miss(MISS_UNREADABLE)
         raise StoreUnreachableError(
             f"{self._name} did not answer a moment ago and is asked again in {left:.1f} s"
@@ -103,12 +103,20 @@ class GuardedStore(StoreWrapper):
     ----------
     inner
         The remote store.
+    query
+        Its options in the URL.
     """
 
-    def __init__(self, inner: RedisStore | ObjectStore | HttpStore) -> None:
+    def __init__(self, inner: RemoteStore, query: str = "") -> None:
         super().__init__(inner)
+        self._query = query
         self._metrics = inner.metrics
         self._breaker = Breaker(inner.url, inner.metrics)
+
+    @property
+    def url(self) -> str:
+        """The inner store's, with its options."""
+        return f"{self.inner.url}?{self._query}" if self._query else self.inner.url
 
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Write a record; a key that is present keeps its record."""

@@ -60,19 +60,19 @@ class FileStore(CountedStore):
     """
 
     def __init__(self, path: str | Path, *, segment_bytes: int | None = None) -> None:
-        self._path = Path(path).absolute()
-        self.url = f"file:{self._path}"
-        if self._path.exists() and not self._path.is_dir():
-            raise store_error("use", self._path, NotADirectoryError(errno.ENOTDIR, "not a folder"))
-        self._loose = LooseRecords(self._path)
-        self._segments = SegmentFiles(self._path / FOLDER_NAME)
-        self._index = SegmentIndex(self._path)
+        self.path = Path(path).absolute()
+        self.url = f"file:{self.path}"
+        if self.path.exists() and not self.path.is_dir():
+            raise store_error("use", self.path, NotADirectoryError(errno.ENOTDIR, "not a folder"))
+        self._loose = LooseRecords(self.path)
+        self._segments = SegmentFiles(self.path / FOLDER_NAME)
+        self._index = SegmentIndex(self.path)
         self._segment_bytes = SEGMENT_BYTES if segment_bytes is None else segment_bytes
         self.metrics = StoreMetrics("file")
 
     def check_writable(self) -> None:
         """Raise StoreError where no record could be written; nothing is written to find out."""
-        check_writable(self._path)
+        check_writable(self.path)
 
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Write a record; when this returns, it has reached the medium.

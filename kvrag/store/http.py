@@ -12,12 +12,11 @@ import ssl
 import threading
 from collections.abc import Iterator
 from http import HTTPStatus
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 from urllib.parse import urlsplit
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, StoreError, StoreUnreachableError
-from kvrag.store.base import check_range
 from kvrag.store.http_protocol import (
     PROTOCOL,
     RECORDS,
@@ -26,7 +25,8 @@ from kvrag.store.http_protocol import (
     TOKEN_VARIABLE,
     read_token,
 )
-from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, CountedStore, StoreMetrics
+from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
+from kvrag.store.remote import HeadedRecord, Options, RemoteStore, file_path, seconds
 
 SCHEMES = ("http", "https")
 DEFAULT_TIMEOUT_SECONDS = 5.0
@@ -41,50 +41,21 @@ _LINE = re.compile(r"([0-9a-f]{40}) (\d{1,19})")
 _MAX_LINE_BYTES = 100
 
 
-class HttpRecord:
-    """An opened record of an `HttpStore`; its head is in memory already."""
+class HttpRecord(HeadedRecord):
+    """An opened record of an `HttpStore`."""
 
     def __init__(
         self, store: HttpStore, key: ChunkKey, size_bytes: int, tag: str, head: bytes
     ) -> None:
+        super().__init__(key, size_bytes, head, store.metrics)
         self._store = store
-        self._key = key
-        self._size_bytes = size_bytes
         self._tag = tag
-        self._head = head
         self._reading: set[http.client.HTTPConnection] = set()
         self._is_cancelled = False
         self._lock = threading.Lock()
 
-    @property
-    def size_bytes(self) -> int:
-        """Length of the record."""
-        return self._size_bytes
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on, in one request at the most.
-
-        Raises
-        ------
-        StoreError
-            When the server does not deliver, the record was deleted or replaced, or `cancel` was
-            called.
-        RecordError
-            When the record ends before the buffer is full.
-        """
-        check_range(self._key, self._size_bytes, offset, buffer.nbytes)
-        known = self._head[offset : offset + buffer.nbytes]
-        buffer[: len(known)] = known
-        if len(known) < buffer.nbytes:
-            self._store.read_range(
-                self._key,
-                offset + len(known),
-                buffer[len(known) :],
-                self._size_bytes,
-                self._tag,
-                self,
-            )
-        self._store.metrics.read(buffer.nbytes)
+    def _fetch(self, first: int, buffer: memoryview) -> None:
+        self._store.read_range(self._key, first, buffer, self._size_bytes, self._tag, self)
 
     def cancel(self) -> None:
         """Break off what other threads are reading: it is no longer wanted. They get StoreError."""
@@ -94,9 +65,6 @@ class HttpRecord:
                 if connection.sock is not None:
                     with contextlib.suppress(OSError):
                         connection.sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Do nothing: connections are the store's."""
 
     @contextlib.contextmanager
     def reading(self, connection: http.client.HTTPConnection) -> Iterator[None]:
@@ -119,7 +87,7 @@ class HttpRecord:
         raise StoreError(f"record {self._key}: reading it was broken off")
 
 
-class HttpStore(CountedStore):
+class HttpStore(RemoteStore):
     """Records behind a server of ``kvrag serve-kv``.
 
     Parameters
@@ -144,6 +112,12 @@ class HttpStore(CountedStore):
     StoreError
         When it refuses the token, or is no server of kvrag's.
     """
+
+    options: ClassVar[Options] = {
+        "token_file": ("token_file", file_path),
+        "ca": ("ca", file_path),
+        "timeout": ("timeout_seconds", seconds),
+    }
 
     def __init__(
         self,
@@ -238,19 +212,6 @@ class HttpStore(CountedStore):
             if rest:
                 self._refuse_answer(answer, "a list of records")
         return iter(found)
-
-    def keys(self) -> Iterator[ChunkKey]:
-        """Iterate over the keys, in no particular order."""
-        return (key for key, _ in self.sizes())
-
-    def size_bytes(self) -> int:
-        """Bytes held by all records."""
-        return sum(size for _, size in self.sizes())
-
-    def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Return 0: what is behind the server is its own to clean up."""
-        del min_age_seconds
-        return 0
 
     def close(self) -> None:
         """Close the connections that wait for their next use."""

@@ -45,6 +45,7 @@ class MemoryStore(CountedStore):
     """Records in a dictionary. They are gone when the process ends."""
 
     url = "memory:"
+    is_in_memory = True
 
     def __init__(self) -> None:
         self._records: dict[ChunkKey, bytes] = {}

@@ -11,19 +11,14 @@ import contextlib
 import re
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
-from kvrag.store.base import check_range
 from kvrag.store.extras import require
-from kvrag.store.metrics import (
-    MISS_ABSENT,
-    MISS_UNREADABLE,
-    CountedStore,
-    StoreMetrics,
-)
+from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
+from kvrag.store.remote import HeadedRecord, Options, RemoteStore, seconds
 
 SCHEMES = ("s3", "gs", "az")
 DEFAULT_TIMEOUT_SECONDS = 5.0
@@ -44,52 +39,27 @@ _CREDENTIALS = {
 }
 
 
-class ObjectRecord:
-    """An opened record of an `ObjectStore`; its head is in memory already."""
+class ObjectRecord(HeadedRecord):
+    """An opened record of an `ObjectStore`."""
 
     def __init__(
         self, store: ObjectStore, key: ChunkKey, size_bytes: int, tag: str | None, head: bytes
     ) -> None:
+        super().__init__(key, size_bytes, head, store.metrics)
         self._store = store
-        self._key = key
-        self._size_bytes = size_bytes
         self._tag = tag
-        self._head = head
 
-    @property
-    def size_bytes(self) -> int:
-        """Length of the record."""
-        return self._size_bytes
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on, in one request at the most.
-
-        Raises
-        ------
-        StoreError
-            When the bucket does not deliver, or the object was deleted or replaced.
-        RecordError
-            When the record ends before the buffer is full.
-        """
-        check_range(self._key, self._size_bytes, offset, buffer.nbytes)
-        known = self._head[offset : offset + buffer.nbytes]
-        buffer[: len(known)] = known
-        if len(known) < buffer.nbytes:
-            first, end = offset + len(known), offset + buffer.nbytes
-            content = self._store.read_range(self._key, first, end, self._tag)
-            if len(content) != end - first:
-                raise RecordError(
-                    f"record {self._key} in {self._store.url}: expected {end - first} bytes from "
-                    f"{first} on, found {len(content)}; ingest its document again"
-                )
-            buffer[len(known) :] = memoryview(content)
-        self._store.metrics.read(buffer.nbytes)
-
-    def close(self) -> None:
-        """Do nothing: no connection is held."""
+    def _fetch(self, first: int, buffer: memoryview) -> None:
+        content = self._store.read_range(self._key, first, first + buffer.nbytes, self._tag)
+        if len(content) != buffer.nbytes:
+            raise RecordError(
+                f"record {self._key} in {self._store.url}: expected {buffer.nbytes} bytes from "
+                f"{first} on, found {len(content)}; ingest its document again"
+            )
+        buffer[:] = memoryview(content)
 
 
-class ObjectStore(CountedStore):
+class ObjectStore(RemoteStore):
     """Records in a bucket.
 
     Credentials are found as the provider's own tools find them: in the environment, in the
@@ -117,6 +87,12 @@ class ObjectStore(CountedStore):
     StoreError
         When it refuses: no such bucket, no permission.
     """
+
+    options: ClassVar[Options] = {
+        "endpoint": ("endpoint", str),
+        "region": ("region", str),
+        "timeout": ("timeout_seconds", seconds),
+    }
 
     def __init__(
         self,
@@ -243,22 +219,6 @@ class ObjectStore(CountedStore):
                 match = _NAME.fullmatch(meta["path"])
                 if match:
                     yield ChunkKey(match[2]), meta["size"]
-
-    def keys(self) -> Iterator[ChunkKey]:
-        """Iterate over the keys, in no particular order."""
-        return (key for key, _ in self.sizes())
-
-    def size_bytes(self) -> int:
-        """Bytes held by all records."""
-        return sum(size for _, size in self.sizes())
-
-    def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Return 0: an object is written whole or not at all.
-
-        Parts of large uploads that were broken off are the bucket's to expire (a lifecycle rule).
-        """
-        del min_age_seconds
-        return 0
 
     def close(self) -> None:
         """Do nothing: connections are the library's."""

@@ -16,7 +16,7 @@ import re
 import secrets
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
 from kvrag.chunk import ChunkKey
@@ -29,12 +29,7 @@ from kvrag.errors import (
 )
 from kvrag.store.base import check_range
 from kvrag.store.extras import require
-from kvrag.store.metrics import (
-    MISS_ABSENT,
-    MISS_UNREADABLE,
-    CountedStore,
-    StoreMetrics,
-)
+from kvrag.store.metrics import MISS_ABSENT, MISS_UNREADABLE, StoreMetrics
 from kvrag.store.redis_format import (
     COMMIT,
     DELETE,
@@ -44,6 +39,7 @@ from kvrag.store.redis_format import (
     MOST_PIECE_BYTES,
     split_record,
 )
+from kvrag.store.remote import Options, RemoteStore, seconds
 
 PASSWORD_VARIABLE = "KVRAG_REDIS_PASSWORD"
 DEFAULT_PREFIX = "kvrag"
@@ -130,7 +126,7 @@ class RedisRecord:
         )
 
 
-class RedisStore(CountedStore):
+class RedisStore(RemoteStore):
     """Records in Redis 6 or newer.
 
     Parameters
@@ -155,6 +151,11 @@ class RedisStore(CountedStore):
     StoreError
         When it refuses: a wrong password, a database that it does not have.
     """
+
+    options: ClassVar[Options] = {
+        "prefix": ("prefix", str),
+        "timeout": ("timeout_seconds", seconds),
+    }
 
     def __init__(
         self,
@@ -268,19 +269,6 @@ class RedisStore(CountedStore):
                     yield key, LIST.unpack(head)[2]
             if not int(cursor):
                 return
-
-    def keys(self) -> Iterator[ChunkKey]:
-        """Iterate over the keys, in no particular order."""
-        return (key for key, _ in self.sizes())
-
-    def size_bytes(self) -> int:
-        """Bytes held by all records."""
-        return sum(size for _, size in self.sizes())
-
-    def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Return 0: what interrupted writes leave behind, Redis removes within an hour."""
-        del min_age_seconds
-        return 0
 
     def close(self) -> None:
         """Close the connections."""

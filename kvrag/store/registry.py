@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl
+from typing import Any
+from urllib.parse import parse_qsl, unquote_plus
 
 from kvrag.errors import ParameterError
+from kvrag.plugins import Table, require_subclass
 from kvrag.store.base import Store
 from kvrag.store.breaker import GuardedStore
+from kvrag.store.capabilities import InFolder, InMemory, capability
 from kvrag.store.encrypted import EncryptedStore, read_key
 from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
+from kvrag.store.remote import Options, RemoteStore, file_path
 from kvrag.store.segments import SEGMENT_BYTES
 from kvrag.store.tiered import TieredStore
-from kvrag.store.wrapper import innermost
 
-if TYPE_CHECKING:
-    from kvrag.store.http import HttpStore
-    from kvrag.store.objects import ObjectStore
-    from kvrag.store.redis import RedisStore
+REMOTE: Table[type[RemoteStore]] = Table(
+    "kvrag.stores",
+    {
+        "redis": "kvrag.store.redis:RedisStore",
+        "rediss": "kvrag.store.redis:RedisStore",
+        "unix": "kvrag.store.redis:RedisStore",
+        "s3": "kvrag.store.objects:ObjectStore",
+        "gs": "kvrag.store.objects:ObjectStore",
+        "az": "kvrag.store.objects:ObjectStore",
+        "http": "kvrag.store.http:HttpStore",
+        "https": "kvrag.store.http:HttpStore",
+    },
+)
+"""Stores of URLs with ``//``, by scheme."""
 
-_REDIS_SCHEMES = ("redis", "rediss", "unix")
-_OBJECT_SCHEMES = ("s3", "gs", "az")
-_HTTP_SCHEMES = ("http", "https")
 _EXPECTED = (
     "a store is file:PATH, file:///PATH, memory:, redis://HOST:PORT/DB, s3://BUCKET/PREFIX, "
     "gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, http://HOST:PORT or tiered:URL|URL"
@@ -66,33 +74,37 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
     scheme, _, rest = url.partition(":")
     if scheme == "tiered":
         return _open_tiers(rest.split("|"), must_answer)
-    place, query = _without_options(url) if scheme in ("file", "memory") else (url, "")
     if scheme == "memory":
-        _, options = _parse(url, query, {})
-        return _wrap(MemoryStore(), options)
+        _, query = _without_options(url)
+        _, common = _parse(url, query, {})
+        return _wrap(MemoryStore(), common)
     if scheme == "file":
+        place, query = _without_options(url)
         path = place.partition(":")[2]
         if path.startswith("///"):
             path = "/" + path.lstrip("/")
-        _, options = _parse(url, query, {})
-        return _wrap(FileStore(path, segment_bytes=_segment_bytes(options)), options)
-    if scheme in _REDIS_SCHEMES:
-        from kvrag.store.redis import RedisStore
-
-        place, _, query = url.partition("?")
-        own, options = _parse(url, query, {"prefix": str, "timeout": _seconds})
-        return _remote(RedisStore(place, must_answer=must_answer, **own), query, options)
-    if scheme in _OBJECT_SCHEMES:
-        from kvrag.store.objects import ObjectStore
-
-        place, _, query = url.partition("?")
-        own, options = _parse(url, query, {"endpoint": str, "region": str, "timeout": _seconds})
-        return _remote(ObjectStore(place, must_answer=must_answer, **own), query, options)
-    from kvrag.store.http import HttpStore
-
+        _, common = _parse(url, query, {})
+        return _wrap(FileStore(path, segment_bytes=_segment_bytes(common)), common)
+    kind = store_class(scheme)
     place, _, query = url.partition("?")
-    own, options = _parse(url, query, {"token_file": _path, "ca": _path, "timeout": _seconds})
-    return _remote(HttpStore(place, must_answer=must_answer, **own), query, options)
+    own, common = _parse(url, query, kind.options)
+    # Those that all stores have, their wrappers write into the URL themselves.
+    said = [one for one in query.split("&") if unquote_plus(one.partition("=")[0]) not in _COMMON]
+    opened = kind(place, must_answer=must_answer, **own)
+    return _wrap(GuardedStore(opened, "&".join(said)), common)
+
+
+def store_class(scheme: str) -> type[RemoteStore]:
+    """Return what opens the URLs of a scheme that is in `REMOTE`.
+
+    Raises
+    ------
+    ParameterError
+        When another distribution registers it, and it cannot be used.
+    """
+    found = REMOTE[scheme]
+    require_subclass(REMOTE, scheme, found, RemoteStore)
+    return found
 
 
 def check_kind(url: str) -> None:
@@ -109,8 +121,7 @@ def check_kind(url: str) -> None:
     elif scheme == "tiered":
         is_known = bool(colon)
     else:
-        known = (*_REDIS_SCHEMES, *_OBJECT_SCHEMES, *_HTTP_SCHEMES)
-        is_known = scheme in known and rest.startswith("//")
+        is_known = rest.startswith("//") and scheme in REMOTE
     if not is_known:
         raise ParameterError(f"{_EXPECTED}; found {without_password(url)!r}")
 
@@ -139,9 +150,8 @@ def _open_tiers(urls: list[str], must_answer: bool) -> Store:
         for url in urls:
             tiers.append(open_store(url, must_answer=must_answer))
             _require_another(tiers)
-        disk = innermost(tiers[-2])
-        folder = Path(disk.url.removeprefix("file:")) if isinstance(disk, FileStore) else None
-        return TieredStore(tiers, outbox_folder=folder)
+        disk = capability(tiers[-2], InFolder)
+        return TieredStore(tiers, outbox_folder=None if disk is None else disk.path)
     except BaseException:
         for tier in tiers:
             tier.close()
@@ -150,19 +160,12 @@ def _open_tiers(urls: list[str], must_answer: bool) -> Store:
 
 def _require_another(tiers: list[Store]) -> None:
     """Raise ParameterError when the last tier is one of those before it: a copy would be none."""
-    *others, last = (innermost(tier) for tier in tiers)
+    *others, last = tiers
     place = last.url.partition("?")[0]
-    for other in others:
-        if not isinstance(last, MemoryStore) and other.url.partition("?")[0] == place:
-            raise ParameterError(f"{place} is two of the tiers: name each store once")
-
-
-def _remote(
-    store: RedisStore | ObjectStore | HttpStore, query: str, options: dict[str, Any]
-) -> Store:
-    if query:
-        store.url += f"?{query}"
-    return _wrap(GuardedStore(store), options)
+    if capability(last, InMemory) is None and place in [
+        other.url.partition("?")[0] for other in others
+    ]:
+        raise ParameterError(f"{place} is two of the tiers: name each store once")
 
 
 def _wrap(store: Store, options: dict[str, Any]) -> Store:
@@ -192,13 +195,11 @@ def _without_options(url: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else (url, "")
 
 
-def _parse(
-    url: str, query: str, own: dict[str, Callable[[str], Any]]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _parse(url: str, query: str, own: Options) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a store's own options as keyword arguments, and those that all have."""
     known = {**own, **_COMMON}
     place = without_password(url).partition("?")[0]
-    options: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
@@ -206,16 +207,15 @@ def _parse(
     for name, value in pairs:
         if name not in known:
             raise ParameterError(f"{place} has no option {name!r}; it has {', '.join(known)}")
-        if name in options:
+        argument, parse = known[name]
+        if argument in found:
             raise ParameterError(f"{place}: {name} is given twice")
         try:
-            options[name] = known[name](value)
+            found[argument] = parse(value)
         except ValueError as error:
             raise ParameterError(f"{place}: {name}: {error}") from error
-    common = {name: options.pop(name) for name in _COMMON if name in options}
-    if "timeout" in options:
-        options["timeout_seconds"] = options.pop("timeout")
-    return options, common
+    common = {name: found.pop(name) for name in _COMMON if name in found}
+    return found, common
 
 
 def parse_bytes(text: str) -> int:
@@ -232,23 +232,9 @@ def parse_bytes(text: str) -> int:
     return int(number)
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 3600:
-        raise ValueError(f"expected a number of seconds above 0, found {text!r}")
-    return seconds
-
-
 def without_password(url: str) -> str:
     """Return a URL with stars in place of its password, also of one not written as URLs want it."""
     return re.sub(r"(://[^/@:|]*):[^|]*@", r"\1:***@", url)
 
 
-def _path(text: str) -> str:
-    return str(Path(text).expanduser().absolute())
-
-
-_COMMON: dict[str, Callable[[str], Any]] = {"limit": parse_bytes, "key_file": _path}
+_COMMON: Options = {"limit": ("limit", parse_bytes), "key_file": ("key_file", file_path)}

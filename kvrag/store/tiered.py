@@ -19,12 +19,11 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError
 from kvrag.recordformat import check_record
 from kvrag.store.base import Store, StoredRecord
+from kvrag.store.capabilities import Admits, InMemory, Pins, capability
 from kvrag.store.fetch import Fetch, FetchReader
-from kvrag.store.limited import LimitedStore
-from kvrag.store.memory import MemoryStore
 from kvrag.store.metrics import StoreCounts
 from kvrag.store.uploader import Check, Uploader, write_to
-from kvrag.store.wrapper import innermost, read_whole
+from kvrag.store.wrapper import read_whole
 
 # Copies of records wait for the disk tier in memory: few, and if it cannot follow, none.
 _MAX_COPIES_WAITING = 8
@@ -71,6 +70,9 @@ class TieredStore:
             raise ParameterError("tiers are at least one store, and two to upload to the last")
         self.tiers = tuple(tiers)
         self._check = check
+        # Looked for once: `admits` is asked with every record that is opened.
+        self._admits = [capability(tier, Admits) for tier in self.tiers]
+        self._pins = [pins for tier in self.tiers if (pins := capability(tier, Pins)) is not None]
         # Held while what faster tiers hold of a record changes, never while a slow tier is asked.
         self._changing = threading.Condition()
         self._fetches: dict[ChunkKey, Fetch] = {}
@@ -197,14 +199,14 @@ class TieredStore:
     def pin(self, keys: Iterable[ChunkKey]) -> None:
         """Never remove these records from any tier that they are in, until `unpin`."""
         wanted = list(keys)
-        for tier in self.tiers:
-            _pin(tier, wanted)
+        for pins in self._pins:
+            pins.pin(wanted)
 
     def unpin(self, keys: Iterable[ChunkKey]) -> None:
         """Take a pin back."""
         wanted = list(keys)
-        for tier in self.tiers:
-            _unpin(tier, wanted)
+        for pins in self._pins:
+            pins.unpin(wanted)
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
         """Remove what interrupted writes left behind in every tier; say how many."""
@@ -239,8 +241,12 @@ class TieredStore:
 
     def _shared(self, key: ChunkKey, record: StoredRecord, number: int) -> StoredRecord:
         """Return a record such that who else wants it waits for the same bytes."""
-        above = self.tiers[:number]
-        wanting = [tier for tier in above if _admits(tier, key, record.size_bytes)]
+        above = zip(self.tiers[:number], self._admits[:number], strict=True)
+        wanting = [
+            tier
+            for tier, chooses in above
+            if chooses is None or chooses.admits(key, record.size_bytes)
+        ]
         is_remote = number > 0 and number == len(self.tiers) - 1
         if not wanting and not is_remote:
             return record
@@ -286,7 +292,7 @@ class TieredStore:
             self._check(fetch.key, content)
         except RecordError:
             return  # whoever reads it finds out as well, and says so
-        at_once = [tier for tier in tiers if isinstance(innermost(tier), MemoryStore)]
+        at_once = [tier for tier in tiers if capability(tier, InMemory) is not None]
         copy = _Copy(fetch.key, content, [tier for tier in tiers if tier not in at_once])
         with self._changing:
             if self._fetches.get(fetch.key) is not fetch:
@@ -329,17 +335,3 @@ class TieredStore:
             write_to(self.tiers[-1], key, record, is_replacing)
         else:
             self._uploader.write(key, record, is_replacing=is_replacing)
-
-
-def _admits(tier: Store, key: ChunkKey, size_bytes: int) -> bool:
-    return not isinstance(tier, LimitedStore) or tier.admits(key, size_bytes)
-
-
-def _pin(tier: Store, keys: Iterable[ChunkKey]) -> None:
-    if isinstance(tier, LimitedStore):
-        tier.pin(keys)
-
-
-def _unpin(tier: Store, keys: Iterable[ChunkKey]) -> None:
-    if isinstance(tier, LimitedStore):
-        tier.unpin(keys)

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError, StoreUnreachableError
 from kvrag.store.base import Store
-from kvrag.store.limited import LimitedStore
+from kvrag.store.capabilities import Pins, capability
 from kvrag.store.outbox import Entry, Outbox
 from kvrag.store.wrapper import read_whole
 
@@ -45,6 +45,7 @@ class Uploader:
     def __init__(self, disk: Store, home: Store, folder: Path, check: Check) -> None:
         self._disk = disk
         self._home = home
+        self._pins = capability(disk, Pins)
         self._check = check
         self._outbox = Outbox(folder)
         self._wake = threading.Condition()
@@ -94,8 +95,8 @@ class Uploader:
 
     def forget(self, key: ChunkKey, number: int | None = None) -> None:
         """Take a record from the list: any entry of it, or the one with a number."""
-        if self._outbox.remove(key, number) and isinstance(self._disk, LimitedStore):
-            self._disk.unpin([key])
+        if self._outbox.remove(key, number) and self._pins is not None:
+            self._pins.unpin([key])
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until all is uploaded; say whether it is. Stops at once when an upload fails."""
@@ -179,8 +180,8 @@ class Uploader:
             self._pin(key)
 
     def _pin(self, *keys: ChunkKey) -> None:
-        if isinstance(self._disk, LimitedStore):
-            self._disk.pin(keys)
+        if self._pins is not None:
+            self._pins.pin(keys)
 
 
 def write_to(store: Store, key: ChunkKey, record: bytes, is_replacing: bool) -> None:

@@ -129,10 +129,3 @@ def room_for(record: StoredRecord) -> bytearray:
             f"a record says that it has {record.size_bytes} bytes, which memory has no room for; "
             "delete it and ingest its document again"
         ) from error
-
-
-def innermost(store: Store) -> Store:
-    """Return the store that all wrappers are around."""
-    while isinstance(store, StoreWrapper):
-        store = store.inner
-    return store

@@ -11,32 +11,33 @@ import numpy as np
 import pytest
 import torch
 
-from kvrag.bench.codec import contenders, run
-from kvrag.bench.codec.baselines import (
-    CACHEGEN_PUBLIC,
-    measure_cachegen,
-    measure_eight_bit,
-    public_bins,
-)
-from kvrag.bench.codec.curves import bits_at
-from kvrag.bench.codec.decoding import context_rows
-from kvrag.bench.codec.designs import REFERENCE, design_rows
-from kvrag.bench.codec.encoder import EncoderKV
-from kvrag.bench.codec.numba_coder import NumbaCoder
-from kvrag.bench.codec.options import MINILM, CodecBenchOptions
-from kvrag.bench.codec.presets import preset_rows
-from kvrag.bench.codec.records import Point, measure_codec
-from kvrag.bench.codec.rows import BASELINE, CODER, CONTEXT, DESIGN, EQUAL, PRESET, CodecRow
-from kvrag.bench.codec.sources import Source, make_source
-from kvrag.bench.codec.speed import speed_rows
-from kvrag.bench.codec.symbols import preset_mix, three_bits
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.presets import choose_codec
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native import instruction_set, instruction_sets
+from kvrag_bench.codec import contenders, run
+from kvrag_bench.codec.baselines import (
+    CACHEGEN_PUBLIC,
+    measure_cachegen,
+    measure_eight_bit,
+    public_bins,
+)
+from kvrag_bench.codec.curves import bits_at
+from kvrag_bench.codec.decoding import context_rows
+from kvrag_bench.codec.designs import REFERENCE, design_rows
+from kvrag_bench.codec.encoder import EncoderKV
+from kvrag_bench.codec.numba_coder import NumbaCoder
+from kvrag_bench.codec.options import MINILM, CodecBenchOptions
+from kvrag_bench.codec.presets import preset_rows
+from kvrag_bench.codec.records import Point, measure_codec
+from kvrag_bench.codec.rows import BASELINE, CODER, CONTEXT, DESIGN, EQUAL, PRESET, CodecRow
+from kvrag_bench.codec.sources import Source, make_source
+from kvrag_bench.codec.speed import speed_rows
+from kvrag_bench.codec.symbols import preset_mix, three_bits
 
+ROOT = Path(__file__).parents[2]
 SMALL = CodecBenchOptions(
     chunk_tokens=(40,),
     fit_tokens=600,
@@ -135,6 +136,9 @@ def test_curves_are_read_between_their_points() -> None:
     assert bits_at(points, 0.5) is None
     assert bits_at(points, 0.1, balanced=True) == pytest.approx(4.0)
     assert bits_at([Point(32.0, None, 0.0, 0.0)], 0.1) is None
+
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("lanes", [1, 4])
@@ -309,13 +313,13 @@ def test_a_missing_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_extra_is_imported_by_nothing_else() -> None:
     for name in ("numba", "constriction"):
-        for path in Path(contenders.__file__).parents[2].rglob("*.py"):
+        for path in [*ROOT.glob("kvrag/**/*.py"), *ROOT.glob("bench/**/*.py")]:
             if path.name not in ("contenders.py", "numba_coder.py"):
                 assert f"import {name}" not in path.read_text(), path
 
 
 def test_a_picture(source: Source, tmp_path: Path) -> None:
-    from kvrag.bench.codec.picture import draw_codecs
+    from kvrag_bench.codec.picture import draw_codecs
 
     rows = list(preset_rows(source, ("transform:1", "transform:0.5")))
     path = tmp_path / "curves.png"

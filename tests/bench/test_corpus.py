@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from kvrag.bench.corpus import (
+from kvrag.tune.exact_match import exact_match
+from kvrag_corpus import (
     SPLITS,
     TYPE_SHARES,
     UNKNOWN_ANSWER,
@@ -17,10 +18,9 @@ from kvrag.bench.corpus import (
     names_of_split,
     split_of_name,
 )
-from kvrag.bench.corpus.context import sample_context
-from kvrag.bench.corpus.names import NameSource, name_heads, name_tails
-from kvrag.bench.quality import metrics
-from kvrag.training.tokenizer import build_tokenizer
+from kvrag_corpus.context import sample_context
+from kvrag_corpus.names import NameSource, name_heads, name_tails
+from kvrag_train.tokenizer import build_tokenizer
 
 ANSWERABLE = {
     QuestionType.INSIDE,
@@ -121,9 +121,9 @@ def test_two_hops_may_say_the_person_in_between(corpus: Corpus) -> None:
         assert f" {between}." in first
         assert f", {between} the " in second
         assert f" {answer}." in second
-        assert metrics.exact_match(full, question.answers) == 1
-        assert metrics.exact_match(bare, question.answers) == 1
-        assert metrics.exact_match(f"{answer}: {answer}", question.answers) == 0
+        assert exact_match(full, question.answers) == 1
+        assert exact_match(bare, question.answers) == 1
+        assert exact_match(f"{answer}: {answer}", question.answers) == 0
 
 
 def subject_of(question: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.bench.store import drip
+from kvrag_bench.store import drip
 
 
 @pytest.mark.slow

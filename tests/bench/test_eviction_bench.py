@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from kvrag.bench.eviction import EvictionBenchOptions, run_eviction_bench
-from kvrag.bench.quality.answers import Answerer
-from kvrag.bench.quality.bank import ChunkBank
-from kvrag.bench.quality.contest import QualityOptions, contestants, run_quality_bench
-from kvrag.bench.quality.questions import render
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError
 from kvrag.eviction.corm import CormPolicy
 from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.models.kv_model import KVModel
+from kvrag.testing.bench_top import TEXTS
+from kvrag.tune.answers import Answerer
+from kvrag.tune.bank import ChunkBank
+from kvrag.tune.questions import render
+from kvrag_bench.eviction import EvictionBenchOptions, run_eviction_bench
+from kvrag_bench.quality.contest import QualityOptions, contestants, run_quality_bench
 from tests.fusion.test_links import make_links
-from tests.support.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 

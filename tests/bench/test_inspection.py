@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.bench.inspection.measure import Inspection, inspect_question
-from kvrag.bench.inspection.picture import draw_inspection
-from kvrag.bench.quality.questions import JudgedQuestion
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.models.kv_model import KVModel
-from tests.support.bench_top import TEXTS
+from kvrag.testing.bench_top import TEXTS
+from kvrag.tune.questions import JudgedQuestion
+from kvrag_bench.inspection.measure import Inspection, inspect_question
+from kvrag_bench.inspection.picture import draw_inspection
 from tests.support.models import make_model, make_tokenizer
 
 ASKED = JudgedQuestion("here", "", "who keeps it?", ("Ines",), TEXTS)

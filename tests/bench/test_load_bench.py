@@ -5,18 +5,18 @@ import time
 
 import pytest
 
-from kvrag.bench.load.controller import ControllerOptions, measure_controller
-from kvrag.bench.load.cost import measure_loading
-from kvrag.bench.load.pipelining import PipeliningOptions, measure_pipelining
-from kvrag.bench.load.placing import _cost_of
-from kvrag.bench.load.prompts import LoadPrompt, indexed
-from kvrag.bench.load.throttled import Line, ThrottledStore
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, StoreUnreachableError
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import StoreWrapper, read_whole
-from tests.support.records import key_number, record_of
+from kvrag.testing.records import key_number, record_of
+from kvrag.tune.loading import measure_loading
+from kvrag.tune.store_choice import _cost_of
+from kvrag_bench.load.controller import ControllerOptions, measure_controller
+from kvrag_bench.load.pipelining import PipeliningOptions, measure_pipelining
+from kvrag_bench.load.prompts import LoadPrompt, indexed
+from kvrag_bench.load.throttled import Line, ThrottledStore
 
 SMALL = LoadPrompt(shape="test", num_chunks=3, chunk_tokens=40, question_tokens=5)
 

@@ -10,18 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvrag.bench.quality import contest
-from kvrag.bench.quality.answers import Answerer
-from kvrag.bench.quality.bank import ChunkBank
-from kvrag.bench.quality.contest import (
-    Contestant,
-    QualityOptions,
-    run_quality_bench,
-)
-from kvrag.bench.quality.datasets import load_questions
-from kvrag.bench.quality.oracle import TrueDeviation
-from kvrag.bench.quality.questions import render
-from kvrag.bench.quality.rows import QualityRow
 from kvrag.codec.registry import get_codec
 from kvrag.errors import KVRagError, ModelLoadError, ParameterError
 from kvrag.fusion.fuser import fuse
@@ -32,7 +20,19 @@ from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
-from tests.support.bench_top import TEXTS
+from kvrag.testing.bench_top import TEXTS
+from kvrag.tune.answers import Answerer
+from kvrag.tune.bank import ChunkBank
+from kvrag.tune.judging import progress
+from kvrag.tune.questions import render
+from kvrag_bench.quality.contest import (
+    Contestant,
+    QualityOptions,
+    run_quality_bench,
+)
+from kvrag_bench.quality.datasets import load_questions
+from kvrag_bench.quality.oracle import TrueDeviation
+from kvrag_bench.quality.rows import QualityRow
 from tests.support.models import make_model, make_tokenizer
 
 
@@ -327,7 +327,7 @@ def test_the_tiny_model_tells_reuse_from_full_prefill() -> None:
 
 @pytest.mark.parametrize("codecs", [("raw",), ("raw", "small")])
 def test_picture(model: KVModel, musique: str, tmp_path: Path, codecs: tuple[str, ...]) -> None:
-    from kvrag.bench.quality.picture import draw_quality
+    from kvrag_bench.quality.picture import draw_quality
 
     options = QualityOptions(model=model, data=musique, ratios=(0.1, 1.0))
     found = run_quality_bench(options)
@@ -344,7 +344,7 @@ def test_picture(model: KVModel, musique: str, tmp_path: Path, codecs: tuple[str
 
 
 def test_picture_places_are_checked(tmp_path: Path) -> None:
-    from kvrag.bench.quality.picture import check_picture_path
+    from kvrag_bench.quality.picture import check_picture_path
 
     with pytest.raises(ParameterError, match="ends in"):
         check_picture_path(tmp_path / "quality.jpg")
@@ -354,6 +354,6 @@ def test_picture_places_are_checked(tmp_path: Path) -> None:
 
 
 def test_progress_says_how_long_it_takes() -> None:
-    assert contest._progress(0, 1000, 0.0) == "question 1 of 1,000"
-    assert contest._progress(10, 1000, 1.0) == "question 11 of 1,000, 2 min left"
-    assert contest._progress(500, 1000, 30.0) == "question 501 of 1,000, 30 s left"
+    assert progress(0, 1000, 0.0) == "question 1 of 1,000"
+    assert progress(10, 1000, 1.0) == "question 11 of 1,000, 2 min left"
+    assert progress(500, 1000, 30.0) == "question 501 of 1,000, 30 s left"

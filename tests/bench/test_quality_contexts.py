@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvrag.bench.quality.bank import ChunkBank
-from kvrag.bench.quality.contest import QualityOptions, run_quality_bench
-from kvrag.bench.quality.datasets import LEFT_OUT, load_questions
-from kvrag.bench.quality.questions import Passage, render
 from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
-from tests.support.bench_top import TEXTS
+from kvrag.testing.bench_top import TEXTS
+from kvrag.tune.bank import ChunkBank
+from kvrag.tune.questions import Passage, render
+from kvrag_bench.quality.contest import QualityOptions, run_quality_bench
+from kvrag_bench.quality.datasets import LEFT_OUT, load_questions
 from tests.support.models import make_model, make_tokenizer
 
 FIRST, SECOND, THIRD, FOURTH = TEXTS[:4]

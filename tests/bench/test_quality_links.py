@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvrag.bench.quality.answers import Answerer
-from kvrag.bench.quality.contest import Contestant, QualityOptions, contestants, run_quality_bench
-from kvrag.bench.quality.picture import draw_quality
 from kvrag.errors import LinksError
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.links import FILE_NAME, insert_links
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.models.kv_model import KVModel
+from kvrag.testing.bench_top import TEXTS, Bench
+from kvrag.tune.answers import Answerer
+from kvrag_bench.quality.contest import Contestant, QualityOptions, contestants, run_quality_bench
+from kvrag_bench.quality.picture import draw_quality
 from tests.fusion.test_links import ORDER, make_links
-from tests.support.bench_top import TEXTS, Bench
 from tests.support.models import make_model, make_tokenizer
 
 

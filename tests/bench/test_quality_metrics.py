@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrag.bench.quality import metrics
-from kvrag.bench.quality.bootstrap import mean_interval
+from kvrag.tune.bootstrap import mean_interval
+from kvrag.tune.exact_match import exact_match
+from kvrag_bench.quality import metrics
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ from kvrag.bench.quality.bootstrap import mean_interval
 def test_short_answers(
     given: str, answers: list[str], exact: float, f1: float, substring: float
 ) -> None:
-    assert metrics.exact_match(given, answers) == exact
+    assert exact_match(given, answers) == exact
     assert metrics.token_f1(given, answers) == pytest.approx(f1)
     assert metrics.substring_match(given, answers) == substring
 

@@ -7,13 +7,13 @@ from dataclasses import asdict
 
 import pytest
 
-from kvrag.bench.floor import FloorMeter
-from kvrag.bench.ingest import IngestOptions, run_ingest_bench
-from kvrag.bench.memory import peak_bytes
-from kvrag.bench.shapes import random_model, random_text
-from kvrag.bench.ttft import TTFTOptions, run_ttft_bench
 from kvrag.errors import ParameterError
 from kvrag.fusion.report import FusionReport
+from kvrag_bench.floor import FloorMeter
+from kvrag_bench.ingest import IngestOptions, run_ingest_bench
+from kvrag_bench.memory import peak_bytes
+from kvrag_bench.shapes import random_model, random_text
+from kvrag_bench.ttft import TTFTOptions, run_ttft_bench
 
 
 def test_ttft_rows_have_the_promised_columns() -> None:

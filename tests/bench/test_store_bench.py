@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.bench.store import crash
-from kvrag.bench.store.contents import content_of, key_of
-from kvrag.bench.store.crash import measure_crashes
-from kvrag.bench.store.million import measure_million
-from kvrag.bench.store.reads import measure_readers, measure_reads
-from kvrag.bench.store.records import key_number, record_number
-from kvrag.bench.store.soak import measure_soak
-from kvrag.bench.store.victim import open_victim
 from kvrag.store.file import FileStore
+from kvrag_bench.store import crash
+from kvrag_bench.store.contents import content_of, key_of
+from kvrag_bench.store.crash import measure_crashes
+from kvrag_bench.store.million import measure_million
+from kvrag_bench.store.reads import measure_readers, measure_reads
+from kvrag_bench.store.records import key_number, record_number
+from kvrag_bench.store.soak import measure_soak
+from kvrag_bench.store.victim import open_victim
 from tests.cli.conftest import Run, run  # noqa: F401 (a fixture)
 
 

@@ -33,7 +33,7 @@ class FakeRow:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Stand in for the measurement; return the list that receives its options."""
     received: list[Any] = []
-    import kvrag.bench.ttft as ttft
+    import kvrag_bench.ttft as ttft
 
     def measure(options: Any, on_progress: Any) -> Iterator[FakeRow]:
         received.append(options)

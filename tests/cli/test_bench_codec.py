@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrag.bench.codec.rows import BASELINE, CODER, CONTEXT, DESIGN, EQUAL, PRESET, CodecRow
+from kvrag_bench.codec.rows import BASELINE, CODER, CONTEXT, DESIGN, EQUAL, PRESET, CodecRow
 from tests.cli.conftest import Run
 
 FIELDS = {
@@ -42,7 +42,7 @@ ROWS = [
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Stand in for the measurement; return the list that receives its options."""
     received: list[Any] = []
-    import kvrag.bench.codec.run as bench
+    import kvrag_bench.codec.run as bench
 
     def measure(options: Any, on_progress: Any) -> Iterator[CodecRow]:
         received.append(options)
@@ -80,7 +80,7 @@ def test_a_picture(run: Run, asked: list[Any], tmp_path: Path) -> None:
 
 
 def test_defaults_are_those_of_the_bench(run: Run, asked: list[Any]) -> None:
-    from kvrag.bench.codec.options import CodecBenchOptions
+    from kvrag_bench.codec.options import CodecBenchOptions
 
     done = run("bench", "codec", "--json")
     assert done.code == 0, done.err

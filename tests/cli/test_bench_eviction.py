@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from kvrag.bench.eviction import EvictionBenchRow
+from kvrag_bench.eviction import EvictionBenchRow
 from tests.cli.conftest import Run
 
 SMALL = (

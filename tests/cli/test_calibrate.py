@@ -6,7 +6,16 @@ from pathlib import Path
 from tests.cli.conftest import Run
 
 QUESTION = "Who keeps the harbour ledger?"
-SMALL = ("--questions", 3, "--ratios", "0.1", "--policies", "none,query", "--max-tokens", 3)
+SMALL = (
+    "--questions",
+    3,
+    "--set",
+    "ratios=0.1",
+    "--set",
+    "policies=none,query",
+    "--set",
+    "max-tokens=3",
+)
 
 
 def test_auto_follows_a_calibration(run: Run, index_folder: Path) -> None:
@@ -45,7 +54,7 @@ def test_what_loading_costs_holds_for_the_store_it_was_measured_at(
 
 def test_auto_follows_what_every_policy_was_measured_at(run: Run, index_folder: Path) -> None:
     """With the options that nobody has to name."""
-    done = run("calibrate", "-i", index_folder, "--questions", 2, "--max-tokens", 2, "--json")
+    done = run("calibrate", "-i", index_folder, "--questions", 2, "--set", "max-tokens=2", "--json")
     assert done.code == 0, done.err
     measured = {(one["policy"], one["ratio"]) for one in done.json["policies"]}
     assert {("none", None), ("boundary", 0.1), ("query:depth=1", 0.3)} <= measured
@@ -57,7 +66,16 @@ def test_auto_follows_what_every_policy_was_measured_at(run: Run, index_folder: 
 
 def test_what_says_itself_what_it_spends_is_measured_once(run: Run, index_folder: Path) -> None:
     policies = "boundary:tokens=4,query:ratio=0.9,seam"
-    small = ("--questions", 2, "--max-tokens", 2, "--ratios", "0.1,0.2", "--policies", policies)
+    small = (
+        "--questions",
+        2,
+        "--set",
+        "max-tokens=2",
+        "--set",
+        "ratios=0.1,0.2",
+        "--set",
+        f"policies={policies}",
+    )
     done = run("calibrate", "-i", index_folder, *small, "--json")
     assert done.code == 0, done.err
     assert [(one["policy"], one["ratio"]) for one in done.json["policies"]] == [
@@ -78,10 +96,10 @@ def test_json_is_what_is_kept(run: Run, index_folder: Path) -> None:
 
 
 def test_what_cannot_be_calibrated_says_why(run: Run, index_folder: Path, tmp_path: Path) -> None:
-    auto = run("calibrate", "-i", index_folder, "--policies", "auto")
+    auto = run("calibrate", "-i", index_folder, "--set", "policies=auto")
     assert auto.code == 1
     assert "chooses among the others" in auto.err
-    oracle = run("calibrate", "-i", index_folder, "--policies", "none,oracle")
+    oracle = run("calibrate", "-i", index_folder, "--set", "policies=none,oracle")
     assert oracle.code == 1
     assert "leave it to 'kvrag bench quality'" in oracle.err
     # A model of random weights answers nothing right.

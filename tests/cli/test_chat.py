@@ -13,7 +13,8 @@ import pytest
 
 import kvrag
 from kvrag.errors import StoreError
-from kvrag.ingest.index import Index, SearchHit
+from kvrag.ingest.index import Index
+from kvrag.ingest.search import SearchHit
 from tests.cli.conftest import Run
 
 
@@ -66,9 +67,9 @@ def test_a_refused_question_is_a_turn_of_the_json(run: Run, index_folder: Path) 
     [
         (("--max-tokens", "0"), "max_tokens"),
         (("--temperature", "nan"), "temperature"),
-        (("--seed", "-1"), "seed"),
+        (("--set", "seed=-1"), "seed"),
         (("--policy", "nonsense"), "none, boundary, seam, deviation"),
-        (("--history", "2", "--no-chat"), "--history 2"),
+        (("--history", "2", "--set", "no-chat=true"), "--history 2"),
         (("--device", "nonsense"), "device 'nonsense'"),
     ],
 )

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from kvrag.cli import checkup
 from kvrag.cli.checkup import MINIMUM_VERSIONS, Finding
+from kvrag.codec.names import PLAIN
+from kvrag.fusion.policies.registry import POLICIES
+from kvrag.store.registry import REMOTE
 from tests.cli.conftest import Run
+from tests.support.distributions import installed
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -71,3 +76,34 @@ def test_an_old_package_is_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) 
 def test_forced_offline_is_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "HF_HUB_OFFLINE" in findings(run)["network"].detail
+
+
+def test_an_empty_index_is_not_this_folder(run: Run) -> None:
+    done = run("doctor", "--index", "")
+    assert done.code == 2
+    assert "expected a folder, found an empty path" in " ".join(done.err.split())
+
+
+def test_what_other_distributions_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for table in (REMOTE, POLICIES, PLAIN):
+        monkeypatch.setattr(table, "_registered", {})
+    module = """
+from kvrag.codec.raw import RawCodec
+
+
+class Mirror(RawCodec):
+    name = label = "mirror"
+"""
+    points = {
+        "kvrag.codecs: mirror": "mirror_codec:Mirror",
+        "kvrag.policies: last": "mirror_codec:Last",
+        "kvrag.stores: redis": "mirror_codec:Redis",
+    }
+    assert list(checkup._plugins()) == []
+    with installed(tmp_path, "mirror_codec", module, points):
+        store, policy, codec = checkup._plugins()
+    assert (store.status, policy.status, codec.status) == ("warning", "problem", "ok")
+    assert "'kvrag.stores: redis = mirror_codec:Redis' of mirror_codec 1.5" in store.detail
+    assert "is ignored" in store.detail
+    assert "AttributeError" in policy.detail
+    assert codec.detail == "'kvrag.codecs: mirror = mirror_codec:Mirror' of mirror_codec 1.5"

@@ -128,7 +128,7 @@ def test_context_is_recorded_told_and_cannot_change(
 ) -> None:
     long = "Ines keeps the harbour ledger of Varn. She wrote the book. " * 4
     (documents / "long.txt").write_text(long)
-    settings = ("--chunk-tokens", 32, "--context", "document", "--context-tokens", 20)
+    settings = ("--chunk-tokens", 32, "--context", "document", "--set", "context-tokens=20")
     done = run(*common, *settings)
     assert done.code == 0, done.err
     assert "tokens of context beside them, not stored" in done.out
@@ -197,8 +197,8 @@ def test_one_bad_file_leaves_the_rest_and_exit_code_1(
     ("arguments", "message"),
     [
         (("--max-file-size", "much"), "--max-file-size: expected bytes"),
-        (("--parse-memory", "0"), "--parse-memory: expected bytes"),
-        (("--parse-seconds", "nan"), "--parse-seconds: expected a number above 0"),
+        (("--set", "parse-memory=0"), "parse-memory: expected bytes"),
+        (("--set", "parse-seconds=nan"), "parse-seconds: expected a number above 0"),
         (("--loader", "x"), "--loader x: expected SUFFIX=MODULE:FUNCTION"),
         (("--loader", "x=y:z"), "loader x=y:z: expected a suffix"),
         (("--loader", ".x=tests.ingest.bad_loaders:none"), "a loader cannot be imported"),
@@ -220,7 +220,7 @@ def test_limits_and_loaders_reach_the_parser(
     (documents / "a.hang").write_text("x")
     (documents / "a.shout").write_text("the loud one")
     loaders = [f"--loader=.{name}=tests.ingest.bad_loaders:{name}" for name in ("hang", "shout")]
-    done = run(*common, *loaders, "--parse-seconds", "0.5", "--json")
+    done = run(*common, *loaders, "--set", "parse-seconds=0.5", "--json")
     assert done.code == 1
     (failed,) = done.json["failed"]
     assert "took longer than 0.5 s" in failed["reason"]

@@ -30,7 +30,7 @@ def test_json_is_one_document(run: Run, index_folder: Path) -> None:
     assert document["ttft_seconds"] > 0
 
 
-@pytest.mark.parametrize("flags", [(), ("--no-chat",)])
+@pytest.mark.parametrize("flags", [(), ("--set", "no-chat=true")])
 def test_everything_recomputed_equals_plain(
     run: Run, index_folder: Path, flags: tuple[str, ...]
 ) -> None:
@@ -89,7 +89,7 @@ def test_k_chunks_are_used(run: Run, index_folder: Path) -> None:
         (("--policy", "none", "--ratio", "0.5"), "none"),
         (("--max-tokens", "0"), "max_tokens"),
         (("--temperature", "-1"), "temperature"),
-        (("--boundary-tokens", "3"), "boundary_tokens"),
+        (("--set", "boundary-tokens=3"), "boundary_tokens"),
         (("--device", "nonsense"), "device 'nonsense'"),
     ],
 )

@@ -128,3 +128,14 @@ def test_a_damaged_document_is_not_passed_over_in_silence(
     assert done.code == 1
     assert "removed 2 documents" in done.out
     assert "1 damaged row of the index could not be compared" in done.err
+
+
+def test_a_pattern_means_the_parts_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = ["/d/a.csv#1", "/d/a.csv#2", "/d/b#c.md", "/d/old/z.jsonl#1", "row #1"]
+    monkeypatch.chdir("/")
+    assert matching_sources("d/*.csv", sources) == sources[:2]
+    assert matching_sources("/d/*.csv#2", sources) == sources[1:2]
+    assert matching_sources("/d/*.md", sources) == sources[2:3]
+    assert matching_sources("/d/**/*.jsonl", sources) == sources[3:4]
+    assert matching_sources("/d/*", sources) == sources[:3]
+    assert matching_sources("/d/?", sources) == sources[2:3]

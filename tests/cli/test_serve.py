@@ -31,7 +31,16 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("tested")
 def test_what_it_would_start(run: Run, index_path: Path) -> None:
     ran = run(
-        *("serve", "-i", index_path, "--policy", "boundary", "--boundary-tokens", 4, "--show"),
+        *(
+            "serve",
+            "-i",
+            index_path,
+            "--policy",
+            "boundary",
+            "--set",
+            "boundary-tokens=4",
+            "--show",
+        ),
         *("--only-asked", "--port", 81, "--max-model-len", 512, "--enforce-eager"),
     )
     assert ran.code == 0, ran.err

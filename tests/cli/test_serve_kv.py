@@ -18,7 +18,7 @@ from kvrag.cli.main import app
 from kvrag.errors import StoreError
 from kvrag.store.http_protocol import TOKEN_VARIABLE
 from kvrag.store.registry import open_store
-from tests.contracts.store_contract import key_number, record_of, stored
+from kvrag.testing.store_contract import key_number, record_of, stored
 from tests.support.kv_server import TOKEN, make_certificate
 from tests.support.servers import free_port
 

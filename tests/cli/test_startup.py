@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import kvrag
+import kvrag_bench.cli
+import kvrag_train.cli
 from kvrag.cli import main
 from kvrag.ingest.config import IndexConfig
 from tests.cli.conftest import Run
@@ -29,9 +34,9 @@ HEAVY = [
 ]
 GROUPS = {
     (): main._COMMANDS,
-    ("bench",): main._BENCH_COMMANDS,
+    ("bench",): kvrag_bench.cli.COMMANDS,
     ("pml",): main._PML_COMMANDS,
-    ("train",): main._TRAIN_COMMANDS,
+    ("train",): kvrag_train.cli.COMMANDS,
 }
 PLACES = [(group, name) for group, commands in GROUPS.items() for name in commands]
 
@@ -39,6 +44,11 @@ PLACES = [(group, name) for group, commands in GROUPS.items() for name in comman
 PROBE = """
 import sys
 sys.argv = ["kvrag", *{arguments!r}]
+class Absent:
+    def find_spec(name, path=None, target=None):
+        if name in {absent!r}:
+            raise ModuleNotFoundError("No module named " + repr(name), name=name)
+sys.meta_path.insert(0, Absent)
 from kvrag.cli.main import run
 try:
     run()
@@ -51,8 +61,8 @@ print("\\n|" + json.dumps([code, loaded, own]))
 """
 
 
-def ran(*arguments: object) -> tuple[int, list[str], list[str]]:
-    code = PROBE.format(arguments=[str(one) for one in arguments], heavy=HEAVY)
+def probed(*arguments: object, absent: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    code = PROBE.format(arguments=[str(one) for one in arguments], heavy=HEAVY, absent=absent)
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -61,6 +71,11 @@ def ran(*arguments: object) -> tuple[int, list[str], list[str]]:
         cwd=Path(kvrag.__file__).parent.parent,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def ran(*arguments: object, absent: Sequence[str] = ()) -> tuple[int, list[str], list[str]]:
+    done = probed(*arguments, absent=absent)
     exit_code, loaded, own = json.loads(done.stdout.rpartition("|")[2])
     return exit_code, loaded, own
 
@@ -100,6 +115,44 @@ def test_no_codec_loads_what_decodes_it(index_folder: Path, codec: str) -> None:
 )
 def test_help_and_wrong_arguments_load_no_model(arguments: list[str], code: int) -> None:
     assert ran(*arguments)[:2] == (code, [])
+
+
+ABSENT = ("kvrag_bench", "kvrag_corpus", "kvrag_train")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        (["bench"], "bench"),
+        (["bench", "--help"], "bench"),
+        (["bench", "ttft", "--repeats", "1"], "bench"),
+        (["train", "links", "--out", "run"], "train"),
+        (["inspect", "-h"], "bench"),
+    ],
+)
+def test_what_another_distribution_brings_says_so(arguments: list[str], extra: str) -> None:
+    done = probed(*arguments, absent=ABSENT)
+    assert done.stderr == (
+        f"error: 'kvrag {arguments[0]}' is not installed: pip install 'kvrag[{extra}]'\n"
+    )
+    shown, _, told = done.stdout.rpartition("|")
+    assert shown.strip() == ""
+    assert json.loads(told)[:2] == [2, []]
+
+
+def test_what_another_distribution_brings_is_listed_without_it() -> None:
+    shown = probed("--help", absent=ABSENT).stdout
+    for name, extra in (("bench", "bench"), ("train", "train"), ("inspect", "bench")):
+        assert re.search(rf"{name} +Not installed: pip install 'kvrag\[{extra}\]'", shown), name
+
+
+def test_a_fault_in_another_distribution_is_not_taken_for_its_absence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvrag_bench.cli.inspect", None)
+    found = CliRunner().invoke(main.app, ["inspect"]).exception
+    assert isinstance(found, ModuleNotFoundError)
+    assert found.name == "kvrag_bench.cli.inspect"
 
 
 def test_a_command_loads_no_other(index_folder: Path) -> None:

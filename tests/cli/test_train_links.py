@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrag.fusion.links import FILE_NAME, Links
+from kvrag.fusion.links import FILE_NAME, LinkTokens
 from tests.cli.conftest import Run
 
 CONTEXTS = [
@@ -50,7 +50,7 @@ def test_frozen_links_serve_an_index_that_was_there_before(
     done = run(*train, "--mode", "frozen", "--loss", "distill", "--rank", 2)
     assert done.code == 0, done.err
     assert "linked, overall" in done.out
-    assert Links.load(out / FILE_NAME).header.way == "adapter"
+    assert LinkTokens.load(out / FILE_NAME).header.way == "adapter"
     ask = ("query", "Who repairs the clock?", "--index", index_folder, "--max-tokens", 2, "--json")
     assert run(*ask, "--links", out / FILE_NAME).json["report"]["num_links"] > 0
     assert run(*ask).json["report"]["num_links"] == 0

@@ -34,13 +34,15 @@ def message(run: Run, *arguments: object) -> str:
             for option, value in (
                 ("--policy", "none"),
                 ("--ratio", "0.1"),
-                ("--boundary-tokens", "4"),
                 ("--eviction", "corm"),
                 ("--links", "off"),
                 ("--ttft", "1"),
                 ("--temperature", "0"),
-                ("--seed", "1"),
             )
+        ),
+        *(
+            (["--plain", "--set", pair], f"no use for --set {pair}")
+            for pair in ("boundary-tokens=4", "seed=1", "policy=none")
         ),
         (["--plain", "--policy", "none", "--ratio", "0.1"], "no use for --policy, --ratio;"),
         (
@@ -54,15 +56,15 @@ def message(run: Run, *arguments: object) -> str:
         (["--ratio", "a"], "--ratio"),
         (["--temperature", "nan"], "temperature nan: expected a number, at least 0"),
         (["--temperature", "-1"], "temperature -1"),
-        (["--seed", "-1"], "seed -1: expected a whole number from 0"),
-        (["--seed", "1.5"], "--seed"),
-        (["--seed", str(2**64)], "seed"),
+        (["--set", "seed=-1"], "seed -1: expected a whole number from 0"),
+        (["--set", "seed=1.5"], "--set seed=1.5: seed: expected a whole number"),
+        (["--set", f"seed={2**64}"], "seed"),
         (["--ttft", "nan"], "ttft nan: expected a number above 0"),
         (["--ttft", "0"], "ttft 0"),
         (["--max-tokens", "0"], "max_tokens 0: expected a whole number, at least 1"),
         (["-k", "0"], "-k"),
         (["-k", str(2**40)], "k 1099511627776: expected a whole number"),
-        (["--boundary-tokens", "0", "--policy", "boundary"], "tokens"),
+        (["--set", "boundary-tokens=0", "--policy", "boundary"], "tokens"),
         (["--policy", "boundry"], "unknown policy 'boundry'"),
         (["--eviction", "korm"], "unknown eviction 'korm'"),
         (["--links", "/nonexistent"], "/nonexistent"),
@@ -131,10 +133,10 @@ def test_serve_kv_of_a_folder_that_does_not_exist(run: Run, tmp_path: Path) -> N
     assert "leave one out" in both
 
 
-def test_place_says_what_is_wrong_with_a_store(
+def test_choose_store_says_what_is_wrong_with_a_store(
     run: Run, index_folder: Path, tmp_path: Path
 ) -> None:
-    said = message(run, "place", "-i", index_folder, "--stores", f"s4://x|file:{tmp_path}")
+    said = message(run, "choose-store", "-i", index_folder, "--stores", f"s4://x|file:{tmp_path}")
     assert "a store is file:PATH" in said
     assert "'s4://x'" in said
     assert "price" not in said

@@ -7,12 +7,13 @@ import torch
 
 from kvrag.codec import container
 from kvrag.codec.block import BlockReader
-from kvrag.codec.container import RecordReader, header_size, padded_size, write_record
+from kvrag.codec.container import RecordReader, write_record
+from kvrag.codec.header import header_size, padded_size
 from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import KVSpec
+from kvrag.testing.codec_contract import KEY, OTHER_KEY, BytesSource, decode, random_kv, spec_of
 from tests.codec import forge
-from tests.contracts.codec_contract import KEY, OTHER_KEY, BytesSource, decode, random_kv, spec_of
 
 SPEC = spec_of(num_layers=3)
 

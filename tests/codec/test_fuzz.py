@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvrag.codec.allocation import LayerGroups, RateDistortion
 from kvrag.codec.base import Codec
 from kvrag.codec.config import PipelineConfig, Rans
-from kvrag.codec.container import header_size
+from kvrag.codec.header import header_size
 from kvrag.codec.lossless import LosslessCodec
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Uniform
@@ -23,8 +23,8 @@ from kvrag.codec.transform.none import NoTransform
 from kvrag.codec.transform.pca import PCA
 from kvrag.errors import RecordError
 from kvrag.kvcache import ChunkKV, KVSpec
+from kvrag.testing.codec_contract import KEY, BytesSource, same_bits
 from tests.codec import forge
-from tests.contracts.codec_contract import KEY, BytesSource, same_bits
 from tests.support.codecs import fit, smooth_kv
 from tests.support.properties import examples
 

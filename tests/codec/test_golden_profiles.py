@@ -15,8 +15,8 @@ from safetensors.numpy import load
 
 from kvrag.codec.profile import Profile
 from kvrag.codec.registry import codec_of
+from kvrag.testing.codec_contract import KEY, decode
 from tests.codec.make_golden import CONFIGS, GOLDEN, SPEC
-from tests.contracts.codec_contract import KEY, decode
 
 L, H, D, T = SPEC.num_layers, SPEC.num_kv_heads, SPEC.head_dim, 37
 N = 2 * H * D  # channels of a block: one layer, keys and values

@@ -10,8 +10,8 @@ from kvrag.codec.base import Destination
 from kvrag.kvcache import KVSpec
 from kvrag.native import gpu
 from kvrag.positions.rotary import RotaryTable
+from kvrag.testing.codec_contract import KEY, BytesSource
 from tests.codec.test_pipeline import CONFIGS, fitting_codec
-from tests.contracts.codec_contract import KEY, BytesSource
 from tests.native.test_gpu import device, emulator
 from tests.support.codecs import smooth_kv
 

@@ -199,15 +199,15 @@ def test_opening(index: Index, name: str, value: object) -> None:
     "call",
     [
         lambda index: index.add([], dry_run="no"),
-        lambda index: index.verify(repair=1),
-        lambda index: index.gc(delete_shared="no"),
-        lambda index: index.recode(5),
-        lambda index: index.recode("raw", profile="x"),
-        lambda index: index.move(5),
-        lambda index: index.move("memory:"),
-        lambda index: index.fit_profile(5),
-        lambda index: index.fit_profile(num_tokens=2.5),
-        lambda index: index.fit_profile(num_tokens=None),
+        lambda index: index.upkeep.verify(repair=1),
+        lambda index: index.upkeep.gc(delete_shared="no"),
+        lambda index: index.upkeep.recode(5),
+        lambda index: index.upkeep.recode("raw", profile="x"),
+        lambda index: index.upkeep.move(5),
+        lambda index: index.upkeep.move("memory:"),
+        lambda index: index.upkeep.fit_profile(5),
+        lambda index: index.upkeep.fit_profile(num_tokens=2.5),
+        lambda index: index.upkeep.fit_profile(num_tokens=None),
     ],
 )
 def test_looking_after(index: Index, call: Callable[[Index], object]) -> None:
@@ -257,8 +257,8 @@ def test_a_closed_index_says_so(tmp_path: Path, model: KVModel) -> None:
         lambda: opened.delete(sources=["ines"]),
         opened.documents,
         opened.stats,
-        opened.verify,
-        opened.gc,
+        opened.upkeep.verify,
+        opened.upkeep.gc,
     ):
         with pytest.raises(IndexClosedError, match="was closed: open it again"):
             call()

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from kvrag.chunk import ChunkKey, Document
-from kvrag.codec.container import header_size
-from kvrag.engine.engine import MISS_CATALOG, KVEngine
+from kvrag.codec.header import header_size
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.prompt_reader import MISS_CATALOG
 from kvrag.errors import IndexFormatError
 from kvrag.fusion.loader import MISS_ABSENT, MISS_DAMAGED
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from tests.contracts.store_contract import stored
-from tests.support.bench_top import TEXTS
+from kvrag.testing.bench_top import TEXTS
+from kvrag.testing.store_contract import stored
 from tests.support.models import make_model, make_tokenizer
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"

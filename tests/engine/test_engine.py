@@ -21,7 +21,7 @@ from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.controller import LoadingController
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from tests.support.bench_top import TEXTS
+from kvrag.testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"
@@ -244,7 +244,7 @@ def test_a_policy_object_finds_the_calibration(tmp_path: Path, model: KVModel) -
         with pytest.raises(ParameterError, match="kvrag calibrate"):
             engine.fuse(PROMPT, policy=LoadingController(ttft=1.0))
         measured = Measured("seam", 0.5, 0.25, 0.2, 0.3)
-        index.keep_calibration(
+        index.upkeep.keep_calibration(
             Calibration(model.fingerprint, "d", "agreement", 1, (measured,), Cost(0.0, 1.0, 0.0))
         )
         report = engine.fuse("Of Varn:\n\n" + TEXTS[0], policy=LoadingController(ttft=1.0)).report

@@ -21,11 +21,11 @@ from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from kvrag.pml.engine import PMLEngine
+from kvrag.testing.bench_top import TEXTS
 from tests.engine.test_links import PROMPT
 from tests.eviction.policies import KeepAll
 from tests.fusion.test_links import make_links
 from tests.pml.test_engine import GAPPED, WHOLE
-from tests.support.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 CORM = "corm:window=9:recent=6"

@@ -16,8 +16,8 @@ from kvrag.fusion.links import FILE_NAME
 from kvrag.ingest.index import Index
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
+from kvrag.testing.bench_top import TEXTS
 from tests.fusion.test_links import make_links
-from tests.support.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"

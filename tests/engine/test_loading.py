@@ -15,7 +15,7 @@ from kvrag.errors import ParameterError, StoreError
 from kvrag.fusion.loader import MISS_ABSENT, MISS_UNREADABLE
 from kvrag.ingest.index import Index
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper
-from tests.support.bench_top import TEXTS, relative_difference
+from kvrag.testing.bench_top import TEXTS, relative_difference
 from tests.support.threads import at_work
 
 PROMPT = "Context:\n\n" + "\n\n".join([*TEXTS, TEXTS[0]]) + "\n\nQuestion: who keeps it?\nAnswer:"

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from kvrag.bench.shapes import random_model, random_text
 from kvrag.chunk import ChunkKey, Document
 from kvrag.codec.container import RecordReader
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
 from kvrag.fusion.loader import MISS_ABSENT, MISS_DAMAGED, MISS_UNREADABLE
 from kvrag.ingest.index import Index
-from kvrag.loading.streaming import ChunkStream, Known, Streaming, StreamItem
+from kvrag.loading.streaming import ChunkStream, StreamEstimates, Streaming, StreamItem
 from kvrag.store.base import Store, StoredRecord
 from kvrag.store.memory import MemoryStore
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper, read_whole
+from kvrag_bench.shapes import random_model, random_text
 from tests.support.kv_server import KVServer
 from tests.support.proxy import FaultyProxy
 
@@ -190,7 +190,7 @@ def test_a_server_that_ends_while_chunks_are_refined(
 
     index.store = Failing(index.store, before)
     engine = KVEngine(index, **FULL)
-    engine._known.link.expect(20_000.0)  # so slow that a first pass takes the coarsest planes
+    engine._estimates.link.expect(20_000.0)  # so slow that a first pass takes the coarsest planes
     report = check_right(engine, prompt, plain, ttft=3.0)
     assert report.misses == {}
     assert set(levels_of(report)) <= {"1/5", "2/5", "3/5", "4/5", "5/5", "text"}
@@ -334,7 +334,7 @@ class Slow:
 def test_what_comes_too_late_is_broken_off() -> None:
     chunk: Any = Slow()
     placed: list[int | None] = []
-    known = Known()
+    known = StreamEstimates()
     # Thought so slow that only the first plane is asked for at first; which comes at once.
     known.link.expect(1e4)
     stream = ChunkStream(
@@ -365,7 +365,7 @@ def test_an_interrupt_waits_for_no_store() -> None:
     chunk: Any = Interrupted()
     stream = ChunkStream(
         [StreamItem("chunk", chunk, False, lambda: None)],
-        Streaming(2.0, time.perf_counter(), Known()),
+        Streaming(2.0, time.perf_counter(), StreamEstimates()),
         lambda chosen: 0.0,
         (StoreError, RecordError),
         torch.device("cpu"),

@@ -24,7 +24,7 @@ from kvrag.fusion.compression.anchors import (
 from kvrag.fusion.compression.encoding import Compressor
 from kvrag.fusion.compression.spec import Compression, parse_compression
 from kvrag.models.kv_model import KVModel
-from tests.support.bench_top import relative_difference
+from kvrag.testing.bench_top import relative_difference
 from tests.support.models import make_model, make_tokenizer
 
 RATES = (0.5, 0.75)

@@ -18,6 +18,7 @@ from kvrag.fusion.layout import (
     lay_out,
 )
 from kvrag.fusion.segments import ChunkMatcher, Match
+from kvrag.models.tokens import Tokens, encode
 from tests.fusion.prompts import TOKENIZER_NAMES, corpora, get_tokenizer, make_chunk, prompts
 from tests.support.properties import examples
 
@@ -25,11 +26,18 @@ A = "Ines keeps the harbour ledger of Varn, and nobody else may write in it befo
 B = "Tomas repairs the tall clock whenever the northern light fails, which is twice a winter."
 
 
+def tokens_of(prompt: str, tokenizer: Any, add_special_tokens: bool = True) -> Tokens:
+    (tokens,) = encode(tokenizer, [prompt], add_special_tokens)
+    return tokens
+
+
 def find_and_lay_out(
     tokenizer: PreTrainedTokenizerFast,
     prompt: str,
     corpus: dict[str, str],
     prefix_ids: Sequence[int] = (),
+    *,
+    add_special_tokens: bool = True,
     **options: Any,
 ) -> tuple[Layout, dict[str, Chunk], list[Match]]:
     matcher = ChunkMatcher()
@@ -37,7 +45,8 @@ def find_and_lay_out(
         matcher.add(chunk_id, text)
     chunks = {i: make_chunk(tokenizer, i, text) for i, text in corpus.items()}
     matches = matcher.find(prompt)
-    layout = lay_out(prompt, tokenizer, matches, chunks, prefix_ids, **options)
+    tokens = tokens_of(prompt, tokenizer, add_special_tokens)
+    layout = lay_out(tokens, matches, chunks, prefix_ids, **options)
     return layout, chunks, matches
 
 
@@ -182,14 +191,16 @@ def test_span_is_cut_at_the_first_token_that_differs():
     ids[10] += 1
     damaged = Chunk("a", A, tuple(ids), chunk.token_starts, "test", 0)
     matches = [Match("a", 0, len(A), False)]
-    layout = lay_out(A + "\n", tokenizer, matches, {"a": damaged}, (0,))
+    layout = lay_out(tokens_of(A + "\n", tokenizer), matches, {"a": damaged}, (0,))
     assert layout.spans == (ReusedSpan("a", 12, 11, len(ids) - 11),)
 
 
 def test_chunk_of_another_tokenizer_is_a_miss():
     foreign = make_chunk(get_tokenizer("word-piece"), "a", A)
     matches = [Match("a", 0, len(A), False), Match("gone", len(A), len(A) + 2, False)]
-    layout = lay_out(A + "\n\n", get_tokenizer("byte-level"), matches, {"a": foreign}, ())
+    layout = lay_out(
+        tokens_of(A + "\n\n", get_tokenizer("byte-level")), matches, {"a": foreign}, ()
+    )
     assert layout.spans == ()
     assert layout.misses == {MISS_TOKENS_DIFFER: 1, MISS_UNKNOWN_CHUNK: 1}
 
@@ -214,15 +225,14 @@ def test_tokenizer_without_offsets_is_a_plain_prefill():
 
     chunk = make_chunk(get_tokenizer("byte-level"), "a", A)
     matches = [Match("a", 0, len(A), False)]
-    layout = lay_out(A, SlowTokenizer(), matches, {"a": chunk}, (1,))
+    layout = lay_out(tokens_of(A, SlowTokenizer()), matches, {"a": chunk}, (1,))
     assert layout == Layout((1, 2, 3), (), 1, True, {MISS_NO_OFFSETS: 1}, chunk_ids=("a",))
 
 
 @pytest.mark.parametrize("add_special_tokens", [True, False])
 def test_empty_prompt(add_special_tokens):
-    layout = lay_out(
-        "", get_tokenizer("byte-level"), [], {}, (0,), add_special_tokens=add_special_tokens
-    )
+    tokens = tokens_of("", get_tokenizer("byte-level"), add_special_tokens)
+    layout = lay_out(tokens, [], {}, (0,))
     assert layout.token_ids == ((0,) if add_special_tokens else ())
     assert layout.spans == ()
 

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from kvrag.errors import LinksError
 from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import LINK, Layout, ReusedSpan
-from kvrag.fusion.links import FILE_NAME, Links, LinksHeader, find_links, insert_links
+from kvrag.fusion.links import FILE_NAME, LinksHeader, LinkTokens, find_links, insert_links
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.adapter import RowAdapter, linear_layers
 from kvrag.models.kv_model import KVModel
-from tests.support.bench_top import Bench, relative_difference
+from kvrag.testing.bench_top import Bench, relative_difference
 from tests.support.models import make_model, make_tokenizer
 
 ORACLE_FAMILIES = ("llama", "llama-yarn", "mistral-sliding", "qwen3", "phi3", "gemma3", "gpt-neox")
@@ -30,7 +30,7 @@ ORDER = (2, 0, 3, 1)
 
 def make_links(
     model: KVModel, way: str = "embeddings", num_links: int = 3, max_documents: int = 5
-) -> Links:
+) -> LinkTokens:
     """Return random links of `model`, of the size of its own embeddings and KV."""
     header = LinksHeader("frozen", way, num_links, max_documents, model.fingerprint, 0.5)
     random = torch.Generator().manual_seed(7)
@@ -41,17 +41,19 @@ def make_links(
     spec = model.spec
     if way == "kv":
         shape = (spec.num_layers, header.num_rows, spec.num_kv_heads, spec.head_dim)
-        return Links(header, keys=normal(*shape), values=normal(*shape))
+        return LinkTokens(header, keys=normal(*shape), values=normal(*shape))
     embeddings = 0.3 * normal(header.num_rows, model.hf.config.hidden_size)
     if way == "embeddings":
-        return Links(header, embeddings)
+        return LinkTokens(header, embeddings)
     layers = linear_layers(model.hf)
     down = {name: 0.2 * normal(4, layer.in_features) for name, layer in layers.items()}
     up = {name: 0.2 * normal(layer.out_features, 4) for name, layer in layers.items()}
-    return Links(header, embeddings, adapter=RowAdapter(down, up, header.scale))
+    return LinkTokens(header, embeddings, adapter=RowAdapter(down, up, header.scale))
 
 
-def fuse_linked(bench: Bench, prompt: str, policy: RecomputePolicy, links: Links) -> FusedPrompt:
+def fuse_linked(
+    bench: Bench, prompt: str, policy: RecomputePolicy, links: LinkTokens
+) -> FusedPrompt:
     layout = insert_links(bench.lay_out(prompt), links.header)
     num_tokens = len(layout.token_ids)
     buffer = FusedKV(bench.model.spec, num_tokens, num_tokens + 8)
@@ -59,7 +61,7 @@ def fuse_linked(bench: Bench, prompt: str, policy: RecomputePolicy, links: Links
 
 
 @torch.no_grad()
-def masked_prefill(bench: Bench, prompt: str, links: Links) -> torch.Tensor:
+def masked_prefill(bench: Bench, prompt: str, links: LinkTokens) -> torch.Tensor:
     """Return the last logits of Transformers' own forward over the whole linked sequence.
 
     Document tokens see the prefix and their own document; links, separators and question see all
@@ -175,7 +177,7 @@ def test_an_adapter_of_zeros_changes_nothing_and_others_change_fresh_rows_only(
 ) -> None:
     adapted = make_links(bench.model, "adapter")
     assert adapted.adapter is not None
-    plain = Links(replace(adapted.header, way="embeddings"), adapted.embeddings)
+    plain = LinkTokens(replace(adapted.header, way="embeddings"), adapted.embeddings)
     zeros = {name: torch.zeros_like(up) for name, up in adapted.adapter.up.items()}
     idle = replace(adapted, adapter=replace(adapted.adapter, up=zeros))
     prompt = bench.prompt(*ORDER)
@@ -327,17 +329,17 @@ def test_damaged_files_are_named(
         change = {**change, "fields": json.dumps(whole)}
     damaged(path, **change)
     with pytest.raises(LinksError, match=message):
-        Links.load(path)
+        LinkTokens.load(path)
 
 
 def test_what_is_no_file_of_links_is_named(tmp_path: Path) -> None:
     with pytest.raises(LinksError, match="no links at"):
-        Links.load(tmp_path / "absent")
+        LinkTokens.load(tmp_path / "absent")
     with pytest.raises(LinksError, match="no links at '~nobody-of-that-name/links'"):
-        Links.load("~nobody-of-that-name/links")
+        LinkTokens.load("~nobody-of-that-name/links")
     (tmp_path / "text").write_text("not safetensors")
     with pytest.raises(LinksError, match="not a readable safetensors file"):
-        Links.load(tmp_path / "text")
+        LinkTokens.load(tmp_path / "text")
 
 
 def test_a_wrong_shape_is_refused(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
@@ -9,10 +10,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kvrag.bench.quality.oracle import OraclePolicy, TrueDeviation
 from kvrag.errors import ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
-from kvrag.fusion.controller import CHOICES, LoadingController, make_choice, takes_ratio
+from kvrag.fusion.controller import LoadingController, make_choice, takes_ratio
 from kvrag.fusion.fuser import fuse
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.plan import Loading
@@ -30,7 +30,10 @@ from kvrag.fusion.question import QuestionAttention
 from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
-from tests.support.bench_top import TEXTS, Bench, relative_difference
+from kvrag.models.rows import Attending
+from kvrag.testing.bench_top import Bench, relative_difference
+from kvrag.testing.policy_contract import PolicyContract
+from kvrag_bench.quality.oracle import OraclePolicy, TrueDeviation
 from tests.support.models import make_model, make_tokenizer
 
 SPANS = (ReusedSpan("a", 3, 0, 10), ReusedSpan("b", 15, 2, 1), ReusedSpan("c", 20, 0, 30))
@@ -45,16 +48,28 @@ def bench() -> Bench:
     return Bench(KVModel(make_model(num_hidden_layers=4), make_tokenizer()))
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_candidates_are_reused_tokens_in_order(name: str) -> None:
-    policy = make_repair(name).policy
-    candidates = policy.candidates(PROMPT).tolist()
-    assert candidates == sorted(set(candidates))
-    assert set(candidates) <= set(PROMPT.reused().tolist())
-    nothing = PromptRows(60, 6, (), torch.zeros(6, 0))
-    assert len(policy.candidates(nothing)) == 0
-    for prompt in (PROMPT, nothing):
-        assert policy.num_candidates(prompt) == len(policy.candidates(prompt))
+@functools.cache
+def small_model() -> KVModel:
+    return KVModel(make_model(num_hidden_layers=3), make_tokenizer())
+
+
+class TestPolicy(PolicyContract):
+    """Every policy of kvrag's own, as it is without parameters."""
+
+    @pytest.fixture(params=POLICIES.built_in)
+    def policy(self, request: pytest.FixtureRequest) -> RecomputePolicy:
+        return make_repair(request.param).policy
+
+    @pytest.fixture
+    def model(self) -> KVModel:
+        return small_model()
+
+
+@pytest.mark.parametrize("spec", ["gradual:spread=1.0:on=attention", "query:depth=0"])
+class TestPolicyWithParameters(TestPolicy):
+    @pytest.fixture
+    def policy(self, spec: str) -> RecomputePolicy:
+        return make_repair(spec).policy
 
 
 @pytest.mark.parametrize("policy", OF_TOKENS)
@@ -363,8 +378,8 @@ def test_relevance_is_attention_times_the_norm_of_values(family: str) -> None:
     with model.computing_rows():
         hidden = model.embed(ids)
         for layer_index, table in enumerate(model.tables(40)):
-            observer = attention.observer_of(layer_index)
-            model.forward_rows(layer_index, hidden, rows, fused, table, observer=observer)
+            attending = Attending(observer=attention.observer_of(layer_index))
+            model.forward_rows(layer_index, hidden, rows, fused, table, attending=attending)
     model.hf.set_attn_implementation("eager")
     with torch.no_grad():
         output = model.hf(ids[None], output_attentions=True, use_cache=False)
@@ -380,54 +395,11 @@ def test_relevance_is_attention_times_the_norm_of_values(family: str) -> None:
             assert torch.allclose(attention.relevance[layer_index], expected, atol=1e-4)
 
 
-_SHORT = [f"Entry {number}: gate {number} is kept." for number in range(100)]
-LAYOUTS = {
-    "reading order": (TEXTS, (3, 1, 0, 2), "Question: who keeps it?\nAnswer:"),
-    "duplicated chunks": (TEXTS, (1, 1, 0, 1), "Question: who keeps it?\nAnswer:"),
-    "long question": (TEXTS, (2, 0), "Question: " + "who keeps it, and why? " * 40 + "\nAnswer:"),
-    "short question": (TEXTS, (2, 0), "."),
-    "100 chunks": (_SHORT, tuple(range(99, -1, -1)), "Question: who?\nAnswer:"),
-    "tiny chunks": (("Ines of Varn", "Tomas of Varn", TEXTS[0]), (1, 0, 2, 1), "Question: who?"),
-}
-
-
-@pytest.fixture(scope="module", params=LAYOUTS)
-def laid_out(request: pytest.FixtureRequest) -> tuple[Bench, str]:
-    texts, order, question = LAYOUTS[request.param]
-    bench = Bench(KVModel(make_model(num_hidden_layers=3), make_tokenizer()), texts)
-    return bench, bench.prompt(*order, question=question)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_any_prompt_is_fused_and_accounted_for(name: str, laid_out: tuple[Bench, str]) -> None:
-    bench, prompt = laid_out
-    fused = bench.fuse(prompt, make_repair(name))
-    report = fused.report
-    assert torch.isfinite(fused.logits).all()
-    counted = report.num_exact + report.num_reused + report.num_recomputed + report.num_fresh
-    assert counted == report.num_tokens == len(bench.lay_out(prompt).token_ids)
-    assert report.num_chunks > 0
-    if "ratio" in vars(make_repair(name).policy):
-        whole = bench.fuse(prompt, make_repair(name, ratio=1.0))
-        assert relative_difference(whole.logits, bench.plain_logits(prompt)) < 1e-4
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("texts", [(), TEXTS[:1]])
-def test_where_nothing_is_off_nothing_is_chosen(
-    name: str, texts: tuple[str, ...], bench: Bench
-) -> None:
-    """No chunk at all, and one that stands where it was encoded."""
-    prompt = "\n\n".join([*texts, "Question: who keeps it?\nAnswer:"])
-    fused = bench.fuse(prompt, make_repair(name))
-    assert fused.report.num_recomputed == fused.report.rows_asked == 0
-    assert relative_difference(fused.logits, bench.plain_logits(prompt)) < 1e-4
-
-
 @pytest.mark.parametrize(
     "spec",
     [
-        *CHOICES,
+        *POLICIES,
+        LoadingController.name,
         *("boundary:tokens=4", "seam:ratio=0.2", "deviation:ratio=0.3:on=k", "gradual:spread=0.8"),
         *("query:depth=0.5", "query:ratio=0.1:temperature=0.9:scale=0.8", "none:scale=0.5"),
         *("auto:ttft=0.5:loss=0.02", "auto:ratio=0.2:temperature=0.9", "random:ratio=1e-3"),

@@ -24,7 +24,7 @@ from kvrag.kvcache import FusedKV
 from kvrag.models import headwise
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
-from tests.support.bench_top import TEXTS, Bench, relative_difference
+from kvrag.testing.bench_top import TEXTS, Bench, relative_difference
 from tests.support.models import make_model, make_tokenizer
 
 FAMILIES = ("llama", "llama-yarn", "mistral-sliding", "qwen3", "phi3", "gemma3", "gpt-neox")

@@ -12,7 +12,7 @@ import torch
 
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from tests.contracts.store_contract import stored
+from kvrag.testing.store_contract import stored
 from tests.support.models import make_model, make_tokenizer
 
 MakeIndex = Callable[..., Index]

@@ -353,10 +353,10 @@ def test_a_disk_that_fills_up_loses_nothing(
         index.add(docs)
     monkeypatch.undo()
     assert index.stats().num_documents == 1
-    assert index.verify().ok
+    assert index.upkeep.verify().ok
     report = index.add(docs)
     assert (len(report.added), report.num_records) == (2, 1)
-    assert index.verify().ok
+    assert index.upkeep.verify().ok
 
 
 def test_a_full_disk_under_the_catalog_loses_nothing(index: Index, docs: Path) -> None:
@@ -368,7 +368,7 @@ def test_a_full_disk_under_the_catalog_loses_nothing(index: Index, docs: Path) -
     with pytest.raises(StoreError, match="full; free some space and ingest again"):
         index.add(given)
     assert index.stats().num_documents == 3
-    assert index.verify().ok
+    assert index.upkeep.verify().ok
     connection.execute("PRAGMA max_page_count = 1000000")
     assert index.add(given).num_tokens_computed == 0  # the records were there already
     assert index.stats().num_documents == 5
@@ -398,7 +398,7 @@ def test_a_file_size_limit_is_a_store_error(index: Index, docs: Path) -> None:
     )
     assert "cannot write" in done.stdout
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 8192
-    assert index.verify().ok
+    assert index.upkeep.verify().ok
     assert index.stats().num_documents == 0
 
 
@@ -436,9 +436,13 @@ def test_a_read_only_index_answers_and_refuses_to_be_written(
     with read_only(index.path, monkeypatch), Index.open(index.path, model=model) as opened:
         (hit, *_) = opened.search("clock", 1)
         assert opened.open_kv(hit.chunk.chunk_id) is not None
-        assert opened.verify().ok
+        assert opened.upkeep.verify().ok
         assert opened.add(docs, dry_run=True).unchanged
-        for write in (lambda: opened.add(docs), opened.gc, lambda: opened.delete(sources=["x"])):
+        for write in (
+            lambda: opened.add(docs),
+            opened.upkeep.gc,
+            lambda: opened.delete(sources=["x"]),
+        ):
             with pytest.raises(StoreError, match=r"cannot write to the index .*Permission denied"):
                 write()
 
@@ -508,7 +512,11 @@ def test_another_process_holds_the_lock(index: Index, docs: Path) -> None:
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        for write in (lambda: index.add(docs), index.gc, lambda: index.verify(repair=True)):
+        for write in (
+            lambda: index.add(docs),
+            index.upkeep.gc,
+            lambda: index.upkeep.verify(repair=True),
+        ):
             with pytest.raises(IndexLockedError, match=f"by process {holder.pid};"):
                 write()
         assert index.add(docs, dry_run=True).added

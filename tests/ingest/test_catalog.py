@@ -73,7 +73,7 @@ def test_a_damaged_chunk_is_left_out_counted_told_and_mended(
     with pytest.raises(IndexFormatError, match="is not what was written"):
         index.open_kv(chunk_id)
     assert index.counters.counts()["damaged_rows", ()]
-    report = index.verify()
+    report = index.upkeep.verify()
     assert not report.ok
     assert any(chunk_id in problem for problem in report.catalog_problems)
     report = index.add(Document("short", sound.text))
@@ -99,10 +99,10 @@ def test_a_damaged_vector_is_left_out_and_computed_again(
     damage(index, f"UPDATE chunks SET embedding = {value} WHERE chunk_id = ?", chunk_id)
     assert [hit.chunk.source for hit in index.search("ledger", 2)] == ["long"]
     assert index.counters.counts()["damaged_rows", ()] == 1
-    (problem,) = index.verify().catalog_problems
+    (problem,) = index.upkeep.verify().catalog_problems
     assert problem == f"short, chunk 0 ({chunk_id}): its vector is not what was written"
-    assert index.verify(repair=True).ok  # of its text, though there is no file
-    assert index.verify().ok
+    assert index.upkeep.verify(repair=True).ok  # of its text, though there is no file
+    assert index.upkeep.verify().ok
     assert index.add(Document("short", "Ines keeps the ledger.")).unchanged
     assert index.search("ledger", 1)[0].chunk.source == "short"
 
@@ -119,9 +119,9 @@ def test_a_damaged_vector_is_left_out_and_computed_again(
 def test_a_damaged_state_stops_nobody(index: Index, chunk_id: str, statement: str) -> None:
     damage(index, statement)
     assert index.search("ledger", 1)[0].chunk.source == "short"
-    assert "state" in index.verify().catalog_problems[0]
+    assert "state" in index.upkeep.verify().catalog_problems[0]
     index.add(Document("more", "more of it"))
-    assert index.verify().ok
+    assert index.upkeep.verify().ok
     assert {hit.chunk.source for hit in index.search("it", 3)} == {"short", "long", "more"}
 
 
@@ -148,12 +148,12 @@ def test_damaged_documents_are_told_and_mended(
     with Index.open(index.path, model=index.model) as opened:
         opened.documents()
         opened.search("ledger", 2)
-        assert any(told in problem for problem in opened.verify().catalog_problems)
+        assert any(told in problem for problem in opened.upkeep.verify().catalog_problems)
         if by == "repair":
-            opened.verify(repair=True)
-            assert opened.verify().ok
+            opened.upkeep.verify(repair=True)
+            assert opened.upkeep.verify().ok
         opened.add(documents)
-        assert opened.verify().ok
+        assert opened.upkeep.verify().ok
         assert len(opened.search("ledger", 9)) == 2
         assert [row.num_chunks for row in opened.documents()] == [1, 1]
         assert len(opened.add(documents).unchanged) == 2
@@ -164,9 +164,9 @@ def test_damaged_files_are_read_again(index: Index, docs: Path) -> None:
     with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
         connection.execute("UPDATE files SET digest = 'x', mtime_ns = 5")
         connection.commit()
-    assert len(index.verify().catalog_problems) == 3
+    assert len(index.upkeep.verify().catalog_problems) == 3
     assert len(index.add(docs).unchanged) == 3
-    assert index.verify().ok
+    assert index.upkeep.verify().ok
 
 
 def test_a_repair_reads_documents_again_from_their_files(index: Index, docs: Path) -> None:
@@ -174,15 +174,15 @@ def test_a_repair_reads_documents_again_from_their_files(index: Index, docs: Pat
     path = str(docs / "ledger.txt")
     damage(index, "UPDATE chunks SET token_ids = x'01' WHERE source = ?", path)
     damage(index, "UPDATE chunks SET text = 'another' WHERE source = 'own'")
-    assert not index.verify().ok
+    assert not index.upkeep.verify().ok
     (docs / "ledger.txt").write_text("Ines has a new ledger.")
-    report = index.verify(repair=True)
+    report = index.upkeep.verify(repair=True)
     assert not report.ok
     assert report.is_healed
     assert report.not_healed == (
         "1 documents are gone with all their chunks; ingest all documents again",
     )
-    assert index.verify().ok
+    assert index.upkeep.verify().ok
     assert index.search("ledger", 1)[0].chunk.text == "Ines has a new ledger."
     assert index.add(docs).unchanged
     assert index.add(Document("own", "a document of its own")).added
@@ -193,11 +193,11 @@ def test_an_upkeep_of_damage_keeps_what_is_sound_of_a_document(index: Index) -> 
     index.add(Document("own", text, {"lang": "en"}))
     first, *others = index.catalog.chunk_ids_of("own")
     damage(index, "UPDATE chunks SET text = 'another' WHERE chunk_id = ?", first)
-    report = index.verify(repair=True)
+    report = index.upkeep.verify(repair=True)
     assert report.not_healed == ("own: part of it was damaged and is gone; add it again",)
     assert index.catalog.chunk_ids_of("own") == others
     assert index.documents()[0].metadata == {"lang": "en"}
-    assert index.verify().ok
+    assert index.upkeep.verify().ok
     assert index.add(Document("own", text, {"lang": "en"})).changed == ("own",)
     assert index.catalog.chunk_ids_of("own") == [first, *others]
 
@@ -206,7 +206,7 @@ def test_gc_keeps_the_records_of_damaged_rows(index: Index, chunk_id: str) -> No
     damage(index, "UPDATE chunks SET kv_key = 'zz' WHERE chunk_id = ?", chunk_id)
     (other,) = index.catalog.chunk_ids_of("long")
     damage(index, "UPDATE chunks SET text = 'another' WHERE chunk_id = ?", other)
-    assert index.gc().num_records == 0
+    assert index.upkeep.gc().num_records == 0
 
 
 def test_a_damaged_name_never_leads_to_other_kv(index: Index, chunk_id: str) -> None:
@@ -215,11 +215,11 @@ def test_a_damaged_name_never_leads_to_other_kv(index: Index, chunk_id: str) -> 
         damage(index, "UPDATE chunks SET kv_key = ? WHERE chunk_id = ?", name, chunk_id)
         with pytest.raises(RecordError, match=f"names the KV '{name}', expected"):
             index.open_kv(chunk_id)
-        report = index.verify()
+        report = index.upkeep.verify()
         assert not report.ok
         assert f"names the KV '{name}'" in report.catalog_problems[0]
         assert report.num_records == 2
-    assert index.verify(repair=True).ok
+    assert index.upkeep.verify(repair=True).ok
     assert index.open_kv(chunk_id) is not None
 
 
@@ -246,7 +246,7 @@ def test_many_damaged_rows_are_counted(index: Index) -> None:
     with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
         connection.execute("UPDATE chunks SET seal = x''")
         connection.commit()
-    *_, last = index.verify().catalog_problems
+    *_, last = index.upkeep.verify().catalog_problems
     assert last == "and 40 more"
 
 
@@ -405,7 +405,7 @@ def test_a_row_of_another_index_is_damage(index: Index, make_index: MakeIndex) -
         connection.execute(f"INSERT INTO chunks VALUES ({', '.join('?' * len(row))})", row)
         connection.commit()
     assert "a" not in {hit.chunk.source for hit in index.search("capital")}
-    assert not index.verify().ok
+    assert not index.upkeep.verify().ok
 
 
 def test_a_replacement_that_was_killed_is_finished(

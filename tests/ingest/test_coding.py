@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvrag.chunk import Document
+from kvrag.codec.names import PLAIN
 from kvrag.errors import IndexFormatError, ParameterError, ProfileError
 from kvrag.ingest.coding import read_all, spread_evenly
 from kvrag.ingest.index import Index
@@ -17,6 +18,7 @@ from kvrag.ingest.report import IngestProgress
 from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
+from tests.support.distributions import installed
 
 WORDS = "harbour ledger clock keeper river light boat fox Varn Ines Tomas writes old".split()  # noqa: SIM905
 DOCUMENTS = [
@@ -67,7 +69,7 @@ def test_the_first_ingestion_fits_the_codec(codec: str, make_index: MakeIndex) -
     exact = kv_of(raw, 3)
     energy = distance(exact, ChunkKV(exact.keys * 0, exact.values * 0))
     assert error == 0 if codec == "lossless" else 0 < error < 0.2 * energy
-    assert index.verify().ok
+    assert index.upkeep.verify().ok
 
     reopened = Index.open(index.path, model=index.model, embedding="hashing")
     assert distance(kv_of(reopened, 3), kv_of(index, 3)) == 0
@@ -81,14 +83,14 @@ def test_a_profile_serves_another_index_of_the_same_model(
 ) -> None:
     first = make_index("first")
     first.add(DOCUMENTS)
-    profile = first.fit_profile("transform:2")
+    profile = first.upkeep.fit_profile("transform:2")
     assert first.config.codec == "raw"
     path = tmp_path / "fitted.safetensors"
     path.write_bytes(profile.content)
     second = make_index("second", codec="transform:2", profile=read_profile(path))
     second.add(DOCUMENTS[:2])
     assert second.config.profile == profile.hash
-    report = first.recode("transform:2", profile=profile)
+    report = first.upkeep.recode("transform:2", profile=profile)
     assert (report.num_recoded, report.num_computed) == (8, 0)
     assert distance(kv_of(first, 0), kv_of(second, 0)) == 0
 
@@ -99,21 +101,21 @@ def test_recoding_there_and_back(make_index: MakeIndex) -> None:
     exact = [kv_of(index, number) for number in range(8)]
     raw_bytes = index.stats().size_bytes
 
-    report = index.recode("lossless")
+    report = index.upkeep.recode("lossless")
     assert (report.num_records, report.num_recoded, report.num_computed) == (8, 8, 0)
     assert report.size_bytes == index.stats().size_bytes < report.size_bytes_before == raw_bytes
     assert all(distance(kv_of(index, n), exact[n]) == 0 for n in range(8))
 
     seen: list[tuple[int, int]] = []
-    lossy = index.recode("transform:1", on_progress=lambda *done: seen.append(done))
+    lossy = index.upkeep.recode("transform:1", on_progress=lambda *done: seen.append(done))
     assert (lossy.num_recoded, lossy.num_computed) == (8, 0)
     assert seen == [(n, 8) for n in range(8)]
     assert all(distance(kv_of(index, n), exact[n]) > 0 for n in range(8))
 
-    again = index.recode("transform:1")
+    again = index.upkeep.recode("transform:1")
     assert (again.num_recoded, again.size_bytes) == (0, lossy.size_bytes)
 
-    back = index.recode("raw")  # what was lost is computed again
+    back = index.upkeep.recode("raw")  # what was lost is computed again
     assert (back.num_recoded, back.num_computed, back.size_bytes) == (8, 8, raw_bytes)
     assert all(distance(kv_of(index, n), exact[n]) == 0 for n in range(8))
     assert index.config.profile == ""
@@ -124,7 +126,7 @@ def test_levels_of_one_profile_need_no_new_fit(make_index: MakeIndex) -> None:
     index.add(DOCUMENTS)
     sizes = {}
     for level in ("1", "2", "4"):
-        report = index.recode(f"transform:{level}")
+        report = index.upkeep.recode(f"transform:{level}")
         sizes[level] = report.size_bytes
         assert report.num_recoded == 8
     assert sizes["1"] < sizes["2"] <= sizes["4"]
@@ -146,12 +148,12 @@ def test_an_interrupted_recoding_can_be_read_and_is_completed(
             raise KilledError
 
     with pytest.raises(KilledError):
-        index.recode("transform:2", on_progress=kill)
+        index.upkeep.recode("transform:2", on_progress=kill)
     reopened = Index.open(index.path, model=index.model, embedding="hashing")
     errors = [distance(kv_of(reopened, n), exact[n]) for n in range(8)]
     assert sorted(error == 0 for error in errors) == [False] * 5 + [True] * 3
-    assert reopened.verify().ok
-    report = reopened.recode("transform:2")
+    assert reopened.upkeep.verify().ok
+    report = reopened.upkeep.recode("transform:2")
     assert (report.num_recoded, report.num_computed) == (3, 0)
     reopened.close()
 
@@ -165,17 +167,17 @@ def test_a_missing_profile_is_a_miss_and_recoding_mends_it(make_index: MakeIndex
     reopened = Index.open(index.path, model=index.model, embedding="hashing")
     with pytest.raises(ProfileError, match="cannot read the codec profile"):
         kv_of(reopened, 0)
-    assert "codec profile" in reopened.verify().problems[0].reason
+    assert "codec profile" in reopened.upkeep.verify().problems[0].reason
     with pytest.raises(ProfileError, match="kvrag recode"):
         reopened.add([Document("new", "The keeper of the light.")])
-    report = reopened.recode("transform:2")  # fitted anew
+    report = reopened.upkeep.recode("transform:2")  # fitted anew
     assert (report.num_recoded, report.num_computed) == (8, 8)
-    assert reopened.verify().ok
+    assert reopened.upkeep.verify().ok
     (path,) = (index.path / "profiles").iterdir()
     path.write_bytes(b"damaged")
     reopened.close()
     repaired = Index.open(index.path, model=index.model, embedding="hashing")
-    report = repaired.verify(repair=True)
+    report = repaired.upkeep.verify(repair=True)
     assert report.ok  # the same profile, fitted again
     assert kv_of(repaired, 0).num_tokens > 0
     repaired.close()
@@ -188,7 +190,7 @@ def test_a_missing_profile_is_a_miss_and_recoding_mends_it(make_index: MakeIndex
 def test_profiles_of_another_model_are_refused(make_index: MakeIndex) -> None:
     index = make_index()
     index.add(DOCUMENTS)
-    profile = index.fit_profile("transform:2")
+    profile = index.upkeep.fit_profile("transform:2")
     from tests.support.models import make_model, make_tokenizer
 
     other_model = KVModel.load(
@@ -197,11 +199,11 @@ def test_profiles_of_another_model_are_refused(make_index: MakeIndex) -> None:
     other = make_index("other", model=other_model)
     other.add(DOCUMENTS)
     with pytest.raises(ParameterError, match="was fitted to a model with fingerprint"):
-        other.recode("transform:2", profile=profile)
+        other.upkeep.recode("transform:2", profile=profile)
     with pytest.raises(ParameterError, match="was fitted to a model with fingerprint"):
         make_index("third", model=other_model, codec="transform:2", profile=profile)
     with pytest.raises(ParameterError, match="no level '9'"):
-        index.recode("transform:9", profile=profile)
+        index.upkeep.recode("transform:9", profile=profile)
     assert other.config.codec == "raw"
 
 
@@ -209,8 +211,8 @@ def test_profiles_of_another_model_are_refused(make_index: MakeIndex) -> None:
 def test_codecs_there_are_none_of(codec: str, make_index: MakeIndex) -> None:
     index = make_index()
     for call in (
-        lambda: index.recode(codec),
-        lambda: index.fit_profile(codec),
+        lambda: index.upkeep.recode(codec),
+        lambda: index.upkeep.fit_profile(codec),
         lambda: make_index("new", codec=codec),
     ):
         with pytest.raises(ParameterError, match="codec"):
@@ -221,15 +223,15 @@ def test_codecs_there_are_none_of(codec: str, make_index: MakeIndex) -> None:
 def test_raw_needs_no_profile(make_index: MakeIndex) -> None:
     index = make_index()
     index.add(DOCUMENTS)
-    profile = index.fit_profile("transform:2")
+    profile = index.upkeep.fit_profile("transform:2")
     for call in (
         lambda: make_index("new", profile=profile),
-        lambda: index.recode("raw", profile=profile),
+        lambda: index.upkeep.recode("raw", profile=profile),
     ):
         with pytest.raises(ParameterError, match="takes no profile"):
             call()
     with pytest.raises(ParameterError, match="needs no profile"):
-        index.fit_profile("raw")
+        index.upkeep.fit_profile("raw")
 
 
 def test_too_little_to_fit_to_is_stored_raw(make_index: MakeIndex) -> None:
@@ -247,11 +249,11 @@ def test_too_little_to_fit_to_is_stored_raw(make_index: MakeIndex) -> None:
     assert "fitted on" in more.note
     assert "tokens only" in more.note
     assert index.config.profile
-    assert index.verify().ok
-    recoded = index.recode("transform:2")
+    assert index.upkeep.verify().ok
+    recoded = index.upkeep.recode("transform:2")
     assert (recoded.num_records, recoded.num_recoded) == (9, 1)
     with pytest.raises(ParameterError, match="256 tokens or more"):
-        make_index("empty").fit_profile("transform")
+        make_index("empty").upkeep.fit_profile("transform")
 
 
 def test_an_index_of_an_earlier_version_is_refused(make_index: MakeIndex) -> None:
@@ -274,10 +276,10 @@ def test_samples_are_spread_evenly() -> None:
 def test_a_profile_of_another_codec_is_refused(make_index: MakeIndex) -> None:
     index = make_index()
     index.add(DOCUMENTS)
-    profile = index.fit_profile("transform")  # which has a level 1, as lossless has
+    profile = index.upkeep.fit_profile("transform")  # which has a level 1, as lossless has
     for codec in ("lossless", "cachegen:1"):
         with pytest.raises(ParameterError, match="was fitted for transform 'pca'"):
-            index.recode(codec, profile=profile)
+            index.upkeep.recode(codec, profile=profile)
         with pytest.raises(ParameterError, match="was fitted for transform 'pca'"):
             make_index(f"new-{codec[:4]}", codec=codec, profile=profile)
 
@@ -286,12 +288,14 @@ def test_an_index_object_opened_before_a_recoding(make_index: MakeIndex) -> None
     first = make_index()
     first.add(DOCUMENTS[:4])
     second = Index.open(first.path, model=first.model, embedding="hashing")
-    first.recode("transform:2")
+    first.upkeep.recode("transform:2")
     second.add(DOCUMENTS)
     assert second.config.codec == "transform:2"
     third = Index.open(first.path, model=first.model, embedding="hashing")
     assert (third.config.codec, third.config.profile) == ("transform:2", first.config.profile)
-    assert third.recode("transform:2", profile=third.coding.profiles.get(first.config.profile))
+    assert third.upkeep.recode(
+        "transform:2", profile=third.coding.profiles.get(first.config.profile)
+    )
     for index in (second, third):
         assert kv_of(index, 7).num_tokens > 0
         index.close()
@@ -300,17 +304,17 @@ def test_an_index_object_opened_before_a_recoding(make_index: MakeIndex) -> None
 def test_garbage_collection_keeps_the_profiles_that_records_name(make_index: MakeIndex) -> None:
     index = make_index()
     index.add(DOCUMENTS)
-    index.recode("transform:2")
+    index.upkeep.recode("transform:2")
     used = index.config.profile
-    index.fit_profile("cachegen")
-    index.fit_profile("transform:3")
+    index.upkeep.fit_profile("cachegen")
+    index.upkeep.fit_profile("transform:3")
     assert len(index.coding.profiles.hashes()) == 3
-    report = index.gc()
+    report = index.upkeep.gc()
     assert (report.num_records, report.num_profiles) == (0, 2)
     assert index.coding.profiles.hashes() == [used]
-    index.recode("raw")
-    assert index.gc().num_profiles == 1
-    assert index.verify().ok
+    index.upkeep.recode("raw")
+    assert index.upkeep.gc().num_profiles == 1
+    assert index.upkeep.verify().ok
 
 
 def test_recoding_believes_the_chunk_not_the_record(make_index: MakeIndex) -> None:
@@ -319,7 +323,53 @@ def test_recoding_believes_the_chunk_not_the_record(make_index: MakeIndex) -> No
     exact = kv_of(index, 0)
     key = index.key_of(index.catalog.chunks(chunk_ids(index))[0])
     longer = ChunkKV(exact.keys.repeat(1, 1, 2, 1), exact.values.repeat(1, 1, 2, 1))
-    index.store.replace(key, index.codec.encode(key, longer))
-    report = index.recode("lossless")
+    index.store.replace(key, index.coding.codec.encode(key, longer))
+    report = index.upkeep.recode("lossless")
     assert (report.num_recoded, report.num_computed) == (8, 1)
     assert distance(kv_of(index, 0), exact) == 0
+
+
+MIRROR = """
+from kvrag.codec.raw import RawCodec
+
+
+class MirrorCodec(RawCodec):
+    name = label = "mirror"
+"""
+
+
+def test_a_codec_of_another_distribution(
+    make_index: MakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index is made with it, and one of another codec reads its records."""
+    monkeypatch.setattr(PLAIN, "_registered", {})
+    point = {"kvrag.codecs: mirror": "mirror_codec:MirrorCodec"}
+    with installed(tmp_path / "site", "mirror_codec", MIRROR, point):
+        index = make_index(codec="mirror")
+        index.add(DOCUMENTS)
+        assert index.config.codec == "mirror"
+        assert index.verify().ok
+        exact = [kv_of(index, number) for number in range(8)]
+        raw = make_index("raw")
+        raw.add(DOCUMENTS)
+        assert all(distance(kv_of(raw, n), exact[n]) == 0 for n in range(8))
+        # Half of the records of one are the other's, as when recoding was broken off.
+        keys = sorted(raw.store.keys())
+        theirs = index.coding.codec
+        for key in keys[:4]:
+            found = raw.store.open(key)
+            assert found is not None
+            kv = read_all(raw.coding.open(key, found, raw.config.spec), raw.config.spec)
+            found.close()
+            raw.store.replace(key, theirs.encode(key, kv))
+        assert all(distance(kv_of(raw, n), exact[n]) == 0 for n in range(8))
+        report = raw.recode("raw")
+        assert (report.num_recoded, report.num_records) == (4, 8)
+        with pytest.raises(ParameterError, match="takes no profile"):
+            index.recode("mirror", profile=raw.fit_profile("cachegen:1"))
+        path = index.path
+        index.close()
+        Index.open(path, model=raw.model, embedding="hashing").close()
+    PLAIN._registered.clear()
+    with pytest.raises(IndexFormatError, match="no codec 'mirror'"):
+        Index.open(path, model=raw.model, embedding="hashing")

@@ -17,8 +17,8 @@ from kvrag.fusion.repair import make_repair
 from kvrag.ingest.coding import read_all
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+from kvrag.testing.bench_top import relative_difference
 from tests.ingest.conftest import MakeIndex, stored_bytes
-from tests.support.bench_top import relative_difference
 from tests.support.models import make_model, make_tokenizer
 from tests.support.older import make_older
 
@@ -258,17 +258,17 @@ def test_the_order_of_indexing_changes_no_byte(make_index: MakeIndex, compressio
 
 
 def test_upkeep_knows_how_many_rows_there_should_be(dropped: Index) -> None:
-    assert dropped.verify().ok
+    assert dropped.upkeep.verify().ok
     stats = dropped.stats()
     assert stats.compression == "drop:0.5"
     assert 0.5 < stats.stored_bytes_per_token / stats.bytes_per_token < 0.75
     before = stored_bytes(dropped)
     key = dropped.key_of(chunk_of(dropped, 1))
     dropped.store.delete(key)
-    assert not dropped.verify().ok
-    assert dropped.verify(repair=True).ok
+    assert not dropped.upkeep.verify().ok
+    assert dropped.upkeep.verify(repair=True).ok
     assert stored_bytes(dropped) == before
-    report = dropped.recode("raw")
+    report = dropped.upkeep.recode("raw")
     assert (report.num_recoded, report.num_computed) == (0, 0)
 
 

@@ -134,8 +134,8 @@ def test_a_chunk_whose_earlier_text_changed_is_encoded_anew(
     assert held is not None
     assert index.open_kv(before.chunk_id, before.contexts[-1]) is None
     assert index.open_kv(after.chunk_id, after.contexts[-1]) is not None
-    assert index.verify().ok
-    assert index.gc().num_records == report.num_records
+    assert index.upkeep.verify().ok
+    assert index.upkeep.gc().num_records == report.num_records
 
 
 def says(index: Index, text: str) -> list[int]:
@@ -180,16 +180,16 @@ def test_what_is_deleted_is_forgotten_by_what_was_encoded_behind_it(
     with_text = {
         index.key_of(one) for i in forgetting for one in before[i].encodings() if one.contexts[0]
     }
-    index.gc()
+    index.upkeep.gc()
     assert not with_text & set(index.store.keys())
     # Chunks that have no record alone are computed and counted, until they are mended.
     engine = KVEngine(index, policy="none")
     prompt = prompt_of(*(chunk.text for chunk in after))
     lost = 0 if context == "neighbours" else len(forgetting)
     assert sum(engine.fuse(prompt).report.misses.values()) == lost
-    assert index.verify(repair=True).num_repaired == lost
+    assert index.upkeep.verify(repair=True).num_repaired == lost
     assert not engine.fuse(prompt).report.misses
-    assert index.verify().ok
+    assert index.upkeep.verify().ok
     index.add([Document("saga", "\n\n".join(parts))])
     assert chunks_of(index) == before
 
@@ -228,23 +228,23 @@ def test_repair_and_recode_encode_behind_the_same_text(make_index: MakeIndex, co
     good = stored_bytes(index)
     num_chunks = index.stats().num_chunks
     assert len(good) == num_chunks + (0 if context == "document" else num_chunks - 3)
-    assert index.verify().num_records == len(good)
+    assert index.upkeep.verify().num_records == len(good)
     assert index.stats().num_unreferenced_records == 0
-    assert index.gc().num_records == 0
+    assert index.upkeep.gc().num_records == 0
     for name in good:
         assert index.store.delete(ChunkKey(name))
-    assert index.verify(repair=True).ok
+    assert index.upkeep.verify(repair=True).ok
     assert stored_bytes(index) == good
     for name, content in good.items():
         index.store.replace(ChunkKey(name), content[:-64])
-    index.recode("lossless")
-    report = index.recode("raw")
+    index.upkeep.recode("lossless")
+    report = index.upkeep.recode("raw")
     assert report.num_records == len(good)
     assert stored_bytes(index) == good
     path = index.path
     index.close()
     with Index.open(path, model=index.model) as opened:
-        assert opened.verify().ok
+        assert opened.upkeep.verify().ok
         assert opened.config.context == context
         assert opened.add([SAGA, OTHER, long]).unchanged == ("saga", "other", "long")
 
@@ -315,7 +315,7 @@ def test_a_lost_second_record_is_a_miss(with_neighbours: Index) -> None:
     assert with_neighbours.store.delete(behind)
     fused = KVEngine(with_neighbours, policy="none").fuse(prompt_of(*PARTS[:2]))
     assert fused.report.misses == {"KV not in the store": 1}
-    problems = with_neighbours.verify(repair=True).problems
+    problems = with_neighbours.upkeep.verify(repair=True).problems
     assert [problem.ordinal for problem in problems] == [1]
     again = KVEngine(with_neighbours, policy="none").fuse(prompt_of(*PARTS[:2]))
     assert not again.report.misses
@@ -342,11 +342,11 @@ def test_damaged_rows_are_misses_and_mended(with_neighbours: Index, damage: str)
     assert answer.report.num_tokens
     if "place" not in damage:  # the order is all that the place says
         assert answer.report.misses
-        assert not with_neighbours.verify().ok
+        assert not with_neighbours.upkeep.verify().ok
         # Names follow from the tokens. A chunk that is gone can only be added again.
-        assert with_neighbours.verify(repair=True).ok == ("contexts" not in damage)
+        assert with_neighbours.upkeep.verify(repair=True).ok == ("contexts" not in damage)
         with_neighbours.add([SAGA, OTHER])
-    assert with_neighbours.verify().ok
+    assert with_neighbours.upkeep.verify().ok
     assert [chunk.contexts for chunk in chunks_of(with_neighbours)] == good
 
 

@@ -51,5 +51,5 @@ def test_order_and_grouping_never_change_stored_bytes(
     # Recomputed after damage, a record is again what it was.
     key = next(iter(windows.store.keys()))
     windows.store.delete(key)
-    assert windows.verify(repair=True).ok
+    assert windows.upkeep.verify(repair=True).ok
     assert stored_bytes(windows) == expected

@@ -18,9 +18,12 @@ from kvrag.codec.base import Codec
 from kvrag.errors import DocumentError, ParameterError, StoreError
 from kvrag.ingest import files, plan
 from kvrag.ingest.embedding import HashingEmbedding, Vectors
+from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.report import IngestReport
+from kvrag.ingest.writer import Writer
 from kvrag.kvcache import ChunkKV
 from tests.ingest.test_loaders import PageContent
 
@@ -51,9 +54,9 @@ def break_at(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) 
         return call
 
     if stage == "cut":
-        monkeypatch.setattr(Index, "_chunk", breaking(Index._chunk, lambda _, document: document))
+        monkeypatch.setattr(Writer, "cut", breaking(Writer.cut, lambda _, document: document))
     elif stage == "prefill":
-        monkeypatch.setattr(Index, "_prefill", breaking(Index._prefill, lambda _, chunk: chunk))
+        monkeypatch.setattr(Encoders, "prefill", breaking(Encoders.prefill, lambda _, chunk: chunk))
     else:
         embed = HashingEmbedding.embed
         monkeypatch.setattr(HashingEmbedding, "embed", breaking(embed, lambda _, texts: texts))
@@ -88,7 +91,7 @@ def test_a_model_that_fails_at_everything_ends_the_run(
         raise RuntimeError("CUDA error: the device is lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Index, "_prefill", fail)
+        patch.setattr(Encoders, "prefill", fail)
         with pytest.raises(RuntimeError, match="device is lost"):
             index.add([BAD, GOOD])
     monkeypatch.setattr(HashingEmbedding, "embed", fail)
@@ -99,16 +102,16 @@ def test_a_model_that_fails_at_everything_ends_the_run(
 def test_a_model_that_breaks_on_the_way_ends_the_run(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill = Index._prefill
+    prefill = Encoders.prefill
     calls = []
 
-    def fail_later(self: Index, chunk: Chunk) -> ChunkKV:
+    def fail_later(self: Encoders, chunk: Chunk) -> ChunkKV:
         calls.append(chunk)
         if len(calls) > 1:
             raise RuntimeError("CUDA error: the device is lost")
         return prefill(self, chunk)
 
-    monkeypatch.setattr(Index, "_prefill", fail_later)
+    monkeypatch.setattr(Encoders, "prefill", fail_later)
     with pytest.raises(RuntimeError, match="device is lost"):
         index.add([BAD, GOOD])
 
@@ -132,9 +135,9 @@ def test_vectors_that_are_not_finite_are_refused(
 def test_kv_that_cannot_be_encoded_is_refused(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, codec_for = Index._prefill, Index._codec_for
+    prefill, codec_for = Encoders.prefill, CodecFitter.codec_for
 
-    def prefill_marked(self: Index, chunk: Chunk) -> ChunkKV:
+    def prefill_marked(self: Encoders, chunk: Chunk) -> ChunkKV:
         kv = prefill(self, chunk)
         return ChunkKV(kv.keys * torch.nan, kv.values) if "fox" in chunk.text else kv
 
@@ -147,8 +150,8 @@ def test_kv_that_cannot_be_encoded_is_refused(
                 raise ValueError("not finite")
             return self._codec.encode(key, kv)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Index, "_prefill", prefill_marked)
-    monkeypatch.setattr(Index, "_codec_for", lambda *given: Picky(codec_for(*given)))
+    monkeypatch.setattr(Encoders, "prefill", prefill_marked)
+    monkeypatch.setattr(CodecFitter, "codec_for", lambda *given: Picky(codec_for(*given)))
     report = index.add([BAD, GOOD])
     assert report.added == ("good",)
     assert "ValueError: not finite" in reasons(report)["bad"]
@@ -190,7 +193,7 @@ def test_a_file_that_breaks_between_planning_and_running_is_refused(
     rows.write_text('"The fox."\n"The dog."')
     monkeypatch.setattr(plan, "_MAX_KEPT_TOKENS", 0)
     # The last thing between the two.
-    monkeypatch.setattr("kvrag.ingest.index.check_space", lambda *_: spoil(rows))
+    monkeypatch.setattr("kvrag.ingest.writer.check_space", lambda *_: spoil(rows))
     report = index.add(docs, limits=ParseLimits(max_file_bytes=2_000_000))
     assert len(report.added) == 3
     assert set(reasons(report)) == {"rows.jsonl#1", "rows.jsonl#2"}

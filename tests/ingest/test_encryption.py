@@ -60,11 +60,11 @@ def test_nothing_of_the_documents_is_readable(
     with pytest.raises(sqlite3.DatabaseError, match="not a database"):
         sqlite3.connect(encrypted.path / "catalog.sqlite").execute("SELECT * FROM chunks")
     with Index.open(encrypted.path, model=model) as again:
-        assert again.verify().ok
+        assert again.upkeep.verify().ok
         assert "ledger" in again.search("harbour ledger", 1)[0].chunk.text
         (docs / "ledger.txt").write_text("A new ledger.")
         assert len(again.add(docs).changed) == 1
-        assert again.verify().ok
+        assert again.upkeep.verify().ok
 
 
 def test_a_missing_or_wrong_key_is_told_from_damage(
@@ -86,9 +86,9 @@ def test_a_missing_or_wrong_key_is_told_from_damage(
     path.write_bytes(content)
     with Index.open(encrypted.path, model=model) as index:
         index.search("ledger", 3)
-        assert not index.verify().ok
-        index.verify(repair=True)
-        assert index.verify().ok
+        assert not index.upkeep.verify().ok
+        index.upkeep.verify(repair=True)
+        assert index.upkeep.verify().ok
 
 
 def test_without_the_library_it_is_refused(
@@ -132,14 +132,14 @@ def test_a_plain_catalog_beside_encrypted_records_is_encrypted(
         index.search_words("ledger")
         assert (index.path / "vectors.cache").exists()
         assert (index.path / "words.cache").exists()
-        assert index.add(docs).ok if by == "ingest" else index.verify(repair=True).ok
+        assert index.add(docs).ok if by == "ingest" else index.upkeep.verify(repair=True).ok
         assert index.search("ledger", 1)
         assert index.search_words("ledger")
         assert (index.path / "words.cache").exists()
-        assert index.verify().ok
+        assert index.upkeep.verify().ok
     assert not readable(encrypted.path)
     with Index.open(encrypted.path, model=model) as index:
-        assert index.verify().ok
+        assert index.upkeep.verify().ok
 
 
 @pytest.mark.parametrize("other", ["", "cd"])
@@ -149,29 +149,29 @@ def test_a_move_takes_the_catalog_along(
     url = f"file:{tmp_path / 'elsewhere'}"
     if other:
         url += f"?key_file={key_file(tmp_path / 'other.key', other)}"
-    encrypted.move(url)
+    encrypted.upkeep.move(url)
     assert encrypted.search("ledger", 1)
     encrypted.close()
     assert bool(readable(encrypted.path)) == (not other)
     with Index.open(encrypted.path, model=model) as index:
-        assert index.verify().ok
+        assert index.upkeep.verify().ok
 
 
 def test_a_move_that_was_killed_is_completed(
     encrypted: Index, model: KVModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvrag.ingest import tables
+    from kvrag.ingest import catalogfile
 
     def die(path: Path) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(tables, "put_in_place", die)
+        patch.setattr(catalogfile, "put_in_place", die)
         url = f"file:{tmp_path / 'elsewhere'}?key_file={key_file(tmp_path / 'other.key', 'cd')}"
         with pytest.raises(KeyboardInterrupt):
-            encrypted.move(url)
+            encrypted.upkeep.move(url)
     with Index.open(encrypted.path, model=model) as index:
-        assert index.verify().ok
+        assert index.upkeep.verify().ok
         assert len(index.search("ledger", 3)) == 3
 
 
@@ -182,4 +182,4 @@ def test_tenants_of_one_store_have_salts_of_their_own(
         key = key_file(tmp_path / f"{name}.key", digits)
         index = make_index(name, store=f"file:{tmp_path / 'kv'}?key_file={key}")
         index.add(docs)
-        assert index.verify().ok
+        assert index.upkeep.verify().ok

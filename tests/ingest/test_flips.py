@@ -209,7 +209,7 @@ def trial(
             right = world.right_answers(engine, prompt, key)
             answer = damaged.generate(prompt, max_tokens=12)
             assert answer.text in right, told
-        report = index.verify()
+        report = index.upkeep.verify()
         assert not report.ok, told
         assert report.catalog_problems, told
         told += f": {report.catalog_problems}"
@@ -222,9 +222,9 @@ def trial(
             assert added.ok, told
             assert added.changed or added.added or added.note, told
         else:
-            mended = index.verify(repair=True)
+            mended = index.upkeep.verify(repair=True)
             assert mended.ok, (told, mended)
-        after = index.verify()
+        after = index.upkeep.verify()
         assert after.ok, (told, after)
         assert not index.add(world.docs, dry_run=True).changed, told
         ids = [i for row in index.documents() for i in index.catalog.chunk_ids_of(row.source)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvrag.chunk import Chunk, Document
+from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.index import Index
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.parsing import Parser
@@ -24,12 +25,12 @@ LIMITS = ParseLimits(max_file_bytes=2_000_000, seconds=10, memory_bytes=256 << 2
 def quick_index(make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch) -> Index:
     """An index whose KV costs nothing, so that time goes to the documents."""
 
-    def prefill(index: Index, chunk: Chunk) -> ChunkKV:
-        spec = index.config.spec
+    def prefill(encoders: Encoders, chunk: Chunk) -> ChunkKV:
+        spec = encoders.model.spec
         shape = (spec.num_layers, spec.num_kv_heads, len(chunk.token_ids), spec.head_dim)
         return ChunkKV(torch.zeros(shape), torch.zeros(shape))
 
-    monkeypatch.setattr(Index, "_prefill", prefill)
+    monkeypatch.setattr(Encoders, "prefill", prefill)
     return make_index(chunk_tokens=512)
 
 

@@ -93,12 +93,12 @@ def test_changed_and_deleted_files_are_replaced_and_collected(index: Index, docs
     }
     before = index.stats()
     assert before.num_unreferenced_records == 2
-    collected = index.gc()
+    collected = index.upkeep.gc()
     assert collected.num_records == 2
     after = index.stats()
     assert collected.size_bytes == before.size_bytes - after.size_bytes
     assert after.num_unreferenced_records == 0
-    assert index.verify().ok
+    assert index.upkeep.verify().ok
 
 
 def test_files_elsewhere_are_not_taken_for_deleted(index: Index, docs: Path) -> None:
@@ -133,7 +133,7 @@ def test_documents_with_the_same_tokens_share_one_record(index: Index) -> None:
     assert index.stats().num_records == 1
     assert index.add(Document("c", "the same text")).num_records == 0
     assert index.delete(sources=["a"]) == 1
-    assert index.gc().num_records == 0
+    assert index.upkeep.gc().num_records == 0
     assert len(index.search("same", 4)) == 2
 
 
@@ -205,7 +205,7 @@ def test_progress_reaches_the_end(index: Index, docs: Path) -> None:
 
 def test_reports_are_plain_json(index: Index, docs: Path) -> None:
     (docs / "bad.txt").write_bytes(b"\xff\xff\xff")
-    for report in (index.add(docs), index.stats(), index.verify(), index.gc()):
+    for report in (index.add(docs), index.stats(), index.upkeep.verify(), index.upkeep.gc()):
         json.dumps(report.to_dict(), allow_nan=False)
 
 
@@ -295,7 +295,7 @@ def test_an_index_opens_without_weights(
         assert opened.tokenizer(hit.chunk.text, add_special_tokens=False)["input_ids"] == list(
             hit.chunk.token_ids
         )
-        assert opened.verify().ok
+        assert opened.upkeep.verify().ok
         assert opened.stats().num_documents == 3
 
 
@@ -356,7 +356,7 @@ def test_a_salt_changes_every_key(make_index: MakeIndex, docs: Path) -> None:
 def test_questions_about_an_empty_index(index: Index) -> None:
     assert index.search("anything") == []
     assert index.documents() == []
-    assert index.verify().ok
+    assert index.upkeep.verify().ok
     assert index.add([]).to_dict()["added"] == ()
     with pytest.raises(ParameterError, match="k 0: expected a whole number"):
         index.search("x", 0)

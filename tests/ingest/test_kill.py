@@ -122,7 +122,7 @@ def test_killed_at_random_moments_the_index_opens_and_is_completed(
             if not (folder / "index.json").exists():
                 continue
             with Index.open(folder, model=model) as index:
-                report = index.verify()
+                report = index.upkeep.verify()
                 assert report.ok, report.problems
                 assert report.num_chunks >= num_chunks  # what was committed stays
                 num_chunks = report.num_chunks
@@ -137,9 +137,9 @@ def test_killed_at_random_moments_the_index_opens_and_is_completed(
         else Index.create(folder, model=model, embedding="hashing", chunk_tokens=64)
     ) as index:
         index.add(DOCUMENTS)
-        index.gc()
+        index.upkeep.gc()
         assert stored_bytes(index) == expected
         assert [(h.chunk, h.score) for h in index.search("Page 7", 5)] == [
             (h.chunk, h.score) for h in expected_hits
         ]
-        assert index.verify().ok
+        assert index.upkeep.verify().ok

@@ -19,7 +19,7 @@ def test_damaged_and_missing_records_are_reported_by_chunk_and_repaired(
 ) -> None:
     index.add([docs, Document("copy", "Ines keeps the harbour ledger of Varn.")])
     good = stored_bytes(index)
-    assert index.verify().to_dict()["ok"]
+    assert index.upkeep.verify().to_dict()["ok"]
     keys = {
         name: index.key_of(index.search(name, 1)[0].chunk) for name in ("ledger", "clock", "fox")
     }
@@ -30,7 +30,7 @@ def test_damaged_and_missing_records_are_reported_by_chunk_and_repaired(
     index.store.delete(keys["fox"])
 
     seen: list[tuple[int, int]] = []
-    report = index.verify(on_progress=lambda done, total: seen.append((done, total)))
+    report = index.upkeep.verify(on_progress=lambda done, total: seen.append((done, total)))
     assert seen == [(1, 3), (2, 3), (3, 3)]
     assert not report.ok
     assert (report.num_chunks, report.num_records, report.num_repaired) == (4, 3, 0)
@@ -42,18 +42,18 @@ def test_damaged_and_missing_records_are_reported_by_chunk_and_repaired(
     }
     assert [p.reason for p in report.problems if "fox" in p.source] == ["missing"]
 
-    repaired = index.verify(repair=True)
+    repaired = index.upkeep.verify(repair=True)
     assert (repaired.num_repaired, len(repaired.problems)) == (3, 4)
     assert repaired.ok
     assert stored_bytes(index) == good
-    assert not index.verify().problems
+    assert not index.upkeep.verify().problems
 
 
 def test_a_record_of_another_chunk_is_noticed(index: Index, docs: Path) -> None:
     index.add(docs)
     first, second, _ = sorted(index.store.keys())
     index.store.replace(first, stored_bytes(index)[second.digest])
-    (problem,) = index.verify().problems
+    (problem,) = index.upkeep.verify().problems
     assert problem.key == first.digest
     with pytest.raises(RecordError):
         index.open_kv(problem.chunk_id)
@@ -73,13 +73,13 @@ def test_gc_removes_what_nobody_needs_and_nothing_else(index: Index, docs: Path)
     for path in (old, young):
         path.write_bytes(b"x")
     os.utime(old, (time.time() - 9999,) * 2)
-    orphan = index.codec.encode(
+    orphan = index.coding.codec.encode(
         key := index.key_of(index.search("clock", 1)[0].chunk).__class__("ab" * 20),
         index.model.prefill((0,), [[5, 6]])[0],
     )
     index.store.put(key, orphan)
     assert index.stats().num_unreferenced_records == 1
-    report = index.gc()
+    report = index.upkeep.gc()
     assert (report.num_records, report.size_bytes) == (1, len(orphan))
     assert report.num_temporary_files == 2
     assert young.exists()
@@ -87,7 +87,7 @@ def test_gc_removes_what_nobody_needs_and_nothing_else(index: Index, docs: Path)
     assert not left.exists()
     assert (folder / "notes.txt").read_text() == "not ours"
     assert stored_bytes(index) == good
-    again = index.gc()
+    again = index.upkeep.gc()
     assert (again.num_records, again.size_bytes, again.num_temporary_files) == (0, 0, 0)
 
 
@@ -105,17 +105,17 @@ def test_a_damaged_catalog_is_told(index: Index, docs: Path) -> None:
             content[page : page + 4096] = b"\xff" * 4096
     path.write_bytes(content)
     with Index.open(index.path) as opened:
-        report = opened.verify()
+        report = opened.upkeep.verify()
         assert report.catalog_problems
         assert not report.ok
         hits = opened.search("light", 99)
         assert 0 < len(hits) < num_chunks
         assert opened.counters.counts()["damaged_rows", ()]
     with Index.open(index.path, model=index.model) as opened:
-        mended = opened.verify(repair=True)
+        mended = opened.upkeep.verify(repair=True)
         assert mended.is_healed
         assert "ingest all documents again" in mended.not_healed[-1]
-        assert opened.verify().ok
+        assert opened.upkeep.verify().ok
         opened.add([docs, *(Document(f"d{i}", f"{i} the northern light " * 9) for i in range(9))])
-        assert opened.verify().ok
+        assert opened.upkeep.verify().ok
         assert len(opened.search("light", 99)) == num_chunks

@@ -24,7 +24,7 @@ def filled(index: Index, docs: Path) -> Index:
 def test_records_go_to_another_folder_and_back(filled: Index, tmp_path: Path) -> None:
     before = stored_bytes(filled)
     seen: list[tuple[int, int]] = []
-    report = filled.move(
+    report = filled.upkeep.move(
         f"file:{tmp_path / 'elsewhere'}", on_progress=lambda *progress: seen.append(progress)
     )
     assert report.num_records == len(before) == report.num_removed
@@ -33,15 +33,15 @@ def test_records_go_to_another_folder_and_back(filled: Index, tmp_path: Path) ->
     assert stored_bytes(filled) == before
     assert list(FileStore(filled.path / "kv").keys()) == []
     assert list((filled.path / "kv").rglob("*.seg")) == []
-    assert filled.is_store_shared
+    assert filled.config.store
 
     again = Index.open(filled.path, model=filled.model)
     assert again.store.url == f"file:{tmp_path / 'elsewhere'}"
-    assert again.verify().ok
-    back = again.move(f"file:{filled.path / 'kv'}")
+    assert again.upkeep.verify().ok
+    back = again.upkeep.move(f"file:{filled.path / 'kv'}")
     assert back.num_records == len(before)
     assert back.num_removed == 0  # others may need what is elsewhere
-    assert not again.is_store_shared
+    assert not again.config.store
     assert stored_bytes(again) == before
     again.close()
 
@@ -50,10 +50,10 @@ def test_what_is_damaged_or_gone_stays_behind_and_is_told(filled: Index, tmp_pat
     first, second, *_ = sorted(filled.store.keys())
     filled.store.replace(first, b"x" * 500)
     filled.store.delete(second)
-    report = filled.move(f"file:{tmp_path / 'elsewhere'}")
+    report = filled.upkeep.move(f"file:{tmp_path / 'elsewhere'}")
     assert report.num_lost == 2
     assert not filled.store.contains(first)
-    assert filled.verify(repair=True).num_repaired == 2
+    assert filled.upkeep.verify(repair=True).num_repaired == 2
 
 
 def test_a_move_that_was_broken_off_is_completed(
@@ -73,10 +73,10 @@ def test_a_move_that_was_broken_off_is_completed(
     with monkeypatch.context() as patch:
         patch.setattr(FileStore, "put", fail)
         with pytest.raises(StoreError, match="full"):
-            filled.move(url)
-    assert not filled.is_store_shared
+            filled.upkeep.move(url)
+    assert not filled.config.store
     assert stored_bytes(filled) == before
-    report = filled.move(url)
+    report = filled.upkeep.move(url)
     assert report.num_present == 1
     assert report.num_records == len(before) - 1
     assert stored_bytes(filled) == before
@@ -85,19 +85,19 @@ def test_a_move_that_was_broken_off_is_completed(
 def test_a_store_that_cannot_be_used(filled: Index, tmp_path: Path) -> None:
     before = stored_bytes(filled)
     with pytest.raises(ParameterError, match="holds no chunk"):
-        filled.move(f"file:{tmp_path / 'small'}?limit=100")
+        filled.upkeep.move(f"file:{tmp_path / 'small'}?limit=100")
     with pytest.raises(ParameterError, match="a store is"):
-        filled.move("nowhere")
+        filled.upkeep.move("nowhere")
     for url in ("memory:", f"tiered:file:{tmp_path / 'disk'}|memory:?limit=1GB"):
         with pytest.raises(ParameterError, match="gone when the process ends"):
-            filled.move(url)
+            filled.upkeep.move(url)
     assert stored_bytes(filled) == before
     assert Index.open(filled.path, model=filled.model).store.url == f"file:{filled.path / 'kv'}"
 
 
 def test_into_tiers(filled: Index, tmp_path: Path) -> None:
     before = stored_bytes(filled)
-    filled.move(f"tiered:file:{tmp_path / 'disk'}?limit=100MB|file:{tmp_path / 'home'}")
+    filled.upkeep.move(f"tiered:file:{tmp_path / 'disk'}?limit=100MB|file:{tmp_path / 'home'}")
     home = open_store(f"file:{tmp_path / 'home'}")
     assert {key.digest for key, _ in home.sizes()} == set(before)
     filled.close()
@@ -113,7 +113,7 @@ def test_the_same_folder_by_another_name_loses_nothing(
     link.symlink_to(own)
     with KVServer(FileStore(own), is_writable=True) as server:
         url = {"link": f"file:{link}", "server": server.url, "tiers": f"tiered:memory:|file:{own}"}
-        report = filled.move(url[way])
+        report = filled.upkeep.move(url[way])
         assert report.num_present == len(before)
         assert report.num_removed == 0
         assert stored_bytes(filled) == before
@@ -132,7 +132,7 @@ def test_what_is_there_already_but_damaged_is_written_anew(filled: Index, tmp_pa
     target.put(first, b"x" * 500)
     target.put(second, before[second.digest])
     target.close()
-    report = filled.move(f"file:{tmp_path / 'elsewhere'}")
+    report = filled.upkeep.move(f"file:{tmp_path / 'elsewhere'}")
     assert report.num_present == 1
     assert report.num_lost == 0
     assert report.num_records == len(before) - 1
@@ -155,10 +155,10 @@ def test_a_move_killed_while_it_removed_is_completed(
     with monkeypatch.context() as patch:
         patch.setattr(FileStore, "delete", killed)
         with pytest.raises(KeyboardInterrupt):
-            filled.move(url)
+            filled.upkeep.move(url)
     again = Index.open(filled.path, model=filled.model)
     assert again.store.url == url
-    report = again.move(url)
+    report = again.upkeep.move(url)
     assert report.num_removed == len(before) == report.num_present
     assert stored_bytes_of(filled.path / "kv") == []
     assert stored_bytes(again) == before

@@ -26,18 +26,18 @@ def test_an_older_index_is_sealed_when_it_is_opened(
     make_older(index.path)
     with Index.open(index.path, model=model) as again:
         assert "made by an older kvrag" in caplog.text
-        assert again.verify().ok
+        assert again.upkeep.verify().ok
         assert len(again.add(docs).unchanged) == 3
         assert "ledger" in again.search("harbour ledger", 1)[0].chunk.text
     caplog.clear()
     with Index.open(index.path, model=model) as again:
-        assert again.verify().ok
+        assert again.upkeep.verify().ok
     assert not caplog.text
     with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
         connection.execute("UPDATE chunks SET text = 'another' WHERE source LIKE '%ledger.txt'")
         connection.commit()
     with Index.open(index.path, model=model) as again:
-        assert not again.verify().ok
+        assert not again.upkeep.verify().ok
 
 
 @pytest.mark.parametrize("column", ["text = 'another'", "token_ids = x'05000000'", "kv_key = 'z'"])
@@ -51,9 +51,9 @@ def test_damage_of_an_older_index_is_not_sealed(
         connection.execute(f"UPDATE chunks SET {column} WHERE source LIKE '%ledger.txt'")
         connection.commit()
     with Index.open(index.path, model=model) as again:
-        assert not again.verify().ok
-        assert again.verify(repair=True).ok
-        assert again.verify().ok
+        assert not again.upkeep.verify().ok
+        assert again.upkeep.verify(repair=True).ok
+        assert again.upkeep.verify().ok
 
 
 def test_an_older_index_json_beside_a_sealed_catalog_is_refused(index: Index, docs: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_catalog_that_cannot_be_opened_is_set_aside(
     with pytest.raises(IndexFormatError, match=r"missing|damaged"):
         Index.open(index.path, model=model)
     with Index.open(index.path, model=model, mend=True) as again:
-        verified = again.verify(repair=True)
+        verified = again.upkeep.verify(repair=True)
         assert not verified.ok
         assert verified.to_dict()["not_healed"] == (
             "all documents are lost; ingest all of them again",
@@ -139,7 +139,7 @@ def test_a_catalog_that_cannot_be_opened_is_set_aside(
         assert "all documents were lost; ingest again what this run was not given" in report.note
         assert not again.add(docs).note
         assert (len(report.added), report.num_records) == (3, 0)
-        assert again.verify().ok
+        assert again.upkeep.verify().ok
     assert path.with_name("catalog.sqlite.damaged").exists() == (damage != "missing")
 
 

@@ -117,7 +117,7 @@ def test_every_musique_passage_is_retrievable(
         for text, query in ((text, " ".join(text.split()[20:50])) for text in asked)
     ]
     assert sum(found) >= 18
-    assert index.verify().ok
+    assert index.upkeep.verify().ok
 
 
 def make_pdf(path: Path, password: str | None = None) -> None:

@@ -77,7 +77,7 @@ def test_another_folder(filled: Callable[..., Index], tmp_path: Path, model: KVM
     index.close()
     with Index.open(path, model=model) as again:
         assert answers(again)[1] == {}
-        assert again.verify().ok
+        assert again.upkeep.verify().ok
 
 
 def test_an_index_from_before_there_were_other_stores(
@@ -88,7 +88,7 @@ def test_an_index_from_before_there_were_other_stores(
     make_older(index.path, without=("store",))
     with Index.open(index.path, model=model) as again:
         assert again.store.url == f"file:{index.path / 'kv'}"
-        assert again.verify().ok
+        assert again.upkeep.verify().ok
 
 
 def test_tiers_before_an_index_at_query_time(
@@ -134,11 +134,11 @@ def test_gc_leaves_alone_what_others_keep(filled: Callable[..., Index], tmp_path
     assert len(list(one.store.keys())) == 6
     assert one.stats().num_records == 3
     one.delete(sources=["doc-0"])
-    assert one.gc().num_records == 0
-    assert other.verify().ok
-    assert one.gc(delete_shared=True).num_records == 4
-    assert one.verify().ok
-    assert not other.verify().ok
+    assert one.upkeep.gc().num_records == 0
+    assert other.upkeep.verify().ok
+    assert one.upkeep.gc(delete_shared=True).num_records == 4
+    assert one.upkeep.verify().ok
+    assert not other.upkeep.verify().ok
 
 
 def test_indexes_of_one_tenant_share_records(filled: Callable[..., Index], tmp_path: Path) -> None:

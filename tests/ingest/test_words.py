@@ -47,7 +47,7 @@ def test_words_follow_the_chunks(filled: Index) -> None:
     (hit,) = filled.search_words("fox")
     filled.delete(chunk_ids=[hit.chunk.chunk_id])
     assert found(filled, "fox") == []
-    assert filled.verify().ok
+    assert filled.upkeep.verify().ok
 
 
 def test_the_best_comes_first_and_equals_in_order(index: Index) -> None:
@@ -109,7 +109,7 @@ def test_a_missing_one_is_made_and_an_old_one_follows(filled: Index) -> None:
     filled.add([Document("newer", "A lighthouse.")])
     assert not cache_of(filled).exists()  # whoever never searches by words needs none
     assert found(filled, "lighthouse") == ["newer"]
-    assert filled.verify().ok
+    assert filled.upkeep.verify().ok
 
 
 def test_a_removed_text_leaves_the_file(filled: Index) -> None:
@@ -140,16 +140,16 @@ def test_damage_is_found_and_mended(filled: Index, place: int) -> None:
     for mend in ("search", "ingest", "repair"):
         filled.catalog._words.close()
         flip(cache_of(filled), place)
-        report = filled.verify()
+        report = filled.upkeep.verify()
         assert not report.ok
         assert "index of words" in report.catalog_problems[0]
         if mend == "ingest":
             filled.add([Document("fox", FOX)])
         elif mend == "repair":
-            assert filled.verify(repair=True).ok
+            assert filled.upkeep.verify(repair=True).ok
         else:
             assert filled.search_words("harbour fox") == expected
-        assert filled.verify().ok
+        assert filled.upkeep.verify().ok
         assert filled.search_words("harbour fox") == expected
 
 
@@ -185,7 +185,7 @@ def test_an_index_of_words_within_the_catalog_goes(filled: Index, model: KVModel
     with Index.open(filled.path, model=model) as again:
         again.add([Document("new", "A lantern.")])
         assert found(again, "lantern") == ["new"]
-        assert again.verify().ok
+        assert again.upkeep.verify().ok
 
 
 def test_sqlite_without_full_text_search_says_so(

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrag.bench.stream.plans import best_levels, given_plan
-from kvrag.bench.stream.trace import Trace, constant, random_trace
 from kvrag.loading.stream_plan import TEXT, ChunkSize, LinkState, Step, StreamPlan
+from kvrag_bench.stream.plans import best_levels, given_plan
+from kvrag_bench.stream.trace import Trace, constant, random_trace
 from tests.support.properties import examples
 
 TAIL_SECONDS = 0.05

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvrag.kvcache import FusedKV
-from kvrag.models.attention import Alone
+from kvrag.models.attention import EncodedScope
 from kvrag.models.kv_model import KVModel
 from tests.support.models import make_model, make_tokenizer
 
@@ -61,7 +61,7 @@ def test_change_is_how_far_outputs_are_apart(family: str, num_prefix: int, chose
         # Puts the layer's K/V of all rows into the buffer.
         model.forward_rows(0, hidden.clone(), rows, fused, table)
         kept, some = hidden.clone(), rows[chosen].contiguous()
-        encoded = Alone(_starts(some), num_prefix)
+        encoded = EncodedScope(_starts(some), num_prefix)
         change = model.compare_rows(0, hidden[chosen], some, fused, table, encoded=encoded)
     assert torch.equal(hidden, kept)
     assert torch.allclose(change, expected[chosen], atol=1e-5 * float(expected.max()))

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from kvrag.errors import ParameterError
 from kvrag.models.chat import render_messages
-from kvrag.models.control import ControlTokens, default_control_tokens, encode
-from kvrag.training.tokenizer import build_tokenizer
+from kvrag.models.control import ControlTokens, default_control_tokens
+from kvrag.models.tokens import encode
+from kvrag_train.tokenizer import build_tokenizer
 from tests.support.models import make_tokenizer
 from tests.support.tokenizers import FAMILIES, MARKERS, bare_backend, family_tokenizer
 

@@ -16,7 +16,7 @@ from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer, model_fingerprint, tokenizer_fingerprint
 from kvrag.positions.rotary import RotaryPositions
-from tests.support.bench_top import Bench, relative_difference
+from kvrag.testing.bench_top import Bench, relative_difference
 from tests.support.models import FAMILIES, make_model, make_tokenizer
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from kvrag.bench.corpus import generate_corpus, names_of_split
-from kvrag.training.batches import Item, pack
-from kvrag.training.evaluate import Score, corpus_items, evaluate
-from kvrag.training.export import SHIPPED
-from kvrag.training.model import answer_logits
-from kvrag.training.prompts import CHAT_SYSTEM, CHAT_USER, FORMATS, PLAIN
-from kvrag.training.tokenizer import build_tokenizer
+from kvrag_corpus import generate_corpus, names_of_split
+from kvrag_train.batches import Item, pack
+from kvrag_train.evaluate import Score, corpus_items, evaluate
+from kvrag_train.export import SHIPPED
+from kvrag_train.model import answer_logits
+from kvrag_train.prompts import CHAT_SYSTEM, CHAT_USER, FORMATS, PLAIN
+from kvrag_train.tokenizer import build_tokenizer
 
 # The bars are as far under the card's figures as the sampling error of so few questions wants.
 NUM_QUESTIONS = 400

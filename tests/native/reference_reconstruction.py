@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kvrag.native import Patches
+from kvrag.native import Points, Rotation
 
 
-def points(
-    numbers: torch.Tensor, shrink: torch.Tensor | None, patches: Patches | None
-) -> torch.Tensor:
+def points_of(points: Points[torch.Tensor]) -> torch.Tensor:
     """Return reconstruction points float64 ``[R, T]``."""
+    numbers, shrink, patches = points
     found = numbers.double() - (128 if numbers.dtype == torch.uint8 else 0)
     if shrink is not None:
         found -= found.sign() * shrink.double()[:, None]
@@ -20,12 +19,11 @@ def points(
     return found
 
 
-def rotate(
-    channels: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None
-) -> torch.Tensor:
+def rotate(channels: torch.Tensor, rotation: Rotation[torch.Tensor] | None) -> torch.Tensor:
     """Return ``[H, n, D]`` in the half-split layout, positions by tables ``[n, P]``."""
-    if cos is None or sin is None:
+    if rotation is None:
         return channels
+    cos, sin = rotation
     width = cos.shape[1]
     half = width // 2
     cos, sin = cos[:, :half].double(), sin[:, :half].double()
@@ -35,38 +33,32 @@ def rotate(
 
 
 def transformed(
-    numbers: torch.Tensor,
-    shrink: torch.Tensor | None,
+    points: Points[torch.Tensor],
     basis: torch.Tensor,
     mean: torch.Tensor | None,
     *,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
+    rotation: Rotation[torch.Tensor] | None = None,
     tokens: slice = slice(None),
-    patches: Patches | None = None,
 ) -> torch.Tensor:
     """Return ``[H, n, D]`` float64."""
-    found = torch.einsum("rt,hrd->htd", points(numbers, shrink, patches)[:, tokens], basis.double())
+    found = torch.einsum("rt,hrd->htd", points_of(points)[:, tokens], basis.double())
     if mean is not None:
         found += mean.double()[:, None]
-    return rotate(found, cos, sin)
+    return rotate(found, rotation)
 
 
 def placed(
-    numbers: torch.Tensor,
+    points: Points[torch.Tensor],
     num_heads: int,
     *,
-    shrink: torch.Tensor | None = None,
     row_scale: torch.Tensor | None = None,
     token_scale: torch.Tensor | None = None,
     addend: torch.Tensor | None = None,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
+    rotation: Rotation[torch.Tensor] | None = None,
     tokens: slice = slice(None),
-    patches: Patches | None = None,
 ) -> torch.Tensor:
     """Return ``[H, n, D]`` float64."""
-    found = points(numbers, shrink, patches)
+    found = points_of(points)
     if row_scale is not None:
         found *= row_scale.double()[:, None]
     if token_scale is not None:
@@ -75,5 +67,5 @@ def placed(
         found += addend.double()
     found = found[:, tokens]
     return rotate(
-        found.unflatten(0, (num_heads, len(found) // num_heads)).transpose(1, 2), cos, sin
+        found.unflatten(0, (num_heads, len(found) // num_heads)).transpose(1, 2), rotation
     )

@@ -23,7 +23,7 @@ import kvrag.native.gpu.reconstruction as gpu_reconstruction
 import kvrag.native.gpu.tensors as gpu_tensors
 from kvrag import native
 from kvrag.errors import ParameterError, RecordError
-from kvrag.native import RansModel, gpu
+from kvrag.native import Points, RansModel, Rotation, gpu
 from tests.native.cases import Case, make_case
 from tests.native.reference_rans import join, split
 from tests.native.reference_reconstruction import placed, transformed
@@ -31,7 +31,7 @@ from tests.native.test_reconstruction import (
     assert_close,
     make_numbers,
     make_patches,
-    make_tables,
+    make_rotation,
 )
 
 HERE = Path(__file__).parent
@@ -176,16 +176,16 @@ def test_transform(dtype: torch.dtype, number_type: torch.dtype, device: str) ->
     numbers = make_numbers(generator, (30, 70), number_type, 0.5)
     shrink, mean = torch.rand(30, generator=generator), torch.randn(2, 16, generator=generator)
     basis = torch.randn(2, 30, 16, generator=generator) / 100
-    options: dict[str, Any] = {"tokens": slice(5, 44)}
-    cos, sin = make_tables(generator, 39, 12)
+    tokens = slice(5, 44)
+    rotation = make_rotation(generator, 39, 12)
     patches = make_patches(generator, (30, 70), 50)
-    expected = transformed(
-        numbers, shrink, basis, mean, cos=cos, sin=sin, patches=patches, **options
-    )
+    points = Points(numbers, shrink, patches)
+    expected = transformed(points, basis, mean, rotation=rotation, tokens=tokens)
     out = torch.empty(39, 2, 16, dtype=dtype, device=device).transpose(0, 1)
-    arguments = (on(device, each) for each in (numbers, shrink, basis, mean))
-    options |= {"cos": on(device, cos), "sin": on(device, sin), "patches": patches}
-    gpu.reconstruct(*arguments, out, **options)
+    numbers, shrink, basis, mean = (on(device, each) for each in (numbers, shrink, basis, mean))
+    points = Points(numbers, shrink, patches)
+    rotation = Rotation(*(on(device, table) for table in rotation))
+    gpu.reconstruct(points, basis, mean, out, rotation=rotation, tokens=tokens)
     assert_close(out.cpu(), expected, 400.0)
 
 
@@ -195,21 +195,25 @@ def test_channels(dtype: torch.dtype, rich: bool, device: str) -> None:
     generator = torch.Generator().manual_seed(2)
     numbers = make_numbers(generator, (2 * 24, 70), torch.uint8, 0.5)
     options: dict[str, Any] = {}
+    shrink = patches = rotation = None
     if rich:
+        shrink = torch.rand(48, generator=generator)
         options = {
-            "shrink": torch.rand(48, generator=generator),
             "row_scale": torch.rand(48, generator=generator),
             "token_scale": torch.rand(70, generator=generator),
             "addend": torch.rand(48, 70, generator=generator),
         }
-        options["cos"], options["sin"] = make_tables(generator, 40, 24)
-        options["patches"] = make_patches(generator, (48, 70), 90)
-    expected = placed(numbers, 2, tokens=slice(3, 43), **options)
+        rotation = make_rotation(generator, 40, 24)
+        patches = make_patches(generator, (48, 70), 90)
+    points = Points(numbers, shrink, patches)
+    expected = placed(points, 2, tokens=slice(3, 43), rotation=rotation, **options)
     out = torch.empty(2, 40, 24, dtype=dtype, device=device)
-    patches = options.pop("patches", None)
-    moved = {name: on(device, factor) for name, factor in options.items()}
-    numbers = on(device, numbers)
-    gpu.place_channels(numbers, out, tokens=slice(3, 43), patches=patches, **moved)
+    moved: dict[str, Any] = {name: on(device, factor) for name, factor in options.items()}
+    if rotation is not None:
+        moved["rotation"] = Rotation(*(on(device, table) for table in rotation))
+    shrink = None if shrink is None else on(device, shrink)
+    points = Points(on(device, numbers), shrink, patches)
+    gpu.place_channels(points, out, tokens=slice(3, 43), **moved)
     assert_close(out.cpu(), expected, 50.0)
 
 
@@ -232,19 +236,20 @@ def test_mistakes_of_the_caller(device: str) -> None:
     numbers = torch.zeros(8, 5, dtype=torch.uint8, device=device)
     out = torch.zeros(2, 5, 4, device=device)
     with pytest.raises(ParameterError, match=r"basis: expected shape \[2, 8, 4\]"):
-        gpu.reconstruct(numbers, None, torch.zeros(2, 7, 4, device=device), None, out)
+        gpu.reconstruct(Points(numbers), torch.zeros(2, 7, 4, device=device), None, out)
     with pytest.raises(ParameterError, match="numbers: expected uint8 or int16"):
-        gpu.place_channels(numbers.int(), out)
+        gpu.place_channels(Points(numbers.int()), out)
     wide = torch.zeros(1, 5, 257, device=device)
     many = torch.zeros(257, 5, dtype=torch.uint8, device=device)
     with pytest.raises(ParameterError, match="at most 256 channels"):
-        gpu.place_channels(many, wide)
+        gpu.place_channels(Points(many), wide)
     with pytest.raises(ParameterError, match="tokens: expected 5 consecutive"):
-        gpu.place_channels(numbers, out, tokens=slice(0, 3))
-    with pytest.raises(ParameterError, match="cos, sin"):
-        gpu.place_channels(numbers, out, cos=torch.zeros(5, 4, device=device))
+        gpu.place_channels(Points(numbers), out, tokens=slice(0, 3))
+    tables = Rotation(torch.zeros(5, 4, device=device), torch.zeros(5, 2, device=device))
+    with pytest.raises(ParameterError, match="sin: expected shape"):
+        gpu.place_channels(Points(numbers), out, rotation=tables)
     with pytest.raises(ParameterError, match="expected a tensor on one GPU"):
-        gpu.place_channels(numbers.to("meta"), out)
+        gpu.place_channels(Points(numbers.to("meta")), out)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from kvrag.errors import ParameterError, RecordError
 from kvrag.native import (
     Patches,
+    Points,
+    Rotation,
     contexts,
     instruction_set,
     instruction_sets,
@@ -44,11 +46,11 @@ def make_patches(generator: torch.Generator, shape: tuple[int, int], count: int)
     return Patches(rows.numpy().astype(np.uint32), tokens.numpy().astype(np.uint32), values.numpy())
 
 
-def make_tables(
+def make_rotation(
     generator: torch.Generator, num_tokens: int, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Rotation[torch.Tensor]:
     angles = torch.rand(num_tokens, width, generator=generator) * 7
-    return angles.cos(), angles.sin()
+    return Rotation(angles.cos(), angles.sin())
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, scale: float) -> None:
@@ -82,20 +84,22 @@ def test_transform_matches_torch(data: st.DataObject) -> None:
     options: dict[str, Any] = {"tokens": tokens}
     if draw(st.booleans()):
         width = draw(st.integers(0, head_dim // 2)) * 2
-        options["cos"], options["sin"] = make_tables(generator, count, width)
+        options["rotation"] = make_rotation(generator, count, width)
+    patches = None
     if draw(st.booleans()):
-        options["patches"] = make_patches(generator, (num_rows, num_tokens), 50)
+        patches = make_patches(generator, (num_rows, num_tokens), 50)
+    points = Points(numbers, shrink, patches)
     dtype = draw(st.sampled_from(list(RELATIVE)))
     if dtype == torch.float16:
         basis /= 100  # its range ends at 65504
-    expected = transformed(numbers, shrink, basis, mean, **options)
+    expected = transformed(points, basis, mean, **options)
     scale = 40.0 * float(numbers.double().abs().max() if numbers.numel() else 1) + 300
     before = instruction_set()
     for name in instruction_sets():
         use_instruction_set(name)
         buffer = torch.full((count + 2, num_heads + 1, head_dim), 5.0, dtype=dtype)
         out = buffer[1 : count + 1, :num_heads].transpose(0, 1)
-        reconstruct(numbers, shrink, basis, mean, out, **options)
+        reconstruct(points, basis, mean, out, **options)
         assert_close(out, expected, scale)
         out.fill_(5.0)
         assert (buffer == 5.0).all()
@@ -116,7 +120,6 @@ def test_channels_match_torch(data: st.DataObject) -> None:
     numbers = make_numbers(generator, shape, draw(st.sampled_from([torch.uint8, torch.int16])), 0.3)
     options: dict[str, Any] = {"tokens": tokens}
     for name, sizes in {
-        "shrink": shape[:1],
         "row_scale": shape[:1],
         "token_scale": shape[1:],
         "addend": shape,
@@ -125,18 +128,19 @@ def test_channels_match_torch(data: st.DataObject) -> None:
             options[name] = torch.rand(sizes, generator=generator)
     if draw(st.booleans()):
         width = draw(st.integers(0, head_dim // 2)) * 2
-        options["cos"], options["sin"] = make_tables(generator, count, width)
-    if draw(st.booleans()):
-        options["patches"] = make_patches(generator, shape, 50)
+        options["rotation"] = make_rotation(generator, count, width)
+    shrink = torch.rand(shape[:1], generator=generator) if draw(st.booleans()) else None
+    patches = make_patches(generator, shape, 50) if draw(st.booleans()) else None
+    points = Points(numbers, shrink, patches)
     dtype = draw(st.sampled_from(list(RELATIVE)))
-    expected = placed(numbers, num_heads, **options)
+    expected = placed(points, num_heads, **options)
     # Rotation can cancel: what it rounds is as large as what it rotates.
     scale = 0.05 * (float(numbers.double().abs().max()) + 1000)
     before = instruction_set()
     for name in instruction_sets():
         use_instruction_set(name)
         out = torch.empty(num_heads, count, head_dim, dtype=dtype)
-        place_channels(numbers, out, **options)
+        place_channels(points, out, **options)
         assert_close(out, expected, scale)
     use_instruction_set(before)
 
@@ -154,15 +158,12 @@ def test_rounding_is_torch_s(dtype: torch.dtype, isa: str) -> None:
     values[4, :4] = torch.tensor([65519.9, 65520.0, float("inf"), -float("inf")])
     values = torch.where(values.isnan(), torch.zeros(()), values)
     out = torch.empty(1, 4096, 8, dtype=dtype)
-    place_channels(torch.full((8, 4096), 128, dtype=torch.uint8), out, addend=values)
+    zeros = Points(torch.full((8, 4096), 128, dtype=torch.uint8))
+    place_channels(zeros, out, addend=values)
     # The addend is added to a zero point, which takes the sign off a negative zero.
     expected = (values + 0.0).to(dtype).view(torch.int16)
     assert torch.equal(out[0].T.contiguous().view(torch.int16), expected)
-    place_channels(
-        torch.full((8, 4096), 128, dtype=torch.uint8),
-        out,
-        addend=torch.full((8, 4096), float("nan")),
-    )
+    place_channels(zeros, out, addend=torch.full((8, 4096), float("nan")))
     assert out.isnan().all()
 
 
@@ -172,7 +173,7 @@ def test_threads_change_nothing(isa: str) -> None:
     basis = torch.randn(4, 300, 64, generator=generator)
     outs = [torch.empty(4, 400, 64) for _ in range(2)]
     for threads, out in zip((1, 3), outs, strict=True):
-        reconstruct(numbers, None, basis, None, out, threads=threads)
+        reconstruct(Points(numbers), basis, None, out, threads=threads)
     assert torch.equal(*outs)
 
 
@@ -180,19 +181,20 @@ def test_parts_of_a_chunk_are_the_whole(isa: str) -> None:
     generator = torch.Generator().manual_seed(4)
     numbers = make_numbers(generator, (50, 90), torch.uint8, 0.1)
     basis = torch.randn(2, 50, 64, generator=generator)
-    cos, sin = make_tables(generator, 90, 64)
+    cos, sin = make_rotation(generator, 90, 64)
     whole, parts = torch.empty(2, 90, 64), torch.empty(2, 90, 64)
-    reconstruct(numbers, None, basis, None, whole, cos=cos, sin=sin)
+    reconstruct(Points(numbers), basis, None, whole, rotation=Rotation(cos, sin))
     for part in (slice(0, 13), slice(13, 71), slice(71, 90)):
         out = parts[:, part]
-        reconstruct(numbers, None, basis, None, out, cos=cos[part], sin=sin[part], tokens=part)
+        there = Rotation(cos[part], sin[part])
+        reconstruct(Points(numbers), basis, None, out, rotation=there, tokens=part)
     assert torch.equal(whole, parts)
 
 
 def test_numpy_and_torch_are_alike() -> None:
     numbers = np.full((8, 5), 130, np.uint8)
     out = np.empty((1, 5, 8), np.float16)
-    place_channels(numbers, out, row_scale=np.full(8, 0.5, np.float32))
+    place_channels(Points(numbers), out, row_scale=np.full(8, 0.5, np.float32))
     assert (out == 1).all()
 
 
@@ -216,30 +218,32 @@ def test_mistakes_of_the_caller() -> None:
     numbers = torch.zeros(8, 5, dtype=torch.uint8)
     basis, out = torch.zeros(2, 8, 4), torch.zeros(2, 5, 4)
     shrink = torch.zeros(8)
+    points = Points(numbers, shrink)
     with pytest.raises(ParameterError, match=r"basis: expected shape \[2, 8, 4\]"):
-        reconstruct(numbers, shrink, basis[:, 1:], None, out)
+        reconstruct(points, basis[:, 1:], None, out)
     with pytest.raises(ParameterError, match="basis: expected contiguous"):
-        reconstruct(numbers, shrink, torch.zeros(2, 4, 8).transpose(1, 2), None, out)
+        reconstruct(points, torch.zeros(2, 4, 8).transpose(1, 2), None, out)
     with pytest.raises(ParameterError, match="numbers: expected int16, found int64"):
-        reconstruct(numbers.long(), shrink, basis, None, out)
+        reconstruct(Points(numbers.long(), shrink), basis, None, out)
     with pytest.raises(ParameterError, match="out: expected torch"):
-        reconstruct(numbers, shrink, basis, None, out.double())
+        reconstruct(points, basis, None, out.double())
     with pytest.raises(ParameterError, match="out: expected a contiguous last axis"):
-        reconstruct(numbers, shrink, torch.zeros(2, 8, 5), None, out.transpose(1, 2)[:, :5])
+        reconstruct(points, torch.zeros(2, 8, 5), None, out.transpose(1, 2)[:, :5])
     with pytest.raises(ParameterError, match="tokens: expected 5 consecutive tokens of 5"):
-        reconstruct(numbers, shrink, basis, None, out, tokens=slice(0, 4))
-    with pytest.raises(ParameterError, match="cos, sin: expected both"):
-        reconstruct(numbers, shrink, basis, None, out, cos=torch.zeros(5, 4))
+        reconstruct(points, basis, None, out, tokens=slice(0, 4))
+    tables = Rotation(torch.zeros(5, 4), torch.zeros(5, 2))
+    with pytest.raises(ParameterError, match=r"sin: expected shape \[5, 4\]"):
+        reconstruct(points, basis, None, out, rotation=tables)
     for width in (3, 6):
-        tables = torch.zeros(5, width)
+        tables = Rotation(torch.zeros(5, width), torch.zeros(5, width))
         with pytest.raises(ParameterError, match="cos: expected an even number"):
-            reconstruct(numbers, shrink, basis, None, out, cos=tables, sin=tables)
+            reconstruct(points, basis, None, out, rotation=tables)
     with pytest.raises(ParameterError, match="numbers: expected 2 x 4 rows, found 7"):
-        place_channels(numbers[1:], out)
+        place_channels(Points(numbers[1:]), out)
     with pytest.raises(ParameterError, match=r"token_scale: expected shape \[5\]"):
-        place_channels(numbers, out, token_scale=shrink)
+        place_channels(points, out, token_scale=shrink)
     with pytest.raises(ParameterError, match="threads"):
-        place_channels(numbers, out, threads=0)
+        place_channels(points, out, threads=0)
     with pytest.raises(ParameterError, match="out: expected uint8"):
         contexts(numbers.short(), numbers.short())
 
@@ -252,5 +256,6 @@ def test_patches_come_from_records(rows: list[int], tokens: list[int]) -> None:
     patches = Patches(
         np.array(rows, np.uint32), np.array(tokens, np.uint32), np.zeros(len(rows), np.float32)
     )
+    points = Points(np.full((8, 5), 128, np.uint8), patches=patches)
     with pytest.raises(RecordError, match="patches: expected places within 8 rows and 5 tokens"):
-        place_channels(np.full((8, 5), 128, np.uint8), torch.zeros(1, 5, 8), patches=patches)
+        place_channels(points, torch.zeros(1, 5, 8))

@@ -16,8 +16,8 @@ from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.pml.batch import generate_batch
 from kvrag.pml.engine import PMLEngine
+from kvrag.testing.bench_top import relative_difference
 from tests.pml.test_engine import WHOLE
-from tests.support.bench_top import relative_difference
 from tests.support.models import make_model, make_tokenizer
 
 PROMPTS = [

@@ -11,7 +11,7 @@ from kvrag.pml.layout import lay_out_schema
 from kvrag.pml.parser import parse_schema
 from kvrag.pml.placing import place_prompt
 from kvrag.pml.prompt import parse_prompt
-from kvrag.training.tokenizer import build_tokenizer
+from kvrag_train.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer()
 CONTROL = ControlTokens(TOKENIZER)

@@ -17,7 +17,7 @@ from kvrag.ingest.kept import FOLDER
 from kvrag.ingest.passages import Passage
 from kvrag.models.kv_model import KVModel
 from kvrag.pml.engine import PMLEngine
-from tests.support.bench_top import TEXTS, relative_difference
+from kvrag.testing.bench_top import TEXTS, relative_difference
 from tests.support.models import make_model, make_tokenizer
 
 MODULES = "".join(f"<module name='m{n}'>{text}</module>\n" for n, text in enumerate(TEXTS))
@@ -116,11 +116,11 @@ def test_a_record_that_is_gone_is_computed_and_counted(pml: PMLEngine) -> None:
 def test_gc_keeps_what_a_schema_needs_until_it_is_forgotten(pml: PMLEngine) -> None:
     index = pml.engine.index
     report = pml.encode(WHOLE)
-    assert index.gc().num_records == 0
+    assert index.upkeep.gc().num_records == 0
     assert pml.encode(WHOLE).num_records == 0
     assert pml.passages.forget("pml-s")
     assert not pml.passages.forget("pml-s")
-    assert index.gc().num_records == report.num_records
+    assert index.upkeep.gc().num_records == report.num_records
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"version":1,"keys":{"x":1}}', b"[" * 10**6])
@@ -128,9 +128,9 @@ def test_gc_trusts_no_damaged_list(pml: PMLEngine, content: bytes) -> None:
     pml.encode(WHOLE)
     (pml.engine.index.path / FOLDER / "pml-s.json").write_bytes(content)
     with pytest.raises(IndexFormatError, match="no list of kept records"):
-        pml.engine.index.gc()
+        pml.engine.index.upkeep.gc()
     pml.encode(WHOLE)
-    assert pml.engine.index.gc().num_records == 0
+    assert pml.engine.index.upkeep.gc().num_records == 0
 
 
 def test_a_scaffold_is_used_when_all_of_it_is_imported(pml: PMLEngine) -> None:

@@ -33,9 +33,9 @@ def pieces_of(nodes: tuple[Node, ...]) -> Iterator[Node | None]:
     """Yield nodes as the template of the tests has them; None where text does not go on."""
     for node in nodes:
         if isinstance(node, Turn):
-            yield Text(f"<|{node.role}|>\n", node.place)
+            yield Text(f"<|{node.role}|>\n", node.location)
             yield from pieces_of(node.children)
-            yield Text("\n", node.place)
+            yield Text("\n", node.location)
         elif isinstance(node, Module) and not node.name:
             yield None
             yield from pieces_of(node.children)

@@ -18,7 +18,7 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError
 from kvrag.store.base import Store
 from kvrag.store.file import FileStore
-from tests.contracts.store_contract import StoreContract, key_number, read_all, record_of, stored
+from kvrag.testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support import folders
 from tests.support.folders import files_under, loose_path, segment_path
 
@@ -439,7 +439,7 @@ def test_another_process_may_have_just_begun(folder: Path) -> None:
 SHARE = """
 import random, sys
 from kvrag.store.file import FileStore
-from tests.support.records import key_number, record_of, stored
+from kvrag.testing.records import key_number, record_of, stored
 
 store = FileStore(sys.argv[1], segment_bytes=200_000)
 chance = random.Random(int(sys.argv[2]))

@@ -13,8 +13,8 @@ import pytest
 
 from kvrag.errors import StoreError
 from kvrag.store.file import FileStore
+from kvrag.testing.records import key_number, record_of, stored
 from tests.support.folders import loose_path, segment_path
-from tests.support.records import key_number, record_of, stored
 
 KEY = key_number(0)
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ PUT_UNTIL_REFUSED = """
 import sys
 from kvrag.errors import StoreError
 from kvrag.store.file import FileStore
-from tests.support.records import key_number, record_of, stored
+from kvrag.testing.records import key_number, record_of, stored
 
 store = FileStore(sys.argv[1])
 for number in range(100):
@@ -45,7 +45,7 @@ PUT_AND_DELETE = """
 import sys
 from kvrag.errors import StoreError
 from kvrag.store.file import FileStore
-from tests.support.records import key_number, stored
+from kvrag.testing.records import key_number, stored
 
 store = FileStore(sys.argv[1])
 assert list(store.keys()) == [key_number(1)]

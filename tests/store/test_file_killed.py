@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvrag.store.file import FileStore
+from kvrag.testing.records import key_number, record_of, stored
 from tests.support.folders import files_under, segment_path
-from tests.support.records import key_number, record_of, stored
 
 ROOT = Path(__file__).parents[2]
 RECORD_BYTES = 400_000
@@ -22,7 +22,7 @@ RECORD_BYTES = 400_000
 PUT_FOREVER = f"""
 import sys
 from kvrag.store.file import FileStore
-from tests.support.records import key_number, record_of
+from kvrag.testing.records import key_number, record_of
 
 store = FileStore(sys.argv[1])
 number = int(sys.argv[2])
@@ -39,7 +39,7 @@ import os, signal, sys
 from contextlib import contextmanager
 from kvrag.store.file import FileStore
 from kvrag.store import segment_index, segments
-from tests.support.records import key_number, record_of
+from kvrag.testing.records import key_number, record_of
 
 folder, step = sys.argv[1:]
 pwrite, fsync = os.pwrite, os.fsync
@@ -109,7 +109,7 @@ def test_killed_at_each_step(tmp_path: Path, step: str, num_records: int) -> Non
 CHURN = f"""
 import random, sys
 from kvrag.store.file import FileStore
-from tests.support.records import key_number, record_of
+from kvrag.testing.records import key_number, record_of
 
 store = FileStore(sys.argv[1], segment_bytes=4 * {RECORD_BYTES})
 chance = random.Random(int(sys.argv[2]))

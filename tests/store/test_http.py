@@ -19,15 +19,16 @@ from kvrag.codec.container import write_record
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
 from kvrag.recordformat import check_record
 from kvrag.store.base import Store, StoredRecord
+from kvrag.store.capabilities import capability
 from kvrag.store.file import FileStore
 from kvrag.store.http import HttpStore
 from kvrag.store.http_protocol import RECORDS, TOKEN_VARIABLE
 from kvrag.store.memory import MemoryStore
 from kvrag.store.registry import open_store
 from kvrag.store.server import RecordServer, tls_context
-from kvrag.store.wrapper import RecordWrapper, StoreWrapper, innermost, read_whole
-from tests.contracts.codec_contract import spec_of
-from tests.contracts.store_contract import StoreContract, key_number, read_all, record_of, stored
+from kvrag.store.wrapper import RecordWrapper, StoreWrapper, read_whole
+from kvrag.testing.codec_contract import spec_of
+from kvrag.testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.store.test_objects import serving
 from tests.support.kv_server import TOKEN, KVServer, make_certificate
 from tests.support.proxy import FaultyProxy
@@ -141,11 +142,13 @@ def test_tags_tell_records_apart(server: KVServer, behind: MemoryStore, tmp_path
     key_file.write_text("ab" * 32)
     key_file.chmod(0o600)
     encrypted = open_store(f"memory:?key_file={key_file}")
+    kept = capability(encrypted, MemoryStore)
+    assert kept is not None
     contents = [record_with_blocks(), record_with_blocks(1), record_of(KEY), bytes(600_000)]
     contents.append(bytes(599_999) + b"x")
     for _ in range(2):
         encrypted.replace(KEY, record_with_blocks())
-        contents.append(stored(innermost(encrypted), KEY) or b"")
+        contents.append(stored(kept, KEY) or b"")
     tags = []
     for content in [*contents, contents[0]]:
         behind.replace(KEY, content)

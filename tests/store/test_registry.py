@@ -9,13 +9,13 @@ import boto3
 import pytest
 
 from kvrag.errors import KVRagError, ParameterError, StoreError
+from kvrag.store.capabilities import capability
 from kvrag.store.file import FileStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.objects import ObjectStore
 from kvrag.store.redis import RedisStore
 from kvrag.store.registry import open_store
-from kvrag.store.wrapper import innermost
-from tests.contracts.store_contract import key_number
+from kvrag.testing.store_contract import key_number
 from tests.support.servers import RedisServer, S3Server
 
 
@@ -67,7 +67,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 def test_redis(redis_server: RedisServer, redis_password: str) -> None:
     store = open_store(f"{redis_server.url}?prefix=registry&timeout=1.5")
-    assert isinstance(innermost(store), RedisStore)
+    assert capability(store, RedisStore) is not None
     store.put(key_number(0), b"record")
     again = open_store(store.url)
     assert list(again.keys()) == [key_number(0)]
@@ -81,7 +81,7 @@ def test_a_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(boto3.client("s3", "us-east-1", endpoint_url=s3_server.endpoint)) as client:
         client.create_bucket(Bucket="registry")
     store = open_store(f"s3://registry/x?endpoint={s3_server.endpoint}&region=us-east-1")
-    assert isinstance(innermost(store), ObjectStore)
+    assert capability(store, ObjectStore) is not None
     store.put(key_number(0), b"record")
     assert list(open_store(store.url).keys()) == [key_number(0)]
 

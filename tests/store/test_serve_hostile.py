@@ -24,8 +24,8 @@ from kvrag.store.registry import open_store
 from kvrag.store.server import tls_context
 from kvrag.store.server_admission import Admission, Connection, address_of
 from kvrag.store.wrapper import StoreWrapper
+from kvrag.testing.records import key_number, record_of, stored
 from tests.support.kv_server import TOKEN, KVServer, make_certificate
-from tests.support.records import key_number, record_of, stored
 
 KEY = key_number(0)
 PATH = f"{RECORDS}/{KEY}".encode()

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from kvrag.bench.quality.questions import JudgedQuestion
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
-from kvrag.training.links.data import FileSource
-from kvrag.training.links.processes import ALONE, Processes, launched
-from kvrag.training.links.student import training_mode
-from kvrag.training.links.trainer import LinkTrainer
-from tests.support.bench_top import TEXTS
+from kvrag.testing.bench_top import TEXTS
+from kvrag.tune.questions import JudgedQuestion
+from kvrag_train.links.data import FileSource
+from kvrag_train.links.processes import ALONE, Processes, launched
+from kvrag_train.links.student import training_mode
+from kvrag_train.links.trainer import LinkTrainer
 from tests.support.models import make_model, make_tokenizer
 from tests.training.test_links import options
 

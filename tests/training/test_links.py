@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvrag.bench.quality.questions import JudgedQuestion, RenderedPrompt
 from kvrag.errors import ParameterError
 from kvrag.fusion.compression.anchors import FILE_NAME as ANCHORS_NAME
 from kvrag.fusion.compression.anchors import find_anchors
@@ -19,21 +18,22 @@ from kvrag.fusion.compression.compacting import compact
 from kvrag.fusion.compression.encoding import Compressor
 from kvrag.fusion.compression.spec import Compression
 from kvrag.fusion.fuser import fuse
-from kvrag.fusion.links import FILE_NAME, Links, find_links, insert_links
+from kvrag.fusion.links import FILE_NAME, LinkTokens, find_links, insert_links
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.kvcache import FusedKV
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
-from kvrag.training.batches import IGNORED
-from kvrag.training.links.batch import Packer
-from kvrag.training.links.data import FileSource, GeneratedSource, LinkItem
-from kvrag.training.links.memory import chosen_precision
-from kvrag.training.links.options import LinkTrainingOptions
-from kvrag.training.links.parameters import LinkParameters
-from kvrag.training.links.student import Student, training_mode
-from kvrag.training.links.trainer import LinkTrainer
+from kvrag.testing.bench_top import TEXTS, Bench, relative_difference
+from kvrag.tune.questions import JudgedQuestion, RenderedPrompt
+from kvrag_train.batches import IGNORED
+from kvrag_train.links.batch import Packer
+from kvrag_train.links.data import FileSource, GeneratedSource, LinkItem
+from kvrag_train.links.memory import chosen_precision
+from kvrag_train.links.options import LinkTrainingOptions
+from kvrag_train.links.parameters import LinkParameters
+from kvrag_train.links.student import Student, training_mode
+from kvrag_train.links.trainer import LinkTrainer
 from tests.fusion.test_anchors import make_anchors
-from tests.support.bench_top import TEXTS, Bench, relative_difference
 from tests.support.models import make_model, make_tokenizer
 
 FAMILIES = ("llama", "mistral-sliding", "qwen3", "phi3", "gemma2", "gemma3", "gpt-neox")
@@ -79,7 +79,9 @@ def make_trainer(out: Path, **changed: Any) -> LinkTrainer:
     return LinkTrainer(options(out, **changed), model, FileSource(questions(), model.tokenizer))
 
 
-def fused_answer_logits(bench: Bench, links: Links, item: LinkItem, number: int) -> torch.Tensor:
+def fused_answer_logits(
+    bench: Bench, links: LinkTokens, item: LinkItem, number: int
+) -> torch.Tensor:
     """Return what the fuser and generation behind it predict along the answer."""
     model = bench.model
     tokenizer = model.tokenizer

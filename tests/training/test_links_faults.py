@@ -12,14 +12,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kvrag.errors import ParameterError
-from kvrag.fusion.links import FILE_NAME, Links
+from kvrag.fusion.links import FILE_NAME, LinkTokens
 from kvrag.models.kv_model import KVModel
-from kvrag.training.links.batch import Packer
-from kvrag.training.links.data import FileSource
-from kvrag.training.links.options import LinkTrainingOptions
-from kvrag.training.links.student import training_mode
-from kvrag.training.links.trainer import CHECKPOINT, LinkTrainer
-from tests.support.bench_top import TEXTS
+from kvrag.testing.bench_top import TEXTS
+from kvrag_train.links.batch import Packer
+from kvrag_train.links.data import FileSource
+from kvrag_train.links.options import LinkTrainingOptions
+from kvrag_train.links.student import training_mode
+from kvrag_train.links.trainer import CHECKPOINT, LinkTrainer
 from tests.support.models import make_model, make_tokenizer
 from tests.training.test_links import header_of, make_trainer, one_thread, options, questions
 
@@ -173,4 +173,4 @@ def test_questions_may_quote_their_documents(tmp_path: Path, question: str) -> N
     # The documents are stored once each; what the questions quote is computed.
     assert len(batch.chunk_ids) == len(TEXTS)
     trainer.run()
-    assert Links.load(tmp_path / FILE_NAME).header.num_links == 2
+    assert LinkTokens.load(tmp_path / FILE_NAME).header.num_links == 2

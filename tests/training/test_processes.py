@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from kvrag.errors import ParameterError
 from kvrag.fusion.links import find_links
 from kvrag.models.kv_model import KVModel
-from kvrag.training.links.processes import ALONE, Processes, launched
+from kvrag_train.links.processes import ALONE, Processes, launched
 from tests.support.models import make_model, make_tokenizer
 from tests.support.servers import free_port
 from tests.training.shared_run import asked, train
@@ -277,7 +277,7 @@ def test_a_command_started_by_hand_is_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_processes_without_rows_are_refused(tmp_path: Path) -> None:
-    from kvrag.training.links.trainer import LinkTrainer
+    from kvrag_train.links.trainer import LinkTrainer
 
     trainer = make_trainer(tmp_path)
     with pytest.raises(ParameterError, match="3 rows a step for 4 processes"):

@@ -7,16 +7,16 @@ from random import Random
 import pytest
 import torch
 
-from kvrag.bench.corpus import QuestionType, names_of_split
-from kvrag.bench.corpus.questions import Question
-from kvrag.training.batches import IGNORED, Item, pack
-from kvrag.training.checkpoint import save_checkpoint
-from kvrag.training.copying import copying_batch
-from kvrag.training.curriculum import STAGES
-from kvrag.training.growth import grow
-from kvrag.training.prompts import FORMATS
-from kvrag.training.schedule import Schedule
-from kvrag.training.tiny import Trainer, TrainingOptions
+from kvrag_corpus import QuestionType, names_of_split
+from kvrag_corpus.questions import Question
+from kvrag_train.batches import IGNORED, Item, pack
+from kvrag_train.checkpoint import save_checkpoint
+from kvrag_train.copying import copying_batch
+from kvrag_train.curriculum import STAGES
+from kvrag_train.growth import grow
+from kvrag_train.prompts import FORMATS
+from kvrag_train.schedule import Schedule
+from kvrag_train.tiny import Trainer, TrainingOptions
 
 
 def small_run(folder: Path) -> Trainer:

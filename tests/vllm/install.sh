@@ -59,3 +59,5 @@ pip uninstall --quiet --yes triton >/dev/null 2>&1 || true
 printf 'torch==%s\n' "$torch" >"$list"
 pip install --quiet -c "$list" -c constraints-dev.txt -e '.[langchain,llama-index]' \
 	hypothesis pytest pytest-asyncio
+# For `kvrag bench vllm`, which needs nothing of what the other benches do.
+pip install --quiet --no-deps -e ./bench

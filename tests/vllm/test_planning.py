@@ -12,6 +12,7 @@ import torch
 
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
+from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import Request
 from kvrag.errors import (
     EngineError,
@@ -33,8 +34,8 @@ from kvrag.llms.vllm.settings import PARAMS, ConnectorSettings, RequestParams
 from kvrag.llms.vllm.transports import EngineRequest, Piece
 from kvrag.llms.vllm.weights import NotShareableError, share_weights
 from kvrag.models.loading import model_fingerprint
+from kvrag.testing.records import stored
 from tests.support.models import make_model, make_tokenizer
-from tests.support.records import stored
 from tests.vllm.conftest import TEXTS, make_prompt
 
 
@@ -63,7 +64,7 @@ def test_chunks_are_found_where_the_text_engine_finds_them(
         f"[INST] <<{TEXTS[8]}>> [/INST] and more",
         "Nothing of the kind stands here.",
     ):
-        wanted = oracle._lay_out(Request(prompt)).layout
+        wanted = PromptReader(oracle.index).lay_out(Request(prompt)).layout
         found = finder.find(oracle.prompt_ids(prompt))
         assert found.token_ids == wanted.token_ids
         assert found.spans == wanted.spans
@@ -259,10 +260,8 @@ def test_what_was_fused_otherwise_has_another_name(served: Index, oracle: KVEngi
 class _Endless(HTTPServer):
     """A server that goes on for ever."""
 
-    def answer(self, request: EngineRequest) -> Piece:
-        pytest.fail("an answer without end is waited for")
-
     def stream(self, request: EngineRequest) -> Iterator[Piece]:
+        assert request.is_streamed, "an answer without end is waited for"
         while True:
             yield Piece("a", 1)
 

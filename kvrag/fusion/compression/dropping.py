@@ -7,7 +7,7 @@ model itself is asked, so that nothing else is needed.
 
 Deviation: the tokens are chosen by themselves, not by phrases, and their KV are those of the whole
 chunk: each kept token has seen the dropped ones before it. (Encoding the kept text alone was
-measured beside it; see docs/results.md.)
+measured beside it; see docs/results/compression.md.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from kvrag.fusion.compression.spec import Compression
 from kvrag.kvcache import ChunkKV
 from kvrag.models.capture import capture_rows, embed_tokens
 from kvrag.models.families import project_logits
-from kvrag.models.kv_model import ROW_BLOCK, KVModel
+from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import ROW_BLOCK
 
 
 def drop_tokens(

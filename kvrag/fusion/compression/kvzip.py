@@ -24,6 +24,7 @@ from kvrag.fusion.compression.spec import Compression
 from kvrag.kvcache import ChunkKV, FusedKV
 from kvrag.models.attention import AttentionObserver, RowMask
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import Attending
 from kvrag.positions.rotary import RotaryTable
 
 _REQUEST = "\n\nRepeat the previous context exactly."
@@ -195,7 +196,8 @@ def _compute(
     hidden = model.embed(torch.tensor(token_ids, device=model.device), rows)
     for layer_index, table in enumerate(tables):
         observer = None if observers is None else observers[layer_index]
-        model.forward_rows(layer_index, hidden, rows, fused, table, observer=observer)
+        attending = Attending(observer=observer)
+        model.forward_rows(layer_index, hidden, rows, fused, table, attending=attending)
 
 
 def _parts(model: KVModel, token_ids: Sequence[int], room: int) -> Iterator[_Part]:

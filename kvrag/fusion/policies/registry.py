@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from kvrag.fusion.policies.base import RecomputePolicy
-from kvrag.fusion.policies.boundary import BoundaryPolicy
-from kvrag.fusion.policies.deviation import DeviationPolicy
-from kvrag.fusion.policies.gradual import GradualPolicy
-from kvrag.fusion.policies.none import NonePolicy
-from kvrag.fusion.policies.query import QueryPolicy
-from kvrag.fusion.policies.random import RandomPolicy
-from kvrag.fusion.policies.seam import SeamPolicy
-from kvrag.fusion.policies.two_stage import TwoStagePolicy
+from kvrag.plugins import Table, require_subclass
 
-_CLASSES: dict[str, type[RecomputePolicy]] = {
-    policy.name: policy
-    for policy in (
-        NonePolicy,
-        BoundaryPolicy,
-        SeamPolicy,
-        DeviationPolicy,
-        GradualPolicy,
-        QueryPolicy,
-        TwoStagePolicy,
-        RandomPolicy,
-    )
-}
-
-POLICIES: tuple[str, ...] = tuple(_CLASSES)
+POLICIES: Table[type[RecomputePolicy]] = Table(
+    "kvrag.policies",
+    {
+        "none": "kvrag.fusion.policies.none:NonePolicy",
+        "boundary": "kvrag.fusion.policies.boundary:BoundaryPolicy",
+        "seam": "kvrag.fusion.policies.seam:SeamPolicy",
+        "deviation": "kvrag.fusion.policies.deviation:DeviationPolicy",
+        "gradual": "kvrag.fusion.policies.gradual:GradualPolicy",
+        "query": "kvrag.fusion.policies.query:QueryPolicy",
+        "two_stage": "kvrag.fusion.policies.two_stage:TwoStagePolicy",
+        "random": "kvrag.fusion.policies.random:RandomPolicy",
+    },
+)
 
 
 def make_policy(name: str, given: Mapping[str, Any]) -> RecomputePolicy:
@@ -39,12 +30,22 @@ def make_policy(name: str, given: Mapping[str, Any]) -> RecomputePolicy:
     Raises
     ------
     ParameterError
-        For a parameter that the policy does not have, or a value out of range.
+        For a parameter that the policy does not have, a value out of range, or a policy of
+        another distribution that cannot be used.
     """
-    return _CLASSES[name](**given)
+    return _class_of(name)(**given)
 
 
 def parameters_of(name: str) -> frozenset[str]:
-    """Return the names of the parameters that a policy takes."""
-    policy: Any = _CLASSES[name]
+    """Return the names of the parameters that a policy takes. Raises as `make_policy` does."""
+    policy: Any = _class_of(name)
     return frozenset(field.name for field in fields(policy))
+
+
+def _class_of(name: str) -> type[RecomputePolicy]:
+    found = POLICIES[name]
+    require_subclass(POLICIES, name, found, RecomputePolicy)
+    if not is_dataclass(found) or found.name != name:
+        # By its name and its fields a policy is written into reports, and read again.
+        POLICIES.refuse(name, f"a dataclass with the class attribute name = {name!r}", repr(found))
+    return found

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from kvrag.engine.engine import KVEngine
+from kvrag.engine.base import Engine
 from kvrag.engine.shared import shared_index
 from kvrag.errors import ParameterError
 from kvrag.eviction.registry import make_eviction
@@ -62,7 +62,7 @@ class VLLMSettings(EngineSettings):
             raise ParameterError("engine_args are for a vLLM started here: leave out base_url")
         return self
 
-    def engine(self, model: str | None = None) -> KVEngine:
+    def engine(self, model: str | None = None) -> Engine:
         """Return the engine that answers; vLLM is started or asked with the first prompt."""
         index = shared_index(self.index)
         name = model or self.model

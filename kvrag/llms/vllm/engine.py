@@ -1,4 +1,4 @@
-"""`VLLMEngine`: `kvrag.KVEngine`'s questions, answered by vLLM."""
+"""`VLLMEngine`: an engine whose prompts a vLLM fuses and computes."""
 
 from __future__ import annotations
 
@@ -9,32 +9,30 @@ from dataclasses import fields, replace
 from typing import Any, Unpack
 
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
-from kvrag.engine.engine import KVEngine, source_of
+from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import PlacedPrompt, Prompt, Request, RequestOptions
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.report import FusionReport
 from kvrag.ingest.index import Index
-from kvrag.llms.vllm.http import HTTPServer
 from kvrag.llms.vllm.settings import RequestParams, servable_policy
 from kvrag.llms.vllm.transports import EngineRequest, Piece, Transport
 
 
-class VLLMEngine(KVEngine):
+class VLLMEngine:
     """Answers prompts over an index, fused and computed by a vLLM.
 
-    Parameters and answers are those of `KVEngine`. The server finds the chunks itself; here they
-    are found to name an answer's sources. No weights are loaded in this process unless vLLM runs
-    in it.
+    Answers are those of `kvrag.KVEngine`. The server finds the chunks itself; here they are found
+    to name an answer's sources. No weights are loaded in this process unless vLLM runs in it.
 
     Parameters
     ----------
     index
-        The index that the engine serves.
+        The index that the vLLM serves.
     connect
-        Makes the way to the engine; called once, with the first prompt.
+        Makes the way to it; called once, with the first prompt that can be served.
     policy, ratio, boundary_tokens, max_tokens
-        As of `KVEngine`.
+        As of `kvrag.KVEngine`.
     """
 
     def __init__(
@@ -47,28 +45,45 @@ class VLLMEngine(KVEngine):
         boundary_tokens: int | None = None,
         max_tokens: int = 256,
     ) -> None:
-        super().__init__(
-            index,
-            policy=policy,
-            ratio=ratio,
-            boundary_tokens=boundary_tokens,
-            links="off",
-            max_tokens=max_tokens,
-        )
+        self.index = index
         self._connect = connect
         self._connecting = threading.Lock()
         self._connected: Transport | None = None
+        self._reader = PromptReader(index)
+        self.defaults = Request(
+            "",
+            policy=policy,
+            ratio=ratio,
+            boundary_tokens=boundary_tokens,
+            max_tokens=max_tokens,
+        )
 
     @property
     def transport(self) -> Transport:
-        """The way to the engine, made at first use."""
+        """The way to the vLLM, made at first use."""
         with self._connecting:
             if self._connected is None:
                 self._connected = self._connect()
             return self._connected
 
+    @property
+    def links_digest(self) -> str:
+        """Digest of the link tokens put behind chunks: vLLM takes none."""
+        return ""
+
     def generate(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> Answer:
-        """Answer a prompt; see `KVEngine.generate`."""
+        """Answer a prompt; parameters as in `kvrag.KVEngine.generate`.
+
+        Raises
+        ------
+        ParameterError
+            For what vLLM cannot do (a placed prompt, eviction, a time to first token to stream
+            towards), or as `KVEngine.generate` does.
+        PromptTooLongError
+            When the prompt leaves no room in the context window.
+        EngineError
+            When vLLM refuses the request or cannot be reached.
+        """
         *_, last = self._answer(Request.of(prompt, options), is_streamed=False)
         assert last.answer is not None
         return last.answer
@@ -76,22 +91,18 @@ class VLLMEngine(KVEngine):
     def stream(
         self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
     ) -> Iterator[AnswerDelta]:
-        """Answer a prompt piece by piece; see `KVEngine.stream`."""
+        """Answer a prompt piece by piece; parameters and errors as in `generate`."""
         return self._answer(Request.of(prompt, options), is_streamed=True)
 
     def _answer(self, asked: Request, *, is_streamed: bool) -> Iterator[AnswerDelta]:
         started = time.perf_counter()
-        asked = asked.over(self._defaults)
+        asked = asked.over(self.defaults)
         _check_servable(asked)
         timeout_seconds = asked.timeout_seconds
-        # Only a stream can be left in time.
-        is_whole = not is_streamed and timeout_seconds is None
         assert isinstance(asked.policy, str)
         params = RequestParams(asked.policy, asked.ratio, asked.boundary_tokens, asked.reuse)
-        laid_out = self._lay_out(asked)
+        laid_out = self._reader.lay_out(asked)
         layout = laid_out.layout
-        if asked.reuse:
-            self._warn_if_nothing_matched(laid_out)
         num_prompt = len(layout.token_ids)
         left = self.index.config.max_positions - num_prompt
         if left < 1:
@@ -107,13 +118,15 @@ class VLLMEngine(KVEngine):
             min(asked.max_tokens, left),
             asked.sampling,
             tuple(asked.stop),
+            # Only a stream can be left in time.
+            is_streamed=is_streamed or timeout_seconds is not None,
         )
 
         def run() -> Iterator[AnswerDelta]:
             text, num_tokens, ttft = "", 0, 0.0
             finish: str | None = None
             last = Piece("")
-            for last in self._pieces(request, is_whole):
+            for last in self.transport.stream(request):
                 ttft = ttft or time.perf_counter() - started
                 text += last.text
                 num_tokens += last.num_tokens
@@ -134,7 +147,7 @@ class VLLMEngine(KVEngine):
             )
             answer = Answer(
                 text=text,
-                sources=tuple(source_of(chunk) for chunk in laid_out.chunks),
+                sources=laid_out.sources,
                 report=report,
                 usage=Usage(num_prompt, report.num_cached, num_tokens),
                 finish_reason=_finish(finish),
@@ -144,13 +157,6 @@ class VLLMEngine(KVEngine):
             yield AnswerDelta(last.text if last.finish_reason else "", answer)
 
         return run()
-
-    def _pieces(self, request: EngineRequest, is_whole: bool) -> Iterator[Piece]:
-        transport = self.transport
-        if isinstance(transport, HTTPServer) and is_whole:
-            yield transport.answer(request)  # which brings the report, streams do not
-        else:
-            yield from transport.stream(request)
 
 
 def _check_servable(asked: Request) -> None:

@@ -56,22 +56,12 @@ class HTTPServer:
             self._model = str(served[0]["id"])
         return self._model
 
-    def answer(self, request: EngineRequest) -> Piece:
-        """Return an answer whole, with what kvrag says of it. Raises EngineError."""
-        with self._open("/completions", self._body(request)) as response:
-            values = self._json(response.read())
-        (choice,) = values["choices"]
-        return Piece(
-            text=choice["text"],
-            num_tokens=values["usage"]["completion_tokens"],
-            finish_reason=choice["finish_reason"],
-            said=(values.get("kv_transfer_params") or {}).get(PARAMS),
-            num_cached=_num_cached(values["usage"]),
-        )
-
     def stream(self, request: EngineRequest) -> Iterator[Piece]:
         """Yield an answer piece by piece; see `Transport`."""
         body = self._body(request)
+        if not request.is_streamed:
+            yield self._whole(body)
+            return
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         finish_reason = None
         with self._open("/completions", body) as response:
@@ -86,6 +76,18 @@ class HTTPServer:
                     yield Piece(
                         "", usage["completion_tokens"], finish_reason, None, _num_cached(usage)
                     )
+
+    def _whole(self, body: Mapping[str, Any]) -> Piece:
+        with self._open("/completions", body) as response:
+            values = self._json(response.read())
+        (choice,) = values["choices"]
+        return Piece(
+            text=choice["text"],
+            num_tokens=values["usage"]["completion_tokens"],
+            finish_reason=choice["finish_reason"],
+            said=(values.get("kv_transfer_params") or {}).get(PARAMS),
+            num_cached=_num_cached(values["usage"]),
+        )
 
     def _body(self, request: EngineRequest) -> dict[str, Any]:
         return {

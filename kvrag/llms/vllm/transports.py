@@ -23,6 +23,9 @@ class EngineRequest:
         As of `kvrag.KVEngine.generate`.
     ignore_end
         Whether the answer goes on behind the model's own end of text.
+    is_streamed
+        Whether pieces are wanted as they are made; a server sends kvrag's report only with a whole
+        answer.
     """
 
     token_ids: Sequence[int]
@@ -31,6 +34,7 @@ class EngineRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stop: Sequence[str] = ()
     ignore_end: bool = False
+    is_streamed: bool = True
 
     def sampling_values(self) -> dict[str, Any]:
         """Return how tokens are drawn, in the names that vLLM and its server share."""

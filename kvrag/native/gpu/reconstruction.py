@@ -15,7 +15,8 @@ from kvrag.native.gpu.compiling import Argument, blocks_for, launch
 from kvrag.native.gpu.tensors import check, check_optional
 from kvrag.native.reconstruction import (
     ELEMENT_TYPES,
-    Patches,
+    Points,
+    Rotation,
     check_patches,
     check_tables_width,
     first_of_tokens,
@@ -40,27 +41,23 @@ class _Target(NamedTuple):
 
 
 def reconstruct(
-    numbers: torch.Tensor,
-    shrink: torch.Tensor | None,
+    points: Points[torch.Tensor],
     basis: torch.Tensor,
     mean: torch.Tensor | None,
     out: torch.Tensor,
     *,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
+    rotation: Rotation[torch.Tensor] | None = None,
     tokens: slice | None = None,
-    patches: Patches | None = None,
 ) -> None:
     """Write the inverse transform of n tokens of one layer's keys or values.
 
     Parameters
     ----------
-    numbers, shrink, mean, out, cos, sin, tokens
-        As for `kvrag.native.reconstruct`, on one GPU.
+    points, mean, out, rotation, tokens
+        As for `kvrag.native.reconstruct`, on one GPU, but for patches: these are in the host's
+        memory.
     basis
         ``[H, R, D]`` float32, bfloat16 or float16: its type is the product's.
-    patches
-        Arrays in the host's memory, as for `kvrag.native.reconstruct`.
 
     Raises
     ------
@@ -69,7 +66,8 @@ def reconstruct(
     RecordError
         When patches lie outside the matrix or out of order.
     """
-    first_token, target = _checked(numbers, out, cos, sin, tokens)
+    first_token, target = _checked(points.numbers, out, rotation, tokens)
+    numbers, shrink = points.numbers, points.shrink
     device = out.device
     num_heads, count, head_dim = out.shape
     num_rows = numbers.shape[0]
@@ -79,8 +77,8 @@ def reconstruct(
         raise ParameterError(f"basis: expected a float type of 16 or 32 bits, found {basis.dtype}")
     check(basis, "basis", basis.dtype, (num_heads, num_rows, head_dim), device)
 
-    points = torch.empty(num_rows, count, dtype=basis.dtype, device=device)
-    point_type = ELEMENT_TYPES[points.dtype]
+    dequantised = torch.empty(num_rows, count, dtype=basis.dtype, device=device)
+    point_type = ELEMENT_TYPES[basis.dtype]
     launch(
         "dequantise",
         device,
@@ -92,49 +90,45 @@ def reconstruct(
         num_rows,
         first_token,
         count,
-        points,
+        dequantised,
         point_type,
         count,
     )
-    placed = _patches_on(patches, numbers, device)
+    placed = _patches_on(points, device)
     num_patches = 0 if placed is None else len(placed[0])
     if placed is not None:
-        where = (num_patches, num_rows, first_token, count, points, point_type, count)
+        where = (num_patches, num_rows, first_token, count, dequantised, point_type, count)
         launch("patch", device, blocks_for(num_patches), *placed, *where)
-    product = torch.matmul(points.T, basis).float()
+    product = torch.matmul(dequantised.T, basis).float()
     units = num_heads * count * head_dim
     shape = (num_heads, count, head_dim)
     launch("place", device, blocks_for(units), product, mean, *shape, *target.arguments)
 
 
 def place_channels(
-    numbers: torch.Tensor,
+    points: Points[torch.Tensor],
     out: torch.Tensor,
     *,
-    shrink: torch.Tensor | None = None,
     row_scale: torch.Tensor | None = None,
     token_scale: torch.Tensor | None = None,
     addend: torch.Tensor | None = None,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
+    rotation: Rotation[torch.Tensor] | None = None,
     tokens: slice | None = None,
-    patches: Patches | None = None,
 ) -> None:
     """Write n tokens of one layer's keys or values from rows that are its channels.
 
     Parameters
     ----------
-    numbers, out, shrink, row_scale, token_scale, addend, cos, sin, tokens
+    points, out, row_scale, token_scale, addend, rotation, tokens
         As for `kvrag.native.place_channels`, on one GPU; D of at most 256.
-    patches
-        Arrays in the host's memory.
 
     Raises
     ------
     ParameterError, RecordError
         As `reconstruct` does.
     """
-    first_token, target = _checked(numbers, out, cos, sin, tokens)
+    first_token, target = _checked(points.numbers, out, rotation, tokens)
+    numbers, shrink = points.numbers, points.shrink
     device = out.device
     num_heads, count, head_dim = out.shape
     num_rows, num_tokens = numbers.shape
@@ -147,7 +141,7 @@ def place_channels(
     check_optional(row_scale, "row_scale", torch.float32, (num_rows,), device)
     check_optional(token_scale, "token_scale", torch.float32, (num_tokens,), device)
     check_optional(addend, "addend", torch.float32, shape, device, contiguous=False)
-    placed = _patches_on(patches, numbers, device)
+    placed = _patches_on(points, device)
     launch(
         "channels",
         device,
@@ -191,8 +185,7 @@ def refine(values: torch.Tensor, symbols: torch.Tensor) -> None:
 def _checked(
     numbers: torch.Tensor,
     out: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    rotation: Rotation[torch.Tensor] | None,
     tokens: slice | None,
 ) -> tuple[int, _Target]:
     """Return the first token that is written, and where it goes."""
@@ -205,10 +198,9 @@ def _checked(
     check(numbers, "numbers", numbers.dtype, (None, None), device, contiguous=False)
     _, count, head_dim = out.shape
     first_token = first_of_tokens(tokens, numbers.shape[1], count)
-    if cos is None and sin is None:
+    if rotation is None:
         return first_token, _Target(out, (None, 0, None, 0, 0))
-    if cos is None or sin is None:
-        raise ParameterError("cos, sin: expected both or neither, found one")
+    cos, sin = rotation
     check(cos, "cos", torch.float32, (count, None), device, contiguous=False)
     check(sin, "sin", torch.float32, tuple(cos.shape), device, contiguous=False)
     check_tables_width(cos.shape[1], head_dim)
@@ -216,9 +208,9 @@ def _checked(
 
 
 def _patches_on(
-    patches: Patches | None, numbers: torch.Tensor, device: torch.device
+    points: Points[torch.Tensor], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    checked = check_patches(patches, *numbers.shape)
+    checked = check_patches(points.patches, *points.numbers.shape)
     if checked is None:
         return None
     rows, tokens, values = (torch.from_numpy(field.copy()).to(device) for field in checked)

@@ -1,0 +1,27 @@
+"""`kvrag bench`: one file a command."""
+
+import typer
+
+from kvrag.cli.lazy import lazy_group
+
+COMMANDS = {
+    "ttft": "kvrag_bench.cli.ttft:bench_ttft",
+    "ingest": "kvrag_bench.cli.ttft:bench_ingest",
+    "quality": "kvrag_bench.cli.quality:bench_quality",
+    "codec": "kvrag_bench.cli.codec:bench_codec",
+    "store": "kvrag_bench.cli.store:bench_store",
+    "load": "kvrag_bench.cli.load:bench_load",
+    "stream": "kvrag_bench.cli.stream:bench_stream",
+    "pml": "kvrag_bench.cli.pml:bench_pml",
+    "eviction": "kvrag_bench.cli.eviction:bench_eviction",
+    "vllm": "kvrag_bench.cli.vllm:bench_vllm",
+}
+
+app = typer.Typer(
+    name="bench",
+    cls=lazy_group(COMMANDS),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Measure kvrag against plain prefill.",
+)

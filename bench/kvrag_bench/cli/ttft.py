@@ -1,0 +1,143 @@
+"""`kvrag bench`: kvrag against plain prefill on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrag.cli import console, lists
+from kvrag.cli import options as o
+from kvrag.fusion.policies import DEFAULT_POLICY
+
+if TYPE_CHECKING:
+    from kvrag_bench.ttft import TTFTRow
+
+
+def bench_ttft(
+    model: o.BenchModelOption = None,
+    random_shape: o.ShapeOption = "qwen2.5-0.5b",
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 10,
+    chunk_tokens: Annotated[
+        str, typer.Option(help="Tokens of each chunk; several, with commas, make several rows.")
+    ] = "100,250,500",
+    policies: Annotated[
+        str, typer.Option(help="Policies to time, with commas.")
+    ] = f"none,{DEFAULT_POLICY}",
+    ratio: Annotated[
+        float, typer.Option(help="Share that policies which take one recompute.")
+    ] = 0.15,
+    question_tokens: o.QuestionTokensOption = 30,
+    repeats: o.RepeatsOption = 3,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Time to first token: plain prefill over kvrag, and the floor this machine allows."""
+    lengths = lists.numbers(chunk_tokens, "--chunk-tokens")
+    names = lists.names(policies, "--policies")
+    from kvrag.cli.opening import quiet_libraries
+    from kvrag_bench.ttft import TTFTOptions, run_ttft_bench
+
+    quiet_libraries()
+    options = TTFTOptions(
+        model=model,
+        shape=random_shape,
+        num_chunks=chunks,
+        chunk_tokens=lengths,
+        policies=names,
+        ratio=ratio,
+        question_tokens=question_tokens,
+        repeats=repeats,
+    )
+    with console.progress("measuring") as say:
+        rows = list(run_ttft_bench(options, on_progress=say))
+    if as_json:
+        console.print_json(rows)
+    else:
+        _print_rows(rows)
+
+
+def bench_ingest(
+    model: o.BenchModelOption = None,
+    random_shape: o.ShapeOption = "qwen2.5-0.5b",
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks indexed.")] = 12,
+    chunk_tokens: Annotated[
+        str, typer.Option(help="Tokens of the chunks, in turn, with commas.")
+    ] = "100,250,500",
+    batch_sizes: Annotated[
+        str, typer.Option(help="Batch sizes of plain prefill; the best counts.")
+    ] = "1,2,4,8",
+    repeats: o.RepeatsOption = 3,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Indexing throughput over the model's own batched prefill."""
+    lengths = lists.numbers(chunk_tokens, "--chunk-tokens")
+    sizes = lists.numbers(batch_sizes, "--batch-sizes")
+    from kvrag.cli.opening import quiet_libraries
+    from kvrag_bench.ingest import IngestOptions, run_ingest_bench
+
+    quiet_libraries()
+    options = IngestOptions(
+        model=model,
+        shape=random_shape,
+        num_chunks=chunks,
+        chunk_tokens=lengths,
+        batch_sizes=sizes,
+        repeats=repeats,
+    )
+    with console.progress("measuring") as say:
+        row = run_ingest_bench(options, on_progress=say)
+    if as_json:
+        console.print_json([row])
+        return
+    console.out().print(
+        f"{row.model}: {row.ingest_tokens_per_second:,.0f} tokens/s indexed, "
+        f"{row.prefill_tokens_per_second:,.0f} tokens/s plain prefill in batches of "
+        f"{row.prefill_batch_size}: {row.share:.0%}",
+        markup=False,
+    )
+
+
+def _print_rows(rows: Sequence[TTFTRow]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("policy", no_wrap=True)
+    for name in (
+        "context",
+        "plain",
+        "kvrag",
+        "speedup",
+        "floor",
+        "x floor",
+        "choice",
+        "work",
+        "peak",
+        "KV",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        policy = row.policy if row.ratio is None else f"{row.policy} {row.ratio:.0%}"
+        table.add_row(
+            policy,
+            f"{row.context_tokens:,} tokens",
+            console.format_seconds(row.plain_ttft_seconds),
+            console.format_seconds(row.ttft_seconds),
+            f"{row.speedup:.1f}x",
+            console.format_seconds(row.floor_seconds),
+            f"{row.floor_ratio:.2f}",
+            f"{row.select_share:.1%}",
+            f"{row.work_ratio:.2f}",
+            console.format_bytes(row.peak_bytes),
+            console.format_bytes(row.kv_bytes),
+        )
+    out = console.out()
+    out.print(table)
+    if rows:
+        out.print(
+            f"{rows[0].model}, {rows[0].num_chunks} chunks; time to first token, median; choice: "
+            "share of it spent on choosing; work: multiplications over those that chosen and fresh "
+            "tokens need",
+            style="dim",
+            markup=False,
+        )

@@ -1,0 +1,135 @@
+"""`kvrag bench ingest`: indexing throughput against the model's own batched prefill, in one run."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from kvrag.chunk import Document
+from kvrag.errors import ParameterError
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from kvrag_bench.shapes import random_model, random_text
+
+
+@dataclass(frozen=True)
+class IngestOptions:
+    """What to measure.
+
+    Attributes
+    ----------
+    model
+        A model folder or name; None takes random weights of `shape`.
+    shape
+        A name in `kvrag_bench.shapes.SHAPES`.
+    num_chunks
+        Chunks indexed, of the lengths in `chunk_tokens` in turn.
+    chunk_tokens
+        Tokens a chunk.
+    batch_sizes
+        Chunks a batch of plain prefill; the best counts.
+    repeats
+        Timed runs, of which the median is reported; one more runs first and does not count.
+    """
+
+    model: str | None = None
+    shape: str = "qwen2.5-0.5b"
+    num_chunks: int = 12
+    chunk_tokens: Sequence[int] = (100, 250, 500)
+    batch_sizes: Sequence[int] = (1, 2, 4, 8)
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        counts = (self.num_chunks, self.repeats, *self.chunk_tokens, *self.batch_sizes)
+        if not self.chunk_tokens or not self.batch_sizes or min(counts) < 1:
+            raise ParameterError("bench ingest: chunks, tokens, batches and repeats are 1 or more")
+
+
+@dataclass(frozen=True)
+class IngestRow:
+    """The throughput of indexing, in tokens of the chunks.
+
+    Attributes
+    ----------
+    ingest_tokens_per_second
+        `Index.add` whole: chunking, embedding, prefill, encoding, durable writes, catalog.
+    prefill_tokens_per_second, prefill_batch_size
+        Plain Transformers' forward over the same chunks, sorted by length and padded, at the
+        batch size that was best.
+    share
+        The first over the second.
+    """
+
+    model: str
+    num_chunks: int
+    num_tokens: int
+    ingest_tokens_per_second: float
+    prefill_tokens_per_second: float
+    prefill_batch_size: int
+    share: float
+
+
+def run_ingest_bench(
+    options: IngestOptions, on_progress: Callable[[str], None] | None = None
+) -> IngestRow:
+    """Measure both, taking turns so that a machine that drifts does so for both."""
+    say = on_progress or (lambda _: None)
+    say("loading the model")
+    model = KVModel.load(options.model) if options.model else random_model(options.shape)
+    lengths = [
+        options.chunk_tokens[i % len(options.chunk_tokens)] for i in range(options.num_chunks)
+    ]
+    texts = [random_text(model, length, seed=i) for i, length in enumerate(lengths)]
+    ingest: list[float] = []
+    prefill: dict[int, list[float]] = {size: [] for size in options.batch_sizes}
+    with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder:
+        for run in range(options.repeats + 1):
+            say(f"run {run} of {options.repeats}" + (", not counted" if run == 0 else ""))
+            ingest.append(_ingest_seconds(model, texts, Path(folder) / str(run)))
+            for size, seconds in prefill.items():
+                seconds.append(_prefill_seconds(model, texts, size))
+    best = min(options.batch_sizes, key=lambda size: median(prefill[size][1:]))
+    num_tokens = sum(lengths)
+    ingest_rate = num_tokens / median(ingest[1:])
+    prefill_rate = num_tokens / median(prefill[best][1:])
+    return IngestRow(
+        model=model.name,
+        num_chunks=options.num_chunks,
+        num_tokens=num_tokens,
+        ingest_tokens_per_second=ingest_rate,
+        prefill_tokens_per_second=prefill_rate,
+        prefill_batch_size=best,
+        share=ingest_rate / prefill_rate,
+    )
+
+
+def _ingest_seconds(model: KVModel, texts: Sequence[str], folder: Path) -> float:
+    longest = max(len(model.tokenizer(text)["input_ids"]) for text in texts)
+    with Index.create(folder, model=model, embedding="hashing", chunk_tokens=longest) as index:
+        documents = [Document(source=str(i), text=text) for i, text in enumerate(texts)]
+        started = time.perf_counter()
+        index.add(documents)
+        return time.perf_counter() - started
+
+
+def _prefill_seconds(model: KVModel, texts: Sequence[str], batch_size: int) -> float:
+    """Return the wall time of plain padded forwards, the output projection left out."""
+    ids = sorted((model.tokenizer(text)["input_ids"] for text in texts), key=len)
+    started = time.perf_counter()
+    for batch in _batches(ids, batch_size):
+        width = max(len(row) for row in batch)
+        padded = torch.tensor([row + [0] * (width - len(row)) for row in batch])
+        with model.lock, torch.no_grad():
+            model.hf.base_model(input_ids=padded.to(model.device), use_cache=True)
+    return time.perf_counter() - started
+
+
+def _batches(rows: list[list[int]], size: int) -> Iterator[list[list[int]]]:
+    for begin in range(0, len(rows), size):
+        yield rows[begin : begin + size]

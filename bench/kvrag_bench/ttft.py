@@ -1,0 +1,214 @@
+"""`kvrag bench ttft`: time to first token against plain Transformers, in one run.
+
+The whole path is timed, from the prompt's text to the first token's id, over an index on disk.
+Figures of different runs are not comparable: machines differ and drift; the ratios are.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from kvrag.chunk import Document
+from kvrag.engine.answer import Answer
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import ParameterError
+from kvrag.fusion.controller import make_choice, takes_ratio
+from kvrag.fusion.fuser import FusedPrompt
+from kvrag.fusion.policies import DEFAULT_POLICY
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from kvrag_bench.floor import FloorMeter
+from kvrag_bench.memory import peak_bytes
+from kvrag_bench.shapes import random_model, random_text
+from kvrag_bench.work import operations_needed, operations_spent
+
+
+@dataclass(frozen=True)
+class TTFTOptions:
+    """What to measure.
+
+    Attributes
+    ----------
+    model
+        A model folder or name; None takes random weights of `shape`.
+    shape
+        A name in `kvrag_bench.shapes.SHAPES`.
+    num_chunks
+        Chunks in the prompt.
+    chunk_tokens
+        Tokens a chunk; one prompt for each value.
+    question_tokens
+        Tokens of the question, which are always computed.
+    policies
+        Policies to time.
+    ratio
+        Share that those which take one compute again.
+    repeats
+        Timed runs, of which the median is reported; one more runs first and does not count.
+    """
+
+    model: str | None = None
+    shape: str = "qwen2.5-0.5b"
+    num_chunks: int = 10
+    chunk_tokens: Sequence[int] = (100, 250, 500)
+    question_tokens: int = 30
+    policies: Sequence[str] = ("none", DEFAULT_POLICY)
+    ratio: float = 0.15
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        counts = (self.num_chunks, self.question_tokens, self.repeats, *self.chunk_tokens)
+        if not self.chunk_tokens or not self.policies or min(counts) < 1:
+            raise ParameterError(
+                "bench ttft: chunks, tokens and repeats must be 1 or more, and at least one chunk "
+                "length and one policy must be given"
+            )
+        for policy in self.policies:
+            make_choice(policy)
+
+
+@dataclass(frozen=True)
+class TTFTRow:
+    """One policy on one prompt.
+
+    Attributes
+    ----------
+    plain_ttft_seconds, ttft_seconds, speedup
+        Medians of plain Transformers and of kvrag, and their ratio.
+    floor_seconds, floor_ratio
+        The least it could take here (`FloorMeter`), and `ttft_seconds` over it.
+    peak_bytes
+        By how much resident memory rose during one query, the model being loaded already.
+    kv_bytes
+        Bytes of the prompt's fused KV, to hold `peak_bytes` against.
+    select_share
+        Of `ttft_seconds`, what choosing took: looking where the question looks, and comparing.
+    work_ratio
+        Multiplications carried out over those that fresh and chosen tokens need
+        (`kvrag_bench.work`).
+    """
+
+    model: str
+    policy: str
+    ratio: float | None
+    num_chunks: int
+    chunk_tokens: int
+    context_tokens: int
+    plain_ttft_seconds: float
+    ttft_seconds: float
+    speedup: float
+    floor_seconds: float
+    floor_ratio: float
+    peak_bytes: int
+    kv_bytes: int
+    select_share: float
+    work_ratio: float
+
+
+def run_ttft_bench(
+    options: TTFTOptions, on_progress: Callable[[str], None] | None = None
+) -> Iterator[TTFTRow]:
+    """Yield one row per chunk length and policy, as each is measured.
+
+    Raises
+    ------
+    ParameterError, ModelLoadError, UnsupportedModelError
+        Before anything is timed.
+    """
+    say = on_progress or (lambda _: None)
+    say("loading the model")
+    model = KVModel.load(options.model) if options.model else random_model(options.shape)
+    longest = options.num_chunks * (max(options.chunk_tokens) + 2) + options.question_tokens + 2
+    if longest > model.max_positions:
+        raise ParameterError(
+            f"{longest} tokens do not fit the {model.max_positions} of {model.name}: "
+            "fewer or shorter chunks"
+        )
+    meter = FloorMeter(model)
+    with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder:
+        for chunk_tokens in options.chunk_tokens:
+            yield from _rows(model, options, chunk_tokens, meter, Path(folder), say)
+
+
+def _rows(
+    model: KVModel,
+    options: TTFTOptions,
+    chunk_tokens: int,
+    meter: FloorMeter,
+    folder: Path,
+    say: Callable[[str], None],
+) -> Iterator[TTFTRow]:
+    say(f"indexing {options.num_chunks} chunks of {chunk_tokens} tokens")
+    texts = [
+        random_text(model, chunk_tokens, seed=chunk_tokens * 1000 + i)
+        for i in range(options.num_chunks)
+    ]
+    index = Index.create(
+        folder / str(chunk_tokens), model=model, embedding="hashing", chunk_tokens=chunk_tokens
+    )
+    with index:
+        index.add([Document(source=f"chunk-{i}", text=text) for i, text in enumerate(texts)])
+        question = random_text(model, options.question_tokens, seed=chunk_tokens)
+        prompt = "\n\n".join([*texts, question])
+        say(f"plain prefill of {chunk_tokens * len(texts)} tokens, {options.repeats + 1} times")
+        engine = KVEngine(index)
+        plain = _median_of(lambda: engine.plain_ttft_seconds(prompt), options.repeats)
+        for policy in options.policies:
+            say(f"{policy} over {chunk_tokens * len(texts)} tokens, {options.repeats + 2} times")
+            yield _row(index, prompt, policy, options, chunk_tokens, plain, meter)
+
+
+def _row(
+    index: Index,
+    prompt: str,
+    policy: str,
+    options: TTFTOptions,
+    chunk_tokens: int,
+    plain: float,
+    meter: FloorMeter,
+) -> TTFTRow:
+    ratio = options.ratio if takes_ratio(policy) else None
+
+    def answer(engine: KVEngine) -> Answer:
+        return engine.generate(prompt, policy=policy, ratio=ratio, max_tokens=1)
+
+    # Another engine for memory than for time: an engine keeps the buffer of its last prompt.
+    peak = peak_bytes(lambda: answer(KVEngine(index)))
+    engine = KVEngine(index)
+    answers = [answer(engine) for _ in range(options.repeats + 1)][1:]
+    ttft = median(given.ttft_seconds for given in answers)
+    report = answers[-1].report
+    fused: list[FusedPrompt] = []
+    spent = operations_spent(lambda: fused.append(engine.fuse(prompt, policy=policy, ratio=ratio)))
+    floor = meter.measure(report)
+    return TTFTRow(
+        model=index.model.name,
+        policy=policy,
+        ratio=ratio,
+        num_chunks=options.num_chunks,
+        chunk_tokens=chunk_tokens,
+        context_tokens=report.num_tokens - options.question_tokens,
+        plain_ttft_seconds=plain,
+        ttft_seconds=ttft,
+        speedup=plain / ttft,
+        floor_seconds=floor.seconds,
+        floor_ratio=ttft / floor.seconds,
+        peak_bytes=peak,
+        kv_bytes=report.num_tokens * index.model.spec.bytes_per_token,
+        select_share=median(_select_seconds(given) / given.ttft_seconds for given in answers),
+        work_ratio=spent / operations_needed(index.model, fused[0]),
+    )
+
+
+def _select_seconds(given: Answer) -> float:
+    seconds = given.report.seconds
+    return seconds.get("ask", 0.0) + seconds["select"]
+
+
+def _median_of(measure: Callable[[], float], repeats: int) -> float:
+    measure()
+    return median(measure() for _ in range(repeats))

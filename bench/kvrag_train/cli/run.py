@@ -1,0 +1,41 @@
+"""What the commands of `kvrag train` do with their options: train, and say what came of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvrag.cli import console
+
+if TYPE_CHECKING:
+    from kvrag_train.links.options import LinkTrainingOptions
+    from kvrag_train.links.trainer import LinkTrainer
+
+
+def run(options: LinkTrainingOptions, as_json: bool) -> None:
+    """Train, in as many processes as were launched; the main one says what came of it."""
+    from kvrag.cli.opening import quiet_libraries
+    from kvrag_train.links.processes import launched
+    from kvrag_train.links.trainer import train_links
+
+    quiet_libraries()
+    with launched(options.device) as processes:
+        if processes.is_main:
+            with console.progress("preparing") as say:
+                trainer = train_links(options, say, processes)
+        else:
+            trainer = train_links(options, processes=processes)
+        scores = trainer.evaluate()
+        if processes.is_main:
+            _print_scores(trainer, scores, as_json)
+
+
+def _print_scores(trainer: LinkTrainer, scores: dict[str, float], as_json: bool) -> None:
+    """Print where a finished run's result lies, and what it scores on questions held out."""
+    path = trainer.result_path
+    if as_json:
+        what = "links" if trainer.header.num_links else "anchors"
+        console.print_json({what: str(path), "steps": trainer.step, "scores": scores})
+        return
+    console.write(f"{path}\n")
+    for name, score in scores.items():
+        console.write(f"{name.replace('/', ', ').replace('_', ' ')}: {score:.1%}\n")

@@ -1,0 +1,296 @@
+"""Prompts as tensors: documents to encode alone, and the rows that are computed over them.
+
+The rows are those of question time: documents are found and laid out as the engine does it, and
+each is encoded behind the shared prefix. Questions about the same documents share a row of the
+batch: behind what all prompts begin with stand their tails and answers, none sees another, and
+each has the positions that it would have alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from kvrag.chunk import Chunk
+from kvrag.fusion.compression.anchors import PADDING as BLOCK_OF_PADDING
+from kvrag.fusion.compression.anchors import AnchoredRows, anchored_rows
+from kvrag.fusion.compression.compacting import compact
+from kvrag.fusion.compression.spec import Compression
+from kvrag.fusion.layout import LINK, Layout, lay_out
+from kvrag.fusion.links import LinksHeader, insert_links
+from kvrag.fusion.segments import ChunkMatcher
+from kvrag.models.kv_model import KVModel
+from kvrag.models.tokens import encode
+from kvrag_train.batches import IGNORED
+from kvrag_train.links.data import LinkItem
+
+_PADDING = -1
+NOBODY = -2
+"""Segment of rows of stored KV that are padding: no query is of it."""
+
+
+@dataclass(frozen=True)
+class LinkBatch:
+    """B rows of questions over C documents; int64 throughout.
+
+    Attributes
+    ----------
+    chunk_ids, chunk_positions
+        ``[C, W]``: prefix and document, padded at the end, and the positions where each stands
+        in its prompt (the prefix right before the document).
+    chunk_blocks, chunk_slots
+        ``[C, W]``: blocks and slots as in `AnchoredRows`, where documents are stored as anchors
+        (positions are then those behind the prefix alone); None where they are stored whole.
+    stored
+        ``[B, D]``: which of the C * W rows are the row's stored KV, in prompt order.
+    stored_positions, stored_segments
+        ``[B, D]``: their positions; 0, or `NOBODY` for padding.
+    input_ids
+        ``[B, Q]``: tokens of the rows that are computed; of links 0.
+    link_rows
+        ``[B, Q]``: a link's row in the table, -1 elsewhere.
+    positions, segments
+        ``[B, Q]``: positions; 0 for what all questions of the row share, else the question's
+        number, -1 for padding.
+    targets, question_ids
+        ``[B, Q]``: the next token where it belongs to an answer, else `IGNORED`; the question of
+        the batch, else -1.
+    types
+        The type of each question.
+    """
+
+    chunk_ids: torch.Tensor
+    chunk_positions: torch.Tensor
+    chunk_blocks: torch.Tensor | None
+    chunk_slots: torch.Tensor | None
+    stored: torch.Tensor
+    stored_positions: torch.Tensor
+    stored_segments: torch.Tensor
+    input_ids: torch.Tensor
+    link_rows: torch.Tensor
+    positions: torch.Tensor
+    segments: torch.Tensor
+    targets: torch.Tensor
+    question_ids: torch.Tensor
+    types: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """An item tokenised: what its prompts share, laid out, and the tails."""
+
+    layout: Layout
+    chunks: Mapping[str, Chunk]
+    tails: tuple[tuple[int, ...], ...]
+    answers: tuple[tuple[int, ...], ...]
+
+
+class Packer:
+    """Makes batches of items.
+
+    Parameters
+    ----------
+    model
+        Whose tokenizer and shared prefix are used.
+    header
+        The links laid behind documents.
+    rates
+        Compression rates that anchors are trained for.
+    """
+
+    def __init__(self, model: KVModel, header: LinksHeader, rates: Sequence[float] = ()) -> None:
+        self._tokenizer = model.tokenizer
+        self._prefix = model.default_prefix_ids()
+        self._header = header
+        self._rates = tuple(rates)
+
+    def pack(
+        self,
+        items: Sequence[LinkItem],
+        *,
+        linked: bool,
+        answers: Sequence[Sequence[int]] | None = None,
+        compression: Compression | None = None,
+    ) -> LinkBatch:
+        """Return items as a batch.
+
+        Parameters
+        ----------
+        items
+            At least one.
+        linked
+            Documents encoded alone and links behind them; False leaves them to the rows that are
+            computed, without links: plain prompts.
+        answers
+            Tokens to take as the answers of all questions, ends included; None: the items' own.
+        compression
+            ``anchors`` at one of the rates: documents are stored as their anchors.
+        """
+        given = None if answers is None else iter(answers)
+        asked = [self._tokenised(item, linked, compression) for item in items]
+        rows = [_Row() for _ in items]
+        chunks: list[tuple[list[int], int]] = []
+        anchored: list[AnchoredRows] = []
+        number = 0
+        for row, item in zip(rows, asked, strict=True):
+            first_chunk = len(chunks)
+            for span in item.layout.spans:
+                chunk = item.chunks[span.chunk_id]
+                if compression is not None:
+                    laid = anchored_rows(self._prefix, chunk.token_ids, compression, self._rates)
+                    first = len(laid.token_ids) - laid.num_anchors
+                    row.put_stored(len(chunks), first, span.prompt_start, span.length)
+                    chunks.append((list(laid.token_ids), 0))
+                    anchored.append(laid)
+                    continue
+                start = span.prompt_start - span.chunk_start - len(self._prefix)
+                row.put_stored(
+                    len(chunks),
+                    len(self._prefix) + span.chunk_start,
+                    span.prompt_start,
+                    span.length,
+                )
+                chunks.append(([*self._prefix, *chunk.token_ids], start))
+            assert len(chunks) - first_chunk == len(item.layout.spans)
+            row.put_shared(item.layout)
+            for tail, own in zip(item.tails, item.answers, strict=True):
+                answer = own if given is None else next(given)
+                row.put_question(tail, answer, len(item.layout.token_ids), number)
+                number += 1
+        if linked and not chunks:
+            # Nothing was found, so nobody sees it; but processes that share a model take one way
+            # through it, whatever falls to each.
+            chunks.append(([*self._prefix, 0], 0))
+            if compression is not None:
+                laid = anchored_rows(self._prefix, (0,), compression, self._rates)
+                chunks[0] = (list(laid.token_ids), 0)
+                anchored.append(laid)
+        width = max((len(tokens) for tokens, _ in chunks), default=0)
+        num_stored = max(*(len(row.stored) for row in rows), int(linked))
+        positions = [list(range(start, start + width)) for _, start in chunks]
+        if compression is not None:
+            positions = [list(laid.positions) for laid in anchored]
+        return LinkBatch(
+            chunk_ids=_padded([tokens for tokens, _ in chunks], width, 0),
+            chunk_positions=_padded(positions, width, 0),
+            chunk_blocks=_padded([list(laid.blocks) for laid in anchored], width, BLOCK_OF_PADDING)
+            if anchored
+            else None,
+            chunk_slots=_padded([list(laid.slots) for laid in anchored], width, -1)
+            if anchored
+            else None,
+            stored=_padded(
+                [[c * width + at for c, at in row.stored] for row in rows], num_stored, 0
+            ),
+            stored_positions=_padded([row.stored_positions for row in rows], num_stored, 0),
+            stored_segments=_padded([[0] * len(row.stored) for row in rows], num_stored, NOBODY),
+            input_ids=_padded([row.input_ids for row in rows], None, 0),
+            link_rows=_padded([row.link_rows for row in rows], None, -1),
+            positions=_padded([row.positions for row in rows], None, 0),
+            segments=_padded([row.segments for row in rows], None, _PADDING),
+            targets=_padded([row.targets for row in rows], None, IGNORED),
+            question_ids=_padded([row.question_ids for row in rows], None, -1),
+            types=tuple(kind for item in items for kind in item.types),
+        )
+
+    def _tokenised(self, item: LinkItem, linked: bool, compression: Compression | None) -> _Asked:
+        tokenizer = self._tokenizer
+        prompts = [tuple(prompt.token_ids(tokenizer)) for prompt in item.prompts]
+        answers: list[list[int]] = list(
+            tokenizer(list(item.answers), add_special_tokens=False)["input_ids"]
+        )
+        chunks = {f"{i}": _chunk(tokenizer, f"{i}", text) for i, text in enumerate(item.texts)}
+        matcher = ChunkMatcher()
+        for chunk in chunks.values():
+            matcher.add(chunk.chunk_id, chunk.text)
+        first = item.prompts[0]
+        (tokens,) = encode(tokenizer, [first.text], first.add_special_tokens)
+        matches = matcher.find(first.text) if linked else ()
+        layout = lay_out(tokens, matches, chunks, self._prefix)
+        # The last token of a prompt is its own: what is said behind it is learned there.
+        shared = min(_common_length(prompts), *(len(prompt) - 1 for prompt in prompts))
+        # A question that quotes a document is computed: what it asks stands in one prompt only.
+        spans = tuple(span for span in layout.spans if span.prompt_end <= shared)
+        layout = Layout(layout.token_ids[:shared], spans, layout.prefix_length, layout.has_prefix)
+        if compression is not None:
+            layout = compact(layout, chunks, compression)
+        end = int(tokenizer.eos_token_id)
+        return _Asked(
+            insert_links(layout, self._header),
+            chunks,
+            tuple(prompt[shared:] for prompt in prompts),
+            tuple((*answer, end) for answer in answers),
+        )
+
+
+class _Row:
+    """One row of a batch while it is filled."""
+
+    def __init__(self) -> None:
+        self.stored: list[tuple[int, int]] = []  # document of the batch, row of it
+        self.stored_positions: list[int] = []
+        self.input_ids: list[int] = []
+        self.link_rows: list[int] = []
+        self.positions: list[int] = []
+        self.segments: list[int] = []
+        self.targets: list[int] = []
+        self.question_ids: list[int] = []
+        self._num_segments = 0
+
+    def put_stored(self, chunk: int, first: int, position: int, length: int) -> None:
+        self.stored += [(chunk, first + i) for i in range(length)]
+        self.stored_positions += range(position, position + length)
+
+    def put_shared(self, layout: Layout) -> None:
+        stored = set(self.stored_positions)
+        rows = {link.position: link.row for link in layout.links}
+        for position, token in enumerate(layout.token_ids):
+            if position not in stored:
+                self._put([0 if token == LINK else token], position, 0, rows.get(position, -1))
+
+    def put_question(
+        self, asked: Sequence[int], answer: Sequence[int], start: int, number: int
+    ) -> None:
+        self._num_segments += 1
+        self._put([*asked, *answer[:-1]], start, self._num_segments, -1)
+        self.targets[-len(answer) :] = answer
+        self.question_ids[-len(answer) :] = [number] * len(answer)
+
+    def _put(self, ids: Sequence[int], start: int, segment: int, link_row: int) -> None:
+        count = len(ids)
+        self.input_ids += ids
+        self.link_rows += [link_row] * count
+        self.positions += range(start, start + count)
+        self.segments += [segment] * count
+        self.targets += [IGNORED] * count
+        self.question_ids += [-1] * count
+
+
+def _chunk(tokenizer: PreTrainedTokenizerBase, chunk_id: str, text: str) -> Chunk:
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return Chunk(
+        chunk_id=chunk_id,
+        text=text,
+        token_ids=tuple(encoding["input_ids"]),
+        token_starts=tuple(start for start, _ in encoding["offset_mapping"]),
+        source="training",
+        ordinal=0,
+    )
+
+
+def _common_length(sequences: Sequence[Sequence[int]]) -> int:
+    shortest = min(map(len, sequences))
+    for index in range(shortest):
+        if any(sequence[index] != sequences[0][index] for sequence in sequences):
+            return index
+    return shortest
+
+
+def _padded(lists: Sequence[Sequence[int]], width: int | None, filler: int) -> torch.Tensor:
+    if width is None:
+        width = max(map(len, lists))
+    rows = [[*row, *([filler] * (width - len(row)))] for row in lists]
+    return torch.tensor(rows, dtype=torch.long).view(len(lists), width)

@@ -1,0 +1,156 @@
+"""Where a run stands, in one file: what run it is, its weights, the optimizer's moments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from kvrag.errors import ParameterError
+from kvrag.models.loading import all_finite
+from kvrag_train.links.sharding import own_rows, whole
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def save_checkpoint(
+    path: Path,
+    run: Mapping[str, object],
+    step: int,
+    trained: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    *,
+    is_main: bool = True,
+) -> None:
+    """Write a checkpoint of whole tensors, atomically.
+
+    Of several processes all call this, so that each gives its parts of the tensors.
+
+    Parameters
+    ----------
+    path
+        The file.
+    run
+        What a run must have in common with this one to go on from it: JSON values.
+    step
+        Steps taken.
+    trained
+        What is trained, by name; the optimizer's parameters.
+    optimizer
+        AdamW.
+    is_main
+        Whether this is the process that writes.
+
+    Raises
+    ------
+    ParameterError
+        When a weight is no longer finite: the training has diverged.
+    """
+    tensors = {}
+    for name, weight in trained.items():
+        gathered = whole(weight.detach())
+        if not gathered.isfinite().all():
+            raise ParameterError(
+                f"training: after {step} steps {name} is no longer finite: the training has "
+                "diverged; begin anew with a lower learning rate"
+            )
+        found = {"weight": gathered}
+        for moment in _MOMENTS:
+            if moment in optimizer.state.get(weight, {}):
+                found[moment] = whole(optimizer.state[weight][moment])
+        if is_main:
+            for kind, tensor in found.items():
+                # The device of one process may have no room for all that its part is of.
+                tensors[f"{kind}/{name}"] = tensor.cpu().contiguous()
+    if not is_main:
+        return
+    metadata = {"step": str(step), "run": json.dumps(run)}
+    partial = path.with_suffix(".partial")
+    save_file(_without_shared(tensors), str(partial), metadata=metadata)
+    partial.replace(path)
+
+
+def load_checkpoint(
+    path: Path,
+    run: Mapping[str, object],
+    trained: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> int:
+    """Restore weights and moments, and return the steps taken; parameters as `save_checkpoint`'s.
+
+    Raises
+    ------
+    ParameterError
+        When the checkpoint is of another run, or damaged.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return _restore(file, path, run, trained, optimizer)
+    except ParameterError:
+        raise
+    except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
+        raise ParameterError(
+            f"{path}: no checkpoint that can be read ({type(error).__name__}: {error}); delete it "
+            "to begin anew"
+        ) from error
+
+
+def _restore(
+    file: Any,
+    path: Path,
+    run: Mapping[str, object],
+    trained: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> int:
+    metadata = file.metadata() or {}
+    found = json.loads(metadata["run"])
+    for name, value in run.items():
+        if not isinstance(found, dict) or found.get(name) != value:
+            known = found.get(name) if isinstance(found, dict) else found
+            raise ParameterError(
+                f"{path} is of another run: {name} {known!r}, asked for {value!r}; name another "
+                "--out, or delete the folder"
+            )
+    step = int(metadata["step"])
+    names = set(file.keys())
+    for name, weight in trained.items():
+        _copy(file, path, f"weight/{name}", weight)
+        if f"{_MOMENTS[0]}/{name}" in names:
+            moments = {moment: torch.empty_like(weight) for moment in _MOMENTS}
+            for moment, tensor in moments.items():
+                _copy(file, path, f"{moment}/{name}", tensor)
+            optimizer.state[weight] = {"step": torch.tensor(float(step)), **moments}
+    return step
+
+
+def _copy(file: Any, path: Path, name: str, target: torch.Tensor) -> None:
+    with torch.no_grad():
+        part, rows = own_rows(target)
+        stored = file.get_slice(name)
+        shape = stored.get_shape()
+        tensor = None
+        if shape == list(target.shape):
+            tensor = file.get_tensor(name) if part is target else stored[rows]
+        if tensor is None or not all_finite(tensor):
+            raise ParameterError(
+                f"{path}: {name} of shape {shape}, expected finite numbers of shape "
+                f"{list(target.shape)}; delete it to begin anew"
+            )
+        part.copy_(tensor)
+
+
+def _without_shared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of what lies in memory of another: safetensors writes no shared memory."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return found

@@ -1,0 +1,189 @@
+"""What one training of links is made of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrag.errors import ParameterError
+from kvrag.fusion.links import MAX_DOCUMENTS, MODES, WAYS
+from kvrag_train.links.memory import AUTO, PRECISIONS
+
+LOSSES = ("labels", "distill")
+
+_RATES = {"tuned": 1e-3, "frozen": 2e-3}
+
+
+@dataclass(frozen=True)
+class LinkTrainingOptions:
+    """Options of one run; the defaults suit models of a few million parameters.
+
+    The paper's (KVLink §4.1, models of 1 to 8 billion): rate 5e-6 for all weights, 6,000 steps of
+    64 rows of up to 4,096 tokens, 600 of warm-up; AdamW with betas (0.9, 0.999), no weight decay,
+    cosine, gradients clipped at 1: these last are fixed here.
+
+    Attributes
+    ----------
+    out
+        Folder of the run and of what comes out of it.
+    model
+        Folder or name of the model.
+    data
+        ``"generated"`` or a file (`load_questions`).
+    num_links
+        K; 0 where only anchors are trained.
+    anchor_rates
+        Compression rates of anchors (`kvrag.fusion.compression.anchors`) that documents are stored
+        as, drawn evenly, one a step; empty: documents are stored whole. Anchors that lie in the
+        model's folder are gone on from; mode ``frozen`` leaves them as they are.
+    max_documents
+        Documents of a prompt that have links.
+    mode
+        ``"tuned"``: the whole model learns. ``"frozen"``: it stays as it is.
+    way
+        Of mode ``frozen``: ``"embeddings"``, ``"kv"`` or ``"adapter"`` (see `LinksHeader`).
+    loss
+        ``"labels"``: cross-entropy of the answers. ``"distill"``: KL to the untouched model's full
+        prefill of the same prompt without links, along the answers.
+    teacher_answers
+        Of ``"distill"``: along what that model answers itself, so that no labels are needed.
+    answer_tokens
+        Tokens of such an answer at the most.
+    rank
+        Of the adapter.
+    steps, warmup_steps
+        Optimizer steps; over the first, the rate rises. A run may be continued with more steps: the
+        rate then falls as if these had been asked for from the first.
+    rows, questions
+        Rows of documents a step, and questions about each at the most.
+    plain_share
+        Share of the rows that are plain prompts, so that a tuned model stays as good at them;
+        frozen ones cannot change.
+    learning_rate
+        Of the model's weights or the adapter's; None: 1e-3 tuned, 2e-3 frozen.
+    link_learning_rate
+        Of the links' own embeddings or keys and values.
+    seed
+        Of everything random.
+    evaluate_every, evaluate_questions, save_every
+        In steps.
+    keep_order
+        Do not shuffle a file's documents.
+    answer_prefix
+        See `FileSource`.
+    device
+        Where to train; None means the CPU.
+    precision
+        Of arithmetic: ``"float32"``, ``"bfloat16"``, or ``"auto"``: bfloat16 on GPUs that have it.
+        A tuned model's weights and the optimizer stay in float32.
+    gradient_checkpointing
+        Keep less for the backward pass and compute layers twice; not with way ``"adapter"``.
+    """
+
+    out: Path
+    model: str = "kvrag-tiny"
+    data: str = "generated"
+    num_links: int = 5
+    anchor_rates: tuple[float, ...] = ()
+    max_documents: int = MAX_DOCUMENTS
+    mode: str = "tuned"
+    way: str = "embeddings"
+    loss: str = "labels"
+    teacher_answers: bool = False
+    answer_tokens: int = 16
+    rank: int = 16
+    steps: int = 400
+    warmup_steps: int = 20
+    rows: int = 10
+    questions: int = 14
+    plain_share: float = 0.3
+    learning_rate: float | None = None
+    link_learning_rate: float = 5e-3
+    seed: int = 0
+    evaluate_every: int = 100
+    evaluate_questions: int = 300
+    save_every: int = 50
+    keep_order: bool = False
+    answer_prefix: str | None = None
+    device: str | None = None
+    precision: str = AUTO
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        counts = [
+            *("max_documents", "rank", "steps", "rows", "questions"),
+            *("evaluate_every", "evaluate_questions", "save_every", "answer_tokens"),
+        ]
+        checks = [
+            *((name, getattr(self, name) >= 1, "at least 1") for name in counts),
+            ("num_links", self.num_links >= (not self.anchor_rates), "at least 1 without anchors"),
+            (
+                "anchor_rates",
+                self.anchor_rates == tuple(sorted(set(self.anchor_rates)))
+                and all(0.0 < rate < 1.0 for rate in self.anchor_rates),
+                "ascending shares above 0 and below 1",
+            ),
+            ("mode", self.mode in MODES, f"one of {', '.join(MODES)}"),
+            ("way", self.way in WAYS, f"one of {', '.join(WAYS)}"),
+            ("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
+            ("loss", self.loss in LOSSES, f"one of {', '.join(LOSSES)}"),
+            ("plain_share", 0.0 <= self.plain_share < 1.0, "0 or more, less than 1"),
+            ("learning_rate", 0.0 < self.rate < math.inf, "more than 0, and finite"),
+            (
+                "link_learning_rate",
+                0.0 < self.link_learning_rate < math.inf,
+                "more than 0, and finite",
+            ),
+            ("seed", 0 <= self.seed < 2**63, "0 to 2**63 - 1"),
+            ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
+        ]
+        for name, holds, expected in checks:
+            if not holds:
+                found = getattr(self, name)
+                raise ParameterError(f"training: {name} {found!r}: expected {expected}")
+        if self.num_plain_rows >= self.rows:
+            raise ParameterError(
+                f"training: plain_share {self.plain_share} of {self.rows} rows a step leaves "
+                "none with links: expected less, or more rows"
+            )
+        if self.mode == "tuned" and self.way != "embeddings":
+            raise ParameterError(
+                f"training: way {self.way!r} is one of mode 'frozen'; 'tuned' trains the whole "
+                "model with link embeddings"
+            )
+
+        if self.mode == "frozen" and not self.num_links:
+            raise ParameterError(
+                "training: anchors alone are trained with their model, in mode 'tuned'"
+            )
+        if self.gradient_checkpointing and self.way == "adapter":
+            # An adapter acts while the forward runs; layers computed again behind it would lack it.
+            raise ParameterError(
+                "training: gradient_checkpointing goes with modes and ways without an adapter; "
+                "leave it out, or choose another way"
+            )
+        if self.teacher_answers and self.loss != "distill":
+            raise ParameterError("training: teacher_answers is of loss 'distill'")
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of weights."""
+        return _RATES.get(self.mode, 1.0) if self.learning_rate is None else self.learning_rate
+
+    @property
+    def num_plain_rows(self) -> int:
+        """Rows of a step that are plain prompts."""
+        return round(self.plain_share * self.rows) if self.mode == "tuned" else 0
+
+    def identity(self) -> dict[str, object]:
+        """Return which options a run must have in common with the one that it continues."""
+        names = [
+            *("model", "data", "num_links", "max_documents", "mode", "way", "loss", "rank"),
+            *("rows", "questions", "plain_share", "rate", "link_learning_rate", "seed"),
+            *("teacher_answers", "answer_tokens", "keep_order", "answer_prefix"),
+        ]
+        found: dict[str, object] = {name: getattr(self, name) for name in names}
+        if self.anchor_rates:
+            found["anchor_rates"] = list(self.anchor_rates)
+        return found

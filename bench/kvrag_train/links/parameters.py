@@ -1,0 +1,146 @@
+"""What training learns beside a model, or instead of it: links, their adapter, anchors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvrag.errors import ParameterError
+from kvrag.fusion.compression.anchors import FILE_NAME as ANCHORS_NAME
+from kvrag.fusion.compression.anchors import Anchors, num_slots
+from kvrag.fusion.compression.spec import ANCHORS, Compression
+from kvrag.fusion.links import LinksHeader, LinkTokens
+from kvrag.models.adapter import RowAdapter, linear_layers
+from kvrag.models.kv_model import KVModel
+
+
+class LinkParameters(nn.Module):
+    """What is trained beside the model, or instead of it.
+
+    Parameters
+    ----------
+    model
+        The model; its own embeddings say how large new ones are.
+    header
+        What to make.
+    rank
+        Of the adapter in way ``adapter``.
+    seed
+        Of the random beginning.
+    anchors
+        Anchors to go on from; None: there are none. Learned with the model, or left as they are.
+    """
+
+    def __init__(
+        self,
+        model: KVModel,
+        header: LinksHeader,
+        rank: int,
+        seed: int,
+        anchors: Anchors | None = None,
+    ) -> None:
+        super().__init__()
+        self.header = header
+        self.anchors: nn.Parameter | None = None
+        if anchors is not None:
+            is_learned = header.mode == "tuned"
+            self.anchors = nn.Parameter(anchors.embeddings.clone().float(), is_learned)
+        self.embeddings: nn.Parameter | None = None
+        self.keys: nn.Parameter | None = None
+        self.values: nn.Parameter | None = None
+        self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
+        random = torch.Generator().manual_seed(seed)
+        spec = model.spec
+        if header.way == "kv":
+            shape = (spec.num_layers, header.num_rows, spec.num_kv_heads, spec.head_dim)
+            self.keys = nn.Parameter(0.1 * torch.randn(shape, generator=random))
+            self.values = nn.Parameter(0.1 * torch.randn(shape, generator=random))
+            return
+        if not header.num_links:
+            return
+        embedding: Any = model.hf.get_input_embeddings()
+        with torch.no_grad():
+            # Through the module: some families scale what they look up.
+            some = torch.randint(embedding.num_embeddings, (256,), generator=random)
+            known = torch.zeros(len(some), embedding.embedding_dim)
+            if not embedding.weight.is_meta:  # else another process has them, and these from it
+                known = embedding(some.to(model.device)).float().cpu()
+        drawn = torch.randn(header.num_rows, known.shape[1], generator=random)
+        self.embeddings = nn.Parameter(known.mean(dim=0) + known.std(dim=0) * drawn)
+        if header.way == "adapter":
+            for name, layer in linear_layers(model.hf).items():
+                drawn = torch.randn(rank, layer.in_features, generator=random)
+                key = _key(name)
+                self.down[key] = nn.Parameter(drawn / layer.in_features**0.5)
+                self.up[key] = nn.Parameter(torch.zeros(layer.out_features, rank))
+        self._names = {_key(name): name for name in linear_layers(model.hf)}
+
+    def adapter(self) -> RowAdapter | None:
+        """Return the adapter as it is now; gradients flow into it."""
+        if not self.down:
+            return None
+        return RowAdapter(
+            {self._names[key]: weight for key, weight in self.down.items()},
+            {self._names[key]: weight for key, weight in self.up.items()},
+            self.header.scale,
+        )
+
+    def links(self, header: LinksHeader) -> LinkTokens:
+        """Return a copy to be saved, under a header that may name another model."""
+
+        def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.detach().clone()
+
+        adapter = self.adapter()
+        if adapter is not None:
+            adapter = RowAdapter(
+                {name: weight.detach().clone() for name, weight in adapter.down.items()},
+                {name: weight.detach().clone() for name, weight in adapter.up.items()},
+                adapter.scale,
+            )
+        return LinkTokens(
+            header, copied(self.embeddings), copied(self.keys), copied(self.values), adapter
+        )
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "/")  # torch allows no dots in names of parameters
+
+
+def first_anchors(
+    model: KVModel, rates: Sequence[float], *, checked: bool = True
+) -> Anchors | None:
+    """Return the anchors that a training for `rates` begins with; without rates there are none.
+
+    Those in the model's folder, or rows of zero, which make an anchor the token at which it stands.
+
+    Parameters
+    ----------
+    checked
+        Whether to see that they belong to the model's weights.
+
+    Raises
+    ------
+    AnchorsError
+        When they belong to another model, or are damaged.
+    ParameterError
+        When they are of other rates.
+    """
+    if not rates:
+        return None
+    if model.folder is None or not (model.folder / ANCHORS_NAME).exists():
+        width = model.hf.config.hidden_size
+        return Anchors(tuple(rates), "", torch.zeros(num_slots(rates), width))
+    path = model.folder / ANCHORS_NAME
+    found = Anchors.load(path)
+    for rate in rates if checked else ():
+        found.check(model, Compression(ANCHORS, rate))
+    if found.rates != tuple(rates):
+        raise ParameterError(
+            f"{path} holds anchors of the rates {found.rates}: train with all of them, found "
+            f"{tuple(rates)}"
+        )
+    return found

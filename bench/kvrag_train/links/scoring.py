@@ -1,0 +1,62 @@
+"""Exact match on questions held out, shared among the processes of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvrag.fusion.compression.spec import ANCHORS, Compression
+from kvrag_train.batches import IGNORED
+from kvrag_train.links.batch import LinkBatch, Packer
+from kvrag_train.links.data import LinkItem
+from kvrag_train.links.processes import Processes
+from kvrag_train.links.student import Student
+from kvrag_train.model import questions_right
+
+_ROWS = 16
+"""Of a batch, in each process."""
+
+
+@torch.no_grad()
+def score(
+    student: Student,
+    packer: Packer,
+    items: Sequence[LinkItem],
+    rates: Sequence[float],
+    processes: Processes,
+) -> dict[str, float]:
+    """Return exact match by type of question: linked, and of plain prompts; where documents are
+    stored as anchors, linked for each rate.
+
+    Each answer token is predicted behind the right ones, which is exact match of greedy decoding.
+    """
+    ways: list[tuple[str, bool, Compression | None]] = [
+        (f"{ANCHORS}:{rate:g}/linked", True, Compression(ANCHORS, rate)) for rate in rates
+    ] or [("linked", True, None)]
+    labels = sorted({"overall", *(kind for item in items for kind in item.types if kind)})
+    found: dict[str, float] = {}
+    for name, linked, compression in (*ways, ("plain", False, None)):
+        num_right, num_asked = (dict.fromkeys(labels, 0) for _ in range(2))
+        rows = _ROWS * processes.count
+        for start in range(0, len(items), rows):
+            own, counts = processes.share(items[start : start + rows])
+            batch = packer.pack(own, linked=linked, compression=compression)
+            results = right(student.logits(batch), batch).tolist()
+            if not counts:
+                continue
+            for kind, result in zip(batch.types, results, strict=True):
+                for label in {kind, "overall"} - {""}:
+                    num_right[label] += result
+                    num_asked[label] += 1
+        rights = processes.total(num_right.values())
+        asked = processes.total(num_asked.values())
+        for label, share, count in zip(labels, rights, asked, strict=True):
+            found[f"{name}/{label}"] = round(share / count, 4)
+    return found
+
+
+def right(logits: torch.Tensor, batch: LinkBatch) -> torch.Tensor:
+    """Return of each question of a batch whether all of its answer comes out, bool."""
+    wanted = batch.targets != IGNORED
+    return questions_right(logits.cpu(), batch.targets[wanted], batch.question_ids[wanted])

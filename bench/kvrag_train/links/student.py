@@ -1,0 +1,269 @@
+"""The model with links as it is at question time, so that gradients flow through it.
+
+Documents are encoded alone, at the positions of their prompt, and everything else is computed over
+their keys and values in one forward (KVLink §3.2-3.3): what the fuser does with stored KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvrag.fusion.compression.anchors import anchor_mask
+from kvrag.models.caches import CaptureCache
+from kvrag.models.families import project_logits
+from kvrag.models.kv_model import KVModel
+from kvrag.models.masks import model_masks
+from kvrag.positions.rotary import RotaryTable
+from kvrag_train.batches import IGNORED
+from kvrag_train.links.batch import NOBODY, LinkBatch
+from kvrag_train.links.memory import checkpointed_layers
+from kvrag_train.links.parameters import LinkParameters
+from kvrag_train.links.sharding import Running
+
+
+class Student:
+    """Runs batches through a model with links.
+
+    Parameters
+    ----------
+    model
+        The model.
+    parameters
+        Its links.
+    trains_model
+        Whether gradients go to the model's own weights, documents included (mode ``tuned``).
+    running
+        Calls each forward, where the model is shared among processes.
+    """
+
+    def __init__(
+        self,
+        model: KVModel,
+        parameters: LinkParameters,
+        trains_model: bool,
+        running: Running | None = None,
+    ) -> None:
+        self._model = model
+        self._running = running
+        self._base: Any = model.hf.base_model
+        self._parameters = parameters
+        self._trains_model = trains_model
+
+    def logits(self, batch: LinkBatch) -> torch.Tensor:
+        """Return logits ``[answer tokens, vocabulary]``, in the order of the batch's targets."""
+        if self._running is None:
+            return self._forward(batch)
+        return self._running(partial(self._forward, batch))
+
+    def _forward(self, batch: LinkBatch) -> torch.Tensor:
+        is_linked = batch.stored.shape[1] > 0
+        model = self._model
+        batch = _to(batch, model.device)
+        stored: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if is_linked:
+            with nullcontext() if self._trains_model else torch.no_grad():
+                stored = self._encoded(batch)
+            if self._parameters.keys is not None:
+                batch, stored = self._with_link_kv(batch, stored)
+        embeds = self._base.get_input_embeddings()(batch.input_ids)
+        table = self._parameters.embeddings
+        if is_linked and table is not None:
+            rows = batch.link_rows
+            embeds = torch.where(
+                (rows >= 0)[..., None], table[rows.clamp(min=0)].to(embeds.dtype), embeds
+            )
+        adapter = self._parameters.adapter() if is_linked else None
+        with nullcontext() if adapter is None else adapter.acting(model.hf):
+            hidden = self._base(
+                inputs_embeds=embeds,
+                position_ids=batch.positions,
+                attention_mask=self._masks(batch),
+                past_key_values=_BehindCache(stored) if is_linked else None,
+                use_cache=is_linked,
+            ).last_hidden_state
+        return project_logits(model.hf, hidden[batch.targets != IGNORED])
+
+    def _encoded(self, batch: LinkBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each layer's placed K/V ``[B, H, D, channels]`` of the documents."""
+        cache = CaptureCache(self._model.spec.num_layers)
+        embeds = self._base.get_input_embeddings()(batch.chunk_ids)
+        mask = None
+        if batch.chunk_slots is not None:
+            assert batch.chunk_blocks is not None
+            table, slots = self._parameters.anchors, batch.chunk_slots
+            assert table is not None
+            learned = table[slots.clamp(min=0)].to(embeds.dtype)
+            embeds = torch.where((slots >= 0)[..., None], embeds + learned, embeds)
+            positions = batch.chunk_positions
+            allowed = anchor_mask(positions, batch.chunk_blocks, slots)
+            mask = model_masks(self._model.hf, allowed, positions, positions)
+        self._base(
+            inputs_embeds=embeds,
+            position_ids=batch.chunk_positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        layers: list[Any] = cache.layers
+        found = [
+            (_gathered(x.keys, batch.stored), _gathered(x.values, batch.stored)) for x in layers
+        ]
+        if batch.chunk_slots is None:
+            return found
+        # Anchors were computed where their chunk stands alone, and go where its rows are.
+        sources = batch.chunk_positions.flatten()[batch.stored]
+        targets = batch.stored_positions
+        tables = self._model.tables(int(torch.maximum(sources.max(), targets.max())) + 1)
+        return [
+            (_moved(keys, table, sources, targets), values)
+            for (keys, values), table in zip(found, tables, strict=True)
+        ]
+
+    def _with_link_kv(
+        self, batch: LinkBatch, stored: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[LinkBatch, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Move link rows from those computed to those that have K/V, their own."""
+        keys, values = self._parameters.keys, self._parameters.values
+        assert keys is not None
+        assert values is not None
+        is_link = batch.link_rows >= 0
+        count = int(is_link.sum(dim=1).max())
+        order = torch.argsort((~is_link).to(torch.int8), dim=1, stable=True)[:, :count]
+        rows = batch.link_rows.gather(1, order)
+        positions = batch.positions.gather(1, order)
+        tables = self._model.tables(int(positions.max()) + 1)
+        joined = []
+        for layer_index, (stored_keys, stored_values) in enumerate(stored):
+            key = keys[layer_index][rows.clamp(min=0)].transpose(1, 2).to(stored_keys.dtype)
+            value = values[layer_index][rows.clamp(min=0)].transpose(1, 2).to(stored_keys.dtype)
+            placed = _placed(key, tables[layer_index], positions)
+            joined.append(
+                (torch.cat([stored_keys, placed], 2), torch.cat([stored_values, value], 2))
+            )
+        link_segments = torch.where(rows >= 0, 0, NOBODY)
+        batch = replace(
+            batch,
+            stored_positions=torch.cat([batch.stored_positions, positions], 1),
+            stored_segments=torch.cat([batch.stored_segments, link_segments], 1),
+            # The rows stay where they are, seen by nobody and without a target.
+            segments=torch.where(is_link, torch.full_like(batch.segments, -1), batch.segments),
+        )
+        return batch, joined
+
+    def _masks(self, batch: LinkBatch) -> Any:
+        """Return what the model takes as its mask: one for all layers, or one a type of layer."""
+        queries = batch.positions[:, :, None]
+        keys = torch.cat([batch.stored_positions, batch.positions], 1)[:, None]
+        key_segments = torch.cat([batch.stored_segments, batch.segments], 1)[:, None]
+        query_segments = batch.segments[:, :, None]
+        causal = keys <= queries
+        allowed = causal & ((key_segments == 0) | (key_segments == query_segments))
+        return model_masks(
+            self._model.hf,
+            allowed,
+            batch.positions,
+            torch.cat([batch.stored_positions, batch.positions], 1),
+        )
+
+
+@contextmanager
+def training_mode(
+    model: KVModel, trains_model: bool, *, checkpointing: bool = False
+) -> Iterator[None]:
+    """Let gradients into the model's weights, or keep them out, and restore what was.
+
+    With `checkpointing`, layers are computed again for the backward pass.
+    """
+    before = [parameter.requires_grad for parameter in model.hf.parameters()]
+    model.hf.requires_grad_(trains_model)
+    try:
+        with checkpointed_layers(model.hf) if checkpointing else nullcontext():
+            yield
+    finally:
+        for parameter, required in zip(model.hf.parameters(), before, strict=True):
+            parameter.requires_grad_(required)
+
+
+class _BehindLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Shows stored K/V before those of the rows computed; keeps nothing."""
+
+    is_sliding = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stored = keys, values
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._stored
+        return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._stored[0].shape[2] + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._stored[0].shape[2]
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _BehindCache(Cache):
+    def __init__(self, stored: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__(layers=[_BehindLayer(keys, values) for keys, values in stored])
+
+
+def _gathered(kv: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return ``[B, H, D, channels]``: of ``[C, H, W, channels]`` the rows ``[B, D]`` of C * W."""
+    num_heads, channels = kv.shape[1], kv.shape[3]
+    flat = kv.transpose(1, 2).reshape(-1, num_heads, channels)
+    return flat[rows].transpose(1, 2)
+
+
+def _placed(keys: torch.Tensor, table: RotaryTable, positions: torch.Tensor) -> torch.Tensor:
+    """Return keys ``[B, H, n, D]`` at positions ``[B, n]``: `RotaryTable.place`, with gradients."""
+    cos, sin = (part[positions][:, None] for part in (table.cos, table.sin))
+    return _rotated(keys, cos, sin)
+
+
+def _moved(
+    keys: torch.Tensor, table: RotaryTable, sources: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """Return keys ``[B, H, n, D]`` at other positions ``[B, n]`` than those they have."""
+    cos, sin = (part[sources][:, None] for part in (table.cos, table.sin))
+    square = cos.square() + sin.square()  # the attention scaling, as in `RotaryTable.strip`
+    free = _rotated(keys, cos / square, -sin / square)
+    return _placed(free, table, targets)
+
+
+def _rotated(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    num_rotated = cos.shape[-1]
+    # In float32, as `RotaryTable` does.
+    turned, rest = keys[..., :num_rotated].float(), keys[..., num_rotated:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([turned.to(keys.dtype), rest], dim=-1)
+
+
+def _to(batch: LinkBatch, device: torch.device) -> LinkBatch:
+    moved: dict[str, Any] = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in vars(batch).items()
+    }
+    return LinkBatch(**moved)

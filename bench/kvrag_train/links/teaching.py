@@ -1,0 +1,121 @@
+"""Who learns, and from whom: the untouched model's full prefill of plain prompts as a teacher."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+
+from kvrag.models.kv_model import KVModel
+from kvrag_train.batches import IGNORED
+from kvrag_train.links.batch import Packer
+from kvrag_train.links.data import LinkItem
+from kvrag_train.links.options import LinkTrainingOptions
+from kvrag_train.links.parameters import LinkParameters
+from kvrag_train.links.processes import Processes
+from kvrag_train.links.sharding import Running, shard
+from kvrag_train.links.student import Student
+
+
+class Teacher:
+    """Answers plain prompts.
+
+    Parameters
+    ----------
+    student
+        Runs the model as it was.
+    packer
+        Makes its batches.
+    end
+        The token that ends an answer.
+    answer_tokens
+        Tokens of an answer of its own at the most.
+    processes
+        That ask their teachers at the same time.
+    """
+
+    def __init__(
+        self,
+        student: Student,
+        packer: Packer,
+        end: int,
+        answer_tokens: int,
+        processes: Processes,
+    ) -> None:
+        self._student = student
+        self._packer = packer
+        self._end = end
+        self._answer_tokens = answer_tokens
+        self._processes = processes
+
+    @torch.no_grad()
+    def logits(
+        self, items: Sequence[LinkItem], answers: Sequence[Sequence[int]] | None
+    ) -> torch.Tensor:
+        """Return logits ``[answer tokens, vocabulary]`` along given answers, or the items' own."""
+        return self._student.logits(self._packer.pack(items, linked=False, answers=answers))
+
+    @torch.no_grad()
+    def answers(self, items: Sequence[LinkItem]) -> list[list[int]]:
+        """Return what it answers greedily, ends included."""
+        end = self._end
+        num_questions = sum(len(item.prompts) for item in items)
+        answers: list[list[int]] = [[] for _ in range(num_questions)]
+        for _ in range(self._answer_tokens - 1):
+            open_ones = [i for i, answer in enumerate(answers) if answer[-1:] != [end]]
+            # A process whose questions are answered goes on until those of all are.
+            if not self._processes.total([len(open_ones)])[0]:
+                break
+            # What stands last is what is predicted; it is fed to nobody.
+            asked = [answer if answer[-1:] == [end] else [*answer, end] for answer in answers]
+            batch = self._packer.pack(items, linked=False, answers=asked)
+            likeliest = self._student.logits(batch).argmax(-1).tolist()
+            numbers = batch.question_ids[batch.targets != IGNORED].tolist()
+            last = dict(zip(numbers, likeliest, strict=True))
+            for number in open_ones:
+                answers[number].append(last[number])
+        return [answer if answer[-1:] == [end] else [*answer, end] for answer in answers]
+
+
+def make_students(
+    model: KVModel,
+    parameters: LinkParameters,
+    packer: Packer,
+    options: LinkTrainingOptions,
+    processes: Processes,
+    precision: str,
+) -> tuple[Student, Teacher | None]:
+    """Return who learns, and whom the loss asks; their models are shared among processes.
+
+    Parameters
+    ----------
+    model, parameters, packer
+        What learns, and its batches. A teacher of one that is tuned is a copy of it as it is now.
+    options, processes, precision
+        Of the run.
+    """
+    is_tuned, is_taught = options.mode == "tuned", options.loss == "distill"
+    untouched = model
+    if is_tuned and is_taught:
+        untouched = KVModel(copy.deepcopy(model.hf), model.tokenizer)
+
+    def shared(shown: KVModel, learns: bool) -> Running | None:
+        if not processes.is_sharded:
+            return None
+        return shard(shown.hf, processes, learns=learns, precision=precision)
+
+    running = shared(model, is_tuned)
+    student = Student(model, parameters, is_tuned, running)
+    if not is_taught:
+        return student, None
+    if untouched is not model:
+        running = shared(untouched, False)
+    teacher = Teacher(
+        Student(untouched, parameters, False, running),
+        packer,
+        int(model.tokenizer.eos_token_id),
+        options.answer_tokens,
+        processes,
+    )
+    return student, teacher

@@ -1,0 +1,116 @@
+"""`kvrag choose-store`: the cheapest store from which an index's KV comes in time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+from kvrag.errors import ParameterError
+
+if TYPE_CHECKING:
+    from kvrag.loading.store_choice import StoreChoice
+
+
+def choose_store(
+    index: o.IndexOption,
+    stores: Annotated[
+        str, typer.Option(metavar="URL|URL", help="The stores to choose from (quote them).")
+    ],
+    prices: Annotated[
+        Path | None,
+        typer.Option(
+            help="Table of what stores cost. Default: prices.toml of the index, written with "
+            "examples where it is missing.",
+            show_default=False,
+        ),
+    ] = None,
+    loss: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of quality that may be lost, as for 'auto'.",
+            rich_help_panel=o.RESEARCH,
+        ),
+    ] = 0.01,
+    reads: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="How often a chunk is read in a month.", rich_help_panel=o.RESEARCH
+        ),
+    ] = 30.0,
+    move: Annotated[
+        bool, typer.Option("--move", help="Move the index's KV there, and record it.")
+    ] = False,
+    model: o.ModelOption = None,
+    store: o.StoreSetting = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Choose the cheapest store whose loading hides behind what is computed again anyway.
+
+    Each store is measured; what computing costs is known from 'kvrag calibrate'.
+    """
+    from kvrag.cli.opening import open_index
+    from kvrag.ingest.config import write_atomically
+    from kvrag.loading.price_list import EXAMPLES, FILE_NAME, read_prices
+    from kvrag.store.registry import check_kind
+    from kvrag.tune.store_choice import measure_and_choose
+
+    urls = stores.split("|")
+    if any(not url or url.startswith(("tiered:", "memory:")) for url in urls):
+        raise ParameterError(
+            "--stores: give stores that last, not tiers of them, with | between them; memory may "
+            "be a tier before the one chosen"
+        )
+    for url in urls:
+        check_kind(url)
+    with open_index(index, model, store=store) as opened:
+        path = prices or opened.path / FILE_NAME
+        if prices is None and not path.exists():
+            write_atomically(path, EXAMPLES.encode())
+            console.note(f"{path} holds example prices: edit them to yours")
+        table = read_prices(path)
+        moved = None
+        with console.progress("measuring") as say:
+            found = measure_and_choose(
+                opened, urls, table, str(path), loss=loss, reads=reads, say=say
+            )
+            if move:
+                moved = opened.upkeep.move(
+                    urls[found.offers.index(found.chosen)],
+                    on_progress=lambda done, total: say(f"{done:,} of {total:,} records"),
+                )
+    if as_json:
+        console.print_json({**found.to_dict(), "moved": None if moved is None else moved.to_dict()})
+        return
+    _print(found)
+    if moved is not None:
+        size = console.format_bytes(moved.size_bytes)
+        lost = f", {moved.num_lost:,} could not be had" if moved.num_lost else ""
+        console.write(
+            f"moved: {moved.num_records:,} records ({size}), {moved.num_present:,} were there"
+            f"{lost}; 'kvrag calibrate' measures anew what loading costs\n"
+        )
+
+
+def _print(found: StoreChoice) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("store", overflow="fold")
+    for name in ("load a chunk", "hidden", "a month"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for offer in found.offers:
+        table.add_row(
+            Text(console.harmless(offer.store)),
+            console.format_seconds(offer.load_seconds),
+            f"{offer.hidden_share:.0%}",
+            f"{offer.month:.3g}",
+        )
+    console.out().print(table)
+    console.write(console.harmless(f"{found.chosen.store}: {found.reason}\n"))

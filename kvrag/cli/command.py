@@ -1,0 +1,176 @@
+"""A command whose options are also settings, and some of them settings only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+from typer.main import get_command
+
+from kvrag.cli import console
+from kvrag.cli import settings as s
+from kvrag.cli.failures import fail, guarded
+from kvrag.cli.options import RESEARCH
+from kvrag.errors import KVRagError
+
+_PANEL = "Settings"
+_FILE = "kvrag.file"
+_FOUND = "kvrag.settings"
+
+
+class Command(TyperCommand):
+    """A command that looks for values in `kvrag.toml` and behind ``--set`` as well."""
+
+    keys: Mapping[str, s.Key]
+
+    # Typer names the types of contexts and commands differently from version to version.
+    def get_params(self, ctx: Any) -> Any:
+        """Return the parameters, ``--help`` beside what every command has."""
+        params = super().get_params(ctx)
+        params[-1].rich_help_panel = _PANEL  # type: ignore[attr-defined]
+        return params
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, with the keys that are no options below."""
+        more = sorted(key.name for key in self.keys.values() if key.panel == RESEARCH)
+        if more:
+            named = " ".join(_place(ctx))
+            self.epilog = (
+                f"Keys of {s.SET}: {', '.join(more)}. 'kvrag config {named}' explains them."
+            )
+        super().format_help(ctx, formatter)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line, with settings in place of defaults."""
+        self._tell_settings(ctx, args)
+        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        if not given.get("help") and not ctx.resilient_parsing:
+            try:
+                self._settle(ctx, given)
+            except KVRagError as error:
+                raise fail(str(error)) from None
+        return super().parse_args(ctx, args)
+
+    def _tell_settings(self, ctx: Any, args: list[str]) -> None:
+        """Say how an option that is a setting only is given."""
+        for arg in args:
+            if arg == "--":
+                break
+            key = self.keys.get(arg.partition("=")[0].removeprefix("--"))
+            if key is not None and key.panel == RESEARCH and arg.startswith("--"):
+                ctx.fail(f"--{key.name} is a setting: give {s.SET} {key.name}=VALUE")
+
+    def _settle(self, ctx: Any, given: Mapping[str, Any]) -> None:
+        place = _place(ctx)
+        named = given.get("config")
+        root = ctx.find_root()
+        file = s.read_file(None if named is None else Path(named), root.command, root)
+        pairs = s.from_pairs(given.get("set") or (), self.keys, f"'kvrag {' '.join(place)}'")
+        from_file = {} if file is None else file.of(place, self.keys)
+        found = {**from_file, **pairs}
+        ctx.default_map = {self.keys[name].parameter: one.value for name, one in found.items()}
+        ctx.meta[_FILE] = file
+        ctx.meta[_FOUND] = {self.keys[name].parameter: one for name, one in found.items()}
+        used = [
+            f"{name}={one.value}"
+            for name, one in sorted(from_file.items())
+            if name not in pairs and given.get(self.keys[name].parameter) is None
+        ]
+        if file is not None and not file.is_named and used:
+            # Nobody asked for it by name.
+            print(console.harmless(f"{file.path}: {', '.join(used)}"), file=sys.stderr)
+
+
+def make_command(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> Command:
+    """Return the command that calls a function.
+
+    Parameters
+    ----------
+    name
+        Of the command.
+    function
+        Options in its panel `RESEARCH` are settings only: ``--help`` names them below the others.
+    settings
+        Arguments of `typer.Typer.command`.
+    """
+    command = _as_command(name, guarded(function), cls=Command, **settings)
+    assert isinstance(command, Command)
+    # A paragraph a line: a terminal may be narrower than the source.
+    command.help = "\n\n".join(
+        " ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n")
+    )
+    command.keys = s.keys_of(command, function)
+    by_parameter = {key.parameter: key for key in command.keys.values()}
+    for parameter in command.params:
+        key = by_parameter.get(parameter.name or "")
+        if key is not None:
+            _put_into_panel(parameter, key.panel)
+    for shared in _as_command("shared", _shared).params:
+        shared.expose_value = False
+        _put_into_panel(shared, _PANEL)
+        command.params.append(shared)
+    return command
+
+
+def _shared(
+    set: Annotated[
+        list[str] | None,
+        typer.Option(
+            s.SET,
+            metavar="KEY=VALUE",
+            help="Set any option by its name, or a key below; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help=f"File of settings. Default: {s.VARIABLE}, or {s.FILE_NAME} here.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Options of every command."""
+
+
+def _as_command(name: str, function: Callable[..., Any], **settings: Any) -> Any:
+    holder = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    holder.command(name, **settings)(function)
+    return get_command(holder)
+
+
+def _put_into_panel(parameter: Any, panel: str) -> None:
+    parameter.rich_help_panel = panel
+    if panel == RESEARCH:
+        parameter.hidden = True
+        parameter.add_to_parser = lambda *_: None
+
+
+def _place(ctx: Any) -> tuple[str, ...]:
+    """Return a command's name, after those of the groups it is in."""
+    return () if ctx.parent is None else (*_place(ctx.parent), ctx.info_name)
+
+
+def settings_file(context: typer.Context) -> s.SettingsFile | None:
+    """Return the file of settings that was read for this command."""
+    found: s.SettingsFile | None = context.meta.get(_FILE)
+    return found
+
+
+def given(context: typer.Context, *parameters: str) -> list[str]:
+    """Return those given on the command line, as they were written: ``--k``, ``--set seed=1``."""
+    found = []
+    for parameter in parameters:
+        source = context.get_parameter_source(parameter)
+        setting = context.meta.get(_FOUND, {}).get(parameter)
+        if source is not None and source.name == "COMMANDLINE":
+            found.append(f"--{parameter.replace('_', '-')}")
+        elif setting is not None and setting.origin.startswith(s.SET):
+            found.append(setting.origin)
+    return found

@@ -1,0 +1,118 @@
+"""`kvrag config`: the settings in force, and where each was given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvrag.cli import console, names
+from kvrag.cli import options as o
+from kvrag.cli.command import Command, settings_file
+from kvrag.errors import ParameterError
+
+if TYPE_CHECKING:
+    from kvrag.cli.settings import Key, Setting, SettingsFile
+
+
+def config(
+    context: typer.Context,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="COMMAND",
+            help="A command, such as 'query' or 'pml run': show its options, those that --help "
+            "leaves out too.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Show the file of settings that is in force; with a COMMAND, all that can be set for it."""
+    file = settings_file(context)
+    if command:
+        keys = _keys(context, command)
+        given = {} if file is None else file.of(tuple(command), keys)
+        rows = [_row(key, given.get(name)) for name, key in keys.items()]
+    else:
+        rows = _rows(file)
+    if as_json:
+        console.print_json({"file": None if file is None else _whole(file.path), "settings": rows})
+        return
+    if command:
+        _print(rows)
+    elif file is None:
+        console.note("no kvrag.toml is here, and neither --config nor KVRAG_CONFIG names one")
+    else:
+        console.write(f"{console.harmless(_whole(file.path))}\n")
+        for row in rows:
+            place = " ".join([*row["command"].split(), row["key"]])
+            console.stream(f"  {row['from']}: {place} = {_shown(row['value'])}\n")
+
+
+def _keys(context: typer.Context, command: list[str]) -> dict[str, Key]:
+    root: Any = context.find_root()
+    found = root.command
+    for number, name in enumerate(command):
+        known = found.list_commands(root) if hasattr(found, "list_commands") else []
+        if name not in known:
+            raise ParameterError(
+                f"there is no command 'kvrag {' '.join(command[: number + 1])}'"
+                f"{names.like(name, known)}" + (f"; expected {', '.join(known)}" if known else "")
+            )
+        found = found.get_command(root, name)
+    if not isinstance(found, Command):
+        raise ParameterError(
+            f"'kvrag {' '.join(command)}' is a group of commands: add one of "
+            + ", ".join(found.list_commands(root))
+        )
+    return dict(found.keys)
+
+
+def _row(key: Key, given: Setting | None) -> dict[str, Any]:
+    return {
+        "key": key.name,
+        "value": key.default if given is None else given.value,
+        "from": "default" if given is None else given.origin,
+        "panel": key.panel,
+        "help": key.text,
+    }
+
+
+def _rows(file: SettingsFile | None) -> list[dict[str, Any]]:
+    """Return all that a file says, of all commands first."""
+    if file is None:
+        return []
+    return [
+        {"command": " ".join(place), "key": name, "value": one.value, "from": one.origin}
+        for place, settings in [((), file.common), *file.tables.items()]
+        for name, one in settings.items()
+    ]
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("key", no_wrap=True)
+    table.add_column("value", overflow="fold", max_width=24)
+    table.add_column("from", overflow="fold")
+    table.add_column("", overflow="fold")
+    for panel in (o.EVERYDAY, o.TUNING, o.RESEARCH):
+        for row in rows:
+            if row["panel"] == panel:
+                cells = (_shown(row["value"]), row["from"], row["help"])
+                table.add_row(row["key"], *(Text(console.harmless(cell)) for cell in cells))
+    console.out().print(table)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "" if value is None else str(value)
+
+
+def _whole(path: Path) -> str:
+    return str(path.absolute())

@@ -1,0 +1,401 @@
+"""Options given in a file ``kvrag.toml`` or behind ``--set``, for every command.
+
+The command line goes before ``--set``, ``--set`` before the file, the file before the default. A
+setting that would do nothing is an error: an unknown command or key, or a value of another type.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import tomllib
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from kvrag.cli import names
+from kvrag.cli.options import EVERYDAY
+from kvrag.errors import ParameterError
+
+FILE_NAME = "kvrag.toml"
+VARIABLE = "KVRAG_CONFIG"
+SET = "--set"
+
+COMMON = ("index", "model", "device", "store")
+"""What a file may say outside its tables: it holds for every command that has the option."""
+
+HARMLESS = frozenset(
+    {
+        *("boundary-tokens", "chunk-tokens", "codec", "compress", "device", "dry-run", "dtype"),
+        *("eviction", "history", "index", "json", "k", "max-tokens", "policy", "ratio", "seed"),
+        *("sparse", "temperature", "ttft"),
+    }
+)
+"""What a file may say that nobody named: who wrote the folder's documents may have left it there.
+
+None of these names a place, an address, a model or code, or lifts a guard; `index` is checked.
+"""
+
+_MAX_BYTES = 1_000_000
+_FLAGS = {"true": True, "false": False}
+_NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """An option as settings name it: without dashes before it, ``max-tokens``.
+
+    Attributes
+    ----------
+    name, parameter
+        Its name, and that of the command's parameter.
+    kind
+        `bool`, `int`, `float`, `str` or `Path`.
+    is_list
+        It may be given more than once.
+    panel
+        The panel of ``--help`` in which it stands, or would stand.
+    least, most
+        Its range; None is open.
+    parse
+        Raises `typer.BadParameter` for a value that it refuses.
+    default, text
+        Its default (None where there is none), and its help.
+    """
+
+    name: str
+    parameter: str
+    kind: type
+    is_list: bool
+    panel: str
+    least: float | None
+    most: float | None
+    parse: Callable[[str], object] | None
+    default: object
+    text: str
+
+    @property
+    def expected(self) -> str:
+        """What a value has to be, in words."""
+        if self.kind is bool:
+            return "true or false"
+        if self.kind not in _NUMBERS:
+            noun = "a path" if self.kind is Path else "text"
+            return "a list of texts" if self.is_list else noun
+        noun = _NUMBERS[self.kind]
+        if self.most is not None:
+            return f"{noun} from {self.least:g} to {self.most:g}"
+        return noun if self.least is None else f"{noun} from {self.least:g}"
+
+    def accepts(self, value: object) -> bool:
+        """Say whether a value is of this key's type, and in its range."""
+        if self.is_list:
+            return isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if self.kind is bool:
+            return isinstance(value, bool)
+        if self.kind not in _NUMBERS:
+            # An empty path would be the working directory.
+            return isinstance(value, str) and (self.kind is not Path or bool(value.strip()))
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        if self.kind is int and not isinstance(value, int):
+            return False
+        # Written so that NaN is outside of every range.
+        return (self.least is None or value >= self.least) and (
+            self.most is None or value <= self.most
+        )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value, and where it was given: ``kvrag.toml:3`` or ``--set``."""
+
+    value: Any
+    origin: str
+
+
+Settings = Mapping[str, Setting]
+
+
+@dataclass(frozen=True)
+class SettingsFile:
+    """A file that was read and checked.
+
+    Attributes
+    ----------
+    path
+        Of the file.
+    is_named
+        Its user named it, or else it was found in the working directory.
+    common, tables
+        What it says of all commands by key, and what of each: ``("bench", "ttft")``.
+    """
+
+    path: Path
+    is_named: bool
+    common: Settings
+    tables: Mapping[tuple[str, ...], Settings]
+
+    def of(self, place: tuple[str, ...], keys: Mapping[str, Key]) -> dict[str, Setting]:
+        """Return what it says of a command, by key."""
+        common = {name: one for name, one in self.common.items() if name in keys}
+        return {**common, **self.tables.get(place, {})}
+
+
+def keys_of(command: Any, function: Callable[..., Any]) -> dict[str, Key]:
+    """Return the options of a command by key, from its function's annotations."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    keys = {}
+    for parameter in command.params:
+        annotation = hints.get(parameter.name)
+        if parameter.param_type_name != "option" or annotation is None:
+            continue
+        given, info = typing.get_args(annotation)[:2]
+        kinds = [one for one in (typing.get_args(given) or (given,)) if one is not type(None)]
+        is_list = typing.get_origin(kinds[0]) is list
+        name = max(parameter.opts, key=len).lstrip("-")
+        keys[name] = Key(
+            name=name,
+            parameter=parameter.name,
+            kind=str if is_list else kinds[0],
+            is_list=is_list,
+            panel=info.rich_help_panel or EVERYDAY,
+            least=info.min,
+            most=info.max,
+            parse=info.parser,
+            default=parameter.default,
+            text=info.help or "",
+        )
+    return keys
+
+
+def check(keys: Mapping[str, Key], command: str, name: str, value: object, origin: str) -> Setting:
+    """Return a setting of a command, or raise ParameterError that says where it is wrong."""
+    key = keys.get(name)
+    if key is None:
+        raise ParameterError(
+            f"{origin}: {command} has no option {name!r}{names.like(name, keys)}; it has "
+            + ", ".join(sorted(keys))
+        )
+    if not key.accepts(value):
+        raise ParameterError(f"{origin}: {name}: expected {key.expected}, found {value!r}")
+    if key.parse is not None:
+        try:
+            key.parse(typing.cast(str, value))
+        except typer.BadParameter as error:
+            raise ParameterError(f"{origin}: {name}: {error.message}") from error
+    return Setting(value, origin)
+
+
+def from_pairs(pairs: Sequence[str], keys: Mapping[str, Key], command: str) -> dict[str, Setting]:
+    """Return what ``--set KEY=VALUE`` says of a command, by key."""
+    found: dict[str, Setting] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        name = name.strip()
+        origin = f"{SET} {pair}"
+        if not equals:
+            raise ParameterError(f"{origin}: expected KEY=VALUE, such as seed=1")
+        key = keys.get(name)
+        value: Any = text
+        if key is not None and key.is_list:
+            value = [*(found[name].value if name in found else []), text]
+        elif name in found:
+            raise ParameterError(f"{origin}: {name} was set before: {found[name].origin}")
+        elif key is not None and key.kind is bool:
+            value = _FLAGS.get(text, text)
+        elif key is not None and key.kind in _NUMBERS:
+            try:
+                value = key.kind(text)
+            except ValueError:
+                value = text
+        found[name] = check(keys, command, name, value, origin)
+    return found
+
+
+def find_file(named: Path | None) -> tuple[Path, bool] | None:
+    """Return the file of settings and whether its user named it, or None where there is none."""
+    if named is not None:
+        return named.expanduser(), True
+    if given := os.environ.get(VARIABLE):
+        path = Path(given).expanduser()
+        if not path.is_absolute():
+            # It would be trusted in whatever folder its user stands.
+            raise ParameterError(f"{VARIABLE}={given}: expected an absolute path")
+        return path, True
+    found = Path(FILE_NAME)
+    return (found, False) if found.is_file() else None
+
+
+def read_file(named: Path | None, root: Any, context: Any) -> SettingsFile | None:
+    """Read the file of settings, and check everything in it.
+
+    Parameters
+    ----------
+    named
+        The file, or None to look for it (`find_file`).
+    root, context
+        The group of all commands, and a context in which to ask it for them.
+
+    Raises
+    ------
+    ParameterError
+        Where it cannot be read, or says something that would do nothing.
+    """
+    place = find_file(named)
+    if place is None:
+        return None
+    path, is_named = place
+    text = _text(path)
+    try:
+        document = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ParameterError(f"{path} is not TOML: {error}") from error
+    lines = _lines(text)
+    common: dict[str, Setting] = {}
+    tables: dict[tuple[str, ...], dict[str, Setting]] = {}
+    for keys_path, value, command in _entries(document, root, context, path, lines):
+        *table, name = keys_path
+        origin = _origin(path, lines, keys_path)
+        key = None
+        if command is None:
+            if not isinstance(value, str) or not value.strip():
+                raise ParameterError(f"{origin}: {name}: expected text, found {value!r}")
+            setting = Setting(value, origin)
+        else:
+            setting = check(command.keys, f"'kvrag {' '.join(table)}'", name, value, origin)
+            key = command.keys[name]
+        if not is_named:
+            _check_harmless(name, key, setting, path)
+        if name == "index" or (key is not None and key.kind is Path):
+            # As a path in the file means it, wherever its reader stands.
+            setting = Setting(str(path.parent / Path(setting.value).expanduser()), origin)
+        (common if command is None else tables.setdefault(tuple(table), {}))[name] = setting
+    return SettingsFile(path, is_named, common, tables)
+
+
+def _entries(
+    document: Mapping[str, Any],
+    group: Any,
+    context: Any,
+    path: Path,
+    lines: Mapping[tuple[str, ...], int],
+    place: tuple[str, ...] = (),
+) -> Iterator[tuple[tuple[str, ...], object, Any]]:
+    """Yield each key with its tables, its value, and its command (None for all commands)."""
+    for name, value in document.items():
+        here = (*place, name)
+        origin = functools.partial(_origin, path, lines, here)
+        if not isinstance(value, dict):
+            if place:
+                raise ParameterError(
+                    f"{origin()}: {' '.join(place)!r} is a group of commands: expected tables such "
+                    f"as [{'.'.join(place)}.{group.list_commands(context)[0]}], found {name!r}"
+                )
+            if name not in COMMON:
+                raise ParameterError(
+                    f"{origin()}: {name!r} holds for no command{names.like(name, COMMON)}; outside "
+                    f"of tables expected {', '.join(COMMON)}; an option of one command belongs in "
+                    "its table, such as [query]"
+                )
+            yield here, value, None
+            continue
+        known = group.list_commands(context)
+        if name not in known:
+            raise ParameterError(
+                f"{origin()}: there is no command 'kvrag {' '.join(here)}'"
+                f"{names.like(name, known)}; expected {', '.join(known)}"
+            )
+        command = group.get_command(context, name)
+        if hasattr(command, "list_commands"):
+            yield from _entries(value, command, context, path, lines, here)
+        elif not hasattr(command, "keys"):
+            # It stands for one that another distribution brings.
+            raise ParameterError(f"{origin()}: 'kvrag {' '.join(here)}': {command.help}")
+        else:
+            for key, setting in value.items():
+                yield (*here, key), setting, command
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise ParameterError(f"{path} cannot be read: {error.strerror}") from error
+    if len(content) > _MAX_BYTES:
+        raise ParameterError(f"{path}: expected at most {_MAX_BYTES:,} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ParameterError(f"{path} is not UTF-8: {error}") from error
+
+
+def _lines(text: str) -> dict[tuple[str, ...], int]:
+    """Return the line of each table and key, which `tomllib` does not tell."""
+    found: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        header = re.match(r"\s*\[+\s*([^\[\]#]+?)\s*\]", line)
+        key = re.match(r"\s*([\w\"'. -]+?)\s*=", line)
+        if header:
+            table = _parts(header[1])
+            found.setdefault(table, number)
+        elif key:
+            found.setdefault((*table, *_parts(key[1])), number)
+    return found
+
+
+def _parts(dotted: str) -> tuple[str, ...]:
+    return tuple(part.strip().strip("\"'") for part in dotted.split("."))
+
+
+def _origin(path: Path, lines: Mapping[tuple[str, ...], int], place: Sequence[str]) -> str:
+    # For an inline table the line of the table; for one made by dotted keys that of the first.
+    for length in range(len(place), 0, -1):
+        if line := lines.get(tuple(place[:length])):
+            return f"{path}:{line}"
+    begin = tuple(place)
+    first = next((line for one, line in lines.items() if one[: len(begin)] == begin), None)
+    return str(path) if first is None else f"{path}:{first}"
+
+
+def _check_harmless(name: str, key: Key | None, setting: Setting, path: Path) -> None:
+    """Raise ParameterError for what a file that nobody named may not say."""
+    remedy = (
+        f"{path} was found, not named: if you trust it, name it with --config {path}, or with "
+        f"{VARIABLE} and its whole path"
+    )
+    if name == "index":
+        problem = _foreign_index(Path(setting.value).expanduser(), path.absolute().parent)
+        if problem:
+            raise ParameterError(
+                f"{setting.origin}: index = {setting.value!r}: {problem}; {remedy}"
+            )
+    elif name not in HARMLESS or (key is not None and key.kind is Path):
+        raise ParameterError(
+            f"{setting.origin}: {name!r} can name a place, a model or code, or lift a guard; "
+            f"{remedy}"
+        )
+
+
+def _foreign_index(index: Path, folder: Path) -> str:
+    """Return what an index leads to outside of a folder, "" where it stays within."""
+    from kvrag.ingest import config
+
+    index = (folder / index).resolve()
+    if not index.is_relative_to(folder.resolve()):
+        return f"expected a folder in {folder}"
+    if not (index / config.FILE_NAME).exists():
+        return ""
+    made = config.IndexConfig.load(index)
+    if made.store:
+        return f"it keeps its KV elsewhere, in {made.store}"
+    if Path(made.embedding).name != made.embedding:
+        return f"its embedding is in {made.embedding}"
+    return ""

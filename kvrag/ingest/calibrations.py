@@ -1,0 +1,47 @@
+"""What was measured for an index's model (`kvrag calibrate`), kept in its folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvrag.errors import IndexMismatchError, StoreError
+from kvrag.ingest.config import write_atomically
+from kvrag.ingest.storage import Storage
+from kvrag.store.registry import without_password
+
+if TYPE_CHECKING:
+    from kvrag.fusion.calibration import Calibration
+
+FILE_NAME = "calibration.json"
+
+
+def read_calibration(storage: Storage) -> Calibration | None:
+    """Return what was measured (`Index.calibration`)."""
+    path = storage.path / FILE_NAME
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error})") from error
+    from kvrag.fusion.calibration import Calibration
+
+    found = Calibration.from_json(text, str(path))
+    if found.model_fingerprint != storage.config.model_fingerprint:
+        raise IndexMismatchError(
+            f"{path}: measured with another model than the index's; run 'kvrag calibrate' again"
+        )
+    if found.loading is not None and found.loading.store != without_password(storage.store.url):
+        # Of another store it says nothing.
+        found = replace(found, loading=None)
+    return found
+
+
+def keep_calibration(storage: Storage, calibration: Calibration) -> None:
+    """Keep what was measured, in place of what was there (`Upkeep.keep_calibration`)."""
+    if calibration.model_fingerprint != storage.config.model_fingerprint:
+        raise IndexMismatchError(
+            f"{storage.path}: the calibration was measured with another model than the index's"
+        )
+    write_atomically(storage.path / FILE_NAME, calibration.to_json().encode())

@@ -1,0 +1,239 @@
+"""The catalog's file: its connection, snapshots, and changing places with another file."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar, cast
+
+from kvrag.errors import IndexFormatError, StoreError
+from kvrag.ingest import words
+from kvrag.ingest.connection import (
+    FileStamp,
+    catalog_error,
+    connect,
+    file_stamp,
+    is_damage,
+    put_in_place,
+)
+from kvrag.ingest.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION, State, write_state
+from kvrag.ingest.seals import Seals
+from kvrag.sqlitefile import library, unlock
+
+_MAX_TRIES = 8  # of a read during which somebody else wrote
+
+_T = TypeVar("_T", bound="CatalogFile")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def checked(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_T, _P], _R]:
+    """Hold the connection during a method, keep it up to date, and name SQLite's errors."""
+
+    @functools.wraps(method)
+    def call(self: _T, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._lock:
+            try:
+                self._reopen_if_changed()
+                for _ in range(_MAX_TRIES):
+                    try:
+                        result = method(self, *args, **kwargs)
+                    except (self._sql.Error, IndexFormatError):
+                        # What was read may have been half old and half new.
+                        if not self._reopen_if_changed():
+                            raise
+                    else:
+                        if not self._reopen_if_changed():
+                            return result
+            except self._sql.Error as error:
+                raise catalog_error(self.path, error) from error
+            raise StoreError(f"{self.path} changes faster than it can be read; try again later")
+
+    return cast("Callable[Concatenate[_T, _P], _R]", call)
+
+
+class CatalogFile:
+    """The part of `Catalog` that holds its file open, whatever others do to it meanwhile.
+
+    Safe to use from several threads.
+
+    Attributes
+    ----------
+    path
+        The file.
+    is_old
+        Whether its rows are not sealed yet.
+    """
+
+    def __init__(
+        self, path: Path, *, seal_key: bytes = b"", cipher_key: bytes | None = None
+    ) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        self._seals = Seals(seal_key)
+        self._cipher_key = cipher_key
+        self._sql = library(cipher_key)
+        self._words = self._word_index()
+        self._connection: sqlite3.Connection
+        self._stamp: FileStamp | None
+        self._inode: int | None
+        if not path.is_file():
+            raise IndexFormatError(
+                f"{path} is missing: the index is incomplete; ingest its documents again"
+            )
+        try:
+            self._connect()
+            application = self._connection.execute("PRAGMA application_id").fetchone()[0]
+            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+        except (self._sql.Error, OSError) as error:
+            raise catalog_error(path, error) from error
+        self.is_old = (application, version) == (APPLICATION_ID, 2)
+        if (application, version) != (APPLICATION_ID, SCHEMA_VERSION) and not self.is_old:
+            self._connection.close()
+            raise IndexFormatError(
+                f"{path} is not a catalog of this version of kvrag: expected schema "
+                f"{SCHEMA_VERSION}, found application {application:#x} schema {version}; "
+                "ingest into a new folder"
+            )
+
+    @classmethod
+    def create(
+        cls: type[_T], path: Path, *, seal_key: bytes = b"", cipher_key: bytes | None = None
+    ) -> _T:
+        """Make an empty catalog; an unfinished one left by a killed process is replaced."""
+        sql = library(cipher_key)
+        try:
+            for name in (*(path.name + end for end in ("", "-wal", "-shm")), words.FILE_NAME):
+                path.with_name(name).unlink(missing_ok=True)
+            connection = sql.connect(path, isolation_level=None)
+            try:
+                unlock(connection, cipher_key)
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.executescript(f"BEGIN;{SCHEMA}COMMIT;")
+                write_state(connection, Seals(seal_key), State(0))
+                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            finally:
+                connection.close()
+        except (sql.Error, OSError) as error:
+            raise catalog_error(path, error) from error
+        return cls(path, seal_key=seal_key, cipher_key=cipher_key)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._words.close()
+            self._connection.close()
+            self._stamp = None
+            self._inode = None
+
+    def _word_index(self) -> words.WordIndex:
+        path = self.path.with_name(words.FILE_NAME)
+        return words.WordIndex(path, self._seals, self._cipher_key)
+
+    def seal(self, content: bytes) -> bytes:
+        """Seal what is kept beside the catalog."""
+        return self._seals.whole([content])
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether the file is encrypted."""
+        return self._cipher_key is not None
+
+    def _reopen_if_changed(self) -> bool:
+        """Open the file again if this connection cannot see what others have written to it."""
+        if self._connection.in_transaction:
+            return False
+        if self._stamp is None:
+            # Another file is in its place: somebody has encrypted it.
+            with contextlib.suppress(OSError):
+                if self._inode not in (None, self.path.stat().st_ino):
+                    self._reopen()
+                    return True
+            return False
+        if self._stamp == file_stamp(self.path):
+            return False
+        self._reopen()
+        return True
+
+    def _reopen(self) -> None:
+        try:
+            self._connect()
+        except OSError as error:
+            raise catalog_error(self.path, error) from error
+        except self._sql.DatabaseError as error:
+            if not is_damage(error):
+                raise
+            raise IndexFormatError(
+                f"{self.path} was replaced by another file while it was open (encrypted, perhaps, "
+                "or moved to another key); open the index again"
+            ) from error
+
+    def _connect(self) -> None:
+        """Open the file, and close what was open before: not until then, so as to try again."""
+        inode = self.path.stat().st_ino
+        former = getattr(self, "_connection", None)
+        self._connection, self._stamp = connect(self.path, self._cipher_key)
+        self._inode = inode
+        if former is not None:
+            former.close()
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[None]:
+        """Let several reads see one generation, whatever others write meanwhile."""
+        self._connection.execute("BEGIN")
+        try:
+            yield
+        finally:
+            # Nothing was written; damage that was met has been noted already.
+            with contextlib.suppress(self._sql.Error):
+                self._connection.execute("ROLLBACK")
+
+    def write_copy(self, path: Path, cipher_key: bytes | None) -> None:
+        """Write all of the catalog into a new file, under another key or none.
+
+        Raises
+        ------
+        ParameterError
+            When SQLCipher is not installed.
+        StoreError
+            When the folder refuses it.
+        """
+        sql = library(cipher_key or self._cipher_key)
+        path.unlink(missing_ok=True)
+        with self._lock:
+            try:
+                connection = sql.connect(self.path, isolation_level=None)
+                try:
+                    unlock(connection, self._cipher_key)
+                    key = "" if cipher_key is None else f"x'{cipher_key.hex()}'"
+                    connection.execute("ATTACH DATABASE ? AS fresh KEY ?", (str(path), key))
+                    connection.execute("SELECT sqlcipher_export('fresh')").fetchall()
+                    connection.execute(f"PRAGMA fresh.application_id = {APPLICATION_ID}")
+                    connection.execute(f"PRAGMA fresh.user_version = {SCHEMA_VERSION}")
+                    connection.execute("PRAGMA fresh.journal_mode = WAL")
+                finally:
+                    connection.close()
+            except sql.Error as error:
+                raise catalog_error(path, error) from error
+
+    def use_next(self, cipher_key: bytes | None) -> None:
+        """Go on with the file at `next_path`, which is under another key, the same or none."""
+        with self._lock:
+            with contextlib.suppress(self._sql.DatabaseError):
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self._connection.close()
+            self._words.discard()  # before: no text of an encrypted catalog may stay readable
+            put_in_place(self.path)
+            self._cipher_key = cipher_key
+            self._sql = library(cipher_key)
+            self._words = self._word_index()
+            try:
+                self._connect()
+            except (self._sql.Error, OSError) as error:
+                raise catalog_error(self.path, error) from error

@@ -1,0 +1,64 @@
+"""Whether a store, a device or an embedding can be an index's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvrag.errors import IndexMismatchError, ParameterError
+from kvrag.ingest.config import IndexConfig
+from kvrag.store.base import Store
+from kvrag.store.capabilities import InMemory, Limits, capability, tiers_of
+
+if TYPE_CHECKING:
+    from kvrag.ingest.embedding import Embedding
+    from kvrag.models.kv_model import KVModel
+
+
+def check_limit(store: Store, config: IndexConfig) -> None:
+    """Close a store and raise ParameterError when a tier of it is limited to less than a chunk."""
+    needed = config.chunk_tokens * config.expected_bytes_per_token
+    for tier in tiers_of(store):
+        limited = capability(tier, Limits)
+        if limited is not None and limited.limit_bytes < needed:
+            store.close()
+            raise ParameterError(
+                f"{tier.url} holds no chunk of {config.chunk_tokens} tokens, which take about "
+                f"{needed:,} bytes; raise its limit, or choose fewer chunk_tokens or another codec"
+            )
+
+
+def check_lasting(store: Store) -> None:
+    """Raise ParameterError when what is kept in a store is gone with the process."""
+    if capability(tiers_of(store)[-1], InMemory) is not None:
+        raise ParameterError(
+            f"{store.url} is gone when the process ends: choose a store that lasts; memory may be "
+            "a tier before it"
+        )
+
+
+def check_device(device: str | None, model: KVModel | None = None) -> None:
+    """Raise ParameterError when a device cannot be used here, or `model` is on another one."""
+    if device is None:
+        return
+    if not isinstance(device, str):
+        raise ParameterError(f"device {device!r}: expected a name such as 'cpu' or 'cuda'")
+    # Only now: without a device nothing of the model's library is needed yet.
+    from kvrag.models.loading import usable_device
+
+    wanted = usable_device(device)
+    if model is not None and model.device != wanted:
+        raise ParameterError(
+            f"device {device} was asked for, but the model given is on {model.device}"
+        )
+
+
+def check_embedding(config: IndexConfig, folder: Path, embedding: Embedding) -> None:
+    """Raise IndexMismatchError unless `embedding` is the one an index was made with."""
+    found = (embedding.name, embedding.dim)
+    expected = (config.embedding, config.embedding_dim)
+    if found != expected:
+        raise IndexMismatchError(
+            f"{folder} was made with the embedding {expected[0]!r} of {expected[1]} dimensions, "
+            f"found {found[0]!r} of {found[1]}; use the one it was made with"
+        )

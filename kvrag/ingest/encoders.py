@@ -1,0 +1,190 @@
+"""What an index computes with: its decoder, tokenizer and embedding, loaded on first use."""
+
+from __future__ import annotations
+
+import threading
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvrag.chunk import Chunk
+from kvrag.errors import AnchorsError, IndexMismatchError, ModelLoadError, ParameterError
+from kvrag.fusion.compression.spec import parse_compression
+from kvrag.ingest.checks import check_device, check_embedding
+from kvrag.ingest.config import IndexConfig
+from kvrag.models.control import KEEP, ControlTokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvrag.fusion.compression.encoding import Compressor
+    from kvrag.ingest.embedding import Embedding
+    from kvrag.kvcache import ChunkKV
+    from kvrag.models.kv_model import KVModel
+
+
+class Encoders:
+    """The models of one index, each compared with the one that the index was made with.
+
+    Parameters
+    ----------
+    path
+        The index's folder.
+    config
+        What the index was made with.
+    model, embedding
+        What the caller gave; None stands for what `config` names.
+    device
+        Where a model that is loaded here runs; None means the CPU.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: IndexConfig,
+        *,
+        model: KVModel | PreTrainedModel | str | Path | None,
+        embedding: Embedding | None,
+        device: str | None,
+    ) -> None:
+        self._path = path
+        self._config = config
+        self._given_model = model
+        self._given_embedding = embedding
+        self._device = device
+        self._compression = parse_compression(config.compression)
+        self._loading = threading.RLock()
+
+    @cached_property
+    def model(self) -> KVModel:
+        """The decoder. Raises as `Index.model` does."""
+        from kvrag.models.kv_model import KVModel
+
+        with self._loading:
+            config = self._config
+            model = KVModel.load(self._model_source(), dtype=config.dtype, device=self._device)
+            check_device(self._device, model)
+            if model.fingerprint != config.model_fingerprint:
+                raise self._mismatch("model", model.name, model.fingerprint)
+            if model.tokenizer_fingerprint != config.tokenizer_fingerprint:
+                raise self._mismatch("tokenizer", model.name, model.tokenizer_fingerprint)
+            return model
+
+    def compare_given(self) -> None:
+        """Compare a loaded model that the caller gave: a mismatch is best told at once."""
+        if self._given_model is not None and not isinstance(self._given_model, str | Path):
+            _ = self.model
+
+    @property
+    def model_folder(self) -> Path | None:
+        """The folder of the model's files; None of a hub's model, or one made in memory.
+
+        Loads no weights. Raises ModelLoadError when the folder is gone.
+        """
+        from kvrag.models.loading import resolve_model
+
+        source = self._model_source()
+        if self._has_model or not isinstance(source, str | Path):
+            return self.model.folder
+        path = Path(resolve_model(source))
+        return path if path.is_absolute() else None
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, loaded without the weights. Raises as `model` does."""
+        if self._has_model:
+            return self.model.tokenizer
+        from kvrag.models.loading import load_tokenizer, tokenizer_fingerprint
+
+        with self._loading:
+            source = self._model_source()
+            if not isinstance(source, str | Path):
+                return self.model.tokenizer
+            tokenizer = load_tokenizer(source)
+            found = tokenizer_fingerprint(tokenizer)
+            if found != self._config.tokenizer_fingerprint:
+                raise self._mismatch("tokenizer", str(source), found)
+            return tokenizer
+
+    @cached_property
+    def control(self) -> ControlTokens | None:
+        """The model's control strings, or None where they are kept. Raises as `tokenizer` does."""
+        if self._config.control_tokens == KEEP:
+            return None
+        return ControlTokens(self.tokenizer)
+
+    @cached_property
+    def embedding(self) -> Embedding:
+        """What makes vectors of texts. Raises IndexMismatchError."""
+        if self._given_embedding is not None:
+            return self._given_embedding
+        from kvrag.ingest.embedding import get_embedding
+
+        config = self._config
+        with self._loading:
+            try:
+                embedding = get_embedding(config.embedding)
+            except ParameterError as error:
+                raise IndexMismatchError(
+                    f"{self._path} was made with the embedding {config.embedding!r}, which "
+                    "cannot be found by name: pass it, Index.open(path, embedding=...)"
+                ) from error
+            check_embedding(config, self._path, embedding)
+            return embedding
+
+    def prefill(self, chunk: Chunk) -> ChunkKV:
+        """Return the KV of a chunk by the model, behind the first of its contexts."""
+        before = (*self._config.prefix_ids, *chunk.contexts[0])
+        if self._compression is None:
+            return self.model.prefill(before, [chunk.token_ids])[0]
+        return self._compressor.encode(before, chunk.token_ids)
+
+    @cached_property
+    def room(self) -> int:
+        """Tokens that a chunk may have with its context: the window behind the shared prefix.
+
+        Positions are left free for what compressing a chunk computes behind it.
+        """
+        room = self._config.max_positions - len(self._config.prefix_ids)
+        if self._compression is None:
+            return room
+        from kvrag.fusion.compression.encoding import room_behind
+
+        return room - room_behind(self._compression, self.tokenizer, self._config.chunk_tokens)
+
+    @cached_property
+    def _compressor(self) -> Compressor:
+        """What compresses chunks, loaded on first use. Raises as `model` does, and AnchorsError."""
+        from kvrag.fusion.compression.encoding import Compressor
+
+        assert self._compression is not None
+        compressor = Compressor(self.model, self._compression)
+        if compressor.anchors_digest != self._config.anchors:
+            raise AnchorsError(
+                f"{self._path} was made with other anchors (digest {self._config.anchors}) than "
+                f"those beside the model now ({compressor.anchors_digest}): put them back, or "
+                "ingest into a new folder"
+            )
+        return compressor
+
+    @property
+    def _has_model(self) -> bool:
+        return "model" in self.__dict__
+
+    def _model_source(self) -> KVModel | PreTrainedModel | str | Path:
+        if self._given_model is not None:
+            return self._given_model
+        if not self._config.model:
+            raise ModelLoadError(
+                f"{self._path} was made with a model object built in memory: pass it, "
+                "Index.open(path, model=...)"
+            )
+        return self._config.model
+
+    def _mismatch(self, what: str, name: str, found: str) -> IndexMismatchError:
+        expected = getattr(self._config, f"{what}_fingerprint")
+        return IndexMismatchError(
+            f"{self._path} was made with the {what} of {self._config.model or 'a model object'!r} "
+            f"(fingerprint {expected}), but that of {name!r} has fingerprint {found}; give the "
+            "model it was made with, or ingest into a new folder"
+        )

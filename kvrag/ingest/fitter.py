@@ -1,0 +1,163 @@
+"""Fitting an index's codec to its model and documents."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvrag.chunk import Chunk, ChunkKey
+from kvrag.errors import ProfileError
+from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.profiles import LEAST_TOKENS, SAMPLE_TOKENS
+from kvrag.ingest.storage import Storage
+
+if TYPE_CHECKING:
+    from kvrag.codec.base import Codec
+    from kvrag.codec.presets import CodecChoice
+    from kvrag.codec.profile import Profile
+    from kvrag.kvcache import ChunkKV
+
+
+class CodecFitter:
+    """Fits the codec that an index writes with; call its methods with the writer's lock held.
+
+    Parameters
+    ----------
+    storage, encoders
+        The index's.
+    """
+
+    def __init__(self, storage: Storage, encoders: Encoders) -> None:
+        self._storage = storage
+        self._encoders = encoders
+
+    def codec_for(self, chunks: list[Chunk], say: Callable[[str], None]) -> Codec:
+        """Return what records are written with; fit its profile to `chunks` if it has none.
+
+        Too few of them are stored raw: recoding finds them when there is more to fit to.
+        """
+        storage = self._storage
+        if not storage.coding.needs_profile:
+            return storage.coding.codec
+        lengths = [storage.num_rows(len(chunk.token_ids)) for chunk in chunks]
+        if sum(lengths) < LEAST_TOKENS:
+            from kvrag.codec.raw import RawCodec
+
+            return RawCodec()
+        codec = storage.config.codec
+        profile = self._fit(
+            codec, lengths, lambda number: self._encoders.prefill(chunks[number]), say
+        )
+        storage.use_codec(codec, profile)
+        return storage.coding.codec
+
+    def note(self) -> str:
+        """Return what to know after an ingestion of how KV was stored; "" for nothing."""
+        storage = self._storage
+        codec = storage.config.codec
+        again = f"'kvrag recode --codec {codec}' fits it again when the index holds more"
+        if storage.coding.needs_profile:
+            return f"KV was stored raw: {codec} is fitted on {LEAST_TOKENS} tokens or more; {again}"
+        if storage.config.profile:
+            num_tokens = storage.profiles.get(storage.config.profile).num_tokens
+            if num_tokens < SAMPLE_TOKENS // 4:
+                return f"{codec} was fitted on {num_tokens:,} tokens only; {again}"
+        return ""
+
+    def fit(
+        self,
+        codec: str,
+        needed: dict[ChunkKey, int],
+        say: Callable[[str], None],
+        num_tokens: int = SAMPLE_TOKENS,
+    ) -> Profile:
+        """Fit a codec to a sample of the index's records.
+
+        Parameters
+        ----------
+        codec
+            Any that has a profile.
+        needed
+            The records (`needed`).
+        say
+            Receives a line whenever there is something new to say.
+        num_tokens
+            Of the sample.
+        """
+        from kvrag.ingest.coding import read_exact
+
+        storage = self._storage
+        keys = list(needed)
+
+        def kv_of(number: int) -> ChunkKV:
+            key = keys[number]
+            spec = storage.config.spec
+            found = read_exact(key, needed[key], storage.store, storage.coding, spec)
+            return self.compute(key) if found is None else found
+
+        return self._fit(codec, list(needed.values()), kv_of, say, num_tokens)
+
+    def compute(self, key: ChunkKey) -> ChunkKV:
+        """Return the KV of a record by the model."""
+        storage = self._storage
+        return self._encoders.prefill(storage.catalog.chunk_with(key, storage.key_of))
+
+    def needed(self) -> dict[ChunkKey, int]:
+        """Return the names of all records that sound chunks have, each with its rows."""
+        storage = self._storage
+        found = storage.catalog.audit(storage.key_of).needed
+        return {key: storage.num_rows(found[key]) for key in sorted(found)}
+
+    def present_profile(self, choice: CodecChoice, num_tokens: int) -> Profile | None:
+        """Return the best of the index's profiles that a codec can use, if any is good enough.
+
+        One that was fitted on much less than there is now is not: an index is small at first.
+        """
+        from kvrag.codec.registry import is_profile_of
+
+        storage = self._storage
+        fitting: list[Profile] = []
+        for profile_hash in storage.profiles.hashes():
+            with contextlib.suppress(ProfileError):
+                profile = storage.profiles.get(profile_hash)
+                is_ours = profile.model_fingerprint == storage.config.model_fingerprint
+                has_level = any(level.name == choice.level for level in profile.levels)
+                if is_ours and has_level and is_profile_of(profile, choice):
+                    fitting.append(profile)
+        best = max(fitting, key=lambda profile: (profile.num_tokens, profile.hash), default=None)
+        if best is None or best.num_tokens < min(SAMPLE_TOKENS, num_tokens) / 2:
+            return None
+        return best
+
+    def replace_lost_profile(self) -> None:
+        """Fit another profile if the one that records are written with is lost."""
+        storage = self._storage
+        if storage.coding.needs_profile:
+            return
+        try:
+            _ = storage.coding.codec
+        except ProfileError:
+            codec = storage.config.codec
+            storage.use_codec(codec, self.fit(codec, self.needed(), lambda _: None))
+
+    def _fit(
+        self,
+        codec: str,
+        lengths: Sequence[int],
+        kv_of: Callable[[int], ChunkKV],
+        say: Callable[[str], None],
+        num_tokens: int = SAMPLE_TOKENS,
+    ) -> Profile:
+        from kvrag.ingest.coding import fit_to
+
+        config = self._storage.config
+        return fit_to(
+            codec,
+            lengths,
+            kv_of,
+            spec=config.spec,
+            model_fingerprint=config.model_fingerprint,
+            on_progress=say,
+            num_tokens=num_tokens,
+        )

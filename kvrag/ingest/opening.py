@@ -1,0 +1,70 @@
+"""Opening an index's folder."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from kvrag.codec.names import parse_codec
+from kvrag.errors import IndexFormatError, ParameterError
+from kvrag.ingest import catalog as catalogs
+from kvrag.ingest import lock
+from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.checks import check_limit
+from kvrag.ingest.config import KV_FOLDER, IndexConfig
+from kvrag.ingest.encryption import open_catalog, replace_catalog
+from kvrag.ingest.storage import Storage
+from kvrag.store.base import Store
+from kvrag.store.registry import open_store
+
+logger = logging.getLogger("kvrag")
+
+
+def load_config(folder: Path) -> IndexConfig:
+    """Return what an index was made with. Raises as `IndexConfig.load` does."""
+    config = IndexConfig.load(folder)
+    try:
+        parse_codec(config.codec)
+    except ParameterError as error:
+        raise IndexFormatError(f"{folder}: {error}; a newer kvrag may know it") from error
+    return config
+
+
+def open_storage(folder: Path, config: IndexConfig, store: str | None, *, mend: bool) -> Storage:
+    """Open what an index keeps. Parameters and errors are those of `Index.open`."""
+    opened = open_store(store or config.store or f"file:{folder / KV_FOLDER}", must_answer=False)
+    check_limit(opened, config)
+    try:
+        catalog, lost = _open_catalog(folder, config, opened, mend)
+    except BaseException:
+        opened.close()
+        raise
+    storage = Storage(folder, config, catalog, opened, lost)
+    try:
+        storage.bring_up_to_date()
+    except BaseException:
+        storage.close()
+        raise
+    return storage
+
+
+def _open_catalog(
+    folder: Path, config: IndexConfig, store: Store, mend: bool
+) -> tuple[Catalog, str]:
+    """Return the catalog, and why it is an empty one in place of the index's own, or ""."""
+    try:
+        return open_catalog(folder, config, store), ""
+    except IndexFormatError as error:
+        path = folder / catalogs.FILE_NAME
+        is_there = path.exists()
+        if not mend or (is_there and error.__cause__ is None):
+            raise  # one of another version is none that is damaged
+        with lock.writer_lock(folder):
+            catalog = replace_catalog(folder, config, store)
+        lost = (
+            f"{path} was damaged ({error.__cause__}) and is set aside as {path.name}.damaged"
+            if is_there
+            else f"{path} was missing"
+        )
+        logger.warning("%s: all documents are lost; ingest all of them again", lost)
+        return catalog, lost

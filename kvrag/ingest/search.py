@@ -1,0 +1,139 @@
+"""Finding chunks: by a question's vector, by its words, and word for word in a prompt."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvrag import arguments
+from kvrag.chunk import Chunk
+from kvrag.errors import ParameterError
+from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.storage import Storage
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvrag.fusion.segments import ChunkMatcher
+    from kvrag.ingest.vectors import VectorIndex
+
+_MAX_RECENT = 256
+_MOST_CHUNKS = 2**31 - 1
+_MOST_CHARACTERS = 100_000  # of a question; embeddings read far less
+
+
+@dataclass(frozen=True)
+class SearchHit:
+    """A chunk found, and the inner product of its vector with the question's."""
+
+    chunk: Chunk
+    score: float
+
+
+class Search:
+    """Finds the chunks of one index, as its catalog is at each call.
+
+    Parameters
+    ----------
+    storage, encoders
+        The index's.
+    """
+
+    def __init__(self, storage: Storage, encoders: Encoders) -> None:
+        self._storage = storage
+        self._encoders = encoders
+        self._refreshing = threading.Lock()
+        self._vectors: VectorIndex | None = None
+        self._matcher: tuple[int, ChunkMatcher] | None = None
+        self._recent: deque[str] = deque(maxlen=_MAX_RECENT)
+
+    def by_text(self, query: str, k: int) -> list[SearchHit]:
+        """Return the `k` chunks nearest to a question (`Index.search`)."""
+        query, k = self._checked(query, k)
+        return self.by_vector(self._encoders.embedding.embed([query])[0], k)
+
+    def by_vector(self, vector: NDArray[np.float32] | Sequence[float], k: int) -> list[SearchHit]:
+        """Return the `k` chunks nearest to a vector ``[dim]`` (`Index.search_by_vector`)."""
+        storage = self._storage
+        storage.require_open()
+        k = arguments.whole(k, "k", 1, _MOST_CHUNKS)
+        from kvrag.ingest.vectors import VectorIndex
+
+        dim = storage.config.embedding_dim
+        with self._refreshing:
+            if self._vectors is None:
+                self._vectors = VectorIndex.load(storage.path, storage.catalog, dim)
+            elif self._vectors.generation != storage.catalog.generation():
+                self._vectors = VectorIndex.refresh(storage.catalog, dim)
+            vectors = self._vectors
+        asked = _as_vector(vector)
+        return self._hits(lambda most: vectors.search(asked, most), k)
+
+    def by_words(self, query: str, k: int) -> list[SearchHit]:
+        """Return the `k` chunks that say most of a question's words (`Index.search_words`)."""
+        query, k = self._checked(query, k)
+        return self._hits(lambda most: self._storage.catalog.search_words(query, most), k)
+
+    @property
+    def recent_chunk_ids(self) -> tuple[str, ...]:
+        """Ids of the chunks found by the latest searches, the latest and best first."""
+        return tuple(dict.fromkeys(reversed(self._recent.copy())))
+
+    @property
+    def matcher(self) -> ChunkMatcher:
+        """Finds the index's chunks in a prompt; a new one after every change of the catalog."""
+        from kvrag.fusion.segments import ChunkMatcher
+
+        catalog = self._storage.catalog
+        with self._refreshing:
+            if self._matcher is None or self._matcher[0] != catalog.generation():
+                # Made anew rather than altered: other threads may be searching with the old one.
+                matcher = ChunkMatcher(catalog.text_of)
+                self._matcher = catalog.each_text(matcher.add), matcher
+            return self._matcher[1]
+
+    def _checked(self, query: Any, k: Any) -> tuple[str, int]:
+        self._storage.require_open()
+        k = arguments.whole(k, "k", 1, _MOST_CHUNKS)
+        if len(arguments.text(query, "the question")) > _MOST_CHARACTERS:
+            raise ParameterError(
+                f"the question has {len(query):,} characters: expected at most "
+                f"{_MOST_CHARACTERS:,}; search for a part of it"
+            )
+        if not query.strip():
+            raise ParameterError("the question is empty: there is nothing to search for")
+        return query, k
+
+    def _hits(self, search: Callable[[int], list[tuple[int, float]]], k: int) -> list[SearchHit]:
+        """Return the `k` best chunks that `search` finds and that are whole."""
+        hits: list[SearchHit] = []
+        seen: set[int] = set()
+        # Where a chunk is damaged or gone, the next one takes its place.
+        while len(hits) < k:
+            found = [one for one in search(max(k, 2 * len(seen))) if one[0] not in seen]
+            if not found:
+                break
+            chunks = self._storage.catalog.chunks_at([row for row, _ in found])
+            hits += [SearchHit(chunks[row], score) for row, score in found if row in chunks]
+            seen.update(row for row, _ in found)
+        hits = hits[:k]
+        self._recent.extend(hit.chunk.chunk_id for hit in reversed(hits))
+        return hits
+
+
+def _as_vector(vector: Any) -> NDArray[np.float32]:
+    import numpy as np
+
+    try:
+        found = np.asarray(vector, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise ParameterError(f"vector: expected numbers, found {str(vector)[:60]!r}") from error
+    if found.ndim != 1 or not np.isfinite(found).all():
+        raise ParameterError(
+            f"vector: expected finite numbers in one dimension, found shape {found.shape}"
+        )
+    return found

@@ -1,0 +1,277 @@
+"""What an index keeps: configuration, catalog and records, and how the records are coded.
+
+Reading, writing and upkeep share one `Storage`, so that each sees at once what another changed:
+another codec, another store, a catalog that was closed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvrag.chunk import Chunk, ChunkKey, chunk_key
+from kvrag.codec.names import parse_codec
+from kvrag.errors import IndexClosedError, IndexFormatError, RecordError, StoreError
+from kvrag.fusion.compression.spec import key_options, parse_compression
+from kvrag.ingest import config as configs
+from kvrag.ingest import lock, profiles
+from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.config import FORMAT_VERSION, VECTORS_NAME, IndexConfig
+from kvrag.ingest.connection import next_path
+from kvrag.ingest.counting import IndexCounters
+from kvrag.ingest.encryption import catalog_key, key_check, require_key_of_records
+from kvrag.ingest.profiles import ProfileFolder
+from kvrag.store.base import Store
+from kvrag.store.capabilities import LocatesTier, Pins, capability
+
+if TYPE_CHECKING:
+    from kvrag.codec.base import EncodedChunk
+    from kvrag.codec.profile import Profile
+    from kvrag.ingest.coding import RecordCoding
+
+logger = logging.getLogger("kvrag")
+
+
+class Storage:
+    """The folder of one index, opened.
+
+    Attributes
+    ----------
+    path
+        The folder.
+    config
+        What the index was made with.
+    store
+        Where the KV is.
+    compression
+        How chunks are stored as fewer rows than they have tokens; None where they are not.
+    counters
+        What is counted while the index is used.
+    lost
+        Why an empty catalog is in place of the index's own; "" where it is not.
+    """
+
+    def __init__(
+        self, path: Path, config: IndexConfig, catalog: Catalog, store: Store, lost: str = ""
+    ) -> None:
+        self.path = path
+        self.config = config
+        self.store = store
+        self.compression = parse_compression(config.compression)
+        self.counters = IndexCounters(path, lambda: self.store.counts())
+        self.lost = lost
+        self._catalog = catalog
+        self._is_closed = False
+        self._is_damage_told = False
+        catalog.on_damage = self._note_damage
+
+    def close(self) -> None:
+        """Close the catalog and the store, and keep what was counted."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.counters.keep()
+        self._catalog.close()
+        self.store.close()
+
+    def require_open(self) -> None:
+        """Raise IndexClosedError when the index was closed."""
+        if self._is_closed:
+            raise IndexClosedError(
+                f"the index in {self.path} was closed: open it again, with Index.open"
+            )
+
+    @property
+    def catalog(self) -> Catalog:
+        """Documents and chunks. Raises IndexClosedError when the index was closed."""
+        self.require_open()
+        return self._catalog
+
+    @cached_property
+    def profiles(self) -> ProfileFolder:
+        """The codec profiles in the folder."""
+        return ProfileFolder(self.path / profiles.FOLDER_NAME)
+
+    @cached_property
+    def coding(self) -> RecordCoding:
+        """How KV is encoded; what only counts or lists never needs it."""
+        return self._make_coding()
+
+    @property
+    def is_store_shared(self) -> bool:
+        """Whether KV is kept elsewhere than in the index's folder, where others may keep theirs."""
+        return bool(self.config.store)
+
+    @property
+    def expected_bytes_per_token(self) -> int:
+        """About what a token's KV takes in the store."""
+        per_row = self.config.expected_bytes_per_token
+        return per_row if self.compression is None else round(per_row * self.compression.share)
+
+    def num_rows(self, num_tokens: int) -> int:
+        """Return the rows of KV that a record of a chunk of so many tokens has."""
+        return num_tokens if self.compression is None else self.compression.num_rows(num_tokens)
+
+    def key_of(self, chunk: Chunk) -> ChunkKey:
+        """Return the name of a chunk's KV, of those it has (`Chunk.encodings`) the first."""
+        config = self.config
+        return chunk_key(
+            tenant_salt=bytes.fromhex(config.tenant_salt),
+            model_fingerprint=config.model_fingerprint,
+            tokenizer_fingerprint=config.tokenizer_fingerprint,
+            prefix_ids=config.prefix_ids,
+            token_ids=chunk.token_ids,
+            context_ids=chunk.contexts[0],
+            options=key_options(self.compression, config.anchors),
+        )
+
+    def open_kv(
+        self, chunk_id: str, context_ids: tuple[int, ...] | None = None
+    ) -> EncodedChunk | None:
+        """Open a chunk's KV (`Index.open_kv`)."""
+        from kvrag.ingest.watched import WatchedChunk
+
+        found = self.catalog.chunk_and_keys(chunk_id)
+        if found is None:
+            return None
+        chunk, stored_keys = found
+        # Made from the tokens: a damaged name must not lead to the KV of other tokens.
+        keys = {one.contexts[0]: self.key_of(one) for one in chunk.encodings()}
+        if stored_keys != [key.digest for key in keys.values()]:
+            raise RecordError(
+                f"chunk {chunk_id} names the KV {' '.join(stored_keys)!r}, expected "
+                + " ".join(map(str, keys.values()))
+            )
+        if context_ids is None:
+            context_ids = chunk.contexts[0]
+        # Its document may have changed since the prompt was laid out.
+        key = keys.get(context_ids)
+        if key is None:
+            return None
+        try:
+            record = self.store.open(key)
+        except RecordError:
+            self.store.note_damage(key)
+            raise
+        if record is None:
+            return None
+        try:
+            encoded = self.coding.open(key, record, self.config.spec)
+            expected = self.num_rows(len(chunk.token_ids))
+            if encoded.num_tokens != expected:
+                raise RecordError(
+                    f"the record of chunk {chunk_id} holds {encoded.num_tokens} tokens, expected "
+                    f"{expected}"
+                )
+        except RecordError:
+            record.close()
+            self.store.note_damage(key)
+            raise
+        except BaseException:
+            record.close()
+            raise
+        return WatchedChunk(encoded, key, self.store)
+
+    def tier_of(self, chunk_id: str, context_ids: tuple[int, ...] | None) -> int | None:
+        """Return which tier would deliver a chunk's KV (`Index.tier_of`)."""
+        tiers = capability(self.store, LocatesTier)
+        if tiers is None:
+            return 0
+        try:
+            found = self.catalog.chunk_and_keys(chunk_id)
+        except (IndexFormatError, StoreError):
+            return None
+        for one in found[0].encodings() if found is not None else ():
+            if context_ids is None or one.contexts[0] == context_ids:
+                return tiers.tier_of(self.key_of(one))
+        return None
+
+    def pin(self, sources: Sequence[str]) -> int:
+        """Keep the KV of documents in every tier it is in (`Index.pin`)."""
+        catalog = self.catalog
+        chunk_ids = [chunk_id for one in sources for chunk_id in catalog.chunk_ids_of(one)]
+        keys = {
+            self.key_of(one) for chunk in catalog.chunks(chunk_ids) for one in chunk.encodings()
+        }
+        pins = capability(self.store, Pins)
+        if pins is None:
+            return 0
+        pins.pin(keys)
+        return len(keys)
+
+    # -- changing it; hold the writer's lock -------------------------------------------------
+
+    def use_codec(self, codec: str, profile: Profile | None) -> None:
+        """Write records with another codec from now on."""
+        if profile is not None:
+            self.profiles.add(profile)
+        name = parse_codec(codec).label
+        config = replace(self.config, codec=name, profile="" if profile is None else profile.hash)
+        config.save(self.path)
+        self.config = config
+        self.coding = self._make_coding()
+
+    def reload_codec(self) -> None:
+        """Take over what another process or object has made of the index's codec since."""
+        config = IndexConfig.load(self.path)
+        if (config.codec, config.profile) != (self.config.codec, self.config.profile):
+            self.config = replace(self.config, codec=config.codec, profile=config.profile)
+            self.coding = self._make_coding()
+
+    def use_key_of(self, store: Store, config: IndexConfig) -> None:
+        """Write the catalog under a store's key, or none, and note a configuration with it."""
+        if config.key_check == self.config.key_check:
+            config.save(self.path)
+            self.config = config
+            return
+        key = catalog_key(store) if config.key_check else None
+        self.catalog.write_copy(next_path(self.catalog.path), key)
+        config.save(self.path)
+        self.config = config
+        self.catalog.use_next(key)
+        (self.path / VECTORS_NAME).unlink(missing_ok=True)
+
+    def encrypt_catalog(self) -> None:
+        """Encrypt the catalog of an index whose records were encrypted before catalogs were."""
+        if self.config.key_check or "key_file=" not in self.config.store:
+            return
+        require_key_of_records(self.store)
+        self.use_key_of(self.store, replace(self.config, key_check=key_check(self.store)))
+
+    def bring_up_to_date(self) -> None:
+        """Seal what was written before rows and `index.json` were sealed; takes the lock."""
+        if not self.catalog.is_old:
+            if self.config.format_version < FORMAT_VERSION:
+                raise IndexFormatError(
+                    f"{self.path / configs.FILE_NAME} is older than the catalog beside it: it was "
+                    "exchanged. Put back the file as it was, from a copy; without one, ingest into "
+                    "a new folder"
+                )
+            return
+        logger.warning("%s was made by an older kvrag: its rows are sealed now", self.path)
+        with lock.writer_lock(self.path):
+            self.config.save(self.path)
+            self.catalog.upgrade(self.key_of)
+
+    # -- private -----------------------------------------------------------------------------
+
+    def _make_coding(self) -> RecordCoding:
+        from kvrag.ingest.coding import RecordCoding
+
+        config = self.config
+        return RecordCoding(self.profiles, config.codec, config.profile, config.model_fingerprint)
+
+    def _note_damage(self, what: str) -> None:
+        """Count a row that was left out; say it once."""
+        self.counters.note_damage()
+        if not self._is_damage_told:
+            self._is_damage_told = True
+            logger.warning(
+                "%s (damaged and left out: it is not found until 'kvrag verify --repair' or "
+                "'kvrag ingest' mends it)",
+                what,
+            )

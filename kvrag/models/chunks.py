@@ -1,0 +1,58 @@
+"""Positions and KV of chunks that are encoded in one batch behind a shared prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvrag.errors import ParameterError
+from kvrag.kvcache import ChunkKV, KVSpec
+from kvrag.models.caches import CaptureCache
+from kvrag.positions.rotary import RotaryTable
+
+
+def shifted_positions(
+    num_prefix: int, lengths: Sequence[int], starts: Sequence[int], max_positions: int
+) -> torch.Tensor:
+    """Return ``[B, width]`` positions: the prefix's as ever, the chunks' from `starts` on."""
+    for start, length in zip(starts, lengths, strict=True):
+        if start < num_prefix or start + length > max_positions:
+            raise ParameterError(
+                f"a chunk of {length} tokens at position {start}: expected it behind the "
+                f"prefix of {num_prefix} and within {max_positions} positions"
+            )
+    positions = torch.arange(num_prefix + max(lengths)).repeat(len(starts), 1)
+    for row, start in zip(positions, starts, strict=True):
+        row[num_prefix:] += start - num_prefix
+    # Of the padding nothing is kept, whatever its positions.
+    return positions.clamp(max=max_positions - 1)
+
+
+def take_chunk(
+    cache: CaptureCache, tables: Sequence[RotaryTable], spec: KVSpec, index: int, rows: slice
+) -> ChunkKV:
+    """Return the position-free KV of one sequence's rows, on the CPU.
+
+    Parameters
+    ----------
+    cache
+        What the model's forward has filled.
+    tables
+        Each layer's table of the positions that the sequence was encoded at.
+    spec
+        Shape and type of the KV.
+    index
+        The sequence's place in the batch.
+    rows
+        The chunk's.
+    """
+    layers: list[Any] = cache.layers
+    shape = (spec.num_layers, spec.num_kv_heads, rows.stop - rows.start, spec.head_dim)
+    keys = torch.empty(shape, dtype=spec.dtype, device=layers[0].keys.device)
+    values = torch.empty_like(keys)
+    for layer_index, layer in enumerate(layers):
+        tables[layer_index].strip(layer.keys[index, :, rows], rows, keys[layer_index])
+        values[layer_index] = layer.values[index, :, rows]
+    return ChunkKV(keys.cpu(), values.cpu())

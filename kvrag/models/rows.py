@@ -1,0 +1,225 @@
+"""Computing selected rows of a prompt with a model's own layers, one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvrag.errors import UnsupportedModelError
+from kvrag.kvcache import FusedKV, KVSpec
+from kvrag.models.adapter import RowAdapter, without_adapters
+from kvrag.models.attention import (
+    AttentionDone,
+    AttentionObserver,
+    EncodedScope,
+    RowMask,
+    lock_of,
+    row_attention,
+)
+from kvrag.models.caches import Deviation, ProjectionDone, ProjectionProbe, RowWriter
+from kvrag.models.families import Family
+from kvrag.models.own_attention import layer_arguments, show_weights
+from kvrag.models.scaling import ScaledKeys
+from kvrag.positions.rotary import RotaryTable
+
+# Rows a layer computes at once: few enough that a block's MLP activations stay small beside the
+# fused KV, many enough that its matrix products run at full speed.
+ROW_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Attending:
+    """How rows attend to those before them.
+
+    Attributes
+    ----------
+    observer
+        Is shown every block's queries with the keys and values that it attends to.
+    scaled
+        Which keys are attended to otherwise; None: none.
+    visible
+        ``[n, K]`` bool: which of the buffer's first K rows each of n rows sees, among them only
+        such as stand before it in the rows or are there already. None: all before it, inside the
+        layer's window. With it rows need not ascend, and no window of the layer is looked at.
+    """
+
+    observer: AttentionObserver | None = None
+    scaled: ScaledKeys | None = None
+    visible: torch.Tensor | None = None
+
+
+ALL_BEFORE = Attending()
+
+
+class RowRunner:
+    """Runs the layers of one model over selected rows; `KVModel` says what its methods mean.
+
+    Parameters
+    ----------
+    hf, family
+        The model.
+    name
+        What errors call it.
+    spec
+        Shape and type of its KV.
+    windows
+        Each layer's sliding window in tokens, None where it sees everything.
+    """
+
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        family: Family,
+        name: str,
+        spec: KVSpec,
+        windows: list[int | None],
+    ) -> None:
+        self._hf = hf
+        self._family = family
+        self._name = name
+        self._spec = spec
+        self._windows = windows
+        self._layers: Any = getattr(hf.base_model, family.layers)
+        self._lock = lock_of(hf)
+        # What adapters are told in the middle of a layer; written under the lock.
+        self._at_hand = torch.empty(0, dtype=torch.long)
+
+    @contextmanager
+    def computing(self, adapter: RowAdapter | None, adapted: torch.Tensor | None) -> Iterator[None]:
+        """Hold the model without gradients (`KVModel.computing_rows`)."""
+        seen: torch.Tensor | None = None
+        chosen: torch.Tensor | None = None
+
+        def gate() -> torch.Tensor | None:
+            # Asked for by every linear layer: looked up once for each block of rows.
+            nonlocal seen, chosen
+            if seen is not self._at_hand and adapted is not None:
+                seen = self._at_hand
+                chosen = torch.isin(seen, adapted)
+                if bool(chosen.all()):
+                    chosen = None
+            return chosen
+
+        acting = without_adapters(self._hf) if adapter is None else adapter.acting(self._hf, gate)
+        # Families that attend in code of their own know no other implementation.
+        attending = nullcontext() if self._family.attends_itself else row_attention(self._hf)
+        with self._lock, torch.no_grad(), attending, acting:
+            yield
+
+    def forward(
+        self,
+        layer_index: int,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        fused: FusedKV,
+        table: RotaryTable,
+        attending: Attending,
+        deviation: Deviation | None,
+        *,
+        writes: bool,
+    ) -> None:
+        """Run one layer over rows (`KVModel.forward_rows`)."""
+        window = self._windows[layer_index]
+        observer, visible = attending.observer, attending.visible
+        if attending.scaled is not None and self._family.attends_itself:
+            raise UnsupportedModelError(
+                f"{self._name} attends in code of its own, which knows no temperature or scale of "
+                "reused keys; leave both out of the policy"
+            )
+        # Rows come in ascending order, so a later block's K/V are never seen by an earlier one.
+        for block, positions, first_key, last in self._blocks(layer_index, rows):
+            seen = None
+            if visible is not None:
+                seen, first_key, last, window = visible[block], 0, visible.shape[1] - 1, None
+            noted = None if deviation is None else deviation[block]
+            writer = RowWriter(fused, positions, first_key, last, noted, writes)
+            mask = RowMask(positions, first_key, window, observer, attending.scaled, seen)
+            output = self._run(
+                layer_index, hidden[block], mask, last + 1 - first_key, table, writer
+            )
+            if isinstance(output, tuple):
+                if observer is not None and self._family.attends_itself:
+                    show_weights(observer, mask, output[1], fused.values[layer_index])
+                output = output[0]
+            hidden[block] = output[0]
+
+    def project(
+        self,
+        layer_index: int,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        table: RotaryTable,
+        which: torch.Tensor,
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield one layer's fresh K/V of some of the rows (`KVModel.project_rows`)."""
+        for block in torch.split(which, ROW_BLOCK):
+            mask = RowMask(rows[block], 0, None)
+            try:
+                self._run(layer_index, hidden[block], mask, 0, table, ProjectionProbe())
+            except ProjectionDone as done:
+                yield block, done.keys[0], done.values[0]
+
+    def compare(
+        self,
+        layer_index: int,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        fused: FusedKV,
+        table: RotaryTable,
+        encoded: EncodedScope,
+    ) -> torch.Tensor:
+        """Return how much else rows gather than when encoded (`KVModel.compare_rows`)."""
+        window = self._windows[layer_index]
+        change = torch.zeros(len(rows), device=rows.device)
+        for block, positions, first_key, last in self._blocks(layer_index, rows):
+            scope = replace(encoded, starts=encoded.starts[block])
+            mask = RowMask(positions, first_key, window, encoded=scope)
+            writer = RowWriter(fused, positions, first_key, last)
+            try:
+                self._run(layer_index, hidden[block], mask, last + 1 - first_key, table, writer)
+            except AttentionDone as done:
+                change[block] = done.change
+        return change
+
+    def _blocks(
+        self, layer_index: int, rows: torch.Tensor
+    ) -> Iterator[tuple[slice, torch.Tensor, int, int]]:
+        """Yield blocks of rows: which they are, their positions, the first and last key seen."""
+        window = self._windows[layer_index]
+        for begin in range(0, len(rows), ROW_BLOCK):
+            positions = rows[begin : begin + ROW_BLOCK]
+            first, last = int(positions[0]), int(positions[-1])
+            first_key = 0 if window is None else max(0, first - window + 1)
+            yield slice(begin, begin + ROW_BLOCK), positions, first_key, last
+
+    def _run(
+        self,
+        layer_index: int,
+        hidden: torch.Tensor,
+        mask: RowMask,
+        num_keys: int,
+        table: RotaryTable,
+        cache: RowWriter | ProjectionProbe,
+    ) -> Any:
+        """Return what a layer's own forward returns for a block of rows ``[n, hidden]``."""
+        self._at_hand = mask.positions
+        return self._layers[layer_index](
+            hidden[None],
+            **self._arguments(mask, num_keys, table),
+            **{self._family.cache_argument: cache},
+        )
+
+    def _arguments(self, mask: RowMask, num_keys: int, table: RotaryTable) -> dict[str, Any]:
+        """Return what a layer wants to know of its rows besides their hidden states."""
+        if self._family.attends_itself:
+            return layer_arguments(self._hf, mask, num_keys, table)
+        return {
+            "attention_mask": mask,
+            "position_ids": mask.positions[None],
+            "position_embeddings": table.embeddings(mask.positions, self._spec.dtype),
+        }

@@ -1,0 +1,121 @@
+"""What is known by name: what kvrag brings, and what other distributions register.
+
+Another distribution registers a name with an entry point of one of these groups:
+
+- ``kvrag.stores``: the scheme of a URL, naming a subclass of `kvrag.store.remote.RemoteStore`;
+- ``kvrag.policies``: a policy, naming a subclass of `kvrag.fusion.policies.base.RecomputePolicy`;
+- ``kvrag.codecs``: a codec without a profile, naming a class that is made without arguments and
+  has the protocol `kvrag.codec.base.Codec`.
+
+They are looked for only where a name is none of kvrag's own: those cannot be replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+from kvrag.errors import ParameterError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+T = TypeVar("T")
+
+
+class Table(Mapping[str, T], Generic[T]):
+    """Names to classes, each imported when it is asked for.
+
+    Parameters
+    ----------
+    group
+        Of the entry points with which other distributions register theirs.
+    built_in
+        kvrag's own: name to ``module:class``, as entry points are written.
+    """
+
+    def __init__(self, group: str, built_in: Mapping[str, str]) -> None:
+        self.group = group
+        self.built_in = built_in
+        self._registered: dict[str, EntryPoint] = {}
+
+    def __getitem__(self, name: str) -> T:
+        """Return what a name stands for.
+
+        Raises
+        ------
+        KeyError
+            When nothing has that name.
+        ParameterError
+            When several distributions register it, or what it names cannot be imported.
+        """
+        if name in self.built_in:
+            module, _, attribute = self.built_in[name].partition(":")
+            found: T = getattr(import_module(module), attribute)
+            return found
+        point = self._find(name)
+        if point is None:
+            raise KeyError(name)
+        try:
+            found = point.load()
+        except Exception as error:
+            self.refuse(
+                name, "a class that can be imported", f"{type(error).__name__}: {error}", error
+            )
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (name in self.built_in or self._find(name) is not None)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.built_in
+        others = {point.name for point in registered(self.group)}
+        yield from sorted(others - self.built_in.keys())
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def refuse(
+        self, name: str, expected: str, found: str, cause: Exception | None = None
+    ) -> NoReturn:
+        """Raise ParameterError: the entry point of a name is not what it should be."""
+        point = self._find(name)
+        place = f"{self.group}: {name}" if point is None else described(point)
+        raise ParameterError(
+            f"entry point {place}: expected {expected}, found {found}; mend that distribution, or "
+            "uninstall it"
+        ) from cause
+
+    def _find(self, name: str) -> EntryPoint | None:
+        """Return the entry point of a name. Raises ParameterError where there are several."""
+        if name not in self._registered:
+            points = {point.value: point for point in registered(self.group) if point.name == name}
+            if len(points) > 1:
+                raise ParameterError(
+                    f"{name!r} is registered by several distributions, "
+                    f"{' and '.join(map(described, points.values()))}: uninstall all but one"
+                )
+            if not points:
+                return None
+            self._registered[name] = points.popitem()[1]
+        return self._registered[name]
+
+
+def registered(group: str) -> list[EntryPoint]:
+    """Return the entry points of a group, of all distributions that are installed."""
+    from importlib.metadata import entry_points  # most runs need none
+
+    return list(entry_points(group=group))
+
+
+def described(point: EntryPoint) -> str:
+    """Return an entry point for messages: ``kvrag.stores: lake = lake_kv:LakeStore of lake-kv``."""
+    owner = f" of {point.dist.name} {point.dist.version}" if point.dist is not None else ""
+    return f"'{point.group}: {point.name} = {point.value}'{owner}"
+
+
+def require_subclass(table: Table[Any], name: str, found: object, base: type[Any]) -> None:
+    """Raise ParameterError unless what a name of a table stands for is a subclass of `base`."""
+    if not (isinstance(found, type) and issubclass(found, base)):
+        table.refuse(name, f"a subclass of {base.__module__}.{base.__qualname__}", repr(found))

@@ -1,0 +1,102 @@
+"""What kvrag has to do with every model. Subclass `ModelContract`, and give it a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvrag.fusion.policies.base import RecomputePolicy
+from kvrag.fusion.policies.deviation import DeviationPolicy
+from kvrag.fusion.policies.none import NonePolicy
+from kvrag.fusion.policies.two_stage import TwoStagePolicy
+from kvrag.models.caches import FusedCache
+from kvrag.models.kv_model import KVModel
+from kvrag.testing.bench_top import Bench, bench_of, relative_difference
+from kvrag.testing.needs import pytest
+
+_NONE, _ALL, _MOST = NonePolicy(), DeviationPolicy(ratio=1.0), DeviationPolicy(ratio=0.9)
+
+
+class ModelContract:
+    """Where fusion must equal plain Transformers, it does. Override `model`.
+
+    Logits are compared to 1e-4 of their spread: load the model in float32. One of four layers with
+    random weights will do, if they are spread so wide that attention is not uniform.
+    """
+
+    @pytest.fixture
+    def model(self) -> KVModel:
+        """Return the model; the same one each time, or every test encodes the chunks anew."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def bench(self, model: KVModel) -> Bench:
+        return bench_of(model)
+
+    def test_all_chunks_are_found(self, bench: Bench) -> None:
+        report = bench.fuse(bench.prompt(2, 0, 3, 1), _NONE).report
+        assert report.num_chunks == 4
+        assert report.num_fresh < 50
+        assert not report.misses
+        counted = report.num_exact + report.num_reused + report.num_recomputed + report.num_fresh
+        assert counted == report.num_tokens
+
+    @pytest.mark.parametrize("order", [(0,), (2, 0, 3, 1), (1, 1, 0)])
+    def test_ratio_one_equals_plain_prefill(self, bench: Bench, order: tuple[int, ...]) -> None:
+        prompt = bench.prompt(*order)
+        fused = bench.fuse(prompt, _ALL)
+        expected = bench.plain_logits(prompt)
+        assert relative_difference(fused.logits, expected) < 1e-4
+        assert fused.logits.argmax() == expected.argmax()
+
+    def test_one_chunk_behind_the_prefix_equals_plain_prefill(self, bench: Bench) -> None:
+        """Nothing is recomputed, yet nothing is lost: the chunk stands where it was encoded."""
+        prompt = bench.prompt(0)
+        fused = bench.fuse(prompt, _NONE)
+        # The separator may merge into the chunk's last token, which is then computed.
+        assert fused.report.num_exact >= len(bench.chunks["chunk-0"].token_ids) - 2
+        assert fused.report.num_reused == fused.report.num_recomputed == 0
+        assert relative_difference(fused.logits, bench.plain_logits(prompt)) < 1e-4
+
+    def test_reuse_without_repair_differs(self, bench: Bench) -> None:
+        """The others could not fail if plain reuse were exact as well."""
+        prompt = bench.prompt(2, 0, 3, 1)
+        assert self._off(bench, prompt, _NONE) > 1e-3
+
+    def test_more_recompute_is_never_further_from_the_truth_by_much(self, bench: Bench) -> None:
+        prompt = bench.prompt(2, 0, 3, 1)
+        assert self._off(bench, prompt, _MOST) < self._off(bench, prompt, _NONE)
+
+    def test_generation_continues_from_the_fused_buffer(self, bench: Bench) -> None:
+        """Transformers' generate over our cache gives the tokens of a plain run, without a copy."""
+        prompt = bench.prompt(2, 0, 3, 1)
+        fused = bench.fuse(prompt, _ALL, spare=24)
+        buffer = fused.kv.keys[0].data_ptr()
+        ids = bench.model.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        given = {
+            "attention_mask": torch.ones_like(ids),
+            "pad_token_id": 2,
+            "max_new_tokens": 20,
+            "do_sample": False,
+            "eos_token_id": None,
+            "use_cache": True,  # MPT's own default is to generate without any cache.
+        }
+        hf: Any = bench.model.hf
+        plain = hf.generate(ids, **given)
+        cache = FusedCache(fused.kv, fused.kv.num_tokens - 1)
+        ours = hf.generate(ids, past_key_values=cache, **given)
+        assert ours.tolist() == plain.tolist()
+        assert fused.kv.keys[0].data_ptr() == buffer
+
+    def test_the_default_policy_sees_where_the_question_looks(self, bench: Bench) -> None:
+        """Weights are those of the layers, whoever computes them."""
+        prompt = bench.prompt(2, 0, 3, 1)
+        policy = TwoStagePolicy(ratio=0.5)
+        assert bench.fuse(prompt, policy).report.rows_asked > 0
+        assert self._off(bench, prompt, policy) < self._off(bench, prompt, _NONE)
+
+    def _off(self, bench: Bench, prompt: str, policy: RecomputePolicy) -> float:
+        """Return how far a policy's logits are from plain prefill's."""
+        fused = bench.fuse(prompt, policy)
+        return relative_difference(fused.logits, bench.plain_logits(prompt))

@@ -1,0 +1,6 @@
+"""pytest, for the suites."""
+
+try:
+    import pytest as pytest
+except ImportError as error:
+    raise ImportError("kvrag.testing's suites run under pytest: pip install pytest") from error

@@ -1,1 +1,0 @@
-"""Training of the small model that ships with the package."""

@@ -1,0 +1,1 @@
+"""What calibration and placing measure of a model, an index and its stores."""

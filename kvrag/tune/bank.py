@@ -1,0 +1,193 @@
+"""The chunks of all questions: computed once each, stored in memory through every codec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from kvrag.chunk import Chunk, ChunkKey, chunk_key, content_hash
+from kvrag.codec.base import Codec, EncodedChunk
+from kvrag.fusion.compression.compacting import compact
+from kvrag.fusion.compression.encoding import Compressor
+from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
+from kvrag.fusion.layout import Layout, lay_out
+from kvrag.fusion.loader import OpenKV
+from kvrag.fusion.segments import ChunkMatcher
+from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, context_limit
+from kvrag.kvcache import ChunkKV
+from kvrag.models.kv_model import KVModel
+from kvrag.models.tokens import encode
+from kvrag.store.memory import MemoryStore
+from kvrag.tune.questions import Passage, RenderedPrompt
+
+# Tokens prefilled at once, padding included: enough for full speed, little beside the weights.
+_BATCH_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class _Shelf:
+    codec: Codec
+    store: MemoryStore
+
+
+class ChunkBank:
+    """Distinct chunks and their records.
+
+    Policies read what the codec wrote, not what the model computed, so that a codec's loss is
+    judged as an index would have it.
+
+    Parameters
+    ----------
+    model
+        The model judged.
+    passages
+        The chunks, or just their normalised texts; those that come again are kept once.
+    codecs
+        Each stores every chunk.
+    on_progress
+        Receives the chunks done and their number.
+    context
+        What chunks are encoded behind (`kvrag.ingest.contexts`).
+    compression
+        How they are stored as fewer rows (`kvrag.fusion.compression.spec`).
+
+    Raises
+    ------
+    AnchorsError
+        When the model does not have the anchors that `compression` needs.
+    """
+
+    def __init__(
+        self,
+        model: KVModel,
+        passages: Iterable[Passage | str],
+        codecs: Sequence[Codec],
+        on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+        context: str = NO_CONTEXT,
+        compression: str = NO_COMPRESSION,
+    ) -> None:
+        self.model = model
+        self.prefix_ids = model.default_prefix_ids()
+        self._shelves = {codec.label: _Shelf(codec, MemoryStore()) for codec in codecs}
+        self._context = context
+        chosen = parse_compression(compression)
+        self._compressor = None if chosen is None else Compressor(model, chosen)
+        self._chunks: dict[str, Chunk] = {}
+        self._matcher = ChunkMatcher()
+        for passage in map(_as_passage, passages):
+            chunk_id = self._id(passage)
+            if chunk_id not in self._chunks:
+                self._chunks[chunk_id] = self._chunk(chunk_id, passage)
+                self._matcher.add(chunk_id, passage.text)
+        encodings = [one for chunk in self._chunks.values() for one in chunk.encodings()]
+        num_done = 0
+        for batch in _batches(encodings):
+            on_progress(num_done, len(encodings))
+            # Only what is encoded behind the same tokens goes together.
+            before = (*self.prefix_ids, *batch[0].contexts[0])
+            kvs = self._encode(before, [one.token_ids for one in batch])
+            for one, kv in zip(batch, kvs, strict=True):
+                key = self._key(one)
+                for shelf in self._shelves.values():
+                    shelf.store.put(key, shelf.codec.encode(key, kv))
+            num_done += len(batch)
+
+    def lay_out(self, prompt: RenderedPrompt, passages: Sequence[Passage] = ()) -> Layout:
+        """Find the chunks in a prompt and lay them over its tokens.
+
+        `passages` are the prompt's own: they tell chunks of one text in several documents apart.
+        """
+        hints = [self._id(passage) for passage in passages]
+        (tokens,) = encode(self.model.tokenizer, [prompt.text], prompt.add_special_tokens)
+        matches = self._matcher.find(prompt.text, hints)
+        return lay_out(tokens, matches, self._chunks, self.prefix_ids, hints=hints)
+
+    def compact(self, layout: Layout) -> Layout:
+        """Return a layout with stored rows in place of compressed chunks, or as it is."""
+        if self._compressor is None:
+            return layout
+        return compact(layout, self._chunks, self._compressor.compression)
+
+    def opener(self, codec: str) -> OpenKV:
+        """Return what opens the records of one codec."""
+        shelf = self._shelves[codec]
+
+        def open_kv(chunk_id: str, context_ids: tuple[int, ...]) -> EncodedChunk | None:
+            key = self._key(replace(self._chunks[chunk_id], contexts=(context_ids,)))
+            source = shelf.store.open(key)
+            return None if source is None else shelf.codec.open(key, source, self.model.spec)
+
+        return open_kv
+
+    def stored(self, codec: str, passages: Iterable[Passage]) -> tuple[int, int]:
+        """Return the bytes of all records of some chunks, and the chunks' tokens."""
+        num_bytes = num_tokens = 0
+        for passage in passages:
+            chunk = self._chunks[self._id(passage)]
+            for one in chunk.encodings():
+                source = self._shelves[codec].store.open(self._key(one))
+                assert source is not None
+                num_bytes += source.size_bytes
+            num_tokens += len(chunk.token_ids)
+        return num_bytes, num_tokens
+
+    def _encode(self, before: Sequence[int], chunks: Sequence[Sequence[int]]) -> Iterable[ChunkKV]:
+        if self._compressor is None:
+            return self.model.prefill(before, chunks)
+        return [self._compressor.encode(before, token_ids) for token_ids in chunks]
+
+    def _id(self, passage: Passage) -> str:
+        before = () if self._context == NO_CONTEXT else passage.before
+        return content_hash("\0".join([*before, passage.text]))
+
+    def _chunk(self, chunk_id: str, passage: Passage) -> Chunk:
+        tokenizer = self.model.tokenizer
+        earlier = () if self._context == NO_CONTEXT else passage.before
+        document = [_tokenised(tokenizer, text) for text in (*earlier, passage.text)]
+        room = self.model.max_positions - len(self.prefix_ids)
+        limit = context_limit(self._context, None)
+        *_, last = add_contexts(document, tokenizer, self._context, limit, room)
+        # A document is known by its first text; so what stands in a prompt tells chunks apart.
+        return replace(last, chunk_id=chunk_id, source=document[0].text, ordinal=len(earlier))
+
+    def _key(self, chunk: Chunk) -> ChunkKey:
+        return chunk_key(
+            tenant_salt=b"kvrag bench quality",
+            model_fingerprint=self.model.fingerprint,
+            tokenizer_fingerprint=self.model.tokenizer_fingerprint,
+            prefix_ids=self.prefix_ids,
+            token_ids=chunk.token_ids,
+            context_ids=chunk.contexts[0],
+            options={} if self._compressor is None else self._compressor.key_options,
+        )
+
+
+def _as_passage(given: Passage | str) -> Passage:
+    return Passage(given) if isinstance(given, str) else given
+
+
+def _tokenised(tokenizer: PreTrainedTokenizerBase, text: str) -> Chunk:
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return Chunk(
+        chunk_id="",
+        text=text,
+        token_ids=tuple(encoding["input_ids"]),
+        token_starts=tuple(start for start, _ in encoding["offset_mapping"]),
+        source="data set",
+        ordinal=0,
+    )
+
+
+def _batches(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
+    """Yield chunks of one context and like lengths together, so that little is padding."""
+    batch: list[Chunk] = []
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.contexts, len(chunk.token_ids))):
+        is_full = (len(batch) + 1) * len(chunk.token_ids) > _BATCH_TOKENS
+        if batch and (is_full or chunk.contexts != batch[0].contexts):
+            yield batch
+            batch = []
+        batch.append(chunk)
+    if batch:
+        yield batch

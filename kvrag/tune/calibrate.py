@@ -1,0 +1,180 @@
+"""What each policy loses and costs with one model, for policy ``auto`` (`kvrag calibrate`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from kvrag.errors import ParameterError
+from kvrag.fusion.calibration import Calibration, Cost, Measured
+from kvrag.ingest.index import Index
+from kvrag.loading.prices import fit_prices
+from kvrag.tune.bootstrap import mean_interval
+from kvrag.tune.datasets import read_questions
+from kvrag.tune.judging import Entrant, Trial, judge_policies
+from kvrag.tune.loading import measure_loading
+from kvrag.tune.questions import JudgedQuestion
+
+POLICIES = (
+    "none",
+    "boundary",
+    "deviation",
+    "query",
+    "query:depth=0.5",
+    "query:depth=1",
+    "two_stage",
+)
+RATIOS = (0.03, 0.05, 0.1, 0.15, 0.3)
+
+_MAX_QUERY_WORDS = 24
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """What to calibrate with.
+
+    Attributes
+    ----------
+    data
+        A data set (`read_questions`), or None for questions made of the index's own chunks.
+    num_questions
+        How many.
+    num_chunks
+        Chunks of a prompt made of the index.
+    max_tokens
+        Tokens of an answer at the most.
+    policies, ratios
+        What is measured: each policy at each ratio (`judge_policies`).
+    use_chat_template
+        Ask through the model's chat template where it has one.
+    """
+
+    data: str | None = None
+    num_questions: int = 200
+    num_chunks: int = 5
+    max_tokens: int = 16
+    policies: Sequence[str] = POLICIES
+    ratios: Sequence[float] = RATIOS
+    use_chat_template: bool = True
+
+
+def calibrate(
+    index: Index,
+    options: CalibrationOptions | None = None,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Calibration:
+    """Measure the policies with an index's model, and loading from its store.
+
+    With a data set, what is lost is exact match. Without one it is agreement: how often the
+    likeliest token is full prefill's, behind full prefill's own answer, to questions that quote
+    the index's chunks. That needs no answers by anybody.
+
+    Raises
+    ------
+    ParameterError
+        When the index is empty, or nothing can be measured.
+    """
+    options = options or CalibrationOptions()
+    if "oracle" in options.policies:
+        raise ParameterError(
+            "calibrate: 'oracle' compares a prompt with its full prefill, which no answer can "
+            "wait for; leave it to 'kvrag bench quality'"
+        )
+    if options.data is None:
+        questions = _own_questions(index, options)
+    else:
+        questions = read_questions(options.data, options.num_questions)
+    judged = judge_policies(
+        index.model,
+        questions,
+        options.policies,
+        options.ratios,
+        max_tokens=options.max_tokens,
+        use_chat_template=options.use_chat_template,
+        say=on_progress,
+    )
+    has_answers = options.data is not None
+    reference = [one.reference_exact_match for one in next(iter(judged.values()))]
+    if has_answers and not any(reference):
+        raise ParameterError(
+            f"data {options.data}: full prefill answers none of {len(reference)} questions right, "
+            "so nothing can be lost; calibrate without --data, or with questions the model can do"
+        )
+    full = fmean(reference) if has_answers else 1.0
+    measured = []
+    for (policy, ratio), trials in judged.items():
+        losses = [(_answer_loss(one) if has_answers else _token_loss(one)) / full for one in trials]
+        low, high = mean_interval(losses)
+        # Rounding can put a mean of ones a little above one.
+        loss = min(1.0, max(0.0, fmean(losses)))
+        measured.append(Measured(policy, ratio, loss, low, high))
+    return Calibration(
+        model_fingerprint=index.model.fingerprint,
+        data=Path(options.data).name if options.data else "the index's own chunks",
+        measure="exact match" if has_answers else "agreement",
+        num_questions=len(reference),
+        policies=tuple(measured),
+        cost=_fit_cost(judged),
+        loading=measure_loading(index, options.num_chunks, on_progress),
+    )
+
+
+def _answer_loss(trial: Trial) -> float:
+    return trial.reference_exact_match - trial.exact_match
+
+
+def _token_loss(trial: Trial) -> float:
+    return 1.0 - fmean(trial.agrees)
+
+
+def _own_questions(index: Index, options: CalibrationOptions) -> list[JudgedQuestion]:
+    """Return questions that quote chunks, each with what the index finds for the quotation."""
+    texts: dict[str, str] = {}
+    index.catalog.each_text(texts.__setitem__)
+    if not texts:
+        raise ParameterError(f"{index.path}: the index is empty, there is nothing to ask about")
+    step = max(1, len(texts) // options.num_questions)
+    questions = []
+    for chunk_id, text in list(texts.items())[::step][: options.num_questions]:
+        quotation = _quotation(text, index)
+        if not quotation:
+            continue
+        hits = index.search(quotation, options.num_chunks)
+        found = sorted((hit.chunk for hit in hits), key=lambda c: (c.source, c.ordinal))
+        questions.append(
+            JudgedQuestion(
+                place=f"chunk {chunk_id}",
+                type="",
+                question=f'What is said about "{quotation}"?',
+                answers=(quotation,),
+                texts=tuple(dict.fromkeys(c.text for c in found)),
+            )
+        )
+    if not questions:
+        raise ParameterError(
+            f"{index.path}: no chunk is longer than a word, so none can be quoted in part; "
+            "calibrate with --data"
+        )
+    return questions
+
+
+def _quotation(text: str, index: Index) -> str:
+    """Return words of a text's longest sentence that are no chunk themselves; none may be left.
+
+    A whole chunk in a question would be taken from the store there too, as no question's is.
+    """
+    words = max(_SENTENCE_END.split(text), key=len).split()[:_MAX_QUERY_WORDS]
+    while words and index.matcher.find(" ".join(words)):
+        words.pop()
+    return " ".join(words)
+
+
+def _fit_cost(judged: Mapping[Entrant, Sequence[Trial]]) -> Cost:
+    """Fit seconds to rows and cached tokens by least squares; nothing costs less than nothing."""
+    all_of_them = [one for trials in judged.values() for one in trials]
+    amounts = [(1.0, one.num_rows, one.num_cached) for one in all_of_them]
+    return Cost(*fit_prices(amounts, [one.ttft_seconds for one in all_of_them]))

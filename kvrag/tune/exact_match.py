@@ -1,0 +1,21 @@
+"""Whether an answer is right, by its text."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Sequence
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalise_answer(text: str) -> str:
+    """Return `text` as SQuAD compares it: lower case, no punctuation, no articles, one blank."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(given: str, answers: Sequence[str]) -> float:
+    """Return 1 when the normalised text equals an accepted answer's, else 0."""
+    normalised = normalise_answer(given)
+    return float(any(normalised == normalise_answer(answer) for answer in answers))

@@ -1,0 +1,134 @@
+"""What keeping an index's KV in one store or another comes to (`kvrag choose-store`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+
+from kvrag.chunk import ChunkKey
+from kvrag.errors import ParameterError, StoreError
+from kvrag.fusion.calibration import Calibration
+from kvrag.fusion.controller import LoadingController
+from kvrag.fusion.layout import ReusedSpan
+from kvrag.fusion.policies.base import PromptRows, planned_counts
+from kvrag.ingest.index import Index
+from kvrag.loading.cost import TierCost
+from kvrag.loading.price_list import Price, price_of
+from kvrag.loading.store_choice import Offer, StoreChoice, choose_store
+from kvrag.store.base import Store
+from kvrag.store.registry import open_store, without_password
+from kvrag.tune.loading import given, measure_tier, reading_from, spread
+
+_NUM_CHUNKS = 5
+"""Of the larger prompts that are loaded to measure a store."""
+
+
+def measure_and_choose(
+    index: Index,
+    urls: Sequence[str],
+    prices: Mapping[str, Price],
+    where: str,
+    *,
+    loss: float = 0.01,
+    reads: float = 30.0,
+    say: Callable[[str], None] = lambda _: None,
+) -> StoreChoice:
+    """Measure stores, and choose the cheapest that loads an index's chunks in time.
+
+    A store that holds none of the index's KV is given the records of a few chunks, which are
+    removed again.
+
+    Parameters
+    ----------
+    urls
+        The stores.
+    prices, where
+        What they cost, and where that is written.
+    loss
+        Share of quality that may be lost: it says what is computed again.
+    reads
+        How often a chunk is read in a month.
+
+    Raises
+    ------
+    ParameterError
+        When the index is empty or not calibrated, a store's price is not known, or `reads` is below
+        0 or not finite.
+    StoreError
+        When a store does not answer.
+    """
+    if not 0.0 <= reads < math.inf:
+        raise ParameterError(f"reads {reads}: expected 0 or more a month, and finite")
+    calibration = index.calibration
+    if calibration is None:
+        raise ParameterError(
+            f"{index.path}: what computing costs was not measured: run 'kvrag calibrate' first"
+        )
+    rows, size_bytes = _contents(index)
+    named = [(url, price_of(url, prices, where)) for url in urls]
+    policy, again = _recompute_seconds(calibration, index.config.num_layers, rows, loss)
+    num_requests = len(rows) * (1 + index.config.num_layers)
+    offers = []
+    for url, price in named:
+        say(f"measuring {without_password(url)}")
+        with closing(open_store(url)) as store:
+            cost = _cost_of(index, store)
+        seconds = [cost.of(num_rows) for num_rows in rows]
+        hidden = sum(load <= compute for load, compute in zip(seconds, again, strict=True))
+        offers.append(
+            Offer(
+                store=cost.store,
+                load_seconds=sum(seconds) / len(rows),
+                hidden_share=hidden / len(rows),
+                month=price.month(size_bytes, num_requests, reads),
+            )
+        )
+    return choose_store(offers, sum(again) / len(rows), policy)
+
+
+def _contents(index: Index) -> tuple[list[int], int]:
+    """Return the rows of every record that the index needs, and the bytes of all of them."""
+    needed = index.catalog.keys()
+    if not needed:
+        raise ParameterError(f"{index.path}: the index is empty, there is nothing to keep")
+    sizes = {key.digest: size for key, size in index.store.sizes() if key.digest in needed}
+    rows = [index.num_rows(num_tokens) for num_tokens in needed.values()]
+    return rows, sum(sizes.values()) or sum(rows) * index.expected_bytes_per_token
+
+
+def _recompute_seconds(
+    calibration: Calibration, num_layers: int, rows: Sequence[int], loss: float
+) -> tuple[str, list[float]]:
+    """Return what ``auto`` takes, and the seconds of what that computes again of each chunk."""
+    auto = LoadingController(loss=loss, calibration=calibration)
+
+    def prompt(num_rows: int) -> PromptRows:
+        return PromptRows(num_rows, num_layers, (ReusedSpan("", 0, 0, num_rows),))
+
+    typical = sorted(rows)[len(rows) // 2]
+    repair, _ = auto.choose(prompt(typical), 0)
+    per_row = calibration.cost.seconds_per_row
+    known = {one: per_row * sum(planned_counts(repair.policy, prompt(one))) for one in set(rows)}
+    return str(repair), [known[one] for one in rows]
+
+
+def _cost_of(index: Index, store: Store) -> TierCost:
+    url = without_password(store.url)
+    chunks = spread(index, _NUM_CHUNKS)
+    # A store that does not answer is not measured: what it has must not be taken for borrowed.
+    ours = [chunk for chunk in chunks if store.contains(index.key_of(chunk))]
+    borrowed: list[ChunkKey] = []
+    try:
+        if not ours:
+            ours = given(index, store, chunks[: 2 * _NUM_CHUNKS])
+            borrowed = [index.key_of(chunk) for chunk in ours]
+        with reading_from(index, store):
+            found = measure_tier(index, ours, _NUM_CHUNKS, lambda _: None)
+    finally:
+        for key in borrowed:
+            with suppress(StoreError):
+                store.delete(key)
+    if found is None:
+        raise StoreError(f"{url} delivered nothing: see that it can be written and has room")
+    return TierCost(url, *found)

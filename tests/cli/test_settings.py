@@ -1,0 +1,356 @@
+"""kvrag.toml, --set and `kvrag config`: what wins, what is refused, what --help leaves out."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from kvrag.cli import settings
+from kvrag.cli.main import app
+from kvrag.cli.options import EVERYDAY, RESEARCH
+from kvrag.ingest.config import IndexConfig
+from tests.cli.conftest import Ran, Run
+from tools import commands
+
+QUESTION = "Who keeps the harbour ledger?"
+COMMANDS = dict(commands.commands())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in a folder of one's own, where no settings are yet."""
+    monkeypatch.delenv(settings.VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "kvrag.toml"
+    path.write_text(text)
+    return path
+
+
+def refused(done: Ran) -> str:
+    assert done.code == 1, done.out
+    assert done.out == ""
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    return done.err.removeprefix("error: ").rstrip("\n")
+
+
+def rows(run: Run, *arguments: object) -> dict[str, tuple[object, str]]:
+    done = run("config", *arguments, "--json")
+    assert done.code == 0, done.err
+    return {row["key"]: (row["value"], row["from"]) for row in done.json["settings"]}
+
+
+class TestWhatWins:
+    def test_a_file_stands_for_options(self, run: Run, folder: Path, index_folder: Path) -> None:
+        write(folder, 'index = "index"\n[query]\nmax-tokens = 2\npolicy = "boundary"\nk = 1\n')
+        done = run("query", QUESTION, "--json")
+        assert done.code == 0, done.err
+        assert done.json["report"]["policy"].startswith("boundary")
+        assert len(done.json["sources"]) == 1
+        assert done.err.startswith("kvrag.toml: index=index, k=1, max-tokens=2, policy=boundary\n")
+
+    def test_set_goes_before_the_file_and_options_before_both(
+        self, run: Run, folder: Path, index_folder: Path
+    ) -> None:
+        write(folder, 'index = "index"\n[query]\nmax-tokens = 2\npolicy = "boundary"\n')
+        asked = ("query", QUESTION, "--json", "--set", "policy=none", "--set", "k=1")
+        done = run(*asked)
+        assert done.json["report"]["policy"] == "none"
+        assert done.err.startswith("kvrag.toml: index=index, max-tokens=2\n")
+        both = run(*asked, "--policy", "deviation", "-k", 2).json
+        assert both["report"]["policy"].startswith("deviation")
+        assert len(both["sources"]) == 2
+
+    def test_a_table_goes_before_what_holds_for_all(self, run: Run, folder: Path) -> None:
+        path = write(folder, 'model = "a"\n[chat]\nmodel = "b"\n')
+        assert rows(run, "query", "--config", path)["model"] == ("a", f"{path}:1")
+        assert rows(run, "chat", "--config", path)["model"] == ("b", f"{path}:3")
+
+    def test_which_file(self, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("found", "variable", "named"):
+            (folder / name).mkdir()
+            (folder / name / "kvrag.toml").write_text(f"[query]\nseed = {len(name)}\n")
+        monkeypatch.chdir(folder / "found")
+        assert rows(run, "query")["seed"] == (5, "kvrag.toml:2")
+        monkeypatch.setenv(settings.VARIABLE, str(folder / "variable" / "kvrag.toml"))
+        assert rows(run, "query")["seed"][0] == 8
+        named = folder / "named" / "kvrag.toml"
+        assert rows(run, "query", "--config", named)["seed"] == (5, f"{named}:2")
+        assert rows(run, "query", "--config", os.devnull)["seed"] == (None, "default")
+        monkeypatch.setenv(settings.VARIABLE, "kvrag.toml")
+        assert "expected an absolute path" in refused(run("config"))
+
+    def test_paths_lie_beside_the_file(
+        self, run: Run, folder: Path, index_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = write(folder, 'index = "index"\n')
+        monkeypatch.chdir("/")
+        assert run("ls", "--config", path).code == 0
+        assert run("ls", "--config", path).err == ""
+
+    def test_flags_lists_and_numbers_of_set(self, folder: Path) -> None:
+        keys = COMMANDS["ingest"].keys
+        pairs = ["force=true", "loader=.a=b:c", "loader=.d=e:f", "parse-seconds=3", "context="]
+        found = settings.from_pairs(pairs, keys, "'kvrag ingest'")
+        assert {name: one.value for name, one in found.items()} == {
+            "force": True,
+            "loader": [".a=b:c", ".d=e:f"],
+            "parse-seconds": 3.0,
+            "context": "",
+        }
+
+    def test_what_serves_yields_to_what_was_asked_for(
+        self, run: Run, folder: Path, index_folder: Path
+    ) -> None:
+        path = write(folder, 'index = "index"\n')
+        said = refused(run("serve-kv", "--config", path, "--store", f"file:{folder / 'gone'}"))
+        assert "there is no folder" in said
+
+
+class TestNothingIsPassedOver:
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ('indx = "x"', "kvrag.toml:1: 'indx' holds for no command (is it 'index'?)"),
+            ('\npolicy = "none"', "kvrag.toml:2: 'policy' holds for no command"),
+            ("index = 3", "kvrag.toml:1: index: expected text, found 3"),
+            ('index = " "', "kvrag.toml:1: index: expected text, found ' '"),
+            ("# x\n[qury]\nk = 1", "kvrag.toml:2: there is no command 'kvrag qury' (is it 'query'"),
+            ("[pml.rn]\nk = 1", "kvrag.toml:1: there is no command 'kvrag pml rn' (is it 'run'"),
+            (
+                "[pml]\nratio = 1",
+                "kvrag.toml:2: 'pml' is a group of commands: expected tables such",
+            ),
+            ("[query]\npolcy = 1", "kvrag.toml:2: 'kvrag query' has no option 'polcy' (is it 'pol"),
+            ("[query]\nmax_tokens = 1", "(is it 'max-tokens'?); it has boundary-tokens, device, "),
+            ("[ls]\nratio = 1", "kvrag.toml:2: 'kvrag ls' has no option 'ratio'; it has index, js"),
+            ("[query]\n\nk = '1'", "kvrag.toml:3: k: expected a whole number from 1, found '1'"),
+            ("[query]\nk = true", "kvrag.toml:2: k: expected a whole number from 1, found True"),
+            ("[query]\nk = 1.0", "kvrag.toml:2: k: expected a whole number from 1, found 1.0"),
+            ("[query]\nk = 0", "kvrag.toml:2: k: expected a whole number from 1, found 0"),
+            ("[query]\nratio = 'x'", "kvrag.toml:2: ratio: expected a number, found 'x'"),
+            ("[query]\npolicy = 1", "kvrag.toml:2: policy: expected text, found 1"),
+            ("[query]\njson = 1", "kvrag.toml:2: json: expected true or false, found 1"),
+            ("[query]\npolicy = ['a']", "kvrag.toml:2: policy: expected text, found ['a']"),
+            ("[ingest]\nloader = 'a'", "kvrag.toml:2: loader: expected a list of texts, found 'a'"),
+            ("[place]\nloss = nan", "loss: expected a number from 0 to 1, found nan"),
+            ("query = {k = 0}", "kvrag.toml:1: k: expected"),
+            ("[pml]\nrun.seed = 1\nrun.sed = 1", "kvrag.toml:3: 'kvrag pml run' has no option"),
+            ("[demo]\nkeep = ''", "kvrag.toml:2: keep: expected a path, found ''"),
+            ("[[query]]\nk = 1", "kvrag.toml:1: 'query' holds for no command"),
+            ("k = ", "kvrag.toml is not TOML: Invalid value"),
+            (f"index = {'[' * 5000}", "kvrag.toml is not TOML"),
+            ("#" * 1_000_001, "kvrag.toml: expected at most 1,000,000 bytes"),
+            ('"\\u001b[2J" = 1', "'\\x1b[2J' holds for no command"),
+            ('["\\u001b[2J"]', "there is no command 'kvrag \N{REPLACEMENT CHARACTER}[2J'"),
+        ],
+        ids=lambda text: text[:24],
+    )
+    # Also where it is said of another command.
+    @pytest.mark.parametrize("command", [("query", QUESTION), ("doctor",)])
+    def test_of_a_file(
+        self, run: Run, folder: Path, text: str, said: str, command: tuple[str, ...]
+    ) -> None:
+        write(folder, text)
+        assert said in refused(run(*command))
+
+    @pytest.mark.parametrize(
+        ("pair", "said"),
+        [
+            ("seed", "--set seed: expected KEY=VALUE"),
+            ("sed=1", "--set sed=1: 'kvrag query' has no option 'sed' (is it 'seed'?); it has bou"),
+            ("seed=x", "--set seed=x: seed: expected a whole number, found 'x'"),
+            ("k=0", "--set k=0: k: expected a whole number from 1, found 0"),
+            ("json=yes", "--set json=yes: json: expected true or false, found 'yes'"),
+            ("index= ", "--set index= : index: expected a path, found ' '"),
+            ("policy=none", "--set policy=none: policy was set before: --set policy=deviation"),
+        ],
+    )
+    def test_of_set(self, run: Run, folder: Path, pair: str, said: str) -> None:
+        asked = ("query", QUESTION, "-i", folder, "--set", "policy=deviation")
+        assert said in refused(run(*asked, "--set", pair))
+
+    def test_a_file_that_is_not_there(self, run: Run, folder: Path) -> None:
+        said = refused(run("ls", "-i", folder, "--config", "gone.toml"))
+        assert said == "gone.toml cannot be read: No such file or directory"
+        (folder / "kvrag.toml").write_bytes(b"\xff")
+        assert refused(run("ls", "-i", folder)).startswith("kvrag.toml is not UTF-8")
+
+    def test_help_is_shown_whatever_the_file_says(self, run: Run, folder: Path) -> None:
+        write(folder, "nonsense = 1")
+        assert run("query", "--help").code == 0
+        assert run("--help").code == 0
+
+    def test_what_is_a_setting_now_says_how_it_is_given(self, run: Run, folder: Path) -> None:
+        for arguments in (("query", "x", "--seed", "1"), ("query", "x", "--seed=1")):
+            done = run(*arguments, "-i", folder)
+            assert done.code == 2
+            assert "give --set seed=VALUE" in " ".join(done.err.split())
+        # Not handed on to vLLM, as unknown ones are.
+        done = run("serve", "-i", folder, "--boundary-tokens", "4", "--show")
+        assert done.code == 2
+        assert "--set boundary-tokens=VALUE" in done.err
+
+
+class TestAFileNobodyNamed:
+    @pytest.mark.parametrize(
+        "text",
+        [
+            'store = "http://evil.example"',
+            'model = "evil/model"',
+            '[ingest]\nloader = [".txt=evil:load"]',
+            '[ingest]\nembedding = "evil"',
+            '[ingest]\nprofile = "evil"',
+            '[ingest]\nparse-memory = "1TB"',
+            '[ingest]\nmax-file-size = "1TB"',
+            '[ingest]\ncontrol-tokens = "keep"',
+            '[ingest]\ncontext = "document"',
+            '[query]\nstore = "redis://evil.example"',
+            '[query]\nlinks = "evil"',
+            "[query]\nno-chat = true",
+            '[ls]\nstore = "file:kv?key_file=/home/other/key"',
+            '[profile]\nout = "/home/other/.bashrc"',
+            '[inspect]\neviction = "/home/other/x.png"',
+            "[gc]\nshared = true",
+            '[place]\nstores = "http://evil.example"',
+            "[place]\nmove = true",
+            '[serve]\nhost = "0.0.0.0"',
+            '[serve]\nartefacts = "http://evil.example"',
+            '[serve-kv]\nhost = "0.0.0.0"',
+            "[serve-kv]\nwritable = true",
+            '[serve-kv]\ntoken-file = "/home/other/token"',
+        ],
+    )
+    def test_names_no_place_no_code_and_lifts_no_guard(
+        self, run: Run, folder: Path, text: str
+    ) -> None:
+        path = write(folder, text)
+        assert "kvrag.toml was found, not named: if you trust it" in refused(run("config"))
+        assert run("config", "--config", path).code == 0
+
+    def test_leads_to_no_index_elsewhere(
+        self, run: Run, folder: Path, index_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        inner = folder / "inner"
+        inner.mkdir()
+        (inner / "link").symlink_to(index_folder)
+        monkeypatch.chdir(inner)
+        for place in ("../index", str(index_folder), "link"):
+            path = write(inner, f"index = {json.dumps(place)}")
+            assert "expected a folder in" in refused(run("ls"))
+            assert run("ls", "--config", path).code == 0
+        monkeypatch.chdir(folder)
+        path = write(folder, '[ls]\nindex = "index"')
+        assert run("ls").code == 0
+        config = IndexConfig.load(index_folder)
+        for change, said in (
+            ({"store": f"file:{folder / 'kv'}"}, "it keeps its KV elsewhere"),
+            ({"embedding": str(folder)}, "its embedding is in"),
+        ):
+            replace(config, **change).save(index_folder)
+            assert said in refused(run("ls"))
+            assert "found, not named" not in run("ls", "--config", path).err
+
+    def test_harmless_keys_are_keys(self) -> None:
+        known = {name for command in COMMANDS.values() for name in command.keys}
+        assert known >= settings.HARMLESS
+        assert known >= set(settings.COMMON)
+
+
+class TestConfig:
+    def test_what_is_in_force(self, run: Run, folder: Path) -> None:
+        write(folder, 'index = "idx"\n\n[query]\nseed = 7\ndevice = "cuda"\n')
+        done = run("config")
+        assert done.out.splitlines() == [
+            str(folder / "kvrag.toml"),
+            "  kvrag.toml:1: index = idx",
+            "  kvrag.toml:4: query seed = 7",
+            "  kvrag.toml:5: query device = cuda",
+        ]
+        found = rows(run, "query")
+        assert found["index"] == ("idx", "kvrag.toml:1")
+        assert found["seed"] == (7, "kvrag.toml:4")
+        assert found["policy"] == ("two_stage", "default")
+        shown = run("config", "query").out
+        assert "Makes drawn answers repeatable." in shown
+        assert "kvrag.toml:4" in shown
+
+    def test_without_a_file(self, run: Run, folder: Path) -> None:
+        done = run("config")
+        assert done.code == 0
+        assert "no kvrag.toml is here" in done.err
+        assert run("config", "--json").json == {"file": None, "settings": []}
+
+    def test_no_such_command(self, run: Run, folder: Path) -> None:
+        assert "there is no command 'kvrag qury' (is it 'query'?)" in refused(run("config", "qury"))
+        assert "is a group of commands: add one of check" in refused(run("config", "pml"))
+        assert "no command 'kvrag ls x'" in refused(run("config", "ls", "x"))
+
+
+class TestHelp:
+    def test_everyday_options_are_few(self) -> None:
+        for name, command in COMMANDS.items():
+            everyday = [key for key in command.keys.values() if key.panel == EVERYDAY]
+            assert len(everyday) <= 8, name
+            assert command.keys.get("json") is None or command.keys["json"] in everyday
+
+    @pytest.mark.parametrize("name", list(COMMANDS))
+    def test_settings_are_named_below_the_options(self, run: Run, name: str) -> None:
+        shown = run(*name.split(), "--help").out
+        words = " ".join(shown.split())
+        for key in COMMANDS[name].keys.values():
+            assert (f"--{key.name} " in shown) == (key.panel != RESEARCH and key.name != "k")
+        more = sorted(key.name for key in COMMANDS[name].keys.values() if key.panel == RESEARCH)
+        if more:
+            assert f"Keys of --set: {', '.join(more)}." in words
+            assert f"'kvrag config {name}'" in words
+        for shared in ("--set", "--config", "--help"):
+            assert shared in shown
+
+    def test_every_option_of_every_command_is_a_key(self) -> None:
+        root = get_command(app)
+        context = root.make_context("kvrag", ["config"], resilient_parsing=True)
+        found = 0
+        for group in ("bench", "train"):
+            commands_of = root.get_command(context, group)
+            for name in commands_of.list_commands(context):
+                command = commands_of.get_command(context, name)
+                options = [one for one in command.params if one.param_type_name == "option"]
+                assert len(command.keys) == len(options) - 2  # --set and --config
+                found += 1
+        assert found
+
+    def test_the_page_says_what_the_commands_say(self) -> None:
+        page = commands.PAGE.read_text()
+        assert page == commands.written(page), "run: python -m tools.commands"
+
+
+def test_a_moved_key_can_be_named_everywhere(
+    run: Run, tmp_path: Path, documents: Path, model_folder: Path
+) -> None:
+    pytest.importorskip("cryptography")
+    key, index = tmp_path / "key", tmp_path / "index"
+    key.write_text("00" * 32)
+    key.chmod(0o600)
+    url = f"file:{tmp_path / 'kv'}?key_file="
+    asked = ("ingest", documents, "-i", index, "-m", model_folder, "--embedding", "hashing")
+    done = run(*asked, "--store", f"{url}{key}")
+    assert done.code == 0, done.err
+    key.rename(tmp_path / "moved")
+    store = f"store={url}{tmp_path / 'moved'}"
+    for command in (["ls"], ["stats"], ["gc"], ["verify"], ["search", "--sparse", "ledger"]):
+        assert run(*command, "-i", index).code == 1
+        done = run(*command, "-i", index, "--set", store)
+        assert done.code == 0, done.err
+    done = run("rm", documents / "river.md", "-i", index, "--set", store)
+    assert done.code == 0, done.err
+    assert run("doctor", "-i", index, "--set", store, "--json").json["ok"]

@@ -1,0 +1,60 @@
+"""What callers of `Index.create` choose, and parts of an index that share what it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrag.chunk import Document
+from kvrag.errors import ParameterError
+from kvrag.ingest.index import Index
+from kvrag.ingest.settings import IndexOptions, IndexSettings
+from kvrag.models.kv_model import KVModel
+from kvrag.store.memory import MemoryStore
+
+
+def test_options_are_the_fields_of_settings() -> None:
+    assert set(IndexOptions.__annotations__) == {field.name for field in fields(IndexSettings)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"codec": "zip"},
+        {"chunk_tokens": 1},
+        {"context": "everything"},
+        {"context_tokens": 5},
+        {"compression": "drop"},
+        {"tenant_salt": b""},
+        {"device": "abacus"},
+        {"control_tokens": "ignore"},
+    ],
+)
+def test_settings_are_checked_when_they_are_made(options: Any) -> None:
+    with pytest.raises(ParameterError, match=next(iter(options)).split("_")[0]):
+        IndexSettings(**options)
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        IndexSettings().codec = "raw"  # type: ignore[misc]
+
+
+def test_an_unknown_option_makes_nothing(tmp_path: Path, model: KVModel) -> None:
+    options: Any = {"chunk_token": 64}
+    with pytest.raises(TypeError, match="'chunk_token'"):
+        Index.create(tmp_path / "index", model=model, **options)
+    assert not (tmp_path / "index").exists()
+
+
+def test_all_parts_use_the_store_that_is_set(index: Index) -> None:
+    own, other = index.store, MemoryStore()
+    index.store = other
+    index.add([Document("a", "Ines keeps the harbour ledger of Varn.")])
+    assert not list(own.keys())
+    assert len(list(other.keys())) == index.upkeep.verify().num_records == 1
+    assert index.open_kv(index.search_words("ledger", 1)[0].chunk.chunk_id) is not None
+    index.store = own

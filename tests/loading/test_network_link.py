@@ -1,0 +1,146 @@
+"""What requests know of the link, and of what computing takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrag.loading.network_link import NetworkLink
+from kvrag.loading.pace import Pace
+from kvrag.loading.stream_report import StreamedChunk, StreamReport
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def carry(link: NetworkLink, clock: Clock, num_bytes: int, seconds: float) -> None:
+    with link.carrying(num_bytes):
+        clock.now += seconds
+
+
+def test_a_steady_link() -> None:
+    clock = Clock()
+    link = NetworkLink(clock)
+    assert link.state.bytes_per_second is None
+    for _ in range(5):
+        carry(link, clock, 100_000, 0.1)
+        assert link.state.bytes_per_second == pytest.approx(1e6)
+
+
+def test_a_link_that_has_become_slow() -> None:
+    """One slow chunk is not taken for the whole way; several are."""
+    clock = Clock()
+    link = NetworkLink(clock)
+    for _ in range(20):
+        carry(link, clock, 100_000, 0.1)
+    carry(link, clock, 10_000, 0.1)
+    once = link.state.bytes_per_second
+    assert once is not None
+    assert 1.2e5 < once < 3e5
+    for _ in range(100):
+        carry(link, clock, 10_000, 0.1)
+    assert link.state.bytes_per_second == pytest.approx(1e5, rel=0.01)
+
+
+def test_small_answers_and_requests_do_not_count_as_speed() -> None:
+    clock = Clock()
+    link = NetworkLink(clock)
+    carry(link, clock, 100, 0.001)
+    assert link.state.bytes_per_second == pytest.approx(1e5)  # better than nothing
+    carry(link, clock, 100_000, 0.1)
+    link.note_request(0.05)
+    for _ in range(50):
+        carry(link, clock, 100_000, 0.15)
+        carry(link, clock, 100, 0.06)
+    assert link.state.bytes_per_second == pytest.approx(1e6, rel=0.01)
+
+
+def test_prior_knowledge_gives_way() -> None:
+    clock = Clock()
+    link = NetworkLink(clock)
+    link.expect(5e6)
+    assert link.state.bytes_per_second == pytest.approx(5e6)
+    for _ in range(100):
+        carry(link, clock, 100_000, 0.1)
+    assert link.state.bytes_per_second == pytest.approx(1e6, rel=0.01)
+    link.expect(5e6)
+    assert link.state.bytes_per_second == pytest.approx(1e6, rel=0.01)
+
+
+def test_what_is_carried_at_the_same_time_is_the_links() -> None:
+    clock = Clock()
+    link = NetworkLink(clock)
+    with link.carrying(100_000):
+        carry(link, clock, 300_000, 0.1)
+    last = link.state.bytes_per_second
+    assert last is not None
+    assert last > 3e6  # 400 kB in a tenth of a second, by what ended last
+
+
+def test_who_shares_it() -> None:
+    link = NetworkLink()
+    with link.shared(3) as mine, link.shared(1):
+        sharing = link.state.num_sharing
+        assert [sharing(ahead) for ahead in range(4)] == [2, 1, 1, 1]
+        mine.num_left = 0
+        assert link.state.num_sharing(0) == 1
+    assert link.state.num_sharing(0) == 1
+
+
+def test_counts() -> None:
+    link = NetworkLink()
+    link.count({"text": 2, "1/3": 1}, True)
+    link.count({"1/3": 1}, False)
+    assert link.counts() == {
+        "levels": {"text": 2, "1/3": 2},
+        "deadlines": {"met": 1, "missed": 1},
+    }
+
+
+def test_a_pace_is_a_line() -> None:
+    pace = Pace()
+    assert pace.seconds(100) is None
+    for amount in (100.0, 1000.0, 5000.0):
+        pace.observe(amount, 0.1 + 0.001 * amount)
+    assert pace.seconds(2000) == pytest.approx(2.1)
+
+
+def test_of_one_amount_nothing_is_constant() -> None:
+    pace = Pace()
+    for amount in (100.0, 110.0):
+        pace.observe(amount, 0.1)
+    found = pace.seconds(1000)
+    assert found is not None
+    assert 0.85 < found < 1.1
+
+
+def test_what_is_reserved_is_what_nearly_all_kept_to() -> None:
+    pace = Pace()
+    for number in range(20):
+        pace.observe(100.0, 0.2 if number % 5 == 0 else 0.1)
+    found = pace.seconds(100)
+    assert found is not None
+    assert found == pytest.approx(0.2)
+
+
+def test_a_line_that_says_that_nothing_takes_nothing() -> None:
+    pace = Pace()
+    pace.observe(0.0, 5.0)
+    for _ in range(15):
+        pace.observe(10.0, 1.0)
+        pace.observe(20.0, 10.0)
+    assert pace.seconds(10.0) is not None
+
+
+def test_reports() -> None:
+    chunks = tuple(
+        StreamedChunk(str(n), planes, 3, 10, 0.1, 0.2, None) for n, planes in enumerate((0, 2, 2))
+    )
+    report = StreamReport(0.5, 0.4, chunks)
+    assert report.is_met
+    assert report.to_dict()["levels"] == {"2/3": 2, "text": 1}
+    assert report.one_line() == "0.40 s of 0.5 s: 2 at 2/3, 1 as text"
+    assert "late" in StreamReport(0.3, 0.4, chunks).one_line()

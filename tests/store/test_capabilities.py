@@ -1,0 +1,104 @@
+"""Who can do what, however it is wrapped."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+from kvrag.store.capabilities import (
+    Admits,
+    ChecksWritable,
+    DerivesKeys,
+    Flushes,
+    HasTiers,
+    InFolder,
+    InMemory,
+    Limits,
+    LocatesTier,
+    Pins,
+    capability,
+    tiers_of,
+)
+from kvrag.store.encrypted import EncryptedStore
+from kvrag.store.file import FileStore
+from kvrag.store.limited import LimitedStore
+from kvrag.store.memory import MemoryStore
+from kvrag.store.tiered import TieredStore
+from kvrag.store.wrapper import StoreWrapper
+from kvrag.testing.store_contract import key_number
+
+ALL = {
+    *(Admits, ChecksWritable, DerivesKeys, Flushes, HasTiers, InFolder, InMemory, Limits),
+    *(LocatesTier, Pins),
+}
+KEY = b"k" * 32
+
+
+def of(store: object) -> set[object]:
+    return {kind for kind in ALL if capability(store, kind) is not None}
+
+
+def test_what_stores_can_do(tmp_path: Path) -> None:
+    memory, folder = MemoryStore(), FileStore(tmp_path)
+    assert of(memory) == {InMemory}
+    assert of(folder) == {InFolder, ChecksWritable}
+    with closing(TieredStore([memory, folder])) as tiers:
+        assert of(tiers) == {HasTiers, LocatesTier, Flushes, Pins}
+
+
+def test_wrappers_add_and_hide_nothing(tmp_path: Path) -> None:
+    folder = FileStore(tmp_path)
+    limited = LimitedStore(folder, 1000)
+    assert of(limited) == {InFolder, ChecksWritable, Limits, Pins, Admits}
+    for store in (
+        EncryptedStore(limited, KEY),
+        LimitedStore(EncryptedStore(folder, KEY), 1000),
+        StoreWrapper(LimitedStore(StoreWrapper(EncryptedStore(folder, KEY)), 1000)),
+    ):
+        assert of(store) == of(limited) | {DerivesKeys}
+        assert capability(store, FileStore) is folder
+
+
+def test_the_outermost_answers() -> None:
+    store = LimitedStore(LimitedStore(MemoryStore(), 1000), 10)
+    limited = capability(store, Limits)
+    assert limited is store
+    assert limited.limit_bytes == 10
+
+
+def test_tiers() -> None:
+    memory, other = MemoryStore(), MemoryStore()
+    assert tiers_of(memory) == (memory,)
+    with closing(TieredStore([memory, other])) as tiers:
+        assert tiers_of(tiers) == tiers_of(StoreWrapper(tiers)) == (memory, other)
+        # What one tier can do, the whole need not.
+        assert capability(tiers, InMemory) is None
+
+
+def test_a_tier_is_pinned_inside_what_encrypts_it() -> None:
+    """What is asked of tiers reaches the one that can do it, in whatever order it is wrapped."""
+    limited = LimitedStore(MemoryStore(), 1500)
+    with closing(TieredStore([EncryptedStore(limited, KEY), MemoryStore()])) as store:
+        pinned, other = key_number(0), key_number(1)
+        store.tiers[0].put(pinned, b"x" * 600)
+        store.pin([pinned])
+        store.tiers[0].put(other, b"x" * 600)
+        store.tiers[0].put(key_number(2), b"x" * 600)
+        assert limited.contains(pinned)
+        assert not limited.contains(other)
+        store.unpin([pinned])
+        store.tiers[0].put(key_number(3), b"x" * 600)
+        assert not limited.contains(pinned)
+
+
+def test_a_tier_inside_what_encrypts_it_admits_as_it_would_outside() -> None:
+    limited = LimitedStore(MemoryStore(), 1000)
+    home = MemoryStore()
+    large = key_number(0)
+    home.put(large, b"x" * 5000)
+    with closing(TieredStore([EncryptedStore(limited, KEY), home], check=lambda *_: None)) as store:
+        record = store.open(large)
+        assert record is not None
+        record.read_into(0, memoryview(bytearray(5000)))
+        record.close()
+        assert not limited.contains(large)

@@ -1,0 +1,43 @@
+"""Distributions of other people, installed for a test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def installed(
+    folder: Path, name: str, module: str, entry_points: Mapping[str, str]
+) -> Iterator[None]:
+    """Put a distribution of one module on the path: what pip would unpack into site-packages.
+
+    Parameters
+    ----------
+    name
+        Of the distribution, and of its module.
+    module
+        What the module holds.
+    entry_points
+        ``GROUP: NAME`` to ``MODULE:CLASS``.
+    """
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(module)
+    metadata = folder / f"{name}-1.5.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+    lines = []
+    for place, value in entry_points.items():
+        group, _, entry = place.partition(": ")
+        lines.append(f"[{group}]\n{entry} = {value}\n")
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        try:
+            yield
+        finally:
+            sys.modules.pop(name, None)

@@ -1,0 +1,45 @@
+"""LinkTokens between the pages: every file and every heading that one names is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import kvrag
+
+ROOT = Path(kvrag.__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names that GitHub gives to a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        other = (page.parent / name) if name else page
+        assert other.exists(), f"{target}: no such file"
+        assert not anchor or anchor in anchors(other), f"{target}: no such heading"
+
+
+def test_every_page_is_linked_from_the_readme_or_from_a_page_that_is() -> None:
+    known = {ROOT / "README.md"}
+    while True:
+        targets = (
+            (page.parent / target.partition("#")[0]).resolve()
+            for page in known
+            for target in re.findall(r"\]\(([^)#:]+\.md)[^)]*\)", page.read_text("utf-8"))
+        )
+        if not (found := set(targets) - known):
+            break
+        known |= found
+    assert set(PAGES) - known <= {ROOT / "CHANGELOG.md"}

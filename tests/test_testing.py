@@ -1,0 +1,72 @@
+"""The suites for other people's stores, codecs, policies and models, as they meet them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+THEIRS = """
+import pytest
+
+from kvrag.store.memory import MemoryStore
+from kvrag.testing.records import stored
+from kvrag.testing.store_contract import StoreContract
+
+
+class TestGood(StoreContract):
+    @pytest.fixture
+    def store(self):
+        return MemoryStore()
+
+    def plant(self, store, key, record):
+        store.replace(key, record)
+
+    def peek(self, store, key):
+        return stored(store, key)
+
+
+class BadStore(MemoryStore):
+    def size_bytes(self):
+        return 7
+
+
+class TestBad(TestGood):
+    @pytest.fixture
+    def store(self):
+        return BadStore()
+"""
+
+WITHOUT_PYTEST = """
+import sys
+from importlib import import_module
+
+sys.modules["pytest"] = None
+import kvrag.testing.records
+for name in ("store", "codec", "policy", "model"):
+    try:
+        import_module(f"kvrag.testing.{name}_contract")
+    except ImportError as error:
+        print(name, error)
+"""
+
+
+def run(*arguments: str, folder: Path) -> str:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=folder, check=False
+    ).stdout
+
+
+def test_without_pytest_they_say_what_is_missing(tmp_path: Path) -> None:
+    missing = "kvrag.testing's suites run under pytest: pip install pytest"
+    assert run("-c", WITHOUT_PYTEST, folder=tmp_path).splitlines() == [
+        f"{name} {missing}" for name in ("store", "codec", "policy", "model")
+    ]
+
+
+def test_stores_of_theirs_are_judged(tmp_path: Path) -> None:
+    (tmp_path / "test_theirs.py").write_text(THEIRS)
+    options = ("-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-W", "error")
+    found = run("-m", "pytest", *options, "-k", "what_is_put_is_read", folder=tmp_path)
+    assert "1 failed, 1 passed" in found
+    assert "assert 7 == 5000" in found  # says what it compared

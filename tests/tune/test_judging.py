@@ -1,0 +1,73 @@
+"""Calibration's judge comes to what `kvrag bench quality` comes to."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrag.errors import ParameterError
+from kvrag.fusion.chosen_links import LINKS_OFF
+from kvrag.models.kv_model import KVModel
+from kvrag.testing.bench_top import TEXTS
+from kvrag.tune.judging import check_policies, judge_policies
+from kvrag.tune.questions import JudgedQuestion
+from kvrag_bench.quality.contest import QualityOptions, judge_questions
+from tests.support.models import make_model, make_tokenizer
+
+POLICIES = ("none", "deviation", "boundary:tokens=2")
+RATIOS = (0.1, 0.5)
+
+
+def test_both_judges_find_the_same() -> None:
+    model = KVModel(make_model(num_hidden_layers=2), make_tokenizer())
+    questions = [
+        JudgedQuestion(
+            place=f"question {number}",
+            type="",
+            question=f"Who keeps ledger {number}?",
+            answers=("Ines",),
+            texts=tuple(TEXTS[number : number + 3]),
+        )
+        for number in range(2)
+    ]
+    judged = judge_policies(
+        model,
+        questions,
+        POLICIES,
+        RATIOS,
+        max_tokens=4,
+        use_chat_template=False,
+        say=lambda _: None,
+    )
+    options = QualityOptions(
+        policies=POLICIES, ratios=RATIOS, max_tokens=4, use_chat_template=False, links=LINKS_OFF
+    )
+    contest, _ = judge_questions(model, questions, options, lambda _: None)
+    assert list(judged) == [(one.policy, one.ratio) for one in contest]
+    for trials, judgements in zip(judged.values(), contest.values(), strict=True):
+        assert [(one.agrees, one.num_rows, one.num_cached) for one in trials] == [
+            (one.agrees, one.num_rows, one.num_cached) for one in judgements
+        ]
+        assert [(one.exact_match, one.reference_exact_match) for one in trials] == [
+            (one.given.exact_match, one.reference.exact_match) for one in judgements
+        ]
+    rows = [trials[0].num_rows for trials in judged.values()]
+    assert rows[0] == min(rows) < max(rows)
+
+
+@pytest.mark.parametrize(
+    ("policies", "ratios", "message"),
+    [
+        (["auto"], [0.1], "it chooses among the others"),
+        (["auto:ttft=1"], [0.1], "it chooses among the others"),
+        (["best"], [0.1], "unknown policy 'best'"),
+        (["none"], [1.5], r"ratio 1\.5"),
+        (["none", "deviation"], [], "no ratio was given"),
+    ],
+)
+def test_what_cannot_be_judged(policies: list[str], ratios: list[float], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        check_policies(policies, ratios)
+
+
+def test_a_policy_that_says_what_it_spends_needs_no_ratio() -> None:
+    check_policies(["none", "query:ratio=0.1", "boundary:tokens=8"], [])
