@@ -1,4 +1,4 @@
-"""The entry point `kvrag`: commands are registered here and live one a file."""
+"""The entry point `kvrag`: registers the commands, each of which has its own file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MODELS_COMMANDS = {
     "rm": "models:rm",
 }
 _PML_COMMANDS = {"check": "pml:check", "encode": "pml:encode", "run": "pml:run"}
-# What it does not know itself it hands on to vLLM.
+# `serve` passes options that it does not know to vLLM.
 _SETTINGS = {
     "serve": {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 }
@@ -76,7 +76,7 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Answer questions over your documents from KV computed once, at indexing."""
+    """Answer questions about your documents from KV that is computed once, at indexing."""
     if debug:
         os.environ[DEBUG_VARIABLE] = "1"
 
@@ -85,7 +85,7 @@ app.add_typer(
     typer.Typer(
         cls=lazy_group(_PML_COMMANDS),
         no_args_is_help=True,
-        help="Prompts written as reusable modules.",
+        help="Check, encode and run prompts written as reusable modules.",
     ),
     name="pml",
 )
@@ -107,7 +107,7 @@ def models(context: typer.Context) -> None:
 def run() -> None:
     """Run the command line and exit with its code."""
     for stream in (sys.stdout, sys.stderr):
-        # Names of files may be bytes that are no text: they are shown escaped.
+        # File names may contain bytes that are not text: they are shown escaped.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     app()

@@ -167,7 +167,7 @@ def _whole(source: GgufSource, scratch: Path) -> Path:
 
 
 def _run(path: Path, folder: Path, source: GgufSource) -> None:
-    # -P: nothing is imported from the folder that the user stands in.
+    # -P: imports nothing from the working directory.
     done = subprocess.run(
         [sys.executable, "-P", "-m", "kvrag.weights.convert", str(path), str(folder)],
         stdin=subprocess.DEVNULL,

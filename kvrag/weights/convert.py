@@ -1,7 +1,7 @@
 """A GGUF file to a folder that Transformers loads: weights in bfloat16, tokenizer, chat template.
 
-Runs as a process of its own, ``python -m kvrag.weights.convert FILE FOLDER``: dequantising takes
-memory that only the end of a process gives back, and the reader below is put into the library.
+Runs as a separate process, ``python -m kvrag.weights.convert FILE FOLDER``. Dequantising takes
+memory that only the end of a process returns, and `_read_once` changes the libraries.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _check_types(path: Path, reader: Any) -> None:
 def _read_once(path: Path, reader: Any) -> None:
     """Make the library use one reader of the file, and look names up once.
 
-    Transformers parses the file anew for the config, the tokenizer and the weights, and makes the
+    Transformers parses the file again for the config, the tokenizer and the weights, and makes the
     table of all tensors' names for each module; most of a conversion's time is spent there.
     """
     import gguf

@@ -40,7 +40,7 @@ class GgufSource:
 
     @property
     def identity(self) -> str:
-        """A name for the file's content: its published digest, else path, size and time."""
+        """A name for the file's content: its published digest, or path, size and time."""
         if self.sha256 is not None:
             return self.sha256[:16]
         text = "\n".join(
