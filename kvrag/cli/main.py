@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import kvrag
-from kvrag.cli.failures import DEBUG_VARIABLE
+from kvrag.cli.failures import DEBUG_VARIABLE, guarded
 from kvrag.cli.lazy import lazy_group
 
 _COMMANDS = {
@@ -35,6 +35,12 @@ _COMMANDS = {
     "inspect": "kvrag_bench.cli.inspect:inspect",
     "bench": "kvrag_bench.cli:app",
     "train": "kvrag_train.cli:app",
+}
+_MODELS_COMMANDS = {
+    "list": "models:list_models",
+    "pull": "models:pull",
+    "convert": "models:convert",
+    "rm": "models:rm",
 }
 _PML_COMMANDS = {"check": "pml:check", "encode": "pml:encode", "run": "pml:run"}
 # `serve` passes options that it does not know to vLLM.
@@ -83,6 +89,19 @@ app.add_typer(
     ),
     name="pml",
 )
+
+
+_models = typer.Typer(cls=lazy_group(_MODELS_COMMANDS), invoke_without_command=True)
+app.add_typer(_models, name="models")
+
+
+@_models.callback()
+def models(context: typer.Context) -> None:
+    """Models by name, and GGUF files: list, install, convert, remove."""
+    if context.invoked_subcommand is None:
+        from kvrag.cli.models import list_models
+
+        guarded(list_models)()
 
 
 def run() -> None:
