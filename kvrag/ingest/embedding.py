@@ -78,7 +78,7 @@ class SentenceEmbedding:
         self._model = _load_sentence_model(folder)
         dim = self._model.get_embedding_dimension()
         if not isinstance(dim, int):
-            raise ParameterError(f"the sentence-transformers model in {folder} tells no dimension")
+            raise ParameterError(f"the sentence-transformers model in {folder} states no dimension")
         self.dim = dim
 
     def embed(self, texts: list[str]) -> Vectors:

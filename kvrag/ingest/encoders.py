@@ -162,7 +162,7 @@ class Encoders:
         if compressor.anchors_digest != self._config.anchors:
             raise AnchorsError(
                 f"{self._path} was made with other anchors (digest {self._config.anchors}) than "
-                f"those beside the model now ({compressor.anchors_digest}): put them back, or "
+                f"those next to the model now ({compressor.anchors_digest}): put them back, or "
                 "ingest into a new folder"
             )
         return compressor

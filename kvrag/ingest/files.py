@@ -99,7 +99,7 @@ def resolve_path(given: str | Path) -> tuple[Path, os.stat_result]:
     except OSError as error:  # a link to itself, a name that is too long, no permission
         reason = f"cannot be read ({error.strerror or error})"
     except (RuntimeError, ValueError) as error:  # a user who does not exist, a NUL in the name
-        reason = f"no path to a file or folder ({error})"
+        reason = f"not a path to a file or folder ({error})"
     raise DocumentError(f"{printable(str(given))}: {reason}")
 
 

@@ -42,6 +42,7 @@ def kept_keys(folder: Path) -> dict[str, int]:
             raise StoreError(f"{path}: cannot be read ({error})") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise IndexFormatError(
-                f"{path}: no list of kept records ({error}); encode its schema again, or delete it"
+                f"{path}: not a list of kept records ({error}); encode its schema again, "
+                "or delete it"
             ) from error
     return found

@@ -72,7 +72,7 @@ def make_config(
         )
     if chunk_tokens + len(prefix_ids) > model.max_positions:
         raise ParameterError(
-            f"chunk_tokens={chunk_tokens} behind a shared prefix of {len(prefix_ids)} tokens "
+            f"chunk_tokens={chunk_tokens} after a shared prefix of {len(prefix_ids)} tokens "
             f"exceeds the model's context of {model.max_positions}; choose at most "
             f"{model.max_positions - len(prefix_ids)}"
         )
@@ -94,7 +94,7 @@ def make_config(
         if chunk_tokens > most:
             raise ParameterError(
                 f"chunk_tokens={chunk_tokens} leaves compression {chosen} no room in the model's "
-                f"context of {model.max_positions} to work in behind a chunk; choose at most "
+                f"context of {model.max_positions} to work in after a chunk; choose at most "
                 f"{most}, better half of the context"
             )
     return IndexConfig(

@@ -127,7 +127,7 @@ class CatalogMending(RowWriter):
             )
         for *row, seal in self._rows(f"SELECT {FILE_COLUMNS} FROM files"):
             if not self._seals.is_right(seal, self._seals.file, row):
-                found.files[row[0]] = f"{row[0]}: what was noted of this file is damaged"
+                found.files[row[0]] = f"{row[0]}: the recorded state of this file is damaged"
         state = self._state()
         if state is None:
             found.others.append("the catalog's own state is not what was written")
@@ -138,10 +138,10 @@ class CatalogMending(RowWriter):
             found.others.append(
                 f"there were {state.num_documents:,} documents, {counted.num_documents:,} are there"
                 if state.num_documents != counted.num_documents
-                else "the documents are not those that were there"
+                else "the documents differ from those that were written"
             )
         if (state.num_files, state.files) != (counted.num_files, counted.files):
-            found.others.append("what was noted of files is not all there")
+            found.others.append("recorded states of files are missing")
 
     # -- mending -----------------------------------------------------------------------------
 

@@ -277,9 +277,9 @@ class _Process:
             part, metadata, text = head.get("part"), head.get("metadata"), _decode(body)
             room -= len(text)
             if room < 0 or len(documents) >= MAX_DOCUMENTS:
-                raise _GoneError("its loader gave more than it may")
+                raise _GoneError("its loader returned more than the limits allow")
             if not isinstance(part, str) or not isinstance(metadata, dict):
-                raise _GoneError("its loader gave something that is no document")
+                raise _GoneError("its loader returned something that is not a document")
             if part in parts or (part and not part.startswith("#")):
                 raise _GoneError(
                     f"its loader gave the source {path + part!r}; expected the path, or the path "
@@ -335,7 +335,7 @@ class _Process:
                 is_late=True,
             )
         if not has_exited:
-            return _GoneError("its parser closed its connection and went on without an answer")
+            return _GoneError("its parser closed its connection without an answer and did not exit")
         if code in (OUT_OF_MEMORY, -getattr(signal, "SIGKILL", 0)):
             return _GoneError(
                 f"parsing it takes more than {self._limits.memory_bytes / 2**20:,.0f} MiB of "

@@ -86,8 +86,8 @@ class Passages:
     def __init__(self, index: Index) -> None:
         if index.compression is not None:
             raise ParameterError(
-                f"{index.path} stores chunks as {index.compression}: rows of a passage could not "
-                "be told apart; use an index without compression"
+                f"{index.path} stores chunks as {index.compression}: the rows of a passage "
+                "could not be identified; use an index without compression"
             )
         self.index = index
 

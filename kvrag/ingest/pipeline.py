@@ -7,7 +7,8 @@ Each chunk has a separate forward pass. On a CPU, the last bits of a chunk's KV 
 others share its batch and how far it is padded (the shapes choose the matrix kernels). In a batch,
 stored bytes would therefore depend on what else was indexed at the time. A CPU loses little
 without batches: one chunk of 100 tokens or more fills the matrix units
-(``kvrag bench ingest`` measures it). Much shorter chunks, and GPUs, would gain from batches of a fixed shape.
+(``kvrag bench ingest`` measures it). Much shorter chunks, and GPUs, would gain from batches of a
+fixed shape.
 """
 
 from __future__ import annotations

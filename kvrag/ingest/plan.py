@@ -148,8 +148,8 @@ def gather(given: Any, index_folder: Path, suffixes: Collection[str]) -> Sources
                 source = document.source
                 if documents.get(source, document) != document:
                     reasons.append(
-                        f"{printable(source)}: another document of this source was given after it "
-                        "and is taken; give each a source of its own"
+                        f"{printable(source)}: a later document in this call has the same source "
+                        "and is used instead; give each document a different source"
                     )
                 documents[source] = document
             shown = _shown_source(value, number) if reasons else ""
@@ -188,7 +188,7 @@ def _shown_source(value: Any, number: int) -> str:
         with contextlib.suppress(Exception):  # foreign objects may raise anything
             if source := getattr(value, name, None):
                 return printable(str(source))
-    return f"number {number} of those given ({type(value).__name__})"
+    return f"input {number} ({type(value).__name__})"
 
 
 def _flatten(given: Any, depth: int = 0) -> Iterator[Any]:
@@ -398,9 +398,9 @@ def check_repeated(document: Document, num_chunks: int) -> None:
     num_characters = len(document.source) + len(json.dumps(document.metadata, default=str))
     if num_chunks * num_characters > MAX_REPEATED_CHARACTERS:
         raise DocumentError(
-            f"{document.source}: metadata of {num_characters:,} characters would stand beside "
+            f"{document.source}: metadata of {num_characters:,} characters would be stored with "
             f"each of {num_chunks:,} chunks, and at most {MAX_REPEATED_CHARACTERS:,} characters "
-            "are kept of it in all; shorten it, or split the document"
+            "are stored in all; shorten it, or split the document"
         )
 
 

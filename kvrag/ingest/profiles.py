@@ -119,7 +119,7 @@ def read_profile(path: Path, expected_hash: str | None = None) -> Profile:
     except OSError as error:
         raise ProfileError(
             f"cannot read the codec profile {path}: {error.strerror or error}; put it back, or "
-            "code the index anew with 'kvrag recode'"
+            "recode the index with 'kvrag recode'"
         ) from error
     try:
         return Profile.from_bytes(content, expected_hash)

@@ -247,8 +247,8 @@ class Storage:
         if not self.catalog.is_old:
             if self.config.format_version < FORMAT_VERSION:
                 raise IndexFormatError(
-                    f"{self.path / configs.FILE_NAME} is older than the catalog beside it: it was "
-                    "exchanged. Put back the file as it was, from a copy; without one, ingest into "
+                    f"{self.path / configs.FILE_NAME} is older than the catalog next to it: it was "
+                    "replaced. Put back the file as it was, from a copy; without one, ingest into "
                     "a new folder"
                 )
             return

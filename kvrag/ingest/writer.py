@@ -244,9 +244,7 @@ class Writer:
         storage = self._storage
         said: list[str] = []
         if storage.lost:
-            said.append(
-                f"{storage.lost}: all documents were lost; ingest again what this run was not given"
-            )
+            said.append(f"{storage.lost}: all documents were lost; ingest all the others again")
             storage.lost = ""
         if before is not None:
             said.append("the catalog was damaged and has been mended")

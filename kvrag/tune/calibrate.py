@@ -102,7 +102,7 @@ def calibrate(
     if has_answers and not any(reference):
         raise ParameterError(
             f"data {options.data}: full prefill answers none of {len(reference)} questions right, "
-            "so nothing can be lost; calibrate without --data, or with questions the model can do"
+            "so nothing can be lost; calibrate without --data, or with questions it can answer"
         )
     full = fmean(reference) if has_answers else 1.0
     measured = []

@@ -57,16 +57,15 @@ def check_policies(policies: Sequence[str], ratios: Sequence[float]) -> None:
     for name in policies:
         if name.partition(":")[0] == LoadingController.name:
             raise ParameterError(
-                "policy 'auto' is not judged itself, it chooses among the others "
-                "('kvrag calibrate')"
+                "policy 'auto' cannot be judged: it chooses among the others ('kvrag calibrate')"
             )
         make_repair(name)
     for ratio in ratios:
         check_ratio(ratio)
     if not ratios and any(map(takes_ratio, policies)):
         raise ParameterError(
-            "no ratio was given; only policy 'none' does without, and those that say themselves "
-            "what they spend ('query:ratio=0.1', 'boundary:tokens=8')"
+            "no ratio was given: give one, or choose policy 'none' or policies that name their "
+            "budget ('query:ratio=0.1', 'boundary:tokens=8')"
         )
 
 

@@ -59,11 +59,11 @@ def measure_and_choose(
         When a store does not answer.
     """
     if not 0.0 <= reads < math.inf:
-        raise ParameterError(f"reads {reads}: expected 0 or more a month, and finite")
+        raise ParameterError(f"reads {reads}: expected a finite number a month, 0 or more")
     calibration = index.calibration
     if calibration is None:
         raise ParameterError(
-            f"{index.path}: what computing costs was not measured: run 'kvrag calibrate' first"
+            f"{index.path}: the cost of computing is not measured yet: run 'kvrag calibrate' first"
         )
     rows, size_bytes = _contents(index)
     named = [(url, price_of(url, prices, where)) for url in urls]
@@ -130,5 +130,5 @@ def _cost_of(index: Index, store: Store) -> TierCost:
             with suppress(StoreError):
                 store.delete(key)
     if found is None:
-        raise StoreError(f"{url} delivered nothing: see that it can be written and has room")
+        raise StoreError(f"{url} delivered nothing: check that it is writable and has room")
     return TierCost(url, *found)
