@@ -1,4 +1,4 @@
-"""A test bench: one random model, some chunks in memory, and the fuser over them."""
+"""A test bench: one random model, a few chunks in memory, and the fuser over them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Bench:
         )
 
     def open_kv(self, chunk_id: str, context_ids: tuple[int, ...] = ()) -> EncodedChunk | None:
-        del context_ids  # all chunks were encoded after the prefix alone
+        del context_ids  # all chunks were encoded behind the prefix alone
         record = self.store.open(self.key(chunk_id))
         if record is None:
             return None
@@ -98,14 +98,14 @@ class Bench:
         return logits
 
     def prompt(self, *order: int, question: str = "Question: who keeps it?\nAnswer:") -> str:
-        """Return the chunks in the given order and then a question, as a stuffed prompt."""
+        """Return the chunks in the order given, then a question, as a stuffed prompt."""
         chosen = order or range(len(self.texts))
         return "\n\n".join([*(self.texts[i] for i in chosen), question])
 
 
 @lru_cache(maxsize=32)
 def bench_of(model: KVModel, texts: tuple[str, ...] = TEXTS) -> Bench:
-    """Return a bench; the same object for the same model and texts."""
+    """Return a bench, the same for the same model and texts."""
     return Bench(model, texts)
 
 
