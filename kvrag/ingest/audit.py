@@ -1,4 +1,4 @@
-"""What holding the catalog against its seals brought to light."""
+"""What the check of the catalog against its seals found."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ class Audit:
     Attributes
     ----------
     num_chunks
-        There are, with those that are damaged.
+        Number of chunks, damaged ones included.
     num_documents
-        There were.
+        Number of documents, damaged ones included.
     needed
-        The KV of the sound chunks, with its number of tokens.
+        Names of the sound chunks' KV, each with its number of tokens.
     structure
         What SQLite's own check (`damage`) found.
     chunks, vectors, names
-        By row number, what is wrong with a chunk, its vector, or the names of its KV.
+        What is wrong with a chunk, its vector, or the names of its KV, by row number.
     documents
-        By source, what is wrong with a document's row, or which of its chunks are missing.
+        What is wrong with a document's row, or which of its chunks are missing, by source.
     files
-        By path, what is wrong with what was noted of a file.
+        What is wrong with a file's row, by path.
     others
-        What is wrong with the state, and with what it says of the tables.
+        What is wrong with the state row, or with its record of the tables.
     """
 
     num_chunks: int = 0
@@ -44,6 +44,6 @@ class Audit:
 
     @property
     def problems(self) -> list[str]:
-        """All of it."""
+        """Return every problem as a line of text."""
         by_name = (self.chunks, self.vectors, self.names, self.documents, self.files)
         return [*self.structure, *self.others, *(text for one in by_name for text in one.values())]

@@ -1,4 +1,4 @@
-"""A thread that encodes and stores what the model has computed, in order, behind its back."""
+"""A thread that encodes and stores computed KV in order while the model goes on."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-# Each waiting task holds the KV of one chunk: enough to keep both sides busy, little memory.
+# Each waiting task holds the KV of one chunk. Two keep both sides busy and need little memory.
 _MAX_WAITING = 4
 
 
 class BackgroundWriter:
-    """Runs tasks one after the other in a thread of its own.
+    """Runs tasks one after the other in a separate thread.
 
-    After a task failed no other is run, and the error is raised in the thread that submits.
-    Leaving the context with an error drops what still waits; leaving it without one waits for
-    all of it.
+    After a task has failed, no other task runs, and the error is raised in the submitting
+    thread. Leaving the context with an error drops the tasks that still wait. Leaving it without
+    an error waits for all of them.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class BackgroundWriter:
             self._raise()
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Queue a task; waits while too many wait already. Raises what an earlier one raised."""
+        """Queue a task. Blocks while the queue is full. Raises the error of an earlier task."""
         self._raise()
         self._tasks.put(task)
 

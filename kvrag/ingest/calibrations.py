@@ -1,4 +1,4 @@
-"""What was measured for an index's model (`kvrag calibrate`), kept in its folder."""
+"""The measurements of an index's model (`kvrag calibrate`), kept in the index folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILE_NAME = "calibration.json"
 
 
 def read_calibration(storage: Storage) -> Calibration | None:
-    """Return what was measured (`Index.calibration`)."""
+    """Return the stored measurements (`Index.calibration`)."""
     path = storage.path / FILE_NAME
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -33,13 +33,13 @@ def read_calibration(storage: Storage) -> Calibration | None:
             f"{path}: measured with another model than the index's; run 'kvrag calibrate' again"
         )
     if found.loading is not None and found.loading.store != without_password(storage.store.url):
-        # Of another store it says nothing.
+        # A calibration of another store says nothing about this one.
         found = replace(found, loading=None)
     return found
 
 
 def keep_calibration(storage: Storage, calibration: Calibration) -> None:
-    """Keep what was measured, in place of what was there (`Upkeep.keep_calibration`)."""
+    """Store measurements in place of the old ones (`Upkeep.keep_calibration`)."""
     if calibration.model_fingerprint != storage.config.model_fingerprint:
         raise IndexMismatchError(
             f"{storage.path}: the calibration was measured with another model than the index's"

@@ -1,8 +1,8 @@
 """The catalog: documents and chunks in one SQLite file.
 
-Everything but the KV itself is here, so whatever else lies in the index folder (the caches of
-vectors and words) can be made again from it. Each change is one transaction that raises the
-generation by one; readers compare generations to see that what they hold is old.
+The catalog holds everything except the KV itself. The other files in the index folder (the caches
+of vectors and words) can be rebuilt from it. Each change is one transaction that increases the
+generation by one. Readers compare generations to find out whether their copies are stale.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ _HAS_KEY = "(kv_key = ?1 OR row IN (SELECT row FROM other_keys WHERE kv_key = ?1
 class Catalog(CatalogMending):
     """Documents and chunks of one index. Safe to use from several threads.
 
-    What is damaged is never returned: it is left out, and `on_damage` is told.
+    Methods never return damaged rows: they leave them out and call `on_damage`.
 
     Parameters
     ----------
     path
-        The file; it must exist (see `Catalog.create`).
+        The catalog's file; it must exist (see `Catalog.create`).
     seal_key
-        Key of the rows' seals (`kvrag.ingest.seals.seal_key`).
+        The key of the rows' seals (`kvrag.ingest.seals.seal_key`).
     cipher_key
-        32 bytes with which the file is encrypted; None where it is not.
+        The 32-byte encryption key of the file; None if it is not encrypted.
 
     Raises
     ------
     IndexFormatError
-        When it is missing, damaged, or of another schema.
+        When the file is missing, damaged, or of another schema.
     StoreError
-        When it cannot be opened.
+        When the file cannot be opened.
     """
 
     # -- reading -----------------------------------------------------------------------------
 
     @checked
     def generation(self) -> int:
-        """Return how many transactions have changed the catalog; -1 where that is damaged."""
+        """Return how many transactions have changed the catalog; -1 if that row is damaged."""
         state = self._state()
         return NO_GENERATION if state is None else state.generation
 
     @checked
     def version(self) -> tuple[int, bytes]:
-        """Return the generation, and a digest of all that the documents hold; -1 where these are
+        """Return the generation and a digest of the documents' contents; -1 if the generation is
         damaged.
         """
         state = self._state()
@@ -76,7 +76,7 @@ class Catalog(CatalogMending):
 
     @checked
     def file(self, path: str) -> FileState | None:
-        """Return the state in which a file was last read, if it was."""
+        """Return a file's state when it was last read, or None if it never was."""
         return next(iter(self._sound_files("WHERE path = ?", (path,))), None)
 
     @checked
@@ -91,20 +91,20 @@ class Catalog(CatalogMending):
 
     @checked
     def documents_of_file(self, path: str) -> dict[str, str]:
-        """Return source and digest of the documents read from a file; "" for one with damage."""
+        """Return source and digest of a file's documents; "" as digest of a damaged one."""
         documents = self._sound_documents("WHERE file = ?", (path,))
         return {one.source: one.digest if self._is_whole(one) else "" for one in documents}
 
     @checked
     def digest_of(self, source: str) -> str | None:
-        """Return a document's digest, "" for one with damage, or None when it is not indexed."""
+        """Return a document's digest, "" if it is damaged, or None if it is not indexed."""
         for one in self._sound_documents("WHERE source = ?", (source,)):
             return one.digest if self._is_whole(one) else ""
         return None
 
     @checked
     def documents(self, bytes_per_token: int) -> list[DocumentRow]:
-        """Return all documents whose rows are sound, by source."""
+        """Return all documents with sound rows, ordered by source."""
         numbers = {
             source: counts
             for source, *counts in self._connection.execute(
@@ -133,13 +133,13 @@ class Catalog(CatalogMending):
 
     @checked
     def chunks(self, chunk_ids: Sequence[str]) -> list[Chunk]:
-        """Return chunks in the order of the ids; those not known or damaged are skipped."""
+        """Return chunks in the order of the ids; skips unknown and damaged chunks."""
         found = self.find_chunks(chunk_ids)
         return [chunk for chunk_id in chunk_ids if (chunk := found.get(chunk_id)) is not None]
 
     @checked
     def find_chunks(self, chunk_ids: Iterable[str]) -> dict[str, Chunk | None]:
-        """Return chunks by id; None for one with damage. Ids that are not known are left out."""
+        """Return chunks by id; None for a damaged chunk. Leaves out unknown ids."""
         wanted = list(dict.fromkeys(chunk_ids))
         return {
             values[1]: self._sound_chunk(values)
@@ -148,7 +148,7 @@ class Catalog(CatalogMending):
 
     @checked
     def chunks_at(self, rows: Sequence[int]) -> dict[int, Chunk]:
-        """Return chunks by row number; those not known or damaged are left out."""
+        """Return chunks by row number; leaves out unknown and damaged chunks."""
         found = {
             values[0]: self._sound_chunk(values)
             for values in self._select_in(CHUNK_COLUMNS, "row", rows)
@@ -163,9 +163,9 @@ class Catalog(CatalogMending):
 
     @checked
     def check_words(self, *, repair: bool) -> str:
-        """Return what is wrong with the index of words; `repair` removes it where it is damaged.
+        """Return what is wrong with the index of words; `repair` removes a damaged one.
 
-        The next search makes it anew.
+        The next search rebuilds it.
         """
         found = self._words.damage()
         if found and repair:
@@ -174,27 +174,27 @@ class Catalog(CatalogMending):
 
     @checked
     def refresh_words(self) -> None:
-        """Bring the index of words up to date with what was written, if there is one."""
+        """Bring the index of words, if there is one, up to date with the catalog."""
         with self._snapshot():
             self._words.refresh(self)
 
     def mark(self) -> bytes:
-        """Return 16 bytes that change with the catalog."""
+        """Return 16 bytes that change whenever the catalog changes."""
         return self._seals.whole([repr(self._rows("SELECT * FROM state")).encode()])
 
     def row_seals(self) -> Iterator[tuple[int, object]]:
-        """Yield number and seal of every chunk's row that can be read."""
+        """Yield the number and the seal of each readable chunk row."""
         yield from self._scan("row, seal")
 
     def texts(self, rows: Sequence[int]) -> Iterator[tuple[int, object]]:
-        """Yield number and text of chunks, as they stand in their rows."""
+        """Yield the number and the unchecked text of each chunk row."""
         yield from self._select_in("row, text", "row", rows)
 
     @checked
     def text_of(self, chunk_id: str) -> str | None:
-        """Return a chunk's text, or None when it is not known or no text.
+        """Return a chunk's text, or None if the chunk is unknown or holds no text.
 
-        It may be damaged: compare it, and ask for the chunk before it is used.
+        The text may be damaged: use it only to compare, and read the chunk before you use it.
         """
         for (text,) in self._rows("SELECT text FROM chunks WHERE chunk_id = ?", (chunk_id,)):
             return text if isinstance(text, str) else None
@@ -202,14 +202,14 @@ class Catalog(CatalogMending):
 
     @checked
     def chunk_and_keys(self, chunk_id: str) -> tuple[Chunk, list[str]] | None:
-        """Return a chunk and the names of its KV as they are noted, or None when it is not known.
+        """Return a chunk and the recorded names of its KV, or None if the chunk is unknown.
 
-        A row that is damaged may note fewer names than the chunk has contexts, or more.
+        A damaged row may record fewer names than the chunk has contexts, or more.
 
         Raises
         ------
         IndexFormatError
-            When the chunk is not what was written.
+            When the chunk differs from what was written.
         """
         where = f"SELECT {CHUNK_COLUMNS}, {KEYS} FROM chunks WHERE chunk_id = ?"
         for *row, keys in self._rows(where, (chunk_id,)):
@@ -218,7 +218,7 @@ class Catalog(CatalogMending):
 
     @checked
     def chunk_ids_of(self, source: str) -> list[str]:
-        """Return the chunks of a document, in order."""
+        """Return the ids of a document's chunks, in order."""
         rows = self._rows(
             "SELECT chunk_id FROM chunks WHERE source = ? ORDER BY ordinal", (source,)
         )
@@ -226,9 +226,9 @@ class Catalog(CatalogMending):
 
     @checked
     def each_text(self, use: Callable[[str, str], None]) -> int:
-        """Call `use` with id and text of every chunk, one at a time; return the generation.
+        """Call `use` with the id and text of each chunk in turn; return the generation.
 
-        Chunks whose text is not what was indexed are left out.
+        Leaves out chunks whose text differs from what was indexed.
         """
         with self._snapshot():
             for row, chunk_id, source, ordinal, text in self._scan(
@@ -242,11 +242,11 @@ class Catalog(CatalogMending):
 
     @checked
     def each_head(self, num_tokens: int, use: Callable[[str, bytes, int], None]) -> int:
-        """Call `use` for every chunk with its id, its first token ids and how many it has.
+        """Call `use` with each chunk's id, its first token ids and its number of tokens.
 
-        The token ids come as the row holds them (`kvrag.ingest.rows.pack_ids`), `num_tokens` of
-        them or fewer. They may be damaged: compare them, and ask for the chunk before it is used.
-        Returns the generation.
+        The token ids are packed as in the row (`kvrag.ingest.rows.pack_ids`), at most
+        `num_tokens` of them. They may be damaged: use them only to compare, and read the chunk
+        before you use it. Returns the generation.
         """
         with self._snapshot():
             for row, chunk_id, head, length in self._scan(
@@ -260,9 +260,9 @@ class Catalog(CatalogMending):
 
     @checked
     def vectors(self, dim: int) -> tuple[tuple[int, bytes], NDArray[np.int64], NDArray[np.float32]]:
-        """Return the version, the row numbers ``[n]`` and vectors ``[n, dim]`` of the chunks.
+        """Return the version, and row numbers ``[n]`` and vectors ``[n, dim]`` of the chunks.
 
-        Vectors that are not what was written are left out.
+        Leaves out vectors that differ from what was written.
         """
         import numpy as np
 
@@ -301,7 +301,7 @@ class Catalog(CatalogMending):
 
     @checked
     def chunk_with(self, key: ChunkKey, key_of: Callable[[Chunk], ChunkKey]) -> Chunk:
-        """Return a sound chunk whose KV has a certain name, with the context of that KV alone;
+        """Return a sound chunk whose KV has a given name, with only the context of that KV;
         `audit` has found one.
         """
         for row in self._rows(
@@ -317,12 +317,12 @@ class Catalog(CatalogMending):
 
     @checked
     def apply(self, change: Change) -> None:
-        """Write a change whole or not at all.
+        """Write a whole change, or nothing.
 
         Raises
         ------
         StoreError
-            When the medium refuses; the catalog is then as before.
+            When the disk refuses the write; the catalog is then unchanged.
         """
         with self._transaction():
             for path in change.forget_files:
@@ -341,22 +341,22 @@ class Catalog(CatalogMending):
         encoded_behind: Callable[[int, Iterator[Chunk]], Iterator[Chunk]],
         key_of: Callable[[Chunk], ChunkKey],
     ) -> int:
-        """Remove single chunks, and documents of which none is left; return how many.
+        """Remove single chunks, and documents that lose their last chunk; return how many.
 
-        Chunks that were encoded behind one of them forget their contexts: from then on their KV is
-        that of the chunk alone, wherever the store has it.
+        Chunks that were encoded after a removed one lose their contexts: from then on they use
+        the KV of the chunk alone, if the store has it.
 
         Parameters
         ----------
         encoded_behind
-            Yields those of the chunks behind a place of a document whose context reaches it.
+            Yields the chunks after a given place of a document whose context reaches that place.
         key_of
             Returns the name that a chunk's KV must have.
 
         Raises
         ------
         IndexFormatError
-            When a chunk to remove is not what was written.
+            When a chunk to remove differs from what was written.
         """
         num_removed = 0
         with self._transaction():
@@ -366,7 +366,7 @@ class Catalog(CatalogMending):
                 ).fetchall()
                 if not rows:
                     continue
-                # Of damage it is not known what was encoded behind it: nothing may stay of it.
+                # A damaged row does not say which chunks follow it: remove every trace of it.
                 removed = self._chunk(rows[0])
                 source, ordinal = removed.source, removed.ordinal
                 later = self._connection.execute(
@@ -393,6 +393,6 @@ class Catalog(CatalogMending):
 
 
 def _is_named(chunk_id: object, source: object, ordinal: object, text: object) -> bool:
-    """Say whether a chunk's id is that of its text and place."""
+    """Return whether a chunk's id matches its text and place."""
     is_typed = isinstance(text, str) and isinstance(source, str) and isinstance(ordinal, int)
     return is_typed and chunk_id == chunk_id_of(source, ordinal, text)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The catalog's file: its connection, snapshots, and changing places with another file."""
+"""The catalog's file: its connection, its snapshots, and its replacement by another file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvrag.ingest.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION, State, w
 from kvrag.ingest.seals import Seals
 from kvrag.sqlitefile import library, unlock
 
-_MAX_TRIES = 8  # of a read during which somebody else wrote
+_MAX_TRIES = 8  # of a read that another process's writes disturb
 
 _T = TypeVar("_T", bound="CatalogFile")
 _P = ParamSpec("_P")
@@ -33,7 +33,7 @@ _R = TypeVar("_R")
 
 
 def checked(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_T, _P], _R]:
-    """Hold the connection during a method, keep it up to date, and name SQLite's errors."""
+    """Hold the connection during a method, keep it up to date, and translate SQLite's errors."""
 
     @functools.wraps(method)
     def call(self: _T, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -44,7 +44,7 @@ def checked(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_
                     try:
                         result = method(self, *args, **kwargs)
                     except (self._sql.Error, IndexFormatError):
-                        # What was read may have been half old and half new.
+                        # The read may have mixed old and new content.
                         if not self._reopen_if_changed():
                             raise
                     else:
@@ -58,16 +58,16 @@ def checked(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_
 
 
 class CatalogFile:
-    """The part of `Catalog` that holds its file open, whatever others do to it meanwhile.
+    """The part of `Catalog` that keeps its file open while other processes change it.
 
     Safe to use from several threads.
 
     Attributes
     ----------
     path
-        The file.
+        The catalog's file.
     is_old
-        Whether its rows are not sealed yet.
+        Whether the rows have no seals yet.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class CatalogFile:
     def create(
         cls: type[_T], path: Path, *, seal_key: bytes = b"", cipher_key: bytes | None = None
     ) -> _T:
-        """Make an empty catalog; an unfinished one left by a killed process is replaced."""
+        """Create an empty catalog; replaces an unfinished one that a killed process left."""
         sql = library(cipher_key)
         try:
             for name in (*(path.name + end for end in ("", "-wal", "-shm")), words.FILE_NAME):
@@ -137,7 +137,7 @@ class CatalogFile:
         return words.WordIndex(path, self._seals, self._cipher_key)
 
     def seal(self, content: bytes) -> bytes:
-        """Seal what is kept beside the catalog."""
+        """Return a seal for content that is stored next to the catalog."""
         return self._seals.whole([content])
 
     @property
@@ -146,11 +146,11 @@ class CatalogFile:
         return self._cipher_key is not None
 
     def _reopen_if_changed(self) -> bool:
-        """Open the file again if this connection cannot see what others have written to it."""
+        """Reopen the file if this connection cannot see what other processes have written."""
         if self._connection.in_transaction:
             return False
         if self._stamp is None:
-            # Another file is in its place: somebody has encrypted it.
+            # Another file is in its place: another process has encrypted it.
             with contextlib.suppress(OSError):
                 if self._inode not in (None, self.path.stat().st_ino):
                     self._reopen()
@@ -175,7 +175,7 @@ class CatalogFile:
             ) from error
 
     def _connect(self) -> None:
-        """Open the file, and close what was open before: not until then, so as to try again."""
+        """Open the file; close the previous connection only then, so that a failure can retry."""
         inode = self.path.stat().st_ino
         former = getattr(self, "_connection", None)
         self._connection, self._stamp = connect(self.path, self._cipher_key)
@@ -185,24 +185,24 @@ class CatalogFile:
 
     @contextmanager
     def _snapshot(self) -> Iterator[None]:
-        """Let several reads see one generation, whatever others write meanwhile."""
+        """Run several reads on one generation, while other processes may write."""
         self._connection.execute("BEGIN")
         try:
             yield
         finally:
-            # Nothing was written; damage that was met has been noted already.
+            # Nothing was written; damage found on the way is recorded already.
             with contextlib.suppress(self._sql.Error):
                 self._connection.execute("ROLLBACK")
 
     def write_copy(self, path: Path, cipher_key: bytes | None) -> None:
-        """Write all of the catalog into a new file, under another key or none.
+        """Write the whole catalog into a new file, under another key or none.
 
         Raises
         ------
         ParameterError
             When SQLCipher is not installed.
         StoreError
-            When the folder refuses it.
+            When the folder refuses the write.
         """
         sql = library(cipher_key or self._cipher_key)
         path.unlink(missing_ok=True)
@@ -223,12 +223,12 @@ class CatalogFile:
                 raise catalog_error(path, error) from error
 
     def use_next(self, cipher_key: bytes | None) -> None:
-        """Go on with the file at `next_path`, which is under another key, the same or none."""
+        """Continue with the file at `next_path`, whose key may be another, the same, or none."""
         with self._lock:
             with contextlib.suppress(self._sql.DatabaseError):
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._connection.close()
-            self._words.discard()  # before: no text of an encrypted catalog may stay readable
+            self._words.discard()  # first: no text of an encrypted catalog may stay readable
             put_in_place(self.path)
             self._cipher_key = cipher_key
             self._sql = library(cipher_key)

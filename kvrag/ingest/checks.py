@@ -1,4 +1,4 @@
-"""Whether a store, a device or an embedding can be an index's."""
+"""Checks that a store, a device or an embedding suits an index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_limit(store: Store, config: IndexConfig) -> None:
-    """Close a store and raise ParameterError when a tier of it is limited to less than a chunk."""
+    """Close a store and raise ParameterError if one of its tiers cannot hold a single chunk."""
     needed = config.chunk_tokens * config.expected_bytes_per_token
     for tier in tiers_of(store):
         limited = capability(tier, Limits)
@@ -29,7 +29,7 @@ def check_limit(store: Store, config: IndexConfig) -> None:
 
 
 def check_lasting(store: Store) -> None:
-    """Raise ParameterError when what is kept in a store is gone with the process."""
+    """Raise ParameterError if a store's content ends with the process."""
     if capability(tiers_of(store)[-1], InMemory) is not None:
         raise ParameterError(
             f"{store.url} is gone when the process ends: choose a store that lasts; memory may be "
@@ -38,12 +38,12 @@ def check_lasting(store: Store) -> None:
 
 
 def check_device(device: str | None, model: KVModel | None = None) -> None:
-    """Raise ParameterError when a device cannot be used here, or `model` is on another one."""
+    """Raise ParameterError if a device cannot be used here, or `model` is on another one."""
     if device is None:
         return
     if not isinstance(device, str):
         raise ParameterError(f"device {device!r}: expected a name such as 'cpu' or 'cuda'")
-    # Only now: without a device nothing of the model's library is needed yet.
+    # Imported late: without a device, the model's library is not needed yet.
     from kvrag.models.loading import usable_device
 
     wanted = usable_device(device)
@@ -54,7 +54,7 @@ def check_device(device: str | None, model: KVModel | None = None) -> None:
 
 
 def check_embedding(config: IndexConfig, folder: Path, embedding: Embedding) -> None:
-    """Raise IndexMismatchError unless `embedding` is the one an index was made with."""
+    """Raise IndexMismatchError unless the index was made with `embedding`."""
     found = (embedding.name, embedding.dim)
     expected = (config.embedding, config.embedding_dim)
     if found != expected:

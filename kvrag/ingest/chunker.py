@@ -1,8 +1,8 @@
-"""Documents to chunks: cut where the text itself has its seams, never above a token limit.
+"""Split documents into chunks at natural boundaries, within a token limit.
 
-The places where a text may be cut have ranks: before a heading, between paragraphs, between
-sentences, between lines, between words. Each chunk takes as much as fits and is then cut at
-the highest-ranking place in its last half, the latest one of that rank.
+Places where a text may be cut have ranks: before a heading, between paragraphs, between
+sentences, between lines, between words. Each chunk takes as much text as fits. It is then cut at
+the highest-ranking place in its last half, and at the latest one of that rank.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from kvrag.ingest.limits import MAX_TITLE_CHARACTERS
 from kvrag.models.control import ControlTokens, encode_documents
 
 PAGE_BREAK = "\f"
-"""Loaders put it between the pages of a document; chunks carry the page on which they begin."""
+"""Loaders put it between the pages of a document; chunks record the page on which they begin."""
 
 MIN_CHUNK_TOKENS = 16
 
-# Tokenised at once: long enough that few chunks straddle two stretches, short enough that the
-# offsets of a whole book never stand in memory.
+# Characters tokenised at once: enough that few chunks straddle two stretches, and few enough that
+# memory never holds the offsets of a whole book.
 _STRETCH_CHARACTERS = 65_536
 _MAX_CHARACTERS_PER_TOKEN = 16
-# All patterns take time that grows with the text and no faster, whatever it holds.
-# What makes a heading, or a fence within which nothing does. A full parser of Markdown
+# The time of each pattern grows at most linearly with the text, whatever the text is.
+# This one finds headings, and the fences inside which there are none. A full parser of Markdown
 # (markdown-it-py) takes 2.5 s and 250,000 objects for 0.2 MB of "- a" lines.
 _MARK = re.compile(
     r"^ {0,3}(?:(#{1,6})(?=[ \t])|(`{3,}|~{3,})|(?:=++|-{2,}+)[ \t]*+$)", re.MULTILINE
 )
-# Lines that are no title, even with a line of dashes under them.
+# Lines that are no title, even when a line of dashes follows.
 _NO_TITLE = re.compile(r"\s|[-*+>|#=`~]|\d+[.)]")
 _PARAGRAPH = re.compile(r"\n[ \t]*\n\s*")
 _SENTENCE = re.compile("[.!?\u2026][\"'\u201d\u2019)\\]]*\\s+|[\u3002\uff01\uff1f](?=\\S)")
@@ -41,7 +41,7 @@ _LINE = re.compile(r"\n")
 _WORD = re.compile(r"\s+")
 
 
-# Offsets at which a chunk may begin, one ascending list for each rank, the highest first.
+# Offsets at which a chunk may begin: one ascending list for each rank, the highest first.
 _Seams = tuple[list[int], ...]
 # Ids and first characters of the tokens of each text, without special tokens.
 _Tokenise = Callable[[list[str]], list[tuple[list[int], list[int]]]]
@@ -56,7 +56,7 @@ class _Text:
     page_starts: list[int]
 
     def seams(self, begin: int, end: int) -> _Seams:
-        """Return the seams in a stretch."""
+        """Return the seams in a stretch of the text."""
         return (
             [start for start, _ in self.headings if begin <= start < end],
             *(
@@ -69,23 +69,23 @@ class _Text:
 def chunk_document(
     document: Document, tokenizer: Any, chunk_tokens: int, control: ControlTokens | None = None
 ) -> list[Chunk]:
-    """Cut one document.
+    """Split one document into chunks.
 
     Parameters
     ----------
     document
-        Its text is normalised first; page breaks become paragraph breaks.
+        The document. Its text is normalised first; page breaks become paragraph breaks.
     tokenizer
         The model's fast tokenizer.
     chunk_tokens
-        Most tokens a chunk may have.
+        The largest number of tokens in a chunk.
     control
-        Takes the model's control strings for text; None keeps them.
+        Neutralises the model's control strings in the text; None keeps them.
 
     Returns
     -------
     list of Chunk
-        In the order of the text, without overlap; empty when the text holds no tokens.
+        Chunks in the order of the text, without overlap; empty when the text has no tokens.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def chunk_document(
             for tokens in encode_documents(tokenizer, texts, control)
         ]
 
-    # The tokenizer gives a new object for each number; shared, a token takes half the memory.
+    # The tokenizer returns a new object for each number. Sharing them halves a token's memory.
     share = dict[int, int]().setdefault
     for start, text, ids, starts in _cut(prepared, tokenise, chunk_tokens):
         ordinal = len(chunks)
@@ -145,7 +145,7 @@ def _prepare(raw: str) -> _Text:
 def _headings(text: str) -> list[tuple[int, str]]:
     """Return offset and title of the headings outside code fences.
 
-    A title stands after hashes, or alone between an empty line and a line of dashes or equals
+    A title follows hashes, or is a line between an empty line and a line of dashes or equals
     signs.
     """
     found: list[tuple[int, str]] = []
@@ -203,7 +203,7 @@ def _cut(
         ((_, starts),) = tokenise([text[position:end]])
         starts = [position + start for start in starts]
         spans = list(_plan(seams, starts, position, end, chunk_tokens))
-        # What is left of a stretch that is not the last begins the next one.
+        # The rest of a stretch that is not the last one begins the next stretch.
         if end < len(text) and len(spans) > 1:
             spans.pop()
         pieces = [normalise_text(text[begin:stop]) for begin, stop in spans]
@@ -246,7 +246,7 @@ def _best_seam(seams: _Seams, middle: int, limit: int) -> int:
 def _split(
     text: str, seams: _Seams, tokenise: _Tokenise, begin: int, stop: int, chunk_tokens: int
 ) -> Iterator[tuple[int, str, list[int], list[int]]]:
-    """Yield the chunks of a span whose tokens, taken alone, are slightly too many."""
+    """Yield the chunks of a span that has slightly too many tokens when tokenised alone."""
     piece = normalise_text(text[begin:stop])
     ((ids, starts),) = tokenise([piece])
     if len(ids) <= chunk_tokens or len(piece) == 1:

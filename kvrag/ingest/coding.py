@@ -1,4 +1,4 @@
-"""How an index codes its KV: the codec it writes, the profile it fits, and what it can read."""
+"""How an index codes KV: the codec it writes, the profile it fits, and the codecs it reads."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.store.base import Store, StoredRecord
 
 EXACT_CODECS = (RAW, LOSSLESS)
-"""Codecs whose records give back what the model gave."""
+"""Codecs whose records decode to exactly the model's values."""
 
 
 def check_profile(profile: Profile, codec: str, spec: KVSpec, model_fingerprint: str) -> None:
-    """Raise ParameterError unless a profile can be used for a codec and a model."""
+    """Raise ParameterError unless a profile suits a codec and a model."""
     if profile.spec != spec or profile.model_fingerprint != model_fingerprint:
         raise ParameterError(
             f"the codec profile {profile.hash} was fitted to a model with fingerprint "
@@ -43,18 +43,18 @@ def check_profile(profile: Profile, codec: str, spec: KVSpec, model_fingerprint:
 
 
 def spread_evenly(lengths: Sequence[int], num_tokens: int = SAMPLE_TOKENS) -> list[int]:
-    """Return which chunks to take for a sample of about `num_tokens` tokens, spread evenly.
+    """Return which chunks make an evenly spread sample of about `num_tokens` tokens.
 
     Parameters
     ----------
     lengths
-        Tokens of each chunk.
+        Number of tokens of each chunk.
     """
     total = sum(lengths)
     sampled, seen, taken = [], 0, 0
     for number, length in enumerate(lengths):
         seen += length
-        # Each chunk that brings what was taken up to its even share of what is wanted.
+        # Take each chunk that brings the sample up to its even share of the wanted tokens.
         if taken * total < min(num_tokens, total) * seen:
             sampled.append(number)
             taken += length
@@ -76,15 +76,15 @@ def fit_to(
     Parameters
     ----------
     codec
-        One that needs a profile.
+        A codec that needs a profile.
     lengths
-        Tokens of each chunk there is.
+        Number of tokens of each available chunk.
     kv_of
         Returns the KV of a chunk by its number.
     on_progress
-        Receives a line whenever there is something new to say.
+        Receives a line of text for each step.
     num_tokens
-        Of the sample.
+        Tokens in the sample.
 
     Raises
     ------
@@ -106,18 +106,18 @@ def fit_to(
 
 @dataclass
 class RecordCoding:
-    """Opens records of any codec, and makes the one that records are written with.
+    """Opens records of any codec, and provides the codec for writing records.
 
     Attributes
     ----------
     profiles
-        Those of the index.
+        The index's profiles.
     label
-        The codec records are written with.
+        The codec of new records.
     profile_hash
-        Its profile, or "" where it has none, or none yet.
+        Hash of the codec's profile, or "" if it has none, or none yet.
     model_fingerprint
-        Of the index's model.
+        Fingerprint of the index's model.
     """
 
     profiles: ProfileFolder
@@ -131,19 +131,19 @@ class RecordCoding:
 
     @property
     def needs_profile(self) -> bool:
-        """Whether nothing can be written before a profile is fitted."""
+        """Whether a profile must be fitted before anything can be written."""
         return not self.profile_hash and choose_codec(self.label).config is not None
 
     @property
     def codec(self) -> Codec:
-        """What records are written with. Raises ProfileError when its profile cannot be had."""
+        """The codec of new records. Raises ProfileError if its profile is not available."""
         if self._codec is None:
             profile = self.profiles.get(self.profile_hash) if self.profile_hash else None
             self._codec = get_codec(self.label, profile)
         return self._codec
 
     def writes(self, header: RecordHeader) -> bool:
-        """Whether a record is what this codec would write: by name, profile and level."""
+        """Return whether a record has the name, profile and level that this codec writes."""
         choice = choose_codec(self.label)
         if choice.config is None or header.codec == LOSSLESS:
             return (header.codec, header.profile) == (self.codec.name, self.profile_hash)
@@ -164,16 +164,17 @@ def recode_records(
     compute: Callable[[ChunkKey], ChunkKV],
     on_progress: Callable[[int, int], None] | None,
 ) -> RecodeReport:
-    """Write every record anew with the index's codec; each is replaced in one step.
+    """Rewrite every record with the index's codec; each is replaced in one step.
 
-    What can be read back exactly is; KV of lossy, damaged and missing records is computed again.
+    Records that decode exactly are converted. KV of lossy, damaged and missing records is
+    computed again.
 
     Parameters
     ----------
     needed
-        The keys, with the tokens of each.
+        Number of tokens for each key.
     compute
-        Returns the KV of a key by the model.
+        Computes the KV of a key with the model.
     """
     started = time.perf_counter()
     target = coding.codec
@@ -208,7 +209,7 @@ def recode_records(
 def check_room(
     needed: Mapping[ChunkKey, int], store: Store, choice: CodecChoice, spec: KVSpec, folder: Path
 ) -> None:
-    """Raise StoreError when the disk has no room for all records in another codec."""
+    """Raise StoreError if the disk has no room for all records in another codec."""
     per_token = expected_bytes_per_token(choice.label, spec.bytes_per_token, spec.dtype.itemsize)
     more = sum(needed.values()) * per_token - store.size_bytes()
     free = shutil.disk_usage(folder).free
@@ -220,7 +221,7 @@ def check_room(
 
 
 def _coded_already(key: ChunkKey, store: Store, coding: RecordCoding) -> tuple[int, bool]:
-    """Return a record's bytes, and whether it is coded as wanted."""
+    """Return a record's size in bytes, and whether it already has the wanted coding."""
     try:
         record = store.open(key)
         if record is None:
@@ -234,7 +235,7 @@ def _coded_already(key: ChunkKey, store: Store, coding: RecordCoding) -> tuple[i
 def read_exact(
     key: ChunkKey, num_tokens: int, store: Store, coding: RecordCoding, spec: KVSpec
 ) -> ChunkKV | None:
-    """Return the KV of a record that gives back what the model gave, or None."""
+    """Return the KV of a record that decodes to exactly the model's values, or None."""
     try:
         record = store.open(key)
         if record is None:
@@ -243,7 +244,7 @@ def read_exact(
             if RecordReader(record, key).header.codec not in EXACT_CODECS:
                 return None
             encoded = coding.open(key, record, spec)
-            # The header alone says how long the record is: believe the chunk.
+            # Only the header says how long the record is: trust the chunk instead.
             return read_all(encoded, spec) if encoded.num_tokens == num_tokens else None
     except (RecordError, StoreError, ProfileError):
         return None

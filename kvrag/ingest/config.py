@@ -1,4 +1,4 @@
-"""What an index was made with, recorded once in ``index.json``."""
+"""The settings of an index, recorded once in ``index.json``."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ FILE_NAME = "index.json"
 VECTORS_NAME = "vectors.cache"
 KV_FOLDER = "kv"
 _KIND = "kvrag index"
-# Known here, so that to list an index no tensor library is needed.
+# Defined here so that listing an index needs no tensor library.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""The element types that KV may have, with their size."""
+"""The supported element types of KV, with their sizes in bytes."""
 
-# What files of earlier versions do not say.
+# Values for fields that are missing from files of earlier versions.
 _DEFAULTS = {
     "compression": NO_COMPRESSION,
     "anchors": "",
@@ -44,47 +44,47 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class IndexConfig:
-    """The settings of an index; but for codec and profile, none can change after it was made.
+    """The settings of an index. Only codec and profile can change after its creation.
 
     Attributes
     ----------
     model
-        Where the model is found again: a folder, a hub name, or "" for an object built in memory.
+        Where to find the model: a folder, a hub name, or "" for an object built in memory.
     model_fingerprint, tokenizer_fingerprint
-        Digests of weights with config, and of the tokenizer.
+        Digest of the weights with the config, and digest of the tokenizer.
     num_layers, num_kv_heads, head_dim, dtype
-        Shape and element type of its KV.
+        Shape and element type of the model's KV.
     max_positions
-        Its context window in tokens.
+        The model's context window in tokens.
     prefix_ids
-        Token ids every chunk is encoded behind.
+        Token ids that precede every chunk when it is encoded.
     embedding, embedding_dim
         Name and number of dimensions of the embedding.
     codec
-        Name of the codec that records are written with; each record names its own.
+        Name of the codec of new records; each record names the codec it was written with.
     profile
-        Hash of the codec's profile, or "" where it has none, or none yet.
+        Hash of the codec's profile, or "" if it has none, or none yet.
     chunk_tokens
-        Most tokens a chunk may have.
+        The largest number of tokens in a chunk.
     context, context_tokens
-        What chunks are encoded behind (`kvrag.ingest.contexts`), and how many tokens of it at the
-        most; 0 where that is not limited by number.
+        What precedes chunks when they are encoded (`kvrag.ingest.contexts`), and the largest
+        number of its tokens; 0 if no number limits it.
     compression, anchors
-        How chunks are compressed (`kvrag.fusion.compression.spec`), and the digest of the anchors
-        they are compressed with, or "".
+        How chunks are compressed (`kvrag.fusion.compression.spec`), and the digest of the
+        anchors used for it, or "".
     tenant_salt
-        Hexadecimal digits of the salt that keys the chunk keys.
+        The salt that keys the chunk keys, in hexadecimal.
     store
         URL of the store of KV, without a password; "" for the index's own folder.
     control_tokens
-        What becomes of the model's control strings in documents (`kvrag.models.control`).
+        What happens to the model's control strings in documents (`kvrag.models.control`).
     key_check
-        Hexadecimal digits that tell whether a key is the index's; "" where nothing is encrypted.
+        Hexadecimal check value that identifies the index's key; "" if nothing is encrypted.
     index_id
-        32 random hexadecimal digits that go into the seals of the catalog; "" for indexes that were
-        made before they did.
+        32 random hexadecimal digits that the seals of the catalog include; "" for indexes that
+        are older than these digits.
     format_version
-        Of the file that it was read from.
+        Format version of the file that was read.
     """
 
     model: str
@@ -126,12 +126,12 @@ class IndexConfig:
 
     @property
     def expected_bytes_per_token(self) -> int:
-        """About what the codec makes of a token's KV, before any compression of chunks."""
+        """Approximate bytes of a token's KV in the codec, before any compression of chunks."""
         size = DTYPE_BYTES[self.dtype]
         return expected_bytes_per_token(self.codec, self.bytes_per_token, size)
 
     def save(self, folder: Path) -> None:
-        """Write ``index.json`` atomically. Raises StoreError when the folder refuses it."""
+        """Write ``index.json`` atomically. Raises StoreError when the write fails."""
         values = {"kind": _KIND, **asdict(self), "format_version": FORMAT_VERSION}
         values["checksum"] = _checksum(values)
         write_atomically(folder / FILE_NAME, json.dumps(values, indent=2).encode() + b"\n")
@@ -145,7 +145,7 @@ class IndexConfig:
         IndexNotFoundError
             When there is no such file.
         IndexFormatError
-            When it is not one of this version of kvrag, or not what was written.
+            When this version of kvrag cannot read it, or it differs from what was written.
         """
         path = folder / FILE_NAME
         try:
@@ -167,12 +167,12 @@ class IndexConfig:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that readers see the old one or the new one, never a part.
+    """Write a file so that readers see the old content or the new, never a part.
 
     Raises
     ------
     StoreError
-        When the folder refuses it; the old file is then unchanged.
+        When the write fails; the old file is then unchanged.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -194,7 +194,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut, where the system can."""
+    """Make a rename survive a power cut, if the system can."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -212,17 +212,17 @@ def _foreign(path: Path, what: str) -> IndexFormatError:
 
 
 def _checksum(values: Mapping[str, Any]) -> str:
-    """Return the digest of all that a file says but the digest itself."""
+    """Return the digest of all values in a file except the digest itself."""
     said = {name: value for name, value in values.items() if name != "checksum"}
     canonical = json.dumps(said, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
 def _compare(path: Path, values: Mapping[str, Any], version: int) -> None:
-    """Raise IndexFormatError unless a file is what was written."""
+    """Raise IndexFormatError unless a file's content matches its checksum."""
     found = values.get("checksum")
     if found is None and version < FORMAT_VERSION:
-        return  # Written before there were checksums.
+        return  # Older than checksums.
     expected = _checksum(values)
     if found != expected:
         raise IndexFormatError(

@@ -1,4 +1,4 @@
-"""What SQLite says of the catalog, as errors of kvrag."""
+"""Translation of SQLite's errors, and the steps that replace the catalog's file."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _DAMAGE = (
 
 
 def is_damage(error: Exception) -> bool:
-    """Say whether an error of SQLite tells of wrong bytes, not of a medium that refuses."""
+    """Return whether an SQLite error reports wrong bytes rather than a failing disk."""
     return any(part in str(error) for part in _DAMAGE)
 
 
 def catalog_error(path: Path, error: Exception) -> StoreError | IndexFormatError:
-    """Return what an error of SQLite or of the system means for an index."""
+    """Return the kvrag error that an error of SQLite or of the system amounts to."""
     text = str(error)
     if is_damage(error):
         return IndexFormatError(
@@ -52,15 +52,15 @@ def catalog_error(path: Path, error: Exception) -> StoreError | IndexFormatError
 
 
 def next_path(path: Path) -> Path:
-    """Return where a catalog that was written anew is, until it is put in place."""
+    """Return the path of a rewritten catalog before it is put in place."""
     return path.with_name(f"{path.name}.next")
 
 
 def put_in_place(path: Path) -> None:
-    """Let the catalog that was written anew take the place of the one there was.
+    """Replace the catalog by the rewritten one.
 
-    The old log must never lie beside the new file. It goes first, and a name tells meanwhile that
-    the new file is the one that counts: who is killed in between has `finish_placing` go on.
+    The old log must never be next to the new file, so it is removed first. Meanwhile the new
+    file's name says that it is the valid one: after a crash, `finish_placing` does the rest.
     """
     with contextlib.suppress(FileNotFoundError):
         next_path(path).replace(ready_path(path))
@@ -68,12 +68,12 @@ def put_in_place(path: Path) -> None:
 
 
 def ready_path(path: Path) -> Path:
-    """Return where a catalog written anew is from when it counts until it is in place."""
+    """Return the path of a rewritten catalog that is valid but not in place yet."""
     return path.with_name(f"{path.name}.ready")
 
 
 def finish_placing(path: Path) -> None:
-    """Do what is left of `put_in_place`; hold the writer's lock."""
+    """Do what is left of `put_in_place`; the caller holds the writer's lock."""
     if ready_path(path).is_file():
         for end in ("-wal", "-shm"):
             path.with_name(path.name + end).unlink(missing_ok=True)

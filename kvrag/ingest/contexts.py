@@ -1,7 +1,7 @@
-"""What a chunk is encoded behind: nothing, its document's earlier text, or its predecessor.
+"""What precedes a chunk during encoding: nothing, earlier text, or its predecessor.
 
-Of the context only token ids are kept; its own KV is not stored. It never comes from another
-document: what else an index holds would then decide about a chunk's KV.
+A context is stored as token ids only, without its KV. It never comes from another document:
+otherwise the rest of an index would change a chunk's KV.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from kvrag.models.control import ControlTokens, encode_documents
 
 NO_CONTEXT = "none"
 DOCUMENT = "document"
-"""Chunks are encoded behind what their document says before them."""
+"""Chunks are encoded after earlier text of their document."""
 NEIGHBOURS = "neighbours"
-"""Chunks are encoded alone, and once more behind their predecessor (FusionRAG's offline part)."""
+"""Chunks are encoded alone, and again after their predecessor (FusionRAG's offline part)."""
 CONTEXTS = (NO_CONTEXT, DOCUMENT, NEIGHBOURS)
 
 DEFAULT_CONTEXT_TOKENS = 256
-"""Tokens of `DOCUMENT` context at the most."""
+"""The largest number of tokens in a `DOCUMENT` context."""
 
 SEPARATOR = "\n\n"
-"""Joins chunks in a context as prompts join them, so that a context can stand there verbatim."""
+"""Joins chunks in a context as prompts join them, so that a prompt can repeat it verbatim."""
 
 
 def context_limit(context: str, context_tokens: int | None) -> int:
-    """Return the limit to record for a context; 0 where there is none by number.
+    """Return the limit to record for a context; 0 if no number limits it.
 
     Raises
     ------
     ParameterError
-        For an unknown context, a limit that is no whole number from 1 on, or one that would do
-        nothing.
+        For an unknown context, for a limit that is not a whole number from 1 on, and for a limit
+        that would have no effect.
     """
     if context not in CONTEXTS:
         raise ParameterError(f"context {context!r}: expected one of {', '.join(CONTEXTS)}")
@@ -60,7 +60,7 @@ def add_contexts(
     room: int,
     control: ControlTokens | None = None,
 ) -> list[Chunk]:
-    """Return the chunks of one document with what each of them is encoded behind.
+    """Return the chunks of one document with their contexts.
 
     Parameters
     ----------
@@ -71,12 +71,12 @@ def add_contexts(
     context
         One of `CONTEXTS`.
     limit
-        Tokens of `DOCUMENT` context at the most.
+        The largest number of tokens in a `DOCUMENT` context.
     room
-        Tokens that context and chunk have together at the most: the model's window behind the
-        shared prefix.
+        The largest number of tokens in a context and its chunk together: the model's window
+        after the shared prefix.
     control
-        Takes control strings for text; None keeps them.
+        Neutralises control strings in the text; None keeps them.
     """
     if context == NO_CONTEXT:
         return list(chunks)
@@ -84,13 +84,13 @@ def add_contexts(
     for number, chunk in enumerate(chunks):
         left = room - len(chunk.token_ids)
         if context == DOCUMENT:
-            # Each of them has a token: no more than so many can be needed.
+            # Each of them has at least one token: more than this many are never needed.
             earlier = chunks[max(0, number - limit) : number]
             ids = _earlier_ids(earlier, chunk, tokenizer, min(limit, left), control)
             found.append(replace(chunk, contexts=(ids,)))
             continue
         ids = _ids_before(chunks[max(0, number - 1) : number], chunk, tokenizer, control)
-        # A part of the predecessor would never be recognised in a prompt.
+        # A prompt never matches a part of the predecessor.
         is_useful = 0 < len(ids) <= left
         found.append(replace(chunk, contexts=((), ids) if is_useful else ((),)))
     return found
@@ -99,20 +99,20 @@ def add_contexts(
 def encoded_behind(
     ordinal: int, later: Iterable[Chunk], context: str, limit: int
 ) -> Iterator[Chunk]:
-    """Yield the chunks whose context may hold text of one that stood before them.
+    """Yield the chunks whose context may hold text of a given earlier chunk.
 
     Parameters
     ----------
     ordinal
-        That one's place in its document.
+        The earlier chunk's place in its document.
     later
-        The chunks behind it, in order; no more of them are asked for than can be meant.
+        The chunks after it, in order; read only as far as a context can reach.
     context, limit
         As in `add_contexts`.
     """
     num_between = 0
     for chunk in later:
-        # As far as `_earlier_ids` and `add_contexts` look back; chunks gone since make it farther.
+        # The reach of `_earlier_ids` and `add_contexts`; removed chunks extend it.
         in_reach = num_between < limit if context == DOCUMENT else chunk.ordinal == ordinal + 1
         if context == NO_CONTEXT or not in_reach:
             return
@@ -128,7 +128,7 @@ def _earlier_ids(
     limit: int,
     control: ControlTokens | None,
 ) -> tuple[int, ...]:
-    """Return the last tokens before a chunk, no more than `limit`."""
+    """Return the last tokens before a chunk, at most `limit`."""
     if limit < 1:
         return ()
     first = len(earlier)
@@ -142,11 +142,11 @@ def _earlier_ids(
 def _ids_before(
     earlier: Sequence[Chunk], chunk: Chunk, tokenizer: Any, control: ControlTokens | None
 ) -> tuple[int, ...]:
-    """Return the tokens before a chunk in the text that it makes with others in front of it."""
+    """Return the tokens that precede a chunk when it is joined to earlier chunks."""
     if not earlier:
         return ()
     before = "".join(one.text + SEPARATOR for one in earlier)
-    # Tokenised with the chunk, as a prompt is: what stands at a seam depends on both sides.
+    # Tokenised together with the chunk, as in a prompt: tokens at a seam depend on both sides.
     (tokens,) = encode_documents(tokenizer, [before + chunk.text], control)
     ids = []
     for token_id, (_, end) in zip(tokens.token_ids, tokens.offsets, strict=True):

@@ -1,9 +1,9 @@
-"""What is counted while an index is used: by a process, and by all of them since the first.
+"""Counters of an index in use: of one process, and of all processes since the first.
 
-A process counts in memory. Every half minute in which something is counted, and when the index is
-closed, it adds what is new to a file beside the index, in one transaction. A process that is killed
-loses the last half minute of its counts, and nothing else. Counting never fails anybody: where the
-folder cannot be written, nothing is kept.
+A process counts in memory. Every half minute, if anything was counted, and when the index is
+closed, it adds the new counts to a file next to the index in one transaction. A killed process
+loses at most its last half minute of counts. Counting never raises an error: if the folder is
+read-only, nothing is stored.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ PRAGMA user_version = {_SCHEMA_VERSION};
 COMMIT;
 """
 _SECONDS_BETWEEN = 30.0
-# A file that another process holds is not worth an answer's time.
+# An answer does not wait long for a file that another process holds.
 _WAIT_SECONDS = 0.2
-# In seconds since 1970; what is later is no time.
+# In seconds since 1970; a larger value is no valid time.
 _LATEST = 1e11
 
 METRICS: MetricsOf = {
@@ -53,24 +53,24 @@ METRICS: MetricsOf = {
     "tokens": ("Prompt tokens: exact, reused, recomputed or fresh.", ("kind",)),
     "chunks": ("Stored chunks of prompts, loaded or computed by decision.", ("outcome",)),
     "damaged_rows": ("Rows of the catalog that were left out because they are damaged.", ()),
-    "misses": ("Chunks found in prompts and computed because they could not be had.", ("reason",)),
-    "seconds": ("Seconds of answering by stage; hidden_load is waited for by nobody.", ("stage",)),
+    "misses": ("Chunks found in prompts but computed because they were missing.", ("reason",)),
+    "seconds": ("Seconds of answering by stage; hidden_load delays no answer.", ("stage",)),
     "stream_chunks": ("Chunks streamed, by the level that was chosen.", ("level",)),
-    "stream_deadlines": ("Streamed prompts whose first token came in time, or late.", ("outcome",)),
+    "stream_deadlines": ("Streamed prompts whose first token was in time, or late.", ("outcome",)),
 }
-"""What is counted besides stores: name to what it is, and its labels."""
+"""The counters other than those of stores: name to description and labels."""
 
 
 @dataclass(frozen=True)
 class KeptCounts:
-    """What all processes have counted.
+    """The counts of all processes.
 
     Attributes
     ----------
     since
-        When the first of them began, in seconds since 1970.
+        When the first process began to count, in seconds since 1970.
     counts
-        Name and labels to value.
+        The values by name and labels.
     """
 
     since: float
@@ -88,14 +88,14 @@ class KeptCounts:
 
 
 class IndexCounters:
-    """Counts of one opened index. Safe to use from several threads.
+    """Counters of one opened index. Safe to use from several threads.
 
     Parameters
     ----------
     folder
-        The index's.
+        The index folder.
     store_counts
-        Tells what the index's store has counted.
+        Returns the counts of the index's store.
     """
 
     def __init__(self, folder: Path, store_counts: Callable[[], Sequence[StoreCounts]]) -> None:
@@ -110,17 +110,17 @@ class IndexCounters:
         _living.add(self)
 
     def before_fork(self) -> None:
-        """Remember what this process has counted: that stays its own."""
+        """Record this process's counts before a fork, so that the child does not add them."""
         self._at_fork = self._now()
 
     def in_child(self) -> None:
-        """Count from here on, in a process that was forked."""
+        """Count only from the fork on, in the child process."""
         self._kept = self._at_fork
-        # Another thread of the parent may have held them.
+        # Another thread of the parent may have held the locks.
         self._lock, self._keeping = threading.Lock(), threading.Lock()
 
     def note(self, report: FusionReport) -> None:
-        """Count a prompt, with the streaming in it if there was any."""
+        """Count a prompt, and its streaming if there was any."""
         found: Counts = {("prompts", ()): 1}
         for kind in ("exact", "reused", "recomputed", "fresh"):
             found["tokens", (("kind", kind),)] = getattr(report, f"num_{kind}")
@@ -145,17 +145,17 @@ class IndexCounters:
             self.keep()
 
     def note_damage(self) -> None:
-        """Count a row of the catalog that was left out."""
+        """Count a damaged row of the catalog that was left out."""
         with self._lock:
             self._counts["damaged_rows", ()] += 1
 
     def counts(self) -> Counts:
-        """Return what this process has counted of prompts; for its stores see `Store.counts`."""
+        """Return this process's counts of prompts; see `Store.counts` for its stores."""
         with self._lock:
             return dict(self._counts)
 
     def keep(self) -> None:
-        """Add to the file what is new since the last time."""
+        """Add the counts since the last call to the file."""
         with self._keeping:
             self._due = time.monotonic() + _SECONDS_BETWEEN
             now = self._now()
@@ -189,17 +189,17 @@ if hasattr(os, "register_at_fork"):
 
 
 def read_kept(folder: Path) -> KeptCounts | None:
-    """Return what all processes have counted of an index; None where there is no file, or another.
+    """Return the counts of all processes; None if there is no valid file.
 
     Parameters
     ----------
     folder
-        The index's.
+        The index folder.
     """
     path = folder / FILE_NAME
     if not path.is_file():
         return None
-    # What a killed process has left half done can only be undone by who may write.
+    # Only a process with write permission can roll back what a killed process left half done.
     for mode in ("rw", "ro"):
         with contextlib.suppress(sqlite3.Error, TypeError, ValueError, RecursionError):
             return _read(f"{path.absolute().as_uri()}?mode={mode}")
@@ -228,7 +228,7 @@ def _add(path: Path, new: Counts) -> None:
         elif version != _SCHEMA_VERSION:
             return
         connection.execute("BEGIN IMMEDIATE")
-        # Not only with new tables: who made them may have been killed before.
+        # For old tables too: the process that created them may have been killed before this.
         connection.execute(
             "INSERT INTO about SELECT ? WHERE NOT EXISTS (SELECT 1 FROM about)", (time.time(),)
         )

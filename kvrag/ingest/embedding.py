@@ -1,4 +1,4 @@
-"""Texts to unit vectors for retrieval."""
+"""Embeddings: texts to unit vectors for retrieval."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Embedding(Protocol):
     Attributes
     ----------
     name
-        What an index records; an index opens only with the embedding of the same name.
+        The name that an index records; an index opens only with the embedding of that name.
     dim
         Number of dimensions.
     """
@@ -41,11 +41,11 @@ class Embedding(Protocol):
 
 
 class HashingEmbedding:
-    """Words and their beginnings hashed into a fixed number of signed dimensions.
+    """Hashes words and their beginnings into a fixed number of signed dimensions.
 
-    Needs no model and no training, takes microseconds a text, and finds texts that share
-    words with the question; it knows nothing of synonyms. After "Feature Hashing for Large
-    Scale Multitask Learning" (Weinberger et al. 2009, §2), with square-root term frequencies.
+    It needs no model and no training, and takes microseconds for each text. It finds texts that
+    share words with the question, and knows no synonyms. After "Feature Hashing for Large Scale
+    Multitask Learning" (Weinberger et al. 2009, §2), with square-root term frequencies.
     """
 
     name = "hashing"
@@ -68,9 +68,9 @@ class SentenceEmbedding:
     Parameters
     ----------
     name
-        What the index records: "minilm" or the folder.
+        The name that the index records: "minilm" or the folder.
     folder
-        Where its files are.
+        The folder of the model's files.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -78,7 +78,7 @@ class SentenceEmbedding:
         self._model = _load_sentence_model(folder)
         dim = self._model.get_embedding_dimension()
         if not isinstance(dim, int):
-            raise ParameterError(f"the sentence-transformers model in {folder} tells no dimension")
+            raise ParameterError(f"the sentence-transformers model in {folder} states no dimension")
         self.dim = dim
 
     def embed(self, texts: list[str]) -> Vectors:
@@ -155,7 +155,7 @@ def _load_sentence_model(folder: Path) -> Any:
     from sentence_transformers import SentenceTransformer
     from transformers.utils import logging
 
-    # Loading takes well under a second; a bar for it would mix with the caller's own output.
+    # Loading takes well under a second, and a progress bar would disturb the caller's output.
     shows_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -170,7 +170,7 @@ def _load_sentence_model(folder: Path) -> Any:
 
 
 def _features(text: str) -> dict[str, float]:
-    """Return the square root of how often each word, and each word's beginning, occurs."""
+    """Return the square root of the frequency of each word and of each word's beginning."""
     counts = Counter[str]()
     for word in re.findall(r"\w+", text.casefold()):
         counts[word] += 1

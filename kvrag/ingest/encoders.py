@@ -1,4 +1,4 @@
-"""What an index computes with: its decoder, tokenizer and embedding, loaded on first use."""
+"""The decoder, tokenizer and embedding of an index, loaded on first use."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 class Encoders:
-    """The models of one index, each compared with the one that the index was made with.
+    """The models of one index, each checked against the one that the index was made with.
 
     Parameters
     ----------
     path
-        The index's folder.
+        The index folder.
     config
-        What the index was made with.
+        The settings of the index.
     model, embedding
-        What the caller gave; None stands for what `config` names.
+        The caller's own objects; None means the ones that `config` names.
     device
         Where a model that is loaded here runs; None means the CPU.
     """
@@ -71,13 +71,13 @@ class Encoders:
             return model
 
     def compare_given(self) -> None:
-        """Compare a loaded model that the caller gave: a mismatch is best told at once."""
+        """Check a loaded model that the caller gave, to report a mismatch early."""
         if self._given_model is not None and not isinstance(self._given_model, str | Path):
             _ = self.model
 
     @property
     def model_folder(self) -> Path | None:
-        """The folder of the model's files; None of a hub's model, or one made in memory.
+        """The folder of the model's files; None for a hub's model, or one made in memory.
 
         Loads no weights. Raises ModelLoadError when the folder is gone.
         """
@@ -108,14 +108,14 @@ class Encoders:
 
     @cached_property
     def control(self) -> ControlTokens | None:
-        """The model's control strings, or None where they are kept. Raises as `tokenizer` does."""
+        """The model's control strings, or None if they are kept. Raises as `tokenizer` does."""
         if self._config.control_tokens == KEEP:
             return None
         return ControlTokens(self.tokenizer)
 
     @cached_property
     def embedding(self) -> Embedding:
-        """What makes vectors of texts. Raises IndexMismatchError."""
+        """The embedding of texts. Raises IndexMismatchError."""
         if self._given_embedding is not None:
             return self._given_embedding
         from kvrag.ingest.embedding import get_embedding
@@ -133,7 +133,7 @@ class Encoders:
             return embedding
 
     def prefill(self, chunk: Chunk) -> ChunkKV:
-        """Return the KV of a chunk by the model, behind the first of its contexts."""
+        """Return a chunk's KV from the model, computed after the first of its contexts."""
         before = (*self._config.prefix_ids, *chunk.contexts[0])
         if self._compression is None:
             return self.model.prefill(before, [chunk.token_ids])[0]
@@ -141,9 +141,9 @@ class Encoders:
 
     @cached_property
     def room(self) -> int:
-        """Tokens that a chunk may have with its context: the window behind the shared prefix.
+        """Tokens available to a chunk and its context: the window after the shared prefix.
 
-        Positions are left free for what compressing a chunk computes behind it.
+        Leaves positions free for what compression computes after a chunk.
         """
         room = self._config.max_positions - len(self._config.prefix_ids)
         if self._compression is None:
@@ -154,7 +154,7 @@ class Encoders:
 
     @cached_property
     def _compressor(self) -> Compressor:
-        """What compresses chunks, loaded on first use. Raises as `model` does, and AnchorsError."""
+        """The compressor of chunks, loaded on first use. Raises AnchorsError, and as `model`."""
         from kvrag.fusion.compression.encoding import Compressor
 
         assert self._compression is not None
@@ -162,7 +162,7 @@ class Encoders:
         if compressor.anchors_digest != self._config.anchors:
             raise AnchorsError(
                 f"{self._path} was made with other anchors (digest {self._config.anchors}) than "
-                f"those beside the model now ({compressor.anchors_digest}): put them back, or "
+                f"those next to the model now ({compressor.anchors_digest}): put them back, or "
                 "ingest into a new folder"
             )
         return compressor

@@ -1,8 +1,8 @@
-"""The key of an encrypted index: the one that its store encrypts records with.
+"""The key of an encrypted index: its store encrypts records with the same key.
 
-With it the catalog is encrypted too (SQLCipher: AES-256 and an HMAC for each page), under a key
-derived from it. ``index.json`` keeps a check value, another derivation, by which a wrong key is
-told from damage.
+A key derived from it encrypts the catalog too (SQLCipher: AES-256 and an HMAC for each page).
+``index.json`` stores a check value, another derivation, which distinguishes a wrong key from
+damage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NUM_PROBES = 8
 
 
 def _key_of(store: Store) -> tuple[Store, DerivesKeys] | None:
-    """Return the last tier of a store that has a key, and the key; None where none has one."""
+    """Return the last tier of a store that has a key, and the key; None if no tier has one."""
     for tier in reversed(tiers_of(store)):
         key = capability(tier, DerivesKeys)
         if key is not None:
@@ -38,23 +38,23 @@ def _key_of(store: Store) -> tuple[Store, DerivesKeys] | None:
 
 
 def _derived(store: Store, purpose: bytes) -> bytes | None:
-    """Return what follows from the key of a store; None where nothing is encrypted."""
+    """Return bytes derived from the key of a store; None if nothing is encrypted."""
     found = _key_of(store)
     return None if found is None else found[1].derive(purpose)
 
 
 def catalog_key(store: Store) -> bytes | None:
-    """Return the key of a catalog beside a store; None where nothing is encrypted."""
+    """Return the key of a store's catalog; None if nothing is encrypted."""
     return _derived(store, _CATALOG)
 
 
 def key_check(store: Store) -> str:
-    """Return by what the key of a store is known again; "" where nothing is encrypted."""
+    """Return the check value of a store's key; "" if nothing is encrypted."""
     return (_derived(store, _CHECK) or b"")[:_CHECK_BYTES].hex()
 
 
 def secret_salt(store: Store) -> bytes | None:
-    """Return a tenant's salt that follows from a store's key; None where nothing is encrypted."""
+    """Return a tenant's salt derived from a store's key; None if nothing is encrypted."""
     return _derived(store, _SALT)
 
 
@@ -64,7 +64,7 @@ def open_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
     Raises
     ------
     IndexMismatchError
-        When the store has no key, or another one than the index.
+        When the store has no key, or not the index's key.
     IndexFormatError
         When the catalog is missing, damaged, or of another schema.
     ParameterError
@@ -76,13 +76,13 @@ def open_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
         require_key(folder, config, store)
     the_seal_key = seal_key(bytes.fromhex(config.tenant_salt), config.index_id)
     if ready_path(path).is_file():
-        # Somebody who holds the lock is about to, or was killed.
+        # The holder of the lock will put it in place, or was killed.
         with contextlib.suppress(StoreError, OSError), lock.writer_lock(folder):
             finish_placing(path)
     try:
         return Catalog(path, seal_key=the_seal_key, cipher_key=key)
     except IndexFormatError:
-        # A process was killed between noting another key and putting its catalog in place.
+        # A process was killed after it recorded another key and before it replaced the catalog.
         following = next_path(path)
         if not following.is_file():
             raise
@@ -94,7 +94,7 @@ def open_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
 
 
 def replace_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
-    """Set a catalog aside that cannot be opened, and return an empty one; hold the lock."""
+    """Rename a catalog that cannot be opened and return an empty one; the caller holds the lock."""
     path = folder / FILE_NAME
     aside = path.with_name(f"{path.name}.damaged")
     number = 1
@@ -111,7 +111,7 @@ def replace_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
 
 
 def require_key(folder: Path, config: IndexConfig, store: Store) -> None:
-    """Raise IndexMismatchError unless a store has the key that an index was made with."""
+    """Raise IndexMismatchError unless a store has the index's key."""
     found = key_check(store)
     if not found:
         raise IndexMismatchError(
@@ -126,7 +126,7 @@ def require_key(folder: Path, config: IndexConfig, store: Store) -> None:
 
 
 def require_key_of_records(store: Store) -> None:
-    """Raise IndexMismatchError when a store holds records, and its key opens none of some."""
+    """Raise IndexMismatchError if a store holds records and its key opens none of a sample."""
     found = _key_of(store)
     if found is None:
         return

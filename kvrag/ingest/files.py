@@ -1,4 +1,4 @@
-"""Paths to files: which there are under a folder, and their bytes."""
+"""The files under a folder, and their bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS = (
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
 )
-# A pipe without a writer would block for ever when it is opened. Windows knows neither flag.
+# Opening a pipe without a writer would block for ever. Windows has neither flag.
 _OPEN_FLAGS = (
     os.O_RDONLY
     | getattr(os, "O_NONBLOCK", 0)
@@ -29,14 +29,14 @@ _OPEN_FLAGS = (
 
 @dataclass(frozen=True)
 class Found:
-    """What is under a folder.
+    """The files found under a folder.
 
     Attributes
     ----------
     files
         Absolute paths.
     unlisted
-        Folders that cannot be listed, with the reason: what they hold is not known.
+        Folders that cannot be listed, with the reason; their content is unknown.
     """
 
     files: list[str]
@@ -44,16 +44,16 @@ class Found:
 
 
 def find_files(folder: Path, exclude: Path, suffixes: Collection[str]) -> Found:
-    """Return the regular files of some kinds at any depth under a folder, without hidden ones.
+    """Return the regular files with given suffixes at any depth under a folder, except hidden ones.
 
     Parameters
     ----------
     folder
         An absolute folder. Links to folders are not followed.
     exclude
-        The index's own folder, which may lie inside.
+        The index folder, which may be inside.
     suffixes
-        In lower case, with their dot.
+        File suffixes in lower case, with their dot.
     """
     found = Found([], {})
     waiting = [str(folder)]
@@ -80,12 +80,12 @@ def find_files(folder: Path, exclude: Path, suffixes: Collection[str]) -> Found:
 
 
 def resolve_path(given: str | Path) -> tuple[Path, os.stat_result]:
-    """Return the absolute path of what is there, links resolved, and its status.
+    """Return a path as an absolute one with links resolved, and its status.
 
     Raises
     ------
     DocumentError
-        When there is nothing, or the path is empty.
+        When the path is empty or does not exist.
     """
     if not str(given):
         raise DocumentError(
@@ -99,24 +99,24 @@ def resolve_path(given: str | Path) -> tuple[Path, os.stat_result]:
     except OSError as error:  # a link to itself, a name that is too long, no permission
         reason = f"cannot be read ({error.strerror or error})"
     except (RuntimeError, ValueError) as error:  # a user who does not exist, a NUL in the name
-        reason = f"no path to a file or folder ({error})"
+        reason = f"not a path to a file or folder ({error})"
     raise DocumentError(f"{printable(str(given))}: {reason}")
 
 
 def printable(name: str) -> str:
-    r"""Return a name as it can be shown: what is no valid Unicode in it as ``\udce9``."""
+    r"""Return a printable form of a name: invalid Unicode becomes ``\udce9`` and the like."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_file()
-    except OSError:  # a link to itself, say
+    except OSError:  # for example, a link to itself
         return False
 
 
 def check_regular(path: str, mode: int) -> None:
-    """Raise DocumentError unless a file of this mode is a regular one."""
+    """Raise DocumentError unless a file with this mode is regular."""
     if not stat.S_ISREG(mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
         raise DocumentError(f"{path}: not a regular file but {kind}; give files of documents")
@@ -128,7 +128,7 @@ def read_file(path: str, max_bytes: int) -> bytes:
     Raises
     ------
     DocumentError
-        When it cannot be read, is no regular file, or has more than `max_bytes`.
+        When it cannot be read, is not a regular file, or has more than `max_bytes`.
     """
     try:
         descriptor = os.open(path, _OPEN_FLAGS)
@@ -138,7 +138,7 @@ def read_file(path: str, max_bytes: int) -> bytes:
             size = status.st_size
             pieces = []
             num_read = 0
-            # It may grow meanwhile, and the files of /proc say that they are empty.
+            # The file may grow meanwhile, and files in /proc report a size of 0.
             while size <= max_bytes and (piece := file.read(_PIECE_BYTES)):
                 pieces.append(piece)
                 num_read += len(piece)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class CodecFitter:
-    """Fits the codec that an index writes with; call its methods with the writer's lock held.
+    """Fits the codec that an index writes with; the caller holds the writer's lock.
 
     Parameters
     ----------
     storage, encoders
-        The index's.
+        The storage and the encoders of the index.
     """
 
     def __init__(self, storage: Storage, encoders: Encoders) -> None:
@@ -33,9 +33,9 @@ class CodecFitter:
         self._encoders = encoders
 
     def codec_for(self, chunks: list[Chunk], say: Callable[[str], None]) -> Codec:
-        """Return what records are written with; fit its profile to `chunks` if it has none.
+        """Return the codec for new records; fits its profile to `chunks` if it has none.
 
-        Too few of them are stored raw: recoding finds them when there is more to fit to.
+        Too small a set of chunks is stored raw; `recode` fits a profile when there are more.
         """
         storage = self._storage
         if not storage.coding.needs_profile:
@@ -53,7 +53,7 @@ class CodecFitter:
         return storage.coding.codec
 
     def note(self) -> str:
-        """Return what to know after an ingestion of how KV was stored; "" for nothing."""
+        """Return a note on how an ingestion stored KV; "" if there is nothing to say."""
         storage = self._storage
         codec = storage.config.codec
         again = f"'kvrag recode --codec {codec}' fits it again when the index holds more"
@@ -77,13 +77,13 @@ class CodecFitter:
         Parameters
         ----------
         codec
-            Any that has a profile.
+            Any codec that has a profile.
         needed
             The records (`needed`).
         say
-            Receives a line whenever there is something new to say.
+            Receives a line of text for each step.
         num_tokens
-            Of the sample.
+            Tokens in the sample.
         """
         from kvrag.ingest.coding import read_exact
 
@@ -99,20 +99,20 @@ class CodecFitter:
         return self._fit(codec, list(needed.values()), kv_of, say, num_tokens)
 
     def compute(self, key: ChunkKey) -> ChunkKV:
-        """Return the KV of a record by the model."""
+        """Compute the KV of a record with the model."""
         storage = self._storage
         return self._encoders.prefill(storage.catalog.chunk_with(key, storage.key_of))
 
     def needed(self) -> dict[ChunkKey, int]:
-        """Return the names of all records that sound chunks have, each with its rows."""
+        """Return the names of all records of sound chunks, each with its number of rows."""
         storage = self._storage
         found = storage.catalog.audit(storage.key_of).needed
         return {key: storage.num_rows(found[key]) for key in sorted(found)}
 
     def present_profile(self, choice: CodecChoice, num_tokens: int) -> Profile | None:
-        """Return the best of the index's profiles that a codec can use, if any is good enough.
+        """Return the index's best profile for a codec, or None if none is good enough.
 
-        One that was fitted on much less than there is now is not: an index is small at first.
+        A profile fitted on far fewer tokens than there are now is not: an index starts small.
         """
         from kvrag.codec.registry import is_profile_of
 
@@ -131,7 +131,7 @@ class CodecFitter:
         return best
 
     def replace_lost_profile(self) -> None:
-        """Fit another profile if the one that records are written with is lost."""
+        """Fit another profile if the current codec's profile is lost."""
         storage = self._storage
         if storage.coding.needs_profile:
             return

@@ -1,7 +1,7 @@
-"""How the parsing process and its parent talk: JSON beside bytes, each with its length in front.
+"""Frames between the parsing process and its parent: JSON and bytes, each preceded by its length.
 
-What arrives is plain data and nothing in it is carried out, so that neither a hostile document
-nor a parser it has taken over reaches further than its own text.
+The receiver only parses plain data and executes none of it. A hostile document, or a parser that
+it has taken over, can thus affect only its own text.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import IO, Any
 from kvrag.ingest.limits import MAX_METADATA_CHARACTERS
 
 _LENGTHS = struct.Struct("<IQ")
-# Every character of a document's metadata escaped, and room for a reason.
+# Room for a document's metadata with every character escaped, and for a reason.
 _MAX_HEAD_BYTES = 6 * MAX_METADATA_CHARACTERS + (1 << 20)
 
 
 def pack_frame(head: dict[str, Any], body: bytes = b"") -> tuple[bytes, bytes]:
-    """Return a frame in two pieces, to be written one after the other."""
+    """Return a frame as two pieces, to be written one after the other."""
     content = json.dumps(head).encode()
     return _LENGTHS.pack(len(content), len(body)) + content, body
 
 
 def read_frame(stream: IO[bytes], max_body_bytes: int) -> tuple[dict[str, Any], bytes] | None:
-    """Return the next frame, or None where the stream ends, within a frame too.
+    """Return the next frame, or None when the stream ends, even within a frame.
 
     Raises
     ------
     ValueError
-        When it is longer than allowed, or not what a frame is.
+        When the frame is too long or malformed.
     """
     lengths = stream.read(_LENGTHS.size)
     if len(lengths) < _LENGTHS.size:

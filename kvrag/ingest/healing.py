@@ -1,4 +1,4 @@
-"""Mending a damaged catalog, and saying what was lost."""
+"""Repair of a damaged catalog, and reports of what was lost."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvrag.ingest.storage import Storage
 
 @dataclass(frozen=True)
 class Held:
-    """What a catalog held before it was mended.
+    """The content of a catalog before its repair.
 
     Attributes
     ----------
     num_documents
-        Documents that there should be.
+        Number of documents that there should be.
     distrusted
-        Those that were not whole to our knowledge.
+        Sources of the documents already known to be incomplete.
     """
 
     num_documents: int
@@ -29,14 +29,14 @@ class Held:
 
 
 def audit_catalog(storage: Storage) -> Audit:
-    """Hold all that the catalog holds against its seals."""
+    """Check the whole catalog against its seals."""
     audit = storage.catalog.audit(storage.key_of)
     audit.structure = storage.catalog.damage()
     return audit
 
 
 def held_by(storage: Storage, audit: Audit) -> Held:
-    """Return what a catalog holds, damaged as it is."""
+    """Return the readable content of a damaged catalog."""
     num_documents = audit.num_documents
     with contextlib.suppress(IndexFormatError):
         num_documents = max(num_documents, storage.catalog.counts()[0])
@@ -44,9 +44,9 @@ def held_by(storage: Storage, audit: Audit) -> Held:
 
 
 def mend_catalog(storage: Storage, encoders: Encoders, audit: Audit) -> list[str]:
-    """Make the catalog sound; return the files to read again, of those that are there.
+    """Repair the catalog; return the existing files that must be read again.
 
-    Call with the writer's lock held.
+    The caller holds the writer's lock.
     """
     catalog = storage.catalog
     if audit.structure:
@@ -58,16 +58,16 @@ def mend_catalog(storage: Storage, encoders: Encoders, audit: Audit) -> list[str
 
 
 def lost_since(before: Held, storage: Storage, num_removed: int = 0) -> list[str]:
-    """Return what was lost by damage since `held_by`, and what to do about it.
+    """Return what damage has destroyed since `held_by`, and what to do about it.
 
     Parameters
     ----------
     before
-        What the catalog held.
+        The content of the catalog before its repair.
     storage
-        The index, mended.
+        The repaired index.
     num_removed
-        Documents that were removed because their files are gone.
+        Number of documents removed because their files are gone.
     """
     lost = [
         f"{source}: part of it was damaged and is gone; add it again"

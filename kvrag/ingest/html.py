@@ -1,7 +1,7 @@
 """HTML to text with its structure: headings, paragraphs, list items, table rows.
 
-libxml2 parses, and calls back element by element, so that no tree is built. Measured against
-lexbor: `'<div>' * 200_000` takes it 0.2 s, and lexbor over a minute.
+libxml2 parses and calls back for each element, so that no tree is built. In a comparison with
+lexbor, `'<div>' * 200_000` took libxml2 0.2 s and lexbor over a minute.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BLOCKS = frozenset(
 )
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
 _SPACE = re.compile(r"[ \t\r\n\f\v]+")
-# For each end tag that fits nothing, libxml2 looks at all elements that are open.
+# For each end tag that matches nothing, libxml2 looks at all open elements.
 _MAX_DEPTH = 5_000
 _PIECE_BYTES = 1 << 14
 
@@ -52,21 +52,21 @@ _PIECE_BYTES = 1 << 14
 def html_to_text(path: str, markup: str) -> tuple[str, str]:
     """Return the title and the visible text of a page.
 
-    Headings become lines with ``#`` in front, so that the chunker sees them; preformatted text
+    Headings become lines that begin with ``#``, so that the chunker sees them. Preformatted text
     keeps its line ends.
 
     Raises
     ------
     DocumentError
-        When its elements are nested more than 5,000 deep. (Browsers take 512.)
+        When elements are nested more than 5,000 deep. (Browsers accept 512.)
     """
     from lxml import etree
 
     target = _Target(path)
-    # As bytes with their encoding given, so that no declaration in the markup changes it again.
+    # Bytes with an explicit encoding: no declaration in the markup can change it again.
     parser = etree.HTMLParser(target=target, encoding="utf-8", huge_tree=True)
     content = markup.encode("utf-8", "replace")
-    # Piece by piece: what the target raises is heard between two.
+    # In pieces: an error that the target raises surfaces between two of them.
     for start in range(0, len(content), _PIECE_BYTES):
         parser.feed(content[start : start + _PIECE_BYTES])
     parser.close()
@@ -74,7 +74,7 @@ def html_to_text(path: str, markup: str) -> tuple[str, str]:
 
 
 class _Target:
-    """Takes the parser's calls; starts and ends come in pairs, whatever the markup says."""
+    """Receives the parser's calls; starts and ends are paired, whatever the markup says."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -137,7 +137,7 @@ class _Target:
             self._add(data)
 
     def comment(self, text: str) -> None:
-        """Nothing is read of comments."""
+        """Ignore comments."""
 
     def close(self) -> None:
         self._end_block()

@@ -1,4 +1,4 @@
-"""`Index`: a folder of documents' chunks with their KV, and the door to it."""
+"""`Index`: a folder with the chunks of documents and their KV, and its public interface."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ if TYPE_CHECKING:
 class Index:
     """Chunks of documents with precomputed position-free KV, in one folder.
 
-    Made by `create`, opened by `open`. Reading is safe from several threads and processes, also
-    while one process writes; writing takes the index's lock.
+    `create` makes an index and `open` opens one. Several threads and processes may read while one
+    process writes; writing takes the index's lock.
 
     Attributes
     ----------
     path
-        The folder.
+        The index folder.
     compression
-        How chunks are stored as fewer rows than they have tokens; None where they are not.
+        How chunks are stored as fewer rows than they have tokens; None if they are not.
     counters
-        What is counted while it is used.
+        The counters of this process's use of the index.
     upkeep
-        Checks, repairs and tidies it, and codes or moves its KV anew.
+        Checks, repairs and tidies the index, and recodes or moves its KV.
     """
 
     def __init__(self, storage: Storage, encoders: Encoders) -> None:
@@ -81,12 +81,12 @@ class Index:
         model: KVModel | PreTrainedModel | str | Path,
         **options: Unpack[IndexOptions],
     ) -> Index:
-        """Make an empty index in a new or empty folder.
+        """Create an empty index in a new or empty folder.
 
         Parameters
         ----------
         path
-            The folder.
+            The index folder.
         model
             The decoder whose KV is stored: a folder, a hub name, a loaded object, a `KVModel`.
         **options
@@ -95,8 +95,7 @@ class Index:
         Raises
         ------
         ParameterError
-            When a value is out of range or the device cannot be used, or the folder holds
-            something already.
+            When a value is out of range, the device cannot be used, or the folder is not empty.
         StoreError
             When the folder cannot be written, or the store cannot be used.
         ModelLoadError, UnsupportedModelError
@@ -104,7 +103,7 @@ class Index:
         AnchorsError
             When chunks are to be compressed with anchors that the model does not have.
         IndexLockedError
-            When another process is making an index there.
+            When another process is creating an index there.
         """
         from kvrag.ingest.embedding import get_embedding
         from kvrag.models.kv_model import KVModel
@@ -131,39 +130,39 @@ class Index:
         store: str | None = None,
         mend: bool = False,
     ) -> Index:
-        """Open an index. Neither weights nor the embedding are loaded before they are needed.
+        """Open an index. The weights and the embedding are loaded on first use.
 
         Parameters
         ----------
         path
-            Its folder.
+            The index folder.
         model
-            Where to take the model from; None means where the index says. It must be the model
-            the index was made with, which is checked when it is loaded.
+            Where to load the model from; None means the place that the index records. It must be
+            the index's own model, which is checked when it is loaded.
         embedding
-            Needed only when the index was made with an embedding object.
+            Needed only if the index was made with an embedding object.
         device
             Where a model that is loaded here runs, such as ``"cuda"``; None means the CPU.
         store
-            URL of where KV is kept, in place of the one recorded: the same store with other tiers
-            before it, say. One that does not answer is no error: chunks are then prefilled.
+            URL of the store of KV, in place of the recorded one: for example, the same store with
+            other tiers before it. A store that does not answer is no error: chunks are prefilled.
         mend
-            Where the catalog cannot be opened at all, set it aside (``catalog.sqlite.damaged``) and
-            begin an empty one: all documents are lost, which the reports of `Upkeep.verify` and of
-            the next `add` say. Adding them again finds their KV in the store.
+            If the catalog cannot be opened at all, rename it to ``catalog.sqlite.damaged`` and
+            begin an empty one. All documents are then lost, and the reports of `Upkeep.verify` and
+            of the next `add` say so. Adding them again finds their KV in the store.
 
         Raises
         ------
         IndexNotFoundError
-            When there is no index.
+            When there is no index in the folder.
         IndexFormatError
-            When there is one of another version, or a damaged one.
+            When the index has another format version, or is damaged.
         IndexMismatchError
-            When `model` or `embedding` are not those the index was made with.
+            When `model` or `embedding` differ from those that the index was made with.
         ParameterError
             When the device cannot be used, or the store's URL is wrong.
         StoreError
-            When the store refuses: a wrong password, a missing bucket.
+            When the store refuses access: a wrong password, a missing bucket.
         """
         check_device(device)
         folder = arguments.path(path, "path").expanduser().resolve()
@@ -184,11 +183,11 @@ class Index:
         return index
 
     def close(self) -> None:
-        """Close the catalog and the store, and keep what was counted."""
+        """Close the catalog and the store, and write the counts to the index folder."""
         self._storage.close()
 
     def require_open(self) -> None:
-        """Raise IndexClosedError when the index was closed."""
+        """Raise IndexClosedError if the index is closed."""
         self._storage.require_open()
 
     def __enter__(self) -> Self:
@@ -200,21 +199,21 @@ class Index:
     def __repr__(self) -> str:
         return f"Index({str(self.path)!r}, model={self.config.model!r})"
 
-    # -- what it keeps -----------------------------------------------------------------------
+    # -- what it stores ----------------------------------------------------------------------
 
     @property
     def config(self) -> IndexConfig:
-        """What it was made with."""
+        """The settings that the index was made with."""
         return self._storage.config
 
     @property
     def catalog(self) -> Catalog:
-        """Documents and chunks. Raises IndexClosedError when the index was closed."""
+        """Documents and chunks. Raises IndexClosedError if the index is closed."""
         return self._storage.catalog
 
     @property
     def store(self) -> Store:
-        """Where the KV is; another one may be set, to read through it."""
+        """The store of the KV; set another one to read through it."""
         return self._storage.store
 
     @store.setter
@@ -223,47 +222,47 @@ class Index:
 
     @property
     def coding(self) -> RecordCoding:
-        """How KV is encoded."""
+        """The codec and profiles of the index."""
         return self._storage.coding
 
     @property
     def expected_bytes_per_token(self) -> int:
-        """About what a token's KV takes in the store."""
+        """Approximate size of a token's KV in the store, in bytes."""
         return self._storage.expected_bytes_per_token
 
     def num_rows(self, num_tokens: int) -> int:
-        """Return the rows of KV that a record of a chunk of so many tokens has."""
+        """Return how many rows of KV the record of a chunk with `num_tokens` tokens has."""
         return self._storage.num_rows(num_tokens)
 
     def stats(self) -> IndexStats:
-        """Return what the index holds, in numbers."""
+        """Return the sizes and counts of the index."""
         return stats_of(self._storage)
 
     @property
     def calibration(self) -> Calibration | None:
-        """What was measured for the index's model, or None where nothing was.
+        """The stored measurements of the index's model, or None if there are none.
 
-        What it says of loading holds for the store that is open, or is left out. Raises
-        IndexFormatError when the file is damaged, IndexMismatchError when it was measured with
+        Measurements of loading are included only if they were made with the store that is open.
+        Raises IndexFormatError when the file is damaged, and IndexMismatchError when it belongs to
         another model.
         """
         return read_calibration(self._storage)
 
-    # -- what it computes with ---------------------------------------------------------------
+    # -- models ------------------------------------------------------------------------------
 
     @property
     def model(self) -> KVModel:
         """The decoder, loaded on first use.
 
         Raises ModelLoadError when it cannot be loaded, IndexMismatchError when its weights or
-        tokenizer are not those the index was made with, and ParameterError when it was given as an
-        object that is on another device than the one asked for.
+        tokenizer differ from those that the index was made with, and ParameterError when the caller
+        gave a loaded model on another device than the one asked for.
         """
         return self._encoders.model
 
     @property
     def model_folder(self) -> Path | None:
-        """The folder of the model's files; None of a hub's model, or one made in memory.
+        """The folder of the model's files; None for a hub's model, or one made in memory.
 
         Loads no weights. Raises ModelLoadError when the folder is gone.
         """
@@ -276,7 +275,7 @@ class Index:
 
     @property
     def control(self) -> ControlTokens | None:
-        """The model's control strings, or None where they are kept. Raises as `tokenizer` does."""
+        """The model's control strings, or None if they are kept. Raises as `tokenizer` does."""
         return self._encoders.control
 
     @property
@@ -286,7 +285,7 @@ class Index:
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """Token ids every chunk is encoded behind."""
+        """Token ids that precede every chunk when it is encoded."""
         return self.config.prefix_ids
 
     # -- writing -----------------------------------------------------------------------------
@@ -301,51 +300,52 @@ class Index:
         limits: ParseLimits | None = None,
         loaders: Mapping[str, str] | None = None,
     ) -> IngestReport:
-        """Bring files and documents into the index; what is unchanged costs no model time.
+        """Add files and documents to the index; unchanged ones cost no model time.
 
-        What the index holds of the documents given is held against its seals; what is damaged is
-        written anew.
+        The stored content of the given documents is checked against its seals; damaged content is
+        written again.
 
         Parameters
         ----------
         paths_or_documents
             A path of a file or folder, a `Document`, a LangChain Document, a LlamaIndex node, or
-            any iterable of them. Folders are searched at any depth; files formerly found in one
-            that are gone are removed from the index. A document of a known source replaces it; of
-            several different ones with one source in a call, the last is taken, the others fail.
+            any iterable of them. Folders are searched at any depth. Files that a folder held
+            before, but no longer holds, are removed from the index. A document with a known source
+            replaces the old one. If a call has several different documents with one source, the
+            last one is used and the others fail.
         dry_run
-            Only say what would be done.
+            Only report what would be done.
         force
-            Read and parse every file again, also one that is as it was: after a loader changed,
-            say. Documents that come out as they were stay unchanged.
+            Read and parse every file again, even an unchanged one: for example, after a change
+            of a loader. Documents with the same content as before stay unchanged.
         on_progress
-            Called from this thread as the work goes on.
+            Called from this thread with the progress so far.
         limits
-            What a file may cost; None means `ParseLimits` as it is.
+            Limits on the cost of a file; None means the defaults of `ParseLimits`.
         loaders
-            Further loaders by suffix, or others than ours, as ``package.module:function``: a
-            function of a file's path and bytes that yields a `Document` for each part of it. It
-            is called in the process that parses, within its limits.
+            Additional loaders by suffix, which take precedence over the built-in ones, as
+            ``package.module:function``: a function of a file's path and bytes that yields a
+            `Document` for each part of it. It runs in the process that parses, within its limits.
 
         Returns
         -------
         IngestReport
-            Files and documents at which anything failed are in its `failed`, with the reason; the
-            others are ingested.
+            Its `failed` lists the files and documents that failed, with the reason. All others
+            are ingested.
 
         Raises
         ------
         DocumentError
-            When a path does not exist; nothing is done then.
+            When a path does not exist; nothing has been done then.
         ParameterError
-            When something is neither a path nor a document.
+            When a value is neither a path nor a document.
         ParserError
             When the process that parses documents, or a loader in it, cannot be started.
         IndexLockedError
             When another process is writing to the index.
         StoreError
-            When the disk is too small, full or read-only. What was done is kept; a second call
-            completes it.
+            When the disk is too small, full or read-only. Finished work is kept; a second call
+            does the rest.
         """
         return self._writer.add(
             paths_or_documents,
@@ -357,12 +357,12 @@ class Index:
         )
 
     def delete(self, *, sources: Sequence[str] = (), chunk_ids: Sequence[str] = ()) -> int:
-        """Remove documents and single chunks; their KV goes with the next `Upkeep.gc`.
+        """Remove documents and single chunks; the next `Upkeep.gc` removes their KV.
 
-        Returns the number of chunks removed; sources and ids that are not known are skipped.
-        Nothing of their text stays: chunks that were encoded behind a single chunk that is removed
-        are from now on encoded alone. Where the store has no such KV (context ``document``), they
-        are computed with each prompt and counted, until `Upkeep.verify` with ``repair`` stores it.
+        Returns the number of removed chunks; skips unknown sources and ids. No trace of the text
+        remains: chunks that were encoded after a removed one count as encoded alone from now on.
+        If the store has no such KV (context ``document``), each prompt computes and counts it until
+        `Upkeep.verify` with ``repair`` stores it.
         """
         return self._writer.delete(sources, chunk_ids)
 
@@ -374,10 +374,10 @@ class Index:
         Raises
         ------
         ParameterError
-            When the question is no text, blank, or longer than 100,000 characters, or `k` is no
-            whole number from 1 on.
+            When the question is not text, is blank, or is longer than 100,000 characters, or `k`
+            is not a whole number from 1 on.
         IndexClosedError
-            When the index was closed.
+            When the index is closed.
         """
         return self._search.by_text(query, k)
 
@@ -388,15 +388,15 @@ class Index:
         return self._search.by_vector(vector, k)
 
     def search_words(self, query: str, k: int = 4) -> list[SearchHit]:
-        """Return the `k` chunks that say most of a question's words (BM25), best first.
+        """Return the `k` chunks that best match a question's words (BM25), best first.
 
-        No model is needed. A question without words finds nothing. Raises as `search` does.
+        Needs no model. A question without words finds nothing. Raises as `search` does.
         """
         return self._search.by_words(query, k)
 
     @property
     def matcher(self) -> ChunkMatcher:
-        """Finds the index's chunks in a prompt; a new one after every change of the catalog."""
+        """The matcher of the index's chunks in prompts; replaced when the catalog changes."""
         return self._search.matcher
 
     @property
@@ -405,28 +405,28 @@ class Index:
         return self._search.recent_chunk_ids
 
     def get_chunks(self, chunk_ids: Sequence[str]) -> list[Chunk]:
-        """Return chunks by id, in that order; ids that are not known are skipped."""
+        """Return chunks by id, in that order; skips unknown ids."""
         return self.catalog.chunks(arguments.texts(chunk_ids, "chunk_ids"))
 
     def documents(self) -> list[DocumentRow]:
-        """Return the indexed documents, by source."""
+        """Return the indexed documents, ordered by source."""
         return self.catalog.documents(self.expected_bytes_per_token)
 
     def key_of(self, chunk: Chunk) -> ChunkKey:
-        """Return the name of a chunk's KV, of those it has (`Chunk.encodings`) the first."""
+        """Return the name of a chunk's KV, the first of those in `Chunk.encodings`."""
         return self._storage.key_of(chunk)
 
     def open_kv(
         self, chunk_id: str, context_ids: tuple[int, ...] | None = None
     ) -> EncodedChunk | None:
-        """Open a chunk's KV, or return None where there is none.
+        """Open a chunk's KV, or return None if there is none.
 
-        Of its records it is the one that was encoded behind `context_ids`; None means the first.
+        Opens the record that was encoded after `context_ids`; None means the chunk's first record.
 
         Raises
         ------
         RecordError
-            When its record is damaged or foreign, or the catalog names another chunk's.
+            When the record is damaged or foreign, or the catalog names another chunk's record.
         IndexFormatError
             When the catalog is damaged.
         StoreError
@@ -437,14 +437,14 @@ class Index:
     def tier_of(self, chunk_id: str, context_ids: tuple[int, ...] | None = None) -> int | None:
         """Return the number of the store's tier that would deliver a chunk's KV, 0 the fastest.
 
-        The record is named as for `open_kv`, and nothing is read of it. None where the catalog
-        does not tell which one is meant.
+        Names the record as `open_kv` does, but reads none of it. Returns None if the catalog does
+        not identify the record.
         """
         return self._storage.tier_of(chunk_id, context_ids)
 
     def pin(self, sources: Sequence[str]) -> int:
-        """Keep the KV of documents in every tier it is in, until the index is closed.
+        """Keep the KV of documents in every tier that holds it, until the index is closed.
 
-        Returns the number of records: 0 where the store has no limit to keep within.
+        Returns the number of records, which is 0 for a store without limits.
         """
         return self._storage.pin(arguments.texts(sources, "sources"))

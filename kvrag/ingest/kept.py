@@ -1,4 +1,4 @@
-"""Files that name the records an index keeps for others than its chunks."""
+"""Files that list the records an index keeps for other uses than its chunks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def write_kept(path: Path, keys: Mapping[str, int]) -> None:
 
 
 def kept_keys(folder: Path) -> dict[str, int]:
-    """Return the keys that names of an index's folder keep, with the tokens of each.
+    """Return the keys that the lists in an index folder keep, each with its number of tokens.
 
     Raises
     ------
     IndexFormatError
-        When a file is damaged: nothing may be collected on its word.
+        When a list is damaged: garbage collection must not rely on it.
     StoreError
-        When one cannot be read.
+        When a list cannot be read.
     """
     found: dict[str, int] = {}
     for path in sorted((folder / FOLDER).glob("[!.]*.json")):
@@ -42,6 +42,7 @@ def kept_keys(folder: Path) -> dict[str, int]:
             raise StoreError(f"{path}: cannot be read ({error})") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise IndexFormatError(
-                f"{path}: no list of kept records ({error}); encode its schema again, or delete it"
+                f"{path}: not a list of kept records ({error}); encode its schema again, "
+                "or delete it"
             ) from error
     return found

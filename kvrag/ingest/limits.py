@@ -1,4 +1,4 @@
-"""What reading a document may cost at the most."""
+"""Limits on the cost of reading a document."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from dataclasses import dataclass, fields
 from kvrag.errors import ParameterError
 
 MAX_METADATA_CHARACTERS = 1 << 20
-"""Of one document's metadata, as JSON."""
+"""The largest size of one document's metadata, as JSON."""
 MAX_METADATA_VALUES = 100_000
 MAX_METADATA_DEPTH = 32
 MAX_DOCUMENTS = 1_000_000
-"""Of one file: rows of a table."""
+"""The largest number of table rows in one file."""
 MAX_REPEATED_CHARACTERS = 256 << 20
-"""Of what each chunk of a document repeats: its source and metadata."""
+"""The largest total of what every chunk repeats of its document: source and metadata."""
 MAX_TITLE_CHARACTERS = 256
-"""Of titles and headings; longer ones are cut."""
+"""The largest length of titles and headings; longer ones are cut."""
 
 
 @dataclass(frozen=True)
 class ParseLimits:
-    """What a file of documents may cost; one that costs more is refused, and the others go on.
+    """Limits on the cost of a file; a file that exceeds one is refused, and the others go on.
 
     Attributes
     ----------
     max_file_bytes
-        Bytes a file may have, and characters that all its text may have.
+        The largest size of a file in bytes, and of its whole text in characters.
     seconds
-        Wall time of parsing one file. The process that parses has one thread that computes, so
-        that CPU time is limited with it.
+        Wall time for parsing one file. The process that parses has one computing thread, so this
+        limits CPU time too.
     memory_bytes
-        Memory that parsing may take beyond what the process had when it started. It holds where
-        the system keeps ``RLIMIT_AS``: on Linux, and neither on macOS nor on Windows.
+        Memory that parsing may use beyond what the process had at its start. It applies only
+        where the system enforces ``RLIMIT_AS``: on Linux, but not on macOS or Windows.
 
     Raises
     ------
     ParameterError
-        When a value is no number above 0.
+        When a value is not a number above 0.
     """
 
     max_file_bytes: int = 50_000_000

@@ -1,7 +1,7 @@
 """Files and framework objects to documents.
 
-Text must say what encoding it is in, by being valid UTF-8, by a byte order mark, or (HTML) by
-its own declaration; anything else is refused, since a wrong guess would index garbage.
+A text file must state its encoding: by being valid UTF-8, by a byte order mark, or (HTML) by its
+own declaration. Any other file is refused, since a wrong guess would index garbage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvrag.ingest.limits import MAX_TITLE_CHARACTERS
 from kvrag.ingest.metadata import plain_metadata
 from kvrag.ingest.office import docx_to_text, pdf_to_text
 
-# The largest a C long holds everywhere; what files hold is limited as a whole.
+# The largest value of a C long on every system; the content of files is limited as a whole.
 _MAX_FIELD_CHARACTERS = (1 << 31) - 1
 
 _BYTE_ORDER_MARKS = (
@@ -37,13 +37,13 @@ _BYTE_ORDER_MARKS = (
 
 
 class NoTextError(DocumentError):
-    """A file or document was read whole, and there is no text in it."""
+    """The whole file or document was read and holds no text."""
 
 
 _TEXT_FIELDS = ("text", "page_content", "content", "body", "passage")
-# Encodings that pages declare, by the name Python knows them under, and what they are read as:
-# the list and the meanings of https://encoding.spec.whatwg.org. Python knows more codecs by name,
-# some of which do not even give text.
+# Encodings that pages declare, by their Python name, and the encoding to read them as, both
+# from https://encoding.spec.whatwg.org. Python has more codecs, some of which do not even
+# produce text.
 _WEB_ENCODINGS = {
     **{name: name for name in ("utf-8", "cp866", "koi8-r", "koi8-u", "mac-roman", "mac-cyrillic")},
     **{f"iso8859-{part}": f"iso8859-{part}" for part in (2, 3, 4, 5, 6, 7, 8, 10, 13, 14, 15, 16)},
@@ -68,7 +68,7 @@ def read_text(path: str, content: bytes, declared: str | None = None) -> str:
     Raises
     ------
     DocumentError
-        When it is neither UTF-8 nor marked otherwise, or is no text at all.
+        When it is neither UTF-8 nor marked otherwise, or is not text at all.
     """
     encoding = declared or "utf-8"
     for mark, name in _BYTE_ORDER_MARKS:
@@ -124,7 +124,7 @@ def _titled(title: str) -> dict[str, Any]:
 
 
 def _load_jsonl(path: str, content: bytes) -> Iterator[Document]:
-    # Not splitlines(), which also breaks at characters that JSON strings may hold.
+    # Not splitlines(), which also splits at characters that JSON strings may hold.
     for number, line in enumerate(read_text(path, content).split("\n"), 1):
         if not line.strip():
             continue
@@ -159,7 +159,7 @@ def _is_text(row: Any, name: str) -> bool:
 def _load_csv(path: str, content: bytes) -> Iterator[Document]:
     text = read_text(path, content)
     header = text.split("\n", 1)[0]
-    delimiter = max(",;\t|", key=header.count)  # a comma where no other is more frequent
+    delimiter = max(",;\t|", key=header.count)  # a comma, unless another one is more frequent
     csv.field_size_limit(_MAX_FIELD_CHARACTERS)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
@@ -175,7 +175,7 @@ def _load_csv(path: str, content: bytes) -> Iterator[Document]:
 
 
 Loader = Callable[[str, bytes], Iterable[Document]]
-"""Yields the documents in a file's bytes; their sources are its path, with ``#...`` for parts."""
+"""Yields the documents in a file's bytes; their source is its path, with ``#...`` for parts."""
 
 _LOADERS: dict[str, Loader] = {
     **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst", ".log"), _load_plain),
@@ -186,16 +186,16 @@ _LOADERS: dict[str, Loader] = {
     ".docx": _load_docx,
 }
 SUFFIXES = frozenset(_LOADERS)
-"""Of files that are read without further loaders."""
+"""The suffixes of files that the built-in loaders read."""
 
 
 def find_loader(path: str, others: Mapping[str, Loader]) -> Loader:
-    """Return what reads a file, one of `others` before one of ours.
+    """Return the loader of a file; `others` take precedence over the built-in ones.
 
     Raises
     ------
     DocumentError
-        When it is of no known kind.
+        When the file has an unknown suffix.
     """
     suffix = Path(path).suffix.lower()
     loader = others.get(suffix) or _LOADERS.get(suffix)
@@ -215,18 +215,18 @@ def load_bytes(
     Parameters
     ----------
     path
-        Its absolute path: the documents' source, with ``#row`` for rows of jsonl and csv.
+        The file's absolute path: the documents' source, with ``#row`` for rows of jsonl and csv.
     content
-        All its bytes.
+        The file's whole content.
     others
-        Further loaders, by suffix.
+        Additional loaders by suffix.
 
     Raises
     ------
     DocumentError
-        When it is of no known kind, damaged, or not text; says which.
+        When the file has an unknown suffix, is damaged, or is not text; the message says which.
     NoTextError
-        When it is empty, or all its text is whitespace.
+        When the file is empty, or holds only whitespace.
     """
     loader = find_loader(path, others or {})
     if not content:
@@ -240,17 +240,17 @@ def load_bytes(
 
 
 def to_document(value: Any) -> Document:
-    """Return a `Document`, a LangChain Document or a LlamaIndex node as a `Document`.
+    """Convert a `Document`, a LangChain Document or a LlamaIndex node to a `Document`.
 
-    Framework objects are known by shape. Where one has no id, its content is its identity, so
-    that adding it again changes nothing.
+    Framework objects are recognised by their attributes. If one has no id, its content
+    identifies it, so that adding it again changes nothing.
 
     Raises
     ------
     ParameterError
-        When `value` is nothing of the kind.
+        When `value` is of another type.
     DocumentError
-        When it holds no text, its text is none, or its id cannot be stored.
+        When it holds no text, its text has another type, or its id cannot be stored.
     """
     if isinstance(value, Document):
         source, text, metadata = value.source, value.text, value.metadata
@@ -258,7 +258,7 @@ def to_document(value: Any) -> Document:
         source, text = str(getattr(value, "id", None) or ""), value.page_content
         metadata = getattr(value, "metadata", None) or {}
     elif callable(getattr(value, "get_content", None)) and hasattr(value, "node_id"):
-        # Without arguments: the node's own text, not the form with metadata in front of it.
+        # Without arguments: the node's own text, without the metadata in front of it.
         source, text = value.node_id, value.get_content()
         metadata = getattr(value, "metadata", None) or {}
     else:
@@ -288,7 +288,7 @@ def to_document(value: Any) -> Document:
 
 
 def is_storable(source: str) -> bool:
-    """Whether the catalog can hold a source: SQLite's texts are UTF-8."""
+    """Return whether the catalog can hold a source: SQLite stores text as UTF-8."""
     try:
         source.encode()
     except UnicodeEncodeError:
@@ -297,7 +297,7 @@ def is_storable(source: str) -> bool:
 
 
 def check_source(source: str) -> None:
-    """Raise DocumentError for a file's name or an id that is not valid Unicode."""
+    """Raise DocumentError if a file's name or an id is not valid Unicode."""
     if not is_storable(source):
         raise DocumentError(
             f"{printable(source)}: the name is not valid UTF-8; rename it, for example with "

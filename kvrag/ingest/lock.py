@@ -1,4 +1,4 @@
-"""One writer an index: an advisory lock that dies with its process."""
+"""The writer's lock of an index: an advisory lock that ends with its process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FILE_NAME = "writer.lock"
 def writer_lock(folder: Path) -> Iterator[None]:
     """Hold the right to write to the index in `folder`.
 
-    The kernel releases the lock when the process ends, however it ends; the file stays.
+    The kernel releases the lock when the process ends, for whatever reason; the file stays.
 
     Raises
     ------
     IndexLockedError
-        At once, when another process or thread holds it; names the process.
+        Immediately, when another process or thread holds the lock; names the process.
     StoreError
         When the folder cannot be written.
     """

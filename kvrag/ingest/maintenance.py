@@ -1,4 +1,4 @@
-"""Checking and tidying what an index has stored."""
+"""Verification and cleanup of what an index has stored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Readers write the vectors' cache without the writer's lock.
 _TEMPORARY_AGE_SECONDS = 3600.0
-_MAX_CATALOG_PROBLEMS = 20  # told one by one
+_MAX_CATALOG_PROBLEMS = 20  # reported one by one
 
 
 def verify_records(
@@ -41,13 +41,13 @@ def verify_records(
     Parameters
     ----------
     audit
-        What holding the catalog's rows against their seals brought to light.
+        The result of the check of the catalog's rows against their seals.
     num_rows
-        Returns the rows of KV that a chunk of so many tokens must have.
+        Returns the rows of KV that a chunk with a given number of tokens must have.
     repair
         Replaces the record of a key; None only reports.
     on_progress
-        Called with the number of records read, and of how many.
+        Called with the number of records read so far, and the number to read.
     """
     started = time.perf_counter()
     needed = audit.needed
@@ -79,7 +79,7 @@ def verify_records(
 
 
 def first_of(problems: list[str]) -> tuple[str, ...]:
-    """Return problems of a catalog as they are told: the first of them, and how many more."""
+    """Return the first problems of a catalog for a report, and how many more there are."""
     if len(problems) <= _MAX_CATALOG_PROBLEMS:
         return tuple(problems)
     num_more = len(problems) - _MAX_CATALOG_PROBLEMS
@@ -89,7 +89,7 @@ def first_of(problems: list[str]) -> tuple[str, ...]:
 def _read_record(
     key: ChunkKey, num_tokens: int, store: Store, coding: RecordCoding, spec: KVSpec
 ) -> tuple[int, str | None]:
-    """Return the bytes read, and what is wrong with the record, if anything is."""
+    """Return the number of bytes read, and what is wrong with the record, or None."""
     try:
         record = store.open(key)
         if record is None:
@@ -114,16 +114,16 @@ def collect_garbage(
     needed: Collection[str],
     keeps_unknown: bool,
 ) -> GcReport:
-    """Remove records that no chunk refers to, profiles no record needs, files of killed processes.
+    """Remove unneeded records, profiles that no record needs, and files of killed processes.
 
-    Call with the writer's lock held: a record is stored before its chunk is in the catalog.
+    The caller holds the writer's lock: a record is stored before its chunk is in the catalog.
 
     Parameters
     ----------
     needed
         Names of the records that stay.
     keeps_unknown
-        Leave records alone that this index does not need: others share the store.
+        Keep records that this index does not need: other indexes share the store.
     """
     num_records = size_bytes = 0
     for key, size in [] if keeps_unknown else list(store.sizes()):
@@ -146,7 +146,7 @@ def collect_garbage(
 
 
 def _profiles_in_use(store: Store, needed: Collection[str]) -> set[str]:
-    """Return the profiles that records name, those of damaged records left out."""
+    """Return the profiles that records name; damaged records are left out."""
     from kvrag.codec.container import RecordReader
 
     used = set()

@@ -1,4 +1,4 @@
-"""Making an index: its configuration, and its folder."""
+"""Creation of an index: its configuration and its folder."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def make_config(
     Parameters
     ----------
     given
-        The model as the caller named it.
+        The model as the caller gave it.
     model, embedding
-        The same, and the embedding, loaded.
+        The loaded model and the loaded embedding.
     settings
-        What the caller chose.
+        The caller's settings.
 
     Raises
     ------
     ParameterError
-        When chunks would not fit into the model's context, or it is of another dtype.
+        When chunks would not fit into the model's context, or the model has another dtype.
     AnchorsError
         When chunks are to be compressed with anchors that the model does not have.
     """
@@ -72,7 +72,7 @@ def make_config(
         )
     if chunk_tokens + len(prefix_ids) > model.max_positions:
         raise ParameterError(
-            f"chunk_tokens={chunk_tokens} behind a shared prefix of {len(prefix_ids)} tokens "
+            f"chunk_tokens={chunk_tokens} after a shared prefix of {len(prefix_ids)} tokens "
             f"exceeds the model's context of {model.max_positions}; choose at most "
             f"{model.max_positions - len(prefix_ids)}"
         )
@@ -94,7 +94,7 @@ def make_config(
         if chunk_tokens > most:
             raise ParameterError(
                 f"chunk_tokens={chunk_tokens} leaves compression {chosen} no room in the model's "
-                f"context of {model.max_positions} to work in behind a chunk; choose at most "
+                f"context of {model.max_positions} to work in after a chunk; choose at most "
                 f"{most}, better half of the context"
             )
     return IndexConfig(
@@ -123,7 +123,7 @@ def make_config(
 
 
 def make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) -> Storage:
-    """Make an empty index in a new or empty folder, and open it. Raises as `Index.create` does."""
+    """Create an empty index in a new or empty folder and open it. Raises as `Index.create`."""
     with contextlib.ExitStack() as undoing:
         opened = None if settings.store is None else open_store(settings.store)
         if opened is not None:
@@ -149,7 +149,7 @@ def make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) -> 
             )
             if settings.profile is not None:
                 profiles.ProfileFolder(folder / profiles.FOLDER_NAME).add(settings.profile)
-            # Last, since it is what makes the folder an index.
+            # Written last, since this file makes the folder an index.
             config.save(folder)
         undoing.pop_all()
     store = opened if opened is not None else open_store(f"file:{folder / KV_FOLDER}")
@@ -157,7 +157,7 @@ def make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) -> 
 
 
 def require_free(folder: Path) -> None:
-    """Raise ParameterError when a folder holds an index or anything that is not ours."""
+    """Raise ParameterError if a folder holds an index or any foreign file."""
     try:
         names = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
     except OSError as error:
@@ -166,7 +166,7 @@ def require_free(folder: Path) -> None:
         raise ParameterError(
             f"there is an index in {folder} already: open it with Index.open, or use another folder"
         )
-    # Files of ours without index.json are from a run that was killed while making the index.
+    # Our files without index.json come from a run that was killed while it created the index.
     foreign = sorted(name for name in names - _OUR_FILES if not name.endswith(".tmp"))
     if foreign:
         raise ParameterError(
@@ -175,7 +175,7 @@ def require_free(folder: Path) -> None:
 
 
 def _model_reference(given: Any, loaded: KVModel) -> str:
-    """Return by what name a model can be loaded again, or "" if it cannot."""
+    """Return the name by which a model can be loaded again, or "" if it cannot."""
     name = str(given) if isinstance(given, str | Path) else loaded.name
     path = Path(name).expanduser()
     if path.exists():  # a folder, or a GGUF file

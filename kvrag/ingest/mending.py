@@ -1,4 +1,4 @@
-"""Holding the catalog against its seals, and mending what can be mended."""
+"""Check of the catalog against its seals, and repair of what can be repaired."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 Embed: TypeAlias = "Callable[[list[str]], NDArray[np.float32]]"
 KeyOf = Callable[[Chunk], ChunkKey]
 
-# What a chunk's row has beside what is copied whole.
+# All columns of a chunk's row.
 _ALL_CHUNK_COLUMNS = f"{CHUNK_COLUMNS}, kv_key, embedding, vector_seal"
-# What the chunker adds to a document's metadata.
+# The metadata that the chunker adds to a document's.
 _ADDED_METADATA = ("heading", "page")
 
 _UPGRADE = """
@@ -54,16 +54,16 @@ ALTER TABLE chunks ADD COLUMN vector_seal BLOB NOT NULL DEFAULT x'';
 
 
 class CatalogMending(RowWriter):
-    """The part of `Catalog` that looks for damage, and mends it."""
+    """The part of `Catalog` that finds damage and repairs it."""
 
     @checked
     def audit(self, key_of: KeyOf) -> Audit:
-        """Hold every row against its seal, and the tables against one another.
+        """Check every row against its seal, and the tables against each other.
 
         Parameters
         ----------
         key_of
-            Returns the name a chunk's KV must have, of those it has the first.
+            Returns the name that a chunk's KV must have, the first of several.
         """
         found = Audit()
         with self._snapshot():
@@ -77,16 +77,16 @@ class CatalogMending(RowWriter):
 
     @checked
     def damage(self) -> list[str]:
-        """Return what SQLite's own check finds wrong with the file; empty when it is sound."""
+        """Return the problems that SQLite's own check finds in the file; empty if it is sound."""
         try:
             rows = self._connection.execute("PRAGMA integrity_check(10)").fetchall()
-        except self._sql.DatabaseError as error:  # too damaged even to be checked
+        except self._sql.DatabaseError as error:  # too damaged for the check itself
             self._go_on(error)
             return [str(error)]
         return [str(text) for (text,) in rows if text != "ok"]
 
     def _audit_chunks(self, found: Audit, key_of: KeyOf) -> dict[Any, list[tuple[Any, bytes]]]:
-        """Return ordinal and seals of the chunks of each source."""
+        """Return ordinal and seal of each chunk, by source."""
         seals: dict[Any, list[tuple[Any, bytes]]] = {}
         columns = f"{CHUNK_COLUMNS}, {KEYS}, embedding, vector_seal"
         for values in self._scan(columns):
@@ -127,7 +127,7 @@ class CatalogMending(RowWriter):
             )
         for *row, seal in self._rows(f"SELECT {FILE_COLUMNS} FROM files"):
             if not self._seals.is_right(seal, self._seals.file, row):
-                found.files[row[0]] = f"{row[0]}: what was noted of this file is damaged"
+                found.files[row[0]] = f"{row[0]}: the recorded state of this file is damaged"
         state = self._state()
         if state is None:
             found.others.append("the catalog's own state is not what was written")
@@ -138,18 +138,18 @@ class CatalogMending(RowWriter):
             found.others.append(
                 f"there were {state.num_documents:,} documents, {counted.num_documents:,} are there"
                 if state.num_documents != counted.num_documents
-                else "the documents are not those that were there"
+                else "the documents differ from those that were written"
             )
         if (state.num_files, state.files) != (counted.num_files, counted.files):
-            found.others.append("what was noted of files is not all there")
+            found.others.append("recorded states of files are missing")
 
     # -- mending -----------------------------------------------------------------------------
 
     @checked
     def has_sound_tables(self) -> bool:
-        """Say whether the rows of documents and files are all there, as they were written.
+        """Return whether all rows of documents and files are present and unchanged.
 
-        Chunks are not looked at: those of a document are when it is added again.
+        Chunks are not checked here: a document's are checked when it is added again.
         """
         state = self._state()
         if state is None or state != self._counted(state.generation):
@@ -169,28 +169,28 @@ class CatalogMending(RowWriter):
 
     @checked
     def mend(self, audit: Audit, key_of: KeyOf, embed: Embed) -> list[str]:
-        """Make the catalog sound: drop what is damaged, write anew what follows from the rest.
+        """Repair the catalog: drop damaged rows, and rewrite what follows from the others.
 
-        Vectors are computed again from their text, names of KV from their tokens, and the entry of
-        a document from its chunks. A chunk with other damage goes; its document is no longer
-        trusted, so that adding it again writes it anew.
+        Vectors are computed again from their text, names of KV from their tokens, and a
+        document's row from its chunks. A chunk with other damage is removed. Its document is marked
+        as incomplete, so that adding it again writes it again.
 
         Parameters
         ----------
         audit
-            What is wrong (`audit`).
+            The result of `audit`.
         key_of
-            Returns the name a chunk's KV must have, of those it has the first.
+            Returns the name that a chunk's KV must have, the first of several.
         embed
             Returns the vectors of texts.
 
         Returns
         -------
         list of str
-            Files to read again: of the documents concerned, or all of them where it is not known
-            which are missing.
+            Files to read again: those of the affected documents, or all files if it is unknown
+            which documents are missing.
         """
-        # All documents are written anew; what hangs on them stays.
+        # All document rows are rewritten; the rows that refer to them stay.
         self._connection.execute("PRAGMA foreign_keys = OFF")
         try:
             with self._transaction():
@@ -201,7 +201,7 @@ class CatalogMending(RowWriter):
     def _mend(self, audit: Audit, key_of: KeyOf, embed: Embed) -> list[str]:
         known = {one.path for one in self._sound_files("")}
         documents = {one.source: one for one in self._sound_documents("")}
-        # A source that is damaged names no document: those of sound rows are all there are.
+        # A damaged source names no document: only the sources in sound rows count.
         distrusted = set(audit.documents)
         for number in audit.chunks:
             for (source,) in self._connection.execute(
@@ -231,14 +231,14 @@ class CatalogMending(RowWriter):
                 self._drop_file(file)
             self._restore_document(source, document, file)
         if audit.others or audit.structure:
-            paths |= known  # something is missing, nobody knows of which
+            paths |= known  # a document is missing, and nothing says which
         if audit.others or audit.structure or audit.files:
             self._drop_all_files()
         self._state_now = self._counted(max(self._state_now.generation, time.time_ns()))
         return sorted(paths)
 
     def _embed_again(self, number: int, embed: Embed) -> set[str]:
-        """Write a chunk's vector from its sound text; return the document that is changed."""
+        """Compute a chunk's vector again from its sound text; return the document changed."""
         import numpy as np
 
         for chunk_id, source, text in self._rows(
@@ -255,7 +255,7 @@ class CatalogMending(RowWriter):
     def _restore_document(
         self, source: str, document: StoredDocument | None, file: str | None
     ) -> None:
-        """Write a document's row by the chunks that it has, or remove it where it has none."""
+        """Rewrite a document's row from its chunks, or remove it if there are none."""
         first = self._rows(
             f"SELECT {CHUNK_COLUMNS} FROM chunks WHERE source = ? ORDER BY ordinal LIMIT 1",
             (source,),
@@ -275,11 +275,11 @@ class CatalogMending(RowWriter):
 
     @checked
     def distrusted(self) -> list[str]:
-        """Return the documents that are not whole, or not known to be."""
+        """Return the documents that are incomplete, or not known to be complete."""
         return [one.source for one in self._sound_documents("WHERE digest = '' ORDER BY source")]
 
     def _distrust(self, source: str) -> None:
-        """Note that a document is no longer what its digest says: adding it again mends it."""
+        """Record that a document no longer matches its digest: adding it again repairs it."""
         self._forget_file_of(source)
         for one in self._sound_documents("WHERE source = ?", (source,)):
             num_chunks, chunks = self._chunks_of(source)
@@ -287,9 +287,9 @@ class CatalogMending(RowWriter):
 
     @checked
     def rebuild(self) -> None:
-        """Write the whole file anew from the rows of it that can be read.
+        """Rewrite the whole file from its readable rows.
 
-        For damage to the file's structure; what is in the rows stays as it is.
+        Repairs damage to the file's structure; the content of the rows stays as it is.
         """
         following = next_path(self.path)
         following.unlink(missing_ok=True)
@@ -310,14 +310,14 @@ class CatalogMending(RowWriter):
         self.use_next(self._cipher_key)
 
     def _readable(self, table: str, columns: str) -> Iterable[tuple[Any, ...]]:
-        """Yield a table's rows up to the first that cannot be read."""
+        """Yield a table's rows up to the first unreadable one."""
         try:
             yield from self._connection.execute(f"SELECT {columns} FROM {table}")
         except self._sql.DatabaseError as error:
             self._go_on(error)
 
     def _readable_documents(self) -> Iterable[tuple[Any, ...]]:
-        """Yield the documents that can be read, also by the sources that chunks name."""
+        """Yield the readable documents, also those found only by their chunks' sources."""
         seen = set()
         for values in self._readable("documents", DOCUMENT_COLUMNS):
             seen.add(values[0])
@@ -333,12 +333,12 @@ class CatalogMending(RowWriter):
     def upgrade(self, key_of: KeyOf) -> None:
         """Seal the rows of a catalog of schema 2, in one transaction.
 
-        A row that contradicts itself is not sealed: from then on it is damaged.
+        A row that contradicts itself gets no seal: from then on it counts as damaged.
 
         Raises
         ------
         StoreError
-            When the file cannot be written; it is then as before.
+            When the file cannot be written; it is then unchanged.
         """
         with self._lock:
             try:
@@ -363,7 +363,7 @@ class CatalogMending(RowWriter):
             generation = time.time_ns()
         for name in ("added", "removed", "changed"):  # of an index of words within the catalog
             execute(f"DROP TRIGGER IF EXISTS chunk_words_{name}")
-        with contextlib.suppress(self._sql.DatabaseError):  # damaged: it stays, and does nothing
+        with contextlib.suppress(self._sql.DatabaseError):  # damaged: it stays without effect
             execute("DROP TABLE IF EXISTS chunk_words")
         for statement in filter(str.strip, _UPGRADE.split(";")):
             execute(statement)
@@ -387,7 +387,7 @@ class CatalogMending(RowWriter):
         execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _seal_chunk(self, values: Sequence[Any], key_of: KeyOf) -> None:
-        """Seal a row that was written without; what contradicts itself stays without."""
+        """Seal a row that has no seal; a row that contradicts itself stays without."""
         import numpy as np
 
         *row, _, stored, embedding, _ = values
@@ -411,7 +411,7 @@ class CatalogMending(RowWriter):
 
 
 def _what(row: Sequence[Any]) -> str:
-    """Return which part of a chunk's row is wrong, with its verb."""
+    """Return the part of a chunk's row that is wrong, with its verb."""
     _, chunk_id, source, ordinal, text, *_ = row
     try:
         is_named = chunk_id == chunk_id_of(source, ordinal, text)
@@ -423,7 +423,7 @@ def _what(row: Sequence[Any]) -> str:
 
 
 def _file_of(source: str, known: set[str]) -> str | None:
-    """Return the file that a document was read from, if it is one of those known."""
+    """Return the file that a document was read from, if it is among the known ones."""
     if source in known:
         return source
     path = source.rpartition("#")[0] if isinstance(source, str) else ""
@@ -432,5 +432,5 @@ def _file_of(source: str, known: set[str]) -> str | None:
 
 def _fill(connection: Any, table: str, columns: str, rows: Iterable[Sequence[Any]]) -> None:
     marks = ", ".join("?" * (columns.count(",") + 1))
-    # Of rows that claim one place, the first stands; what is NULL now was not so when written.
+    # If several rows claim one place, the first wins; a NULL now was not NULL when written.
     connection.executemany(f"INSERT OR IGNORE INTO {table} ({columns}) VALUES ({marks})", rows)

@@ -1,4 +1,4 @@
-"""Metadata of documents as JSON can hold it, within limits."""
+"""Document metadata as JSON values, within limits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvrag.ingest.limits import (
 
 
 def plain_metadata(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return metadata as JSON can hold it; what it cannot hold becomes text.
+    """Return metadata as JSON values; values without a JSON form become text.
 
     Raises
     ------
     DocumentError
-        When it is no mapping, is nested too deeply (whatever contains itself is), or holds too
-        much.
+        When it is not a mapping, is nested too deeply (as anything that contains itself is), or
+        holds too much.
     """
     if not isinstance(values, Mapping):
         raise DocumentError(
@@ -31,7 +31,7 @@ def plain_metadata(values: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 class _Plain:
-    """Counts what it has taken: a few lists that hold one another can stand for any number."""
+    """Converts values and counts them: a few lists that hold each other can expand without end."""
 
     def __init__(self) -> None:
         self._num_values = 0
@@ -50,7 +50,7 @@ class _Plain:
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, int):
-            # Others are not read back alike everywhere, and Python refuses to write long ones.
+            # Larger ones do not read back alike everywhere, and Python refuses to write long ones.
             return int(value) if -(1 << 63) <= value < 1 << 63 else self._text(hex(value))
         if isinstance(value, float):
             return float(value) if value - value == 0 else str(value)

@@ -1,4 +1,4 @@
-"""The records of an index from one store into another."""
+"""Copying the records of an index from one store to another."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from kvrag.store.wrapper import read_whole
 
 @dataclass(frozen=True)
 class MoveReport:
-    """What moving did.
+    """The result of moving an index's KV to another store.
 
     Attributes
     ----------
     store
-        Where the records are now, without a password.
+        URL of the new store, without a password.
     num_records, size_bytes
-        Copied.
+        Number and size of the copied records.
     num_present
-        There already.
+        Number of records that the new store already had.
     num_lost
-        That could not be had or were damaged: they are computed with each prompt that needs them,
-        until ``kvrag verify --repair`` stores them.
+        Number of records that were missing or damaged: each prompt that needs one computes it,
+        until ``kvrag verify --repair`` stores it.
     num_removed
-        Removed from where they were; 0 where others may need them.
+        Number of records removed from the old store; 0 if others may need them.
     """
 
     store: str
@@ -53,19 +53,19 @@ def copy_records(
     target: Store,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> MoveReport:
-    """Copy records that are whole; what is there already, and whole, stays.
+    """Copy sound records; sound records that are already there stay.
 
     Raises
     ------
     StoreError
-        When a store refuses. What was copied is kept; a second call completes it.
+        When a store refuses access. Copied records are kept; a second call does the rest.
     """
     num_records = size_bytes = num_present = num_lost = 0
     for number, key in enumerate(sorted(keys)):
         if on_progress is not None:
             on_progress(number, len(keys))
         is_there = target.contains(key)
-        # What is of no use there must not be why the only good record is removed here.
+        # A useless record there must not cause the removal of the only good one here.
         if is_there and _read(key, target) is not None:
             num_present += 1
             continue
@@ -83,9 +83,9 @@ def copy_records(
 
 
 def is_same_store(one: Store, other: Store) -> bool:
-    """Say whether what is written to one store is in the other as well.
+    """Return whether what is written to one store appears in the other.
 
-    Their URLs do not tell: a folder has many names, and may be behind a server or among tiers.
+    The URLs cannot say: a folder has many names, and a server or tiers may lead to it too.
     """
     probe = ChunkKey(secrets.token_hex(20))
     one.put(probe, b"is this the same store?")
@@ -96,7 +96,7 @@ def is_same_store(one: Store, other: Store) -> bool:
 
 
 def _read(key: ChunkKey, source: Store) -> bytes | None:
-    """Return a record, or None where there is none that is whole."""
+    """Return a record, or None if there is none or it is damaged."""
     try:
         record = source.open(key)
         if record is None:

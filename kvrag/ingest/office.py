@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from kvrag.errors import DocumentError
 
 _PAGE_BREAK = "\f"
-# PDFium's signs for a hyphen at the end of a line, where it joins the two lines.
+# PDFium's characters for a hyphen at a line's end, where it joins the two lines.
 _LINE_END_HYPHENS = ("\ufffe", "\x02")
 
 _MAX_UNPACKED_BYTES = 256 << 20
@@ -23,13 +23,13 @@ _WORD = frozenset(
     }
 )
 _TITLE = "{http://purl.org/dc/elements/1.1/}title"
-# The same text a second time, for readers that do not know the first form.
+# A second copy of the same text, for readers that do not know the first form.
 _FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
 _MARKS = {"tab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
 
 
 def pdf_to_text(path: str, content: bytes) -> tuple[str, str]:
-    """Return the title and the text of a PDF file, its pages apart by form feeds.
+    """Return the title and the text of a PDF file, with form feeds between pages.
 
     Raises
     ------
@@ -78,8 +78,8 @@ def _page_text(page: object) -> str:
 def docx_to_text(path: str, content: bytes) -> tuple[str, str]:
     """Return the title and the text of a Word file: headings, paragraphs, table rows.
 
-    Its XML is read as a stream, so that neither a document of a million paragraphs nor a cell
-    that spans a million columns costs more than its own text.
+    The XML is read as a stream: a document of a million paragraphs, or a cell that spans a
+    million columns, costs no more than its text.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def docx_to_text(path: str, content: bytes) -> tuple[str, str]:
                 _parse(path, archive, "docProps/core.xml", about, _MAX_STYLE_BYTES)
     except DocumentError:
         raise
-    except Exception as error:  # whatever a parser of hostile files raises, the file is at fault
+    except Exception as error:  # any error of a parser means that the file is bad
         raise _damaged(path, "Word file", error) from error
     return "".join(about.title).strip(), "\n\n".join(body.blocks)
 
@@ -107,7 +107,7 @@ def _parse(path: str, archive: zipfile.ZipFile, name: str, target: _Target, limi
     """Feed one file of an archive to `target`."""
     from lxml import etree
 
-    # Not more than this is unpacked, also where the header says less than is there.
+    # Unpacks no more than this, even if the header understates the size.
     if archive.getinfo(name).file_size > limit:
         raise DocumentError(
             f"{path}: {name} in it unpacks to {archive.getinfo(name).file_size:,} bytes, and at "
@@ -123,7 +123,7 @@ def _parse(path: str, archive: zipfile.ZipFile, name: str, target: _Target, limi
 
 
 class _Target:
-    """Takes the XML parser's calls."""
+    """Receives the XML parser's calls."""
 
     def start(self, tag: str, attributes: dict[str, str]) -> None: ...
 
@@ -133,15 +133,15 @@ class _Target:
 
     def doctype(self, name: str, public_id: str, system_url: str) -> None:
         del public_id, system_url
-        # Entities defined in one are how small files grow.
+        # Entity definitions in one can make a small file expand without end.
         raise ValueError(f"a document type declaration of {name!r}, which no Word file has")
 
     def close(self) -> None:
-        """Nothing is returned."""
+        """Return nothing."""
 
 
 class _Styles(_Target):
-    """Marks in front of paragraphs of a style, by the style's id."""
+    """Prefixes for paragraphs of a style, by the style's id."""
 
     def __init__(self) -> None:
         self.headings: dict[str, str] = {}
@@ -153,7 +153,7 @@ class _Styles(_Target):
             self._style = _value(attributes, "styleId")
         elif name == "name":
             style = _value(attributes, "val").lower()
-            level = style.removeprefix("heading ")  # up to 9, Markdown has 6
+            level = style.removeprefix("heading ")  # up to 9; Markdown has 6
             if style == "title":
                 self.headings[self._style] = "# "
             elif level != style:
@@ -180,9 +180,9 @@ class _About(_Target):
 
 
 class _Body(_Target):
-    """Collects paragraphs, and of the outermost tables the rows.
+    """Collects paragraphs, and the rows of the outermost tables.
 
-    A cell that spans several columns stands once; tables inside a cell are lines of it.
+    A cell that spans several columns appears once; tables inside a cell become lines of it.
     """
 
     def __init__(self, headings: dict[str, str]) -> None:
@@ -211,7 +211,7 @@ class _Body(_Target):
         elif name == "pStyle":
             self._mark = self._headings.get(_value(attributes, "val"), "")
         elif name == "p":
-            # A paragraph inside another, in a text box: the outer one's text so far stands first.
+            # A paragraph inside another, in a text box: the outer one's text so far is first.
             self._end_paragraph()
         elif name == "tbl":
             self._num_tables += 1
@@ -259,13 +259,13 @@ class _Body(_Target):
 
 @functools.lru_cache(maxsize=256)
 def _local(tag: str) -> str:
-    """Return the name of an element of Word's own, "" of others."""
+    """Return an element's name in Word's namespace, "" for other elements."""
     namespace, brace, name = tag.rpartition("}")
     return name if namespace + brace in _WORD else ""
 
 
 def _value(attributes: dict[str, str], name: str) -> str:
-    """Return an attribute of Word's own, "" where there is none."""
+    """Return an attribute in Word's namespace, "" if there is none."""
     return next((attributes[space + name] for space in _WORD if space + name in attributes), "")
 
 

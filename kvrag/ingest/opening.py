@@ -21,7 +21,7 @@ logger = logging.getLogger("kvrag")
 
 
 def load_config(folder: Path) -> IndexConfig:
-    """Return what an index was made with. Raises as `IndexConfig.load` does."""
+    """Return the settings of an index. Raises as `IndexConfig.load` does."""
     config = IndexConfig.load(folder)
     try:
         parse_codec(config.codec)
@@ -31,7 +31,7 @@ def load_config(folder: Path) -> IndexConfig:
 
 
 def open_storage(folder: Path, config: IndexConfig, store: str | None, *, mend: bool) -> Storage:
-    """Open what an index keeps. Parameters and errors are those of `Index.open`."""
+    """Open the storage of an index. Parameters and errors are those of `Index.open`."""
     opened = open_store(store or config.store or f"file:{folder / KV_FOLDER}", must_answer=False)
     check_limit(opened, config)
     try:
@@ -51,14 +51,14 @@ def open_storage(folder: Path, config: IndexConfig, store: str | None, *, mend: 
 def _open_catalog(
     folder: Path, config: IndexConfig, store: Store, mend: bool
 ) -> tuple[Catalog, str]:
-    """Return the catalog, and why it is an empty one in place of the index's own, or ""."""
+    """Return the catalog, and the reason if an empty one replaces the index's, or ""."""
     try:
         return open_catalog(folder, config, store), ""
     except IndexFormatError as error:
         path = folder / catalogs.FILE_NAME
         is_there = path.exists()
         if not mend or (is_there and error.__cause__ is None):
-            raise  # one of another version is none that is damaged
+            raise  # another schema is not damage
         with lock.writer_lock(folder):
             catalog = replace_catalog(folder, config, store)
         lost = (

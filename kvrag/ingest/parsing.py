@@ -1,7 +1,7 @@
-"""Files to documents in a process of their own, within limits.
+"""Parse files into documents in a separate process, within limits.
 
 Whatever a file does to its parser (an exception, a crash, a hang, all memory, endless output)
-becomes one `DocumentError`, and the next file is parsed as if nothing had been.
+becomes one `DocumentError`, and parsing continues with the next file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvrag.ingest.loaders import SUFFIXES, NoTextError, is_storable
 from kvrag.ingest.metadata import plain_metadata
 from kvrag.ingest.worker import OUT_OF_MEMORY
 
-# The parent's own search path: the same kvrag and the same further loaders are found.
+# The parent's own search path: the child finds the same kvrag and the same additional loaders.
 _MAIN = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from kvrag.ingest.worker import main; main()"
@@ -40,13 +40,13 @@ _EXIT_SECONDS = 1.0  # from a closed connection to the exit code
 
 
 def check_loaders(loaders: Mapping[str, str]) -> dict[str, str]:
-    """Return further loaders, by suffix in lower case.
+    """Return additional loaders, by suffix in lower case.
 
     Raises
     ------
     ParameterError
-        For one that is not given as in ``{".pptx": "package.module:function"}``, or whose module
-        is not found. Nothing is imported.
+        When one is not of the form ``{".pptx": "package.module:function"}``, or its module is
+        not found. Nothing is imported.
     """
     for suffix, name in loaders.items():
         module, _, function = name.partition(":")
@@ -72,20 +72,21 @@ def _is_found(module: str) -> bool:
 
 
 class Parser:
-    """Parses files, in a process that is started with the first of them.
+    """Parses files in a process that starts with the first of them.
 
     Parameters
     ----------
     limits
-        What a file may cost.
+        Limits on the cost of a file.
     loaders
-        Further loaders, or others than ours: ``{".pptx": "package.module:function"}``, a
-        function of the file's path and bytes that yields `Document`.
+        Additional loaders, which take precedence over the built-in ones:
+        ``{".pptx": "package.module:function"}``, a function of the file's path and bytes that
+        yields `Document`.
 
     Raises
     ------
     ParameterError
-        When a loader is not given like that, or its module is not found.
+        When a loader has another form, or its module is not found.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Parser:
             self._process = None
 
     def start(self) -> None:
-        """Start the process unless it runs; ParserError where it, or a loader in it, cannot be."""
+        """Start the process unless it runs; ParserError if it, or a loader in it, cannot be."""
         if self._process is None:
             self._process = _Process(self.limits, self._loaders)
 
@@ -124,9 +125,9 @@ class Parser:
         Raises
         ------
         DocumentError
-            When the file cannot be parsed, or not within the limits.
+            When the file cannot be parsed, or only beyond the limits.
         NoTextError
-            When there is no text in it.
+            When the file holds no text.
         ParserError
             When the process cannot be started.
         """
@@ -138,7 +139,7 @@ class Parser:
                 return self._process.parse(path, content)
             except _GoneError as gone:
                 self.close()
-                # What files before this one left behind may be to blame, save for the time.
+                # Leftovers of earlier files may be the cause, except of a timeout.
                 if is_fresh or gone.is_late:
                     raise DocumentError(f"{path}: {gone}") from None
             except DocumentError:
@@ -149,7 +150,7 @@ class Parser:
 
 
 class _GoneError(Exception):
-    """The process ended without an answer, or gave one that no honest process gives."""
+    """The process ended without an answer, or sent one that no honest process sends."""
 
     def __init__(self, message: str, is_late: bool = False) -> None:
         super().__init__(message)
@@ -157,7 +158,7 @@ class _GoneError(Exception):
 
 
 class _Process:
-    """One process, until it ends or is ended."""
+    """One parsing process, until it exits or is killed."""
 
     def __init__(self, limits: ParseLimits, loaders: Mapping[str, str]) -> None:
         self._limits = limits
@@ -193,10 +194,10 @@ class _Process:
             raise ParserError(f"a loader cannot be imported: {head.get('reason')}")
 
     def _start(self, command: list[str]) -> None:
-        """Start it in a process group of its own.
+        """Start the process in a separate process group.
 
-        An interrupt at the terminal is then the parent's to handle, and what a loader has started
-        can be ended together with it.
+        An interrupt at the terminal then reaches only the parent, and what a loader has started
+        can be ended together with the process.
         """
         self._process: subprocess.Popen[bytes]
         self._socket: socket.socket | None = None
@@ -214,8 +215,8 @@ class _Process:
             assert self._process.stdout is not None
             self._requests, self._answers = self._process.stdin, self._process.stdout
             return
-        # No pipes: who waits at a pipe waits for as long as any process holds its other end, and
-        # a socket can be shut down from here.
+        # No pipes: a read from a pipe blocks as long as any process holds the other end, but a
+        # socket can be shut down from here.
         ours, theirs = socket.socketpair()
         with theirs:
             for end in (ours, theirs):
@@ -238,24 +239,24 @@ class _Process:
         with self._deadline(self._limits.seconds):
             self._send({"path": path}, content)
             documents = self._documents(path)
-        if self._is_late:  # just as it had answered
+        if self._is_late:  # the deadline passed just after the answer
             raise self._gone()
         return documents
 
     def kill(self) -> None:
         self._end()
         for stream in (self._requests, self._answers, self._socket):
-            with contextlib.suppress(OSError):  # what it did not take any more
+            with contextlib.suppress(OSError):  # input that it did not read
                 if stream is not None:
                     stream.close()
 
     def _end(self) -> int:
-        """End the process and its group, wake who waits for it, and return its exit code."""
+        """End the process and its group, wake the waiting reader, and return the exit code."""
         with self._ending:  # the deadline's thread may be here too
             if not self._has_ended:
                 self._has_ended = True
                 if sys.platform != "win32":
-                    with contextlib.suppress(OSError):  # nobody is left in it
+                    with contextlib.suppress(OSError):  # the group is empty
                         os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.kill()
                 if self._socket is not None:
@@ -265,7 +266,7 @@ class _Process:
             return self._process.wait()
 
     def _documents(self, path: str) -> list[Document]:
-        """Receive the documents of a file; the process is not trusted any more since it saw one."""
+        """Receive the documents of a file; the process is untrusted once it has seen a file."""
         documents: list[Document] = []
         room = self._limits.max_file_bytes
         parts = set[str]()
@@ -276,16 +277,16 @@ class _Process:
             part, metadata, text = head.get("part"), head.get("metadata"), _decode(body)
             room -= len(text)
             if room < 0 or len(documents) >= MAX_DOCUMENTS:
-                raise _GoneError("its loader gave more than it may")
+                raise _GoneError("its loader returned more than the limits allow")
             if not isinstance(part, str) or not isinstance(metadata, dict):
-                raise _GoneError("its loader gave something that is no document")
+                raise _GoneError("its loader returned something that is not a document")
             if part in parts or (part and not part.startswith("#")):
                 raise _GoneError(
                     f"its loader gave the source {path + part!r}; expected the path, or the path "
                     "with '#' and a name for the part, each once"
                 )
             parts.add(part)
-            # The process has checked both; what it says is checked here as anybody's.
+            # The process has checked both, but its output is checked here like anybody's.
             if not is_storable(part):
                 raise _GoneError("its loader gave a source that is not valid Unicode")
             try:
@@ -310,9 +311,9 @@ class _Process:
 
     def _receive(self) -> tuple[dict[str, Any], bytes]:
         try:
-            # No character takes more bytes than four.
+            # A character takes at most four bytes.
             frame = read_frame(self._answers, 4 * self._limits.max_file_bytes)
-        except OSError:  # it ended before it had read all that was sent
+        except OSError:  # it ended before it had read everything that was sent
             raise self._gone() from None
         except ValueError as error:
             raise _GoneError(str(error)) from error
@@ -321,7 +322,7 @@ class _Process:
         return frame
 
     def _gone(self) -> _GoneError:
-        # It has closed its end. Give it time to exit: killed at once, it could not say why.
+        # It has closed its end. Give it time to exit, so that its exit code says why.
         if not self._is_late:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_SECONDS)
@@ -334,7 +335,7 @@ class _Process:
                 is_late=True,
             )
         if not has_exited:
-            return _GoneError("its parser closed its connection and went on without an answer")
+            return _GoneError("its parser closed its connection without an answer and did not exit")
         if code in (OUT_OF_MEMORY, -getattr(signal, "SIGKILL", 0)):
             return _GoneError(
                 f"parsing it takes more than {self._limits.memory_bytes / 2**20:,.0f} MiB of "
@@ -346,7 +347,7 @@ class _Process:
 
     @contextlib.contextmanager
     def _deadline(self, seconds: float) -> Iterator[None]:
-        """End the process where what is inside takes longer."""
+        """End the process if the block takes longer."""
 
         def end() -> None:
             self._is_late = True

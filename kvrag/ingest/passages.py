@@ -1,7 +1,7 @@
-"""KV of passages that belong to no document: token ids alone, kept under a name.
+"""KV of passages that belong to no document: token ids alone, stored under a name.
 
-A passage has the key that a chunk of the same tokens has, so whichever comes second finds its
-record in the store. `gc` keeps what some name still needs.
+A passage has the same key as a chunk of the same tokens, so the later one of the two finds the
+record in the store. `gc` keeps what any name still needs.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Passage:
     Attributes
     ----------
     token_ids
-        At least one.
+        The passage's token ids, at least one.
     context_ids
-        What stands between the shared prefix and them while they are encoded.
+        Token ids between the shared prefix and the passage during encoding.
     start
-        Position of the first of them. Only KV that is bound to positions depends on it.
+        Position of the first token. It matters only for KV that is bound to positions.
     """
 
     token_ids: tuple[int, ...]
@@ -48,16 +48,16 @@ class Passage:
 
 @dataclass(frozen=True)
 class KeepReport:
-    """What keeping passages did.
+    """The result of keeping passages.
 
     Attributes
     ----------
     num_passages, num_tokens
-        Asked for.
+        Number of passages and tokens in the request.
     num_records, num_tokens_computed, size_bytes
-        Not yet in the store: records, their tokens and bytes.
+        New records, with their tokens and bytes.
     seconds, prefill_seconds
-        Wall time in all, and of the model's forward passes.
+        Total wall time, and the time of the model's forward passes.
     """
 
     num_passages: int
@@ -70,12 +70,12 @@ class KeepReport:
 
 
 class Passages:
-    """Keeps passages beside an index's chunks, in the same store.
+    """Keeps passages next to an index's chunks, in the same store.
 
     Parameters
     ----------
     index
-        The index; one without compression.
+        The index; it must not use compression.
 
     Raises
     ------
@@ -86,8 +86,8 @@ class Passages:
     def __init__(self, index: Index) -> None:
         if index.compression is not None:
             raise ParameterError(
-                f"{index.path} stores chunks as {index.compression}: rows of a passage could not "
-                "be told apart; use an index without compression"
+                f"{index.path} stores chunks as {index.compression}: the rows of a passage "
+                "could not be identified; use an index without compression"
             )
         self.index = index
 
@@ -108,7 +108,7 @@ class Passages:
         )
 
     def _bound_start(self, passage: Passage) -> int | None:
-        """Return the position that a passage's KV is bound to, None of ordinary KV."""
+        """Return the position that a passage's KV is bound to, or None if it is not."""
         behind = len(self.index.prefix_ids) + len(passage.context_ids)
         if not self.index.model.is_position_bound or passage.start in (None, behind):
             return None
@@ -120,23 +120,23 @@ class Passages:
         passages: Sequence[Passage],
         on_progress: Callable[[int, int], None] | None = None,
     ) -> KeepReport:
-        """Compute and store what is missing, and keep all of it until `forget`.
+        """Compute and store missing records, and keep all passages until `forget`.
 
         Parameters
         ----------
         name
-            Takes the place of what was kept under it.
+            The name to store them under; replaces the passages under that name.
         on_progress
-            Told records done and records to do.
+            Called with the number of finished records and the number to do.
 
         Raises
         ------
         ParameterError
-            When the name is none.
+            When the name is not valid.
         IndexLockedError
             When another process is writing to the index.
         StoreError
-            When the store refuses; what was stored stays.
+            When the store refuses a write; records already stored stay.
         """
         started = time.perf_counter()
         index = self.index
@@ -146,8 +146,8 @@ class Passages:
         prefill_seconds = 0.0
         with lock.writer_lock(index.path):
             missing = [(key, one) for key, one in by_key.items() if not index.store.contains(key)]
-            # Before the records: one stored and not yet named could be collected by nobody else
-            # while the lock is held, and a killed run leaves a name that the next one completes.
+            # Before the records: the lock keeps others from collecting a record without a name,
+            # and the next run completes the name that a killed run leaves.
             path.parent.mkdir(exist_ok=True)
             keys = {key.digest: len(one.token_ids) for key, one in sorted(by_key.items())}
             write_kept(path, keys)
@@ -185,7 +185,7 @@ class Passages:
         )
 
     def forget(self, name: str) -> bool:
-        """Keep a name's passages no longer; their records go with the next `gc`."""
+        """Stop keeping a name's passages; the next `gc` removes their records."""
         path = self._path(name)
         with lock.writer_lock(self.index.path):
             known = path.exists()
@@ -193,12 +193,12 @@ class Passages:
         return known
 
     def open(self, passage: Passage) -> EncodedChunk | None:
-        """Open a passage's KV, or return None where there is none.
+        """Open a passage's KV, or return None if there is none.
 
         Raises
         ------
         RecordError
-            When its record is damaged, or not of so many tokens.
+            When the record is damaged, or has another number of tokens.
         StoreError
             When the store cannot be read.
         """
@@ -226,6 +226,6 @@ class Passages:
 
 
 def _as_chunk(passage: Passage) -> Chunk:
-    """Return a passage as codecs are fitted to."""
+    """Return a passage as a chunk, for fitting codecs."""
     starts = tuple(range(len(passage.token_ids)))
     return Chunk("", "", passage.token_ids, starts, "", 0, contexts=(passage.context_ids,))

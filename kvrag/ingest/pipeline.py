@@ -1,13 +1,13 @@
 """The second half of ingestion: embed, prefill, encode, store, and then write the catalog.
 
-Records first, catalog afterwards: whatever the moment at which the process is killed, the
-catalog names only chunks whose KV is stored, and a second run finds the records it needs.
+Records are stored before the catalog is written. Whenever the process is killed, the catalog
+names only chunks whose KV is stored, and a second run finds the records that it needs.
 
-Each chunk is prefilled in a forward pass of its own. Measured on a CPU, the last bits of a
-chunk's KV depend on how many others share its batch and how far it is padded (the shapes choose
-the matrix kernels), so any batch would make stored bytes depend on what else was indexed at the
-time. On a CPU little is lost by it: one chunk of 100 tokens or more fills the matrix units
-(``kvrag bench ingest`` measures it); much shorter chunks, and GPUs, would gain from batches of a
+Each chunk has a separate forward pass. On a CPU, the last bits of a chunk's KV depend on how many
+others share its batch and how far it is padded (the shapes choose the matrix kernels). In a batch,
+stored bytes would therefore depend on what else was indexed at the time. A CPU loses little
+without batches: one chunk of 100 tokens or more fills the matrix units
+(``kvrag bench ingest`` measures it). Much shorter chunks, and GPUs, would gain from batches of a
 fixed shape.
 """
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from kvrag.ingest.embedding import Embedding
     from kvrag.kvcache import ChunkKV
 
-# Tokens after which the catalog is brought up to date: what a killed run must embed again.
+# Tokens after which the catalog is updated: a killed run must embed at most these again.
 _COMMIT_TOKENS = 32_768
-# A record's header, a catalog row's fixed part.
+# A record's header and the fixed part of a catalog row, in bytes.
 _BYTES_PER_CHUNK = 4096
 # Text, token ids and token starts.
 _CATALOG_BYTES_PER_TOKEN = 16
@@ -51,21 +51,21 @@ _CATALOG_BYTES_PER_TOKEN = 16
 
 @dataclass(frozen=True)
 class Work:
-    """All that ingestion needs of an index.
+    """Everything that ingestion needs from an index.
 
     Attributes
     ----------
     parser
         Parses files.
     chunk
-        Cuts a document.
+        Splits a document into chunks.
     key_of
-        Returns the name of a chunk's KV, of those it has the first.
+        Returns the name of a chunk's KV, the first of several.
     prefill
-        Returns the KV of one chunk behind the first of its contexts.
+        Computes the KV of one chunk after the first of its contexts.
     codec_for
-        Returns what records are written with, fitted to a sample of chunks if it is not yet;
-        its second argument is told what it does.
+        Returns the codec for new records, and fits it to a sample of chunks first if necessary;
+        its second argument receives lines of progress.
     """
 
     catalog: Catalog
@@ -81,7 +81,7 @@ class Work:
 
 @dataclass
 class Outcome:
-    """What was really computed."""
+    """Counts of the work actually done."""
 
     num_records: int = 0
     num_tokens_computed: int = 0
@@ -92,7 +92,7 @@ class Outcome:
 
 
 def check_space(plan: Plan, folder: Path, bytes_per_token: int, embedding_dim: int) -> None:
-    """Raise StoreError when the disk has no room for what a plan will write."""
+    """Raise StoreError if the disk has no room for what a plan will write."""
     needed = (
         plan.num_tokens_to_compute * bytes_per_token
         + (plan.num_tokens + plan.num_context_tokens) * _CATALOG_BYTES_PER_TOKEN
@@ -112,12 +112,12 @@ def run_plan(
     work: Work,
     on_progress: Callable[[IngestProgress], None] | None,
 ) -> Outcome:
-    """Carry out a plan. Documents that make something fail are added to its `failed`.
+    """Carry out a plan. Adds failed documents to its `failed`.
 
     Raises
     ------
     StoreError
-        When the medium refuses; everything committed before stays.
+        When the disk refuses a write; everything committed before stays.
     """
     return _Run(plan, work, on_progress).run()
 
@@ -134,7 +134,7 @@ class _Run:
         self._num_documents_done = 0
         self._reread = _Rereader(work.parser, work.chunk)
         self._codec: Codec | None = None
-        # Also filled by the writer's thread.
+        # The writer's thread adds to these too.
         self._failed: dict[str, str] = {}
         self._failed_files: set[str] = set()
         self._last_computed: Chunk | None = None
@@ -162,7 +162,7 @@ class _Run:
                     chunks = self._reread(planned)
             if chunks is None:
                 continue
-            planned.chunks = None  # the window holds them now, and not for longer than needed
+            planned.chunks = None  # the window holds them now, and only as long as needed
             window.append((planned, chunks))
             num_tokens += sum(len(chunk.token_ids) for chunk in chunks)
             if num_tokens >= _COMMIT_TOKENS:
@@ -229,7 +229,7 @@ class _Run:
                 change.put.append((planned.source, path, planned.digest, planned.metadata, rows))
             for planned, _ in window:
                 file = planned.file
-                # One of whose documents failed is read again next time.
+                # A file with a failed document is read again next time.
                 if file and planned.is_last_of_file and file.path not in self._failed_files:
                     change.put_files.append(file)
             work.catalog.apply(change)
@@ -240,12 +240,12 @@ class _Run:
     def _embed(
         self, window: list[tuple[PlannedDocument, list[Chunk]]]
     ) -> tuple[dict[str, NDArray[np.float32]], dict[str, str]]:
-        """Return vectors by text, and why other texts have none."""
+        """Return vectors by text, and reasons for the texts without one."""
         # Passages that several documents hold are embedded once.
         texts = list(dict.fromkeys(chunk.text for _, chunks in window for chunk in chunks))
         with document_failures(lambda _: None):
             return self._vectors(texts), {}
-        # Some text is to blame, or the embedding itself: then it fails at a plain word too.
+        # Either a text is at fault, or the embedding, which then fails for a plain word too.
         self._vectors(["word"])
         vectors: dict[str, NDArray[np.float32]] = {}
         bad: dict[str, str] = {}
@@ -265,7 +265,7 @@ class _Run:
     def _compute(
         self, key: ChunkKey, chunk: Chunk, writer: BackgroundWriter, bad: dict[ChunkKey, str]
     ) -> None:
-        """Compute a chunk's KV and have it stored; note in `bad` why it cannot be."""
+        """Compute a chunk's KV and queue its storing; note in `bad` why this failed."""
         work = self._work
         started = time.perf_counter()
         fail = functools.partial(bad.__setitem__, key)
@@ -273,7 +273,7 @@ class _Run:
         with document_failures(fail):
             kv = work.prefill(chunk)
         if kv is None:
-            # A model that fails at what it could do before, or at any few tokens, is broken.
+            # A model that fails where it succeeded before, or on any few tokens, is broken.
             work.prefill(self._last_computed or replace(chunk, token_ids=chunk.token_ids[:16]))
             return
         self._last_computed = chunk
@@ -326,7 +326,7 @@ def _num_prefilled(chunk: Chunk) -> int:
 
 
 class _Rereader:
-    """Reads and cuts again documents whose chunks were not kept; each file once."""
+    """Reads and splits documents again whose chunks were not kept; each file once."""
 
     def __init__(self, parser: Parser, chunk: Callable[[Document], list[Chunk]]) -> None:
         self._parser = parser
@@ -342,7 +342,7 @@ class _Rereader:
         path = planned.file.path
         if path != self._path:
             self._path, self._documents, self._reason = path, {}, None
-            # Once for all documents of the file, also where it fails.
+            # Once for all documents of the file, even if it fails.
             with document_failures(self._note):
                 content = read_file(path, self._parser.limits.max_file_bytes)
                 documents = self._parser.parse(path, content)

@@ -1,6 +1,6 @@
-"""The first half of ingestion: what is new, changed, gone, and how much work it is.
+"""The first half of ingestion: what is new, changed or gone, and how much work it is.
 
-Reading and cutting happen here; nothing is written and no weights are needed.
+Files are read and split into chunks here. Nothing is written, and no weights are needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvrag.ingest.parsing import Parser
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import FileState
 
-# Chunks kept from planning for computing; what does not fit is read and cut once more.
+# Chunks kept from planning for computing; others are read and split once more.
 _MAX_KEPT_TOKENS = 1 << 20
 _MAX_LIST_DEPTH = 100
 _TICK_NS = 50_000_000
@@ -37,20 +37,20 @@ _MAX_INTEGER = (1 << 63) - 1  # of SQLite
 
 @dataclass
 class PlannedDocument:
-    """A document to be written.
+    """A document that will be written.
 
     Attributes
     ----------
     source, digest, metadata
-        Its row in the catalog.
+        The content of its row in the catalog.
     file
         The file it came from, if any.
     is_last_of_file
-        Whether the file is whole in the catalog once this one is written.
+        Whether the file is complete in the catalog once this document is written.
     document
-        The document, if it was handed over as an object.
+        The document, if the caller gave it as an object.
     chunks
-        Its chunks, or None where they were too many to keep.
+        Its chunks, or None if there were too many to keep.
     """
 
     source: str
@@ -64,16 +64,16 @@ class PlannedDocument:
 
 @dataclass
 class Plan:
-    """All that an ingestion will do.
+    """Everything that an ingestion will do.
 
     Attributes
     ----------
     num_tokens_to_compute, num_records
-        Distinct KV that the store does not hold yet.
+        Size of the distinct KV that the store lacks.
     num_context_tokens
-        Computed beside, and not stored: what these are encoded behind.
+        Additional tokens that are computed but not stored: the contexts of these records.
     touched
-        Files whose documents are as they were but whose state must be noted.
+        Files whose documents are unchanged but whose state must be updated.
     """
 
     documents: list[PlannedDocument] = field(default_factory=list)
@@ -93,20 +93,20 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sources:
-    """What `Index.add` was given, sorted out.
+    """The arguments of `Index.add`, sorted.
 
     Attributes
     ----------
     files
         Absolute paths, each once.
     folders
-        Those given, in which files may have gone.
+        The given folders, in which files may have disappeared.
     documents
-        Objects, by source; of several different ones with one source, the last.
+        Document objects by source; of several different ones with one source, the last.
     failed
         Objects, paths and folders that cannot be used.
     unlisted
-        Folders that cannot be listed: what was under them may still be there.
+        Folders that cannot be listed: their files may still exist.
     """
 
     files: list[str]
@@ -122,18 +122,18 @@ def gather(given: Any, index_folder: Path, suffixes: Collection[str]) -> Sources
     Parameters
     ----------
     given
-        What `Index.add` was given.
+        The argument of `Index.add`.
     index_folder
-        Left out where it lies in a folder given.
+        The index folder; skipped if it is inside a given folder.
     suffixes
-        Of files to look for in folders.
+        Suffixes of the files to look for in folders.
 
     Raises
     ------
     DocumentError
-        When a path does not exist, before anything else is done.
+        When a path does not exist; raised before anything is done.
     ParameterError
-        When something is neither a path nor a document, or a list holds itself.
+        When a value is neither a path nor a document, or a list contains itself.
     """
     files: dict[str, None] = {}
     folders: list[str] = []
@@ -148,8 +148,8 @@ def gather(given: Any, index_folder: Path, suffixes: Collection[str]) -> Sources
                 source = document.source
                 if documents.get(source, document) != document:
                     reasons.append(
-                        f"{printable(source)}: another document of this source was given after it "
-                        "and is taken; give each a source of its own"
+                        f"{printable(source)}: a later document in this call has the same source "
+                        "and is used instead; give each document a different source"
                     )
                 documents[source] = document
             shown = _shown_source(value, number) if reasons else ""
@@ -185,10 +185,10 @@ def gather(given: Any, index_folder: Path, suffixes: Collection[str]) -> Sources
 
 def _shown_source(value: Any, number: int) -> str:
     for name in ("source", "id", "node_id"):
-        with contextlib.suppress(Exception):  # objects of others, which may raise anything
+        with contextlib.suppress(Exception):  # foreign objects may raise anything
             if source := getattr(value, name, None):
                 return printable(str(source))
-    return f"number {number} of those given ({type(value).__name__})"
+    return f"input {number} ({type(value).__name__})"
 
 
 def _flatten(given: Any, depth: int = 0) -> Iterator[Any]:
@@ -205,22 +205,22 @@ def _flatten(given: Any, depth: int = 0) -> Iterator[Any]:
 
 
 class Planner:
-    """Compares what was given with the catalog.
+    """Compares the given documents with the catalog.
 
     Parameters
     ----------
     catalog
-        What is indexed.
+        The catalog of the index.
     parser
         Parses files.
     chunk
-        Cuts a document.
+        Splits a document into chunks.
     missing_key
-        Returns the name of a chunk's (first) KV if the store lacks it, else None.
+        Returns the name of a chunk's (first) KV if the store lacks it, None otherwise.
     on_progress
-        Called with the number of inputs looked at.
+        Called with the number of inputs examined.
     force
-        Read and parse every file, also one that is as it was.
+            Read and parse every file, even an unchanged one.
     """
 
     def __init__(
@@ -243,10 +243,10 @@ class Planner:
         self._new_keys: set[str] = set()
 
     def run(self, sources: Sources) -> Plan:
-        """Return the plan; nothing is written."""
+        """Return the plan; writes nothing."""
         plan = self._plan
         for failed in sources.failed:
-            if failed.source in sources.documents:  # what was indexed before does not stay
+            if failed.source in sources.documents:  # the old version does not stay
                 plan.failed.append(failed)
             else:
                 self._fail(failed.source, failed.reason)
@@ -257,7 +257,7 @@ class Planner:
                     self._add_file(path)
                 except NoTextError as error:
                     plan.failed.append(FailedDocument(path, str(error)))
-                    # It was read whole: answering from its old text would be wrong.
+                    # The file was read whole: answers from its old text would be wrong.
                     if before := self._catalog.documents_of_file(path):
                         plan.removed.extend(before)
                         plan.gone_files.append(path)
@@ -282,7 +282,7 @@ class Planner:
         unknown = tuple(os.path.join(folder, "") for folder in sources.unlisted)  # noqa: PTH118
         for folder in sources.folders:
             for path in self._catalog.files_under(folder):
-                # One that is hidden or linked to now was not listed but is not gone either.
+                # A file that is hidden or a link now was not listed, but is not gone either.
                 if path in present or path.startswith(unknown):
                     continue
                 if not Path(path).exists():
@@ -304,7 +304,7 @@ class Planner:
         plan = self._plan
         known = self._catalog.file(path)
         before = self._catalog.documents_of_file(path)
-        # Damaged documents have no digest: what the file holds is then compared one by one.
+        # Damaged documents have no digest: the file's documents are then compared one by one.
         is_whole = all(before.values())
         state, content = _read_if_changed(
             path, known if is_whole else None, self._force, self._parser.limits.max_file_bytes
@@ -314,7 +314,7 @@ class Planner:
             if state != known:
                 plan.touched.append(state)
             return
-        # Cut before anything is planned: a file is taken whole or not at all.
+        # Split before anything is planned: a file is ingested whole or not at all.
         prepared = []
         unchanged = []
         num_kept = self._num_kept_tokens
@@ -341,7 +341,7 @@ class Planner:
     def _cut(
         self, document: Document, digest: str, file: FileState | None
     ) -> tuple[PlannedDocument, _Cost]:
-        """Return a document with its chunks, unless they are too many to keep, and their cost."""
+        """Return a document with its chunks, unless there are too many to keep, and its cost."""
         chunks = self._chunk(document)
         check_repeated(document, len(chunks))
         cost = _Cost(len(chunks), sum(len(chunk.token_ids) for chunk in chunks), {})
@@ -380,12 +380,12 @@ class Planner:
 
 @dataclass(frozen=True)
 class _Cost:
-    """What a document will take.
+    """The cost of a document.
 
     Attributes
     ----------
     missing
-        Tokens of the records that the store lacks, and of what these are encoded behind, by key.
+        Tokens of the records that the store lacks, and of their contexts, by key.
     """
 
     num_chunks: int
@@ -394,32 +394,32 @@ class _Cost:
 
 
 def check_repeated(document: Document, num_chunks: int) -> None:
-    """Raise DocumentError when what each chunk repeats of its document would fill the catalog."""
+    """Raise DocumentError if the data that each chunk repeats would fill the catalog."""
     num_characters = len(document.source) + len(json.dumps(document.metadata, default=str))
     if num_chunks * num_characters > MAX_REPEATED_CHARACTERS:
         raise DocumentError(
-            f"{document.source}: metadata of {num_characters:,} characters would stand beside "
+            f"{document.source}: metadata of {num_characters:,} characters would be stored with "
             f"each of {num_chunks:,} chunks, and at most {MAX_REPEATED_CHARACTERS:,} characters "
-            "are kept of it in all; shorten it, or split the document"
+            "are stored in all; shorten it, or split the document"
         )
 
 
 def document_digest(document: Document) -> str:
-    """Return the digest of all that an index holds of a document."""
+    """Return the digest of everything that an index stores of a document."""
     return content_hash(json.dumps([document.text, document.metadata], sort_keys=True, default=str))
 
 
 def _read_if_changed(
     path: str, known: FileState | None, force: bool, max_bytes: int
 ) -> tuple[FileState, bytes | None]:
-    """Return a file's state, and its bytes if they are to be parsed: new ones, or forced."""
+    """Return a file's state, and its bytes if they must be parsed: new ones, or forced."""
     try:
         status = Path(path).stat()
     except OSError as error:
         raise DocumentError(f"{path}: cannot be read ({error.strerror or error})") from error
     inode = status.st_ino & _MAX_INTEGER
     ctime_ns = status.st_ctime_ns
-    # Another change in the same tick of the system's clock would not be seen.
+    # Another change in the same tick of the system's clock would go unnoticed.
     if time.time_ns() - ctime_ns < _TICK_NS:
         ctime_ns = 0
     state = FileState(path, "", status.st_size, status.st_mtime_ns, inode, ctime_ns)
@@ -427,6 +427,6 @@ def _read_if_changed(
         return known, None
     content = read_file(path, max_bytes)
     digest = hashlib.blake2b(content, digest_size=20).hexdigest()
-    # A loader may have changed though the bytes did not: forced, they are parsed again.
+    # A loader may have changed while the bytes did not: `force` parses them again.
     is_same = known is not None and known.digest == digest and not force
     return replace(state, digest=digest), None if is_same else content

@@ -1,4 +1,4 @@
-"""The codec profiles of an index: files named by their hash, in a folder of their own."""
+"""The codec profiles of an index: files named by their hash, in a separate folder."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 FOLDER_NAME = "profiles"
 
 SAMPLE_TOKENS = 16_384
-"""Tokens a profile is fitted on unless another number is asked for."""
+"""The default number of tokens that a profile is fitted on."""
 
 LEAST_TOKENS = 512
-"""With fewer, an ingestion stores KV raw: what is fitted to a handful fits nothing else."""
+"""With fewer tokens, an ingestion stores KV raw: a profile would fit only these few."""
 
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"([0-9a-f]{40})\.safetensors")
 
 
 class ProfileFolder:
-    """Profiles on disk, read once each.
+    """Profiles on disk, each read once.
 
     Parameters
     ----------
     folder
-        Made when the first profile is added.
+        The folder of the files; created with the first profile.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,7 +40,7 @@ class ProfileFolder:
         self._lock = threading.Lock()
 
     def add(self, profile: Profile) -> None:
-        """Write a profile, unless it is there whole. Raises StoreError."""
+        """Write a profile, unless a sound copy is there. Raises StoreError."""
         from kvrag.codec.profile import MAX_PROFILE_BYTES
 
         path = self._path(profile.hash)
@@ -63,12 +63,12 @@ class ProfileFolder:
             self._read[profile.hash] = profile
 
     def get(self, profile_hash: str) -> Profile:
-        """Return the profile of that hash.
+        """Return the profile with a given hash.
 
         Raises
         ------
         ProfileError
-            When it is missing, unreadable, or not what its name says.
+            When it is missing, unreadable, or does not match its hash.
         """
         with self._lock:
             profile = self._read.get(profile_hash)
@@ -78,7 +78,7 @@ class ProfileFolder:
             return profile
 
     def hashes(self) -> list[str]:
-        """Return the hashes that files are named by, in order."""
+        """Return the hashes in the files' names, sorted."""
         if not self._folder.is_dir():
             return []
         names = sorted(path.name for path in self._folder.iterdir())
@@ -92,7 +92,7 @@ class ProfileFolder:
 
     @property
     def folder(self) -> Path:
-        """Where the files are; there may be none yet."""
+        """The folder of the files; it may not exist yet."""
         return self._folder
 
     def _path(self, profile_hash: str) -> Path:
@@ -105,7 +105,7 @@ def read_profile(path: Path, expected_hash: str | None = None) -> Profile:
     Raises
     ------
     ProfileError
-        When it cannot be read, is none, or is another one than expected.
+        When it cannot be read, is not a profile, or has another hash than expected.
     """
     from kvrag.codec.profile import MAX_PROFILE_BYTES, Profile
 
@@ -119,7 +119,7 @@ def read_profile(path: Path, expected_hash: str | None = None) -> Profile:
     except OSError as error:
         raise ProfileError(
             f"cannot read the codec profile {path}: {error.strerror or error}; put it back, or "
-            "code the index anew with 'kvrag recode'"
+            "recode the index with 'kvrag recode'"
         ) from error
     try:
         return Profile.from_bytes(content, expected_hash)

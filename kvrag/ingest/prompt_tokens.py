@@ -1,7 +1,7 @@
-"""The tokens of a prompt over an index: one answer for all who ask.
+"""The tokens of a prompt over an index, the same for every caller.
 
-The engine, plain prefill beside it, the adapters and their token counters all come here, so that
-the same prompt has the same tokens everywhere.
+The engine, plain prefill, the adapters and their token counters all use this module, so that one
+prompt has the same tokens everywhere.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
     from kvrag.ingest.index import Index
 
-# Characters beside a control string, white space left out, by which a changed copy is recognised;
-# fewer where the document begins or ends, but not so few that any prompt has them.
+# Characters next to a control string, without white space, that identify a changed copy. At the
+# beginning or end of a document fewer will do, but more than every prompt has.
 _NUM_BESIDE = 16
 _MIN_BESIDE = 8
-# Characters, white space included, among which those are looked for.
+# Characters, with white space, in which those are searched for.
 _MAX_LOOK = 1024
-# Characters, white space left out, by which a place of the chat template is recognised.
+# Characters, without white space, that identify one of the chat template's places.
 _NUM_AT_PLACE = 64
-# A prompt's beginning or end. White space is left out elsewhere, so no text can hold it.
+# The beginning or end of a prompt. White space is removed elsewhere, so no text can hold it.
 _EDGE = "\n"
 # Stands for the contents of messages in a rendered template.
 _CONTENT = "\ue012"
@@ -39,19 +39,19 @@ _ROLES = (("user",), ("user", "assistant", "user"), ("system", "user", "assistan
 
 
 def tokenise_prompt(index: Index, prompt: PromptText, hints: Sequence[str] = ()) -> Tokens:
-    """Tokenise a prompt as the index's setting of control strings asks.
+    """Tokenise a prompt according to the index's setting for control strings.
 
     Parameters
     ----------
     index
-        Its tokenizer, setting and chunks.
+        The index: its tokenizer, setting and chunks are used.
     prompt
-        The prompt. Of messages all control strings are data. Of one string those are that stand in
-        chunks, wherever a chunk's text stands in the prompt; those whose surroundings show that
-        they come from chunks found or retrieved lately, or their metadata; and all others that
-        such chunks hold, except where the chat template puts them.
+        The prompt. In messages, all control strings are data. In a single string, these are data:
+        those inside the text of a chunk, wherever the prompt holds it; those whose surroundings
+        come from recently found or retrieved chunks, or from their metadata; and all others that
+        such chunks hold, except at the chat template's own places.
     hints
-        Ids of chunks likely in the prompt.
+        Ids of chunks that the prompt is likely to hold.
     """
     control = index.control
     if control is None:
@@ -61,7 +61,7 @@ def tokenise_prompt(index: Index, prompt: PromptText, hints: Sequence[str] = ())
         tokens = control.prompt(
             prompt.text, add_special_tokens=prompt.add_special_tokens, data=prompt.data
         )
-        # Those left are the template's.
+        # The remaining ones are the template's.
         return replace(tokens, num_control=0)
     return control.prompt(
         prompt.text,
@@ -71,10 +71,10 @@ def tokenise_prompt(index: Index, prompt: PromptText, hints: Sequence[str] = ())
 
 
 class _Origin:
-    """Says whether a control string in a prompt that is one string comes from a document.
+    """Decides whether a control string in a single-string prompt comes from a document.
 
-    Both of its parts are made with the first such string, and asked in constant time: a prompt may
-    hold thousands.
+    Both parts are built at the first such string and answer in constant time: a prompt may hold
+    thousands.
     """
 
     def __init__(self, index: Index, prompt: str, hints: Sequence[str]) -> None:
@@ -85,15 +85,15 @@ class _Origin:
     def __call__(self, start: int, end: int) -> bool:
         if self._is_copied(start, end):
             return True
-        # However the caller changed or cut what holds the string: it is not the template's.
+        # However the caller changed or cut the string's surroundings: it is not the template's.
         string = self._prompt[start:end]
         return string in self._likely_strings and not self._is_template_place(start, end)
 
     def _is_copied(self, start: int, end: int) -> bool:
-        """Whether what stands beside a control string shows that it comes from a document."""
+        """Return whether a control string's surroundings come from a document."""
         spans, is_whole = self._chunk_spans
-        # Far too many candidates were to be compared: nobody but an attacker writes such text.
-        # One that only touches a chunk is made of its characters as well.
+        # There were far too many candidates to compare: only an attacker writes such text.
+        # A string that overlaps a chunk only partly consists of its characters too.
         if not is_whole or overlaps(spans, (start, end)):
             return True
         string, left, right = _surroundings(self._prompt, start, end)
@@ -103,7 +103,7 @@ class _Origin:
         )
 
     def _is_template_place(self, start: int, end: int) -> bool:
-        """Whether a control string stands as in a conversation that the chat template renders."""
+        """Return whether a control string is at a place where the chat template writes it."""
         string, left, right = _surroundings(self._prompt, start, end, _NUM_AT_PLACE)
         left = f"{_EDGE if start <= _MAX_LOOK else ''}{left}"[-_NUM_AT_PLACE:]
         right += _EDGE if len(self._prompt) - end <= _MAX_LOOK else ""
@@ -134,14 +134,14 @@ class _Origin:
 
     @cached_property
     def _chunk_spans(self) -> tuple[list[Span], bool]:
-        """Where chunks stand in the prompt, and whether that is all."""
+        """Return where the prompt holds chunks, and whether the list is complete."""
         try:
             found, is_whole = self._index.matcher.find_all(self._prompt, self._hints)
         except (IndexFormatError, StoreError):
             return [], True
         spans: list[Span] = []
         for start, end in found:
-            # A document that says no more than any rendered prompt would make text of all of them.
+            # A document that says no more than every rendered prompt would match all of them.
             if self._prompt[start:end] in self._control.template_text:
                 continue
             if spans and start < spans[-1][1]:
@@ -152,7 +152,7 @@ class _Origin:
 
     @cached_property
     def _copies(self) -> set[tuple[str, str, str]]:
-        """Control strings of chunks that may stand in the prompt changed, with what is beside."""
+        """Return control strings of chunks that the prompt may hold changed, with neighbours."""
         return {
             _surroundings(text, *span)
             for text in self._likely_texts
@@ -161,12 +161,12 @@ class _Origin:
 
     @cached_property
     def _likely_strings(self) -> set[str]:
-        """Control strings that chunks which may stand in the prompt hold anywhere."""
+        """Return the control strings anywhere in chunks that the prompt is likely to hold."""
         return {string for string, _, _ in self._copies}
 
     @cached_property
     def _short_copies(self) -> dict[str, set[tuple[str, str]]]:
-        """By string, what is beside those that stand near the beginning or end of their text."""
+        """Return, by string, the neighbours of those near the beginning or end of their text."""
         short: dict[str, set[tuple[str, str]]] = {}
         for string, left, right in self._copies:
             if min(len(left), len(right)) < _NUM_BESIDE and len(left) + len(right) >= _MIN_BESIDE:
@@ -175,7 +175,7 @@ class _Origin:
 
     @cached_property
     def _likely_texts(self) -> list[str]:
-        """Texts and metadata of chunks that were retrieved, or stand in the prompt."""
+        """Return texts and metadata of chunks that were retrieved, or that the prompt holds."""
         retrieved = dict.fromkeys([*self._hints, *self._index.recent_chunk_ids])
         try:
             found = [match.chunk_id for match in self._index.matcher.find(self._prompt)]
@@ -191,10 +191,10 @@ class _Origin:
 
 
 def _metadata(chunk: Chunk) -> Iterator[str]:
-    """Yield what a prompt may say of a chunk beside its text.
+    """Yield what a prompt may say of a chunk in addition to its text.
 
-    Each value stands by itself and after its name, and so do strings inside lists and mappings.
-    Of a source there are the base name and the stem as well.
+    Yields each value alone and after its name, strings inside lists and mappings likewise, and for
+    a source its base name and stem as well.
     """
     path = PurePath(chunk.source)
     yield path.name
@@ -216,15 +216,15 @@ def _template_places(
     """Return, by control string, what the chat template writes before and after it.
 
     Each side reaches to the next control string or the prompt's edge. A side that holds neither
-    counts only where the other holds neither as well: role names and dates change. A string with
-    contents on both sides has no place: nothing tells it from one in the contents.
+    counts only if the other side holds neither as well: role names and dates change. A string with
+    contents on both sides has no place: it looks like one inside the contents.
     """
     begin = tokenizer.bos_token
     places: dict[str, set[tuple[str, str]]] = {}
     if begin:
         places[begin] = {(_EDGE, "")}
     for rendered in _rendered(tokenizer):
-        # Callers leave the first token to the tokenizer, or write it themselves.
+        # Callers let the tokenizer add the first token, or write it themselves.
         bare = rendered.removeprefix(begin or "")
         for prompt in {rendered, bare, f"{begin or ''}{bare}"}:
             pieces = prompt.split(_CONTENT)
@@ -241,7 +241,7 @@ def _template_places(
 def _places_in(
     piece: str, edges: tuple[str, str], spans: Sequence[Span]
 ) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield the control strings of a piece between contents, with what is beside them."""
+    """Yield the control strings between contents, with their neighbours."""
     for number, (start, end) in enumerate(spans):
         is_first, is_last = number == 0, number == len(spans) - 1
         left = "".join(piece[0 if is_first else spans[number - 1][0] : start].split())
@@ -258,7 +258,7 @@ def _places_in(
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield conversations as far as the chat template renders them."""
+    """Yield the conversations that the chat template can render."""
     if not getattr(tokenizer, "chat_template", None):
         return
     for roles in _ROLES:
@@ -274,7 +274,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
 def _surroundings(
     text: str, start: int, end: int, number: int = _NUM_BESIDE
 ) -> tuple[str, str, str]:
-    """Return a string in a text and the characters on either side of it, no white space."""
+    """Return a string in a text and the characters on both sides, without white space."""
     left = "".join(text[max(0, start - _MAX_LOOK) : start].split())
     right = "".join(text[end : end + _MAX_LOOK].split())
     return text[start:end], left[-number:], right[:number]

@@ -1,4 +1,4 @@
-"""Refusing documents that hold the model's control strings."""
+"""Refusal of documents that hold the model's control strings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvrag.models.control import ControlTokens
 
 
 def refuse_control(document: Document, chunks: Sequence[Chunk], control: ControlTokens) -> None:
-    """Raise DocumentError when a document holds a control string anywhere.
+    """Raise DocumentError if a document holds a control string anywhere.
 
     Parameters
     ----------
     document
-        Its text, metadata and source are looked through.
+        The document; its text, metadata and source are searched.
     chunks
-        Its chunks: what only the tokenizer's normaliser makes a control string of shows in them.
+        Its chunks, which show control strings that only the tokenizer's normaliser produces.
     control
         The model's control strings.
     """
@@ -34,7 +34,7 @@ def refuse_control(document: Document, chunks: Sequence[Chunk], control: Control
 
 
 def _strings(value: Any, place: str = "metadata") -> Iterator[tuple[str, str]]:
-    """Yield what strings there are in plain JSON values, with where they stand."""
+    """Yield the strings in plain JSON values, each with its place."""
     if isinstance(value, str):
         yield f"its {place}", value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What ingestion and maintenance tell their callers."""
+"""Reports of ingestion and maintenance."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 
 @dataclass(frozen=True)
 class IngestProgress:
-    """How far an ingestion is, handed to the progress callback.
+    """The progress of an ingestion, as passed to the progress callback.
 
     Attributes
     ----------
     stage
-        "read" (files and cutting), then "profile" where a codec is fitted first, then "compute"
-        (embedding, KV, writing).
+        "read" (reading and splitting files), then "profile" if a codec must be fitted, then
+        "compute" (embedding, KV, writing).
     num_documents_done, num_documents
-        Files and documents looked at (reading) or committed (computing), and of how many.
+        Files and documents examined (reading) or committed (computing), and their total.
     num_tokens_done, num_tokens
-        Tokens whose KV was computed, and of how many; 0 while reading.
+        Tokens whose KV was computed, and their total; 0 while reading.
     size_bytes_done
-        Bytes of records handed to the store.
+        Bytes of records passed to the store.
     size_bytes_estimate
-        Bytes that all records will take, known once reading is done.
+        Estimated bytes of all records, known once reading is done.
     seconds
-        Since the stage began.
+        Time since the stage began.
     tokens_per_second
-        0 before the first chunk is done.
+        Speed of computing; 0 before the first chunk is done.
     eta_seconds
-        None while it cannot be told.
+        Estimated time left; None while it is unknown.
     doing
-        In stage "profile", what is being done; else "".
+        The current step in stage "profile"; otherwise "".
     """
 
     stage: str
@@ -53,7 +53,7 @@ class IngestProgress:
 
 @dataclass(frozen=True)
 class FailedDocument:
-    """A file or document that was not ingested, and why."""
+    """A file or document that was not ingested, with the reason."""
 
     source: str
     reason: str
@@ -61,37 +61,37 @@ class FailedDocument:
 
 @dataclass(frozen=True)
 class IngestReport:
-    """What `Index.add` did; with ``dry_run``, what it would do.
+    """The result of `Index.add`; with ``dry_run``, its expected result.
 
     Attributes
     ----------
     added, changed, removed, unchanged
-        Sources of documents that are new, replaced, no longer there, or as they were.
+        Sources of the new, replaced, deleted and unchanged documents.
     failed
-        Those that could not be read, or hold no text. What the index held of unreadable ones
-        stays; of files that hold no text any more it is removed.
+        Files and documents that could not be read, or hold no text. The index keeps its version
+        of unreadable ones, and removes its version of files that hold no text any more.
     num_chunks, num_tokens
-        Of the added and changed documents.
+        Number of chunks and tokens in the added and changed documents.
     num_records, num_tokens_computed
-        Chunks, and their tokens, whose KV was not in the store yet.
+        Number of chunks whose KV the store lacked, and of their tokens.
     num_context_tokens
-        Computed beside, and not stored: what these chunks were encoded behind.
+        Additional tokens that were computed but not stored: the contexts of these chunks.
     size_bytes
-        Of these records; an estimate without headers and compression for a dry run.
+        Size of these records; in a dry run, an estimate without headers and compression.
     seconds
-        In all.
+        Total time.
     compute_seconds
-        From the first to the last chunk: embedding, prefill, encoding, writing.
+        Time from the first to the last chunk: embedding, prefill, encoding, writing.
     prefill_seconds
-        Of these, the model's own time.
+        The model's share of that time.
     tokens_per_second
-        Tokens computed over `compute_seconds`.
+        Tokens computed, divided by `compute_seconds`.
     note
-        What to know of how KV was stored; "" for nothing.
+        A note on how KV was stored; "" if there is nothing to say.
     compression
-        How chunks are stored as fewer rows than they have tokens; ``none`` where they are not.
+        How chunks are stored as fewer rows than they have tokens; ``none`` if they are not.
     control_strings
-        Control strings of the model (``<|im_end|>``) that were read as text: how many in each
+        Number of the model's control strings (``<|im_end|>``) that were read as text, for each
         added or changed document that holds any.
     """
 
@@ -127,30 +127,30 @@ class IngestReport:
 
 @dataclass(frozen=True)
 class IndexStats:
-    """What an index holds.
+    """The content of an index in numbers.
 
     Attributes
     ----------
     store
-        URL of where KV is kept, without a password.
+        URL of the store of KV, without a password.
     context, context_tokens
-        What chunks are encoded behind, and how much of it at the most (0: no such limit).
+        What precedes chunks when they are encoded, and its largest size in tokens (0: no limit).
     compression
-        How chunks are stored as fewer rows than they have tokens; ``none`` where they are not.
+        How chunks are stored as fewer rows than they have tokens; ``none`` if they are not.
     control_tokens
-        What becomes of the model's control strings in documents.
+        What happens to the model's control strings in documents.
     num_records
-        KV records in the store.
+        Number of KV records in the store.
     num_unreferenced_records
-        Of these, records that no chunk needs any more; `Upkeep.gc` removes them.
+        Number of those that no chunk needs any more; `Upkeep.gc` removes them.
     size_bytes
-        Of all records.
+        Size of all records.
     bytes_per_token
-        What the KV of a token takes in the model's own type.
+        Size of a token's KV in the model's own type.
     stored_bytes_per_token
-        What it takes in the store, headers included and compression counted.
+        Size of a token's KV in the store, with headers and compression.
     catalog_bytes, vectors_bytes
-        Of the catalog and of the vectors' cache.
+        Size of the catalog, and of the vectors' cache.
     """
 
     path: str
@@ -195,26 +195,26 @@ class RecordProblem:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What reading every record brought to light.
+    """The result of reading every record.
 
     Attributes
     ----------
     num_records, size_bytes
-        Read whole and compared with their checksums.
+        Number and size of the records that were read whole and compared with their checksums.
     problems
-        Chunks whose record is missing or damaged. Answers stay right: their
-        tokens are computed as if they had never been indexed.
+        Chunks whose record is missing or damaged. Answers stay correct: their tokens are
+        computed as if they had never been indexed.
     num_repaired
-        Records among them that were computed anew.
+        Number of those records that were computed again.
     catalog_problems
-        What is not as it was written in the catalog, row by row. Such rows are never used: they are
-        left out and counted, and a chunk whose text, vector or metadata is damaged is not found
-        until it is mended.
+        Differences between the catalog and what was written, row by row. Damaged rows are never
+        used: they are left out and counted, and a chunk with a damaged text, vector or metadata is
+        not found until it is repaired.
     not_healed
-        After a repair, what is lost, and what to do about it: documents with damage that could not
-        be read again. What was sound of them stays.
+        After a repair, what is lost, and what to do about it: damaged documents that could not be
+        read again. Their sound chunks stay.
     is_healed
-        Whether the catalog was mended; what is in `not_healed` aside.
+        Whether the catalog was repaired, except for what `not_healed` lists.
     """
 
     num_chunks: int
@@ -229,20 +229,20 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong (any more)."""
+        """Whether everything is in order, after a repair if there was one."""
         broken = {problem.key for problem in self.problems}
         is_sound = not self.catalog_problems or (self.is_healed and not self.not_healed)
         return is_sound and len(broken) == self.num_repaired
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, `ok` among them."""
+        """Return plain JSON values, including `ok`."""
         return {"ok": self.ok, **asdict(self)}
 
 
 @dataclass(frozen=True)
 class GcReport:
-    """What `Upkeep.gc` removed: records no chunk needs, codec profiles no record needs, and files
-    left by killed processes.
+    """What `Upkeep.gc` removed: records that no chunk needs, codec profiles that no record needs,
+    and files of killed processes.
     """
 
     num_records: int
@@ -257,21 +257,21 @@ class GcReport:
 
 @dataclass(frozen=True)
 class RecodeReport:
-    """What `Upkeep.recode` did.
+    """The result of `Upkeep.recode`.
 
     Attributes
     ----------
     codec
-        What all records are coded with now.
+        The codec that all records have now.
     num_records
-        In the index.
+        Number of records in the index.
     num_recoded
-        Of these, records written anew; the others were coded so already.
+        Number of records that were rewritten; the others had this codec already.
     num_computed
-        Of the recoded ones, those whose KV was computed again: what they held was lossy, damaged
-        or missing.
+        Number of rewritten records whose KV was computed again, since the old record was lossy,
+        damaged or missing.
     size_bytes_before, size_bytes
-        Of all records.
+        Size of all records, before and after.
     """
 
     codec: str

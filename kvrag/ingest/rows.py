@@ -1,4 +1,4 @@
-"""What the catalog holds and what is written to it, as values."""
+"""The catalog's rows and changes as values."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FileState:
-    """A file as it was when it was last read whole.
+    """The state of a file when it was last read whole.
 
     Attributes
     ----------
     digest
-        Of its content.
+        Digest of the file's content.
     size_bytes, mtime_ns, inode, ctime_ns
-        What the system said of it. Whoever alters a file can set back its size and its mtime, but
-        not its ctime; 0 where that was not noted, or too young to tell one change from the next.
+        The system's values for the file. A process that alters a file can restore its size and
+        mtime, but not its ctime. 0 if not recorded, or too recent to distinguish changes.
     """
 
     path: str
@@ -44,13 +44,13 @@ class DocumentRow:
     Attributes
     ----------
     source
-        Its absolute path (``path#row`` for rows of a table) or the id it was given.
+        Its absolute path (``path#row`` for rows of a table) or its given id.
     num_chunks, num_tokens
-        How many it was cut into.
+        Number of its chunks, and of their tokens.
     size_bytes
-        Uncompressed bytes of its KV. Documents that share chunks share records.
+        Size of its KV, uncompressed. Documents that share chunks share records.
     metadata
-        Plain JSON values.
+        The document's metadata as plain JSON values.
     """
 
     source: str
@@ -62,12 +62,12 @@ class DocumentRow:
 
 @dataclass(frozen=True)
 class ChunkRow:
-    """One chunk to be written, with the names of its KV and its vector ``[dim]``.
+    """A chunk to write, with the names of its KV and its vector ``[dim]``.
 
     Attributes
     ----------
     keys
-        One for each of the chunk's contexts.
+        The names of its KV, one for each of its contexts.
     """
 
     chunk: Chunk
@@ -77,17 +77,17 @@ class ChunkRow:
 
 @dataclass
 class Change:
-    """What one transaction writes, in this order.
+    """The writes of one transaction, in this order.
 
     Attributes
     ----------
     forget_files, put_files
-        Files whose state is no longer, or from now on, known.
+        Files whose state is removed, and files whose state is written.
     remove
         Sources of documents to remove with their chunks.
     put
-        ``(source, file, digest, metadata, rows)`` of documents to write; they replace those of
-        the same source.
+        ``(source, file, digest, metadata, rows)`` for each document to write; it replaces the
+        document with the same source.
     """
 
     forget_files: list[str] = field(default_factory=list)
@@ -102,24 +102,24 @@ class Change:
 
 
 def pack_ids(values: Sequence[int]) -> bytes:
-    """Return token ids or offsets as a row holds them."""
+    """Return token ids or offsets in a row's format."""
     return _little_endian(array("i", values)).tobytes()
 
 
 def pack_contexts(contexts: Sequence[Sequence[int]]) -> bytes:
-    """Return a chunk's contexts as a row holds them, each behind its length; mostly nothing."""
+    """Return a chunk's contexts in a row's format, each after its length; usually empty."""
     if not any(contexts):
         return b""
     return b"".join(pack_ids((len(ids), *ids)) for ids in contexts)
 
 
 def pack_json(values: Mapping[str, Any]) -> str:
-    """Return metadata as a row holds it."""
+    """Return metadata in a row's format."""
     return json.dumps(dict(values), ensure_ascii=False, allow_nan=False)
 
 
 def unpack_json(text: Any) -> dict[str, Any]:
-    """Return metadata from a row. Raises ValueError or TypeError when it is none."""
+    """Return metadata from a row. Raises ValueError or TypeError if it is invalid."""
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError(f"metadata is a {type(values).__name__}")
@@ -133,7 +133,7 @@ def unpack_chunk(row: Sequence[Any]) -> Chunk:
     Raises
     ------
     ValueError, TypeError
-        When the row is not as it was written.
+        When the row differs from what was written.
     """
     chunk_id, text, token_ids, token_starts, source, ordinal, metadata, contexts = row
     ids, starts = tuple(_unpack_ids(token_ids)), tuple(_unpack_ids(token_starts))

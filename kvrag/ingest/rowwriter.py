@@ -1,4 +1,4 @@
-"""Writing the catalog's rows, each with its seal, and the state that they add up to."""
+"""Writes of the catalog's rows, each with its seal, and of the state that sums them up."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class RowWriter(SoundRows):
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Write whole or not at all; the state goes with what is written."""
+        """Write everything or nothing; the state is updated in the same transaction."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
-            # A new generation must be none that a reader has seen.
+            # The new generation must be one that no reader has seen.
             self._state_now = self._state() or self._counted(time.time_ns())
             yield
             self._state_now.generation += 1
@@ -64,12 +64,12 @@ class RowWriter(SoundRows):
             self._state_now.count_file(seal, -1)
 
     def _drop_all_files(self) -> None:
-        """Let every file be read again."""
+        """Forget the state of all files, so that each is read again."""
         self._connection.execute("DELETE FROM files")
         self._state_now.num_files = self._state_now.files = 0
 
     def _write_document(self, document: StoredDocument) -> None:
-        """Write a document's row anew; its chunks stay."""
+        """Rewrite a document's row; its chunks stay."""
         seal = self._seals.document(document)
         for (old,) in self._connection.execute(
             "SELECT seal FROM documents WHERE source = ?", (document.source,)
@@ -85,7 +85,7 @@ class RowWriter(SoundRows):
         self._state_now.count_document(seal, 1)
 
     def _drop_document(self, source: str) -> None:
-        """Remove a document with its chunks, those included of which it knows nothing."""
+        """Remove a document and all chunks that name it, even those its row does not list."""
         self._forget_file_of(source)
         self._connection.execute("DELETE FROM chunks WHERE source = ?", (source,))
         for (seal,) in self._connection.execute(
@@ -94,7 +94,7 @@ class RowWriter(SoundRows):
             self._state_now.count_document(seal, -1)
 
     def _forget_file_of(self, source: str) -> None:
-        """Make the next ingestion read the file again of which a document is changed."""
+        """Make the next ingestion read a changed document's file again."""
         for (path,) in self._connection.execute(
             "SELECT file FROM documents WHERE source = ?", (source,)
         ).fetchall():
@@ -102,7 +102,7 @@ class RowWriter(SoundRows):
                 self._drop_file(path)
 
     def _chunks_of(self, source: str) -> tuple[int, bytes]:
-        """Return the number and the seal of the chunks that a document has now."""
+        """Return the number and the seal of a document's current chunks."""
         seals = [
             joined(*parts)
             for parts in self._rows(
@@ -113,7 +113,7 @@ class RowWriter(SoundRows):
         return len(seals), self._seals.whole(seals)
 
     def _next_row(self) -> int:
-        # What is numbered higher was not numbered by us.
+        # Rows with higher numbers are not ours.
         numbers = self._connection.execute(
             "SELECT seq FROM sqlite_sequence WHERE name = 'chunks' AND seq < ?1 "
             "UNION ALL SELECT MAX(row) FROM chunks WHERE row < ?1",
@@ -124,7 +124,7 @@ class RowWriter(SoundRows):
     def _put_document(
         self, source: str, file: str | None, digest: str, metadata: str, rows: Sequence[ChunkRow]
     ) -> None:
-        """Write a document with its chunks, in place of what there is of it."""
+        """Write a document with its chunks in place of the stored ones."""
         self._drop_document(source)
         chunks: list[tuple[Any, ...]] = []
         other_keys: list[tuple[int, int, str]] = []
@@ -147,7 +147,7 @@ class RowWriter(SoundRows):
             seal = self._seals.chunk(values)
             chunks.append((*values, seal, row.keys[0].digest, vector, vector_seal))
             other_keys += [(number, i, key.digest) for i, key in enumerate(row.keys[1:], 1)]
-        # Rows of these chunks that stand where a damaged source has put them.
+        # Rows of these chunks that a damaged source has attached to another document.
         self._connection.executemany(
             "DELETE FROM chunks WHERE chunk_id = ?", ((values[1],) for values in chunks)
         )
@@ -164,7 +164,7 @@ class RowWriter(SoundRows):
         self._connection.executemany("INSERT INTO other_keys VALUES (?, ?, ?)", other_keys)
 
     def _write_contexts(self, chunk: Chunk, keys: Sequence[ChunkKey]) -> None:
-        """Note what a chunk is encoded behind, and the names of its KV."""
+        """Record a chunk's contexts and the names of its KV."""
         ((row, *values),) = self._connection.execute(
             f"SELECT {CHUNK_COLUMNS} FROM chunks WHERE chunk_id = ?", (chunk.chunk_id,)
         ).fetchall()

@@ -1,8 +1,8 @@
-"""The catalog's tables, and what its rows say.
+"""The catalog's tables and the meaning of their rows.
 
-Every row from which an answer is made carries a seal (`kvrag.ingest.seals`) that is compared
-whenever the row is read. A document's row seals the seals of its chunks, so that none can go
-missing; the state's row has the number of documents and files, and the sum of their seals.
+Every row that answers depend on carries a seal (`kvrag.ingest.seals`), which is checked whenever
+the row is read. A document's row seals the seals of its chunks, so that a missing chunk is noticed.
+The state's row holds the number of documents and files, and the sums of their seals.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ CHUNK_COLUMNS = (
     "contexts, seal"
 )
 VECTOR_COLUMNS = "row, chunk_id, embedding, vector_seal"
-# The names of a chunk's KV, in the order of its contexts; the first stands in its own row.
+# The names of a chunk's KV, in the order of its contexts; the chunk's own row holds the first.
 KEYS = (
     "kv_key || COALESCE((SELECT group_concat(' ' || kv_key, '') FROM (SELECT kv_key FROM "
     "other_keys WHERE other_keys.row = chunks.row ORDER BY place)), '')"
@@ -90,7 +90,7 @@ KEYS = (
 
 
 class StoredDocument(NamedTuple):
-    """A document's row; `chunks` seals the seals and names of KV of its chunks, in order."""
+    """A document's row; `chunks` seals its chunks' seals and names of KV, in order."""
 
     source: str
     file: str | None
@@ -102,14 +102,14 @@ class StoredDocument(NamedTuple):
 
 @dataclass
 class State:
-    """What the state's row says.
+    """The content of the state's row.
 
     Attributes
     ----------
     generation
-        How many transactions have changed the catalog.
+        Number of transactions that have changed the catalog.
     num_documents, documents, num_files, files
-        How many rows there are of each, and the sum of their seals.
+        Number of rows in each table, and the sums of their seals.
     """
 
     generation: int
@@ -119,24 +119,24 @@ class State:
     files: int = 0
 
     def count_document(self, seal: object, by: int) -> None:
-        """Count a document's row in (1) or out (-1)."""
+        """Add (1) or subtract (-1) a document's row."""
         self.num_documents += by
         self.documents = (self.documents + by * seal_number(seal)) % _MAX_SUM
 
     def count_file(self, seal: object, by: int) -> None:
-        """Count a file's row in (1) or out (-1)."""
+        """Add (1) or subtract (-1) a file's row."""
         self.num_files += by
         self.files = (self.files + by * seal_number(seal)) % _MAX_SUM
 
 
 def seal_number(seal: object) -> int:
-    """Return a seal as the number that the state sums; 0 for what is none."""
+    """Return a seal as the number that the state sums; 0 if it is not a seal."""
     is_seal = isinstance(seal, bytes) and len(seal) == SEAL_BYTES
     return int.from_bytes(cast("bytes", seal), "little") if is_seal else 0
 
 
 def joined(seal: object, vector_seal: object, keys: object) -> bytes:
-    """Return what a document's row seals of one of its chunks."""
+    """Return a chunk's contribution to the seal in its document's row."""
     parts = (seal, vector_seal, keys.encode() if isinstance(keys, str) else keys)
     return b"".join(one for one in parts if isinstance(one, bytes))
 

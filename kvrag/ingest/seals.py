@@ -1,8 +1,8 @@
-"""Seals: keyed digests that tell whether a row of the catalog is as it was written.
+"""Seals: keyed digests that show whether a row of the catalog is unchanged.
 
-Each is BLAKE2b of 16 bytes, keyed with what is derived from the tenant's salt and the index's id,
-and separated by table. Whoever does not know the salt can make none. (An encrypted catalog's pages
-are authenticated by its key besides.)
+Each seal is a 16-byte BLAKE2b digest, separated by table, with a key derived from the tenant's salt
+and the index's id. Nobody can make one without the salt. (In an encrypted catalog, the key
+authenticates the pages as well.)
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 SEAL_BYTES = 16
 
-# What a row of another type than was written gives: it is then not what was written.
+# The errors for a row with a value of another type; such a row is damaged.
 _NO_VALUES = (AttributeError, TypeError, ValueError, struct.error)
 
 
 def seal_key(tenant_salt: bytes, index_id: str = "") -> bytes:
-    """Return the key of an index's seals: a row of another index is none of its own."""
+    """Return the key of an index's seals: rows of another index do not pass the check."""
     said = index_id.encode()
     return hashlib.blake2b(said, key=tenant_salt, person=b"kvrag seals", digest_size=32).digest()
 
@@ -85,7 +85,7 @@ class Seals:
 
     @staticmethod
     def is_right(seal: object, make: Any, values: Sequence[Any]) -> bool:
-        """Say whether a row's seal is what `make`, a method of this class, gives for its values."""
+        """Return whether a seal is what `make`, a method of this class, returns for the values."""
         try:
             return bool(seal == make(values))
         except _NO_VALUES:
@@ -95,7 +95,7 @@ class Seals:
 def _seal(started: Any, numbers: Iterable[int], parts: Sequence[bytes]) -> bytes:
     numbers = (*numbers, *map(len, parts))
     digest = started.copy()
-    # With the lengths in front, no two rows flatten to the same bytes.
+    # The lengths come first, so that no two rows flatten to the same bytes.
     digest.update(struct.pack(f"<{len(numbers)}q", *numbers))
     digest.update(b"".join(parts))
     return bytes(digest.digest())

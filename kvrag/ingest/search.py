@@ -1,4 +1,4 @@
-"""Finding chunks: by a question's vector, by its words, and word for word in a prompt."""
+"""Search for chunks: by a question's vector, by its words, and verbatim in a prompt."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 _MAX_RECENT = 256
 _MOST_CHUNKS = 2**31 - 1
-_MOST_CHARACTERS = 100_000  # of a question; embeddings read far less
+_MOST_CHARACTERS = 100_000  # in a question; embeddings read far less
 
 
 @dataclass(frozen=True)
 class SearchHit:
-    """A chunk found, and the inner product of its vector with the question's."""
+    """A search result: a chunk, and the inner product of its vector with the question's."""
 
     chunk: Chunk
     score: float
 
 
 class Search:
-    """Finds the chunks of one index, as its catalog is at each call.
+    """Finds the chunks of one index in the current state of its catalog.
 
     Parameters
     ----------
     storage, encoders
-        The index's.
+        The storage and the encoders of the index.
     """
 
     def __init__(self, storage: Storage, encoders: Encoders) -> None:
@@ -74,7 +74,7 @@ class Search:
         return self._hits(lambda most: vectors.search(asked, most), k)
 
     def by_words(self, query: str, k: int) -> list[SearchHit]:
-        """Return the `k` chunks that say most of a question's words (`Index.search_words`)."""
+        """Return the `k` chunks that best match a question's words (`Index.search_words`)."""
         query, k = self._checked(query, k)
         return self._hits(lambda most: self._storage.catalog.search_words(query, most), k)
 
@@ -85,13 +85,13 @@ class Search:
 
     @property
     def matcher(self) -> ChunkMatcher:
-        """Finds the index's chunks in a prompt; a new one after every change of the catalog."""
+        """The matcher of the index's chunks in prompts; replaced when the catalog changes."""
         from kvrag.fusion.segments import ChunkMatcher
 
         catalog = self._storage.catalog
         with self._refreshing:
             if self._matcher is None or self._matcher[0] != catalog.generation():
-                # Made anew rather than altered: other threads may be searching with the old one.
+                # Rebuilt, not altered: other threads may be searching with the old one.
                 matcher = ChunkMatcher(catalog.text_of)
                 self._matcher = catalog.each_text(matcher.add), matcher
             return self._matcher[1]
@@ -109,10 +109,10 @@ class Search:
         return query, k
 
     def _hits(self, search: Callable[[int], list[tuple[int, float]]], k: int) -> list[SearchHit]:
-        """Return the `k` best chunks that `search` finds and that are whole."""
+        """Return the `k` best sound chunks that `search` finds."""
         hits: list[SearchHit] = []
         seen: set[int] = set()
-        # Where a chunk is damaged or gone, the next one takes its place.
+        # If a chunk is damaged or gone, the next one takes its place.
         while len(hits) < k:
             found = [one for one in search(max(k, 2 * len(seen))) if one[0] not in seen]
             if not found:

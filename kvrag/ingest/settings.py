@@ -1,4 +1,4 @@
-"""`IndexSettings`: how a new index is made, as callers of `Index.create` say it."""
+"""`IndexSettings`: the options of `Index.create`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class IndexOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class IndexSettings:
-    """How an index is made. What no model could make good is checked at once.
+    """The settings of a new index. Values that suit no model are refused at once.
 
     Parameters
     ----------
@@ -53,38 +53,38 @@ class IndexSettings:
     codec
         How KV is encoded: ``raw``, ``lossless``, ``cachegen:LEVEL`` or ``transform:BITS``.
     profile
-        What the codec was fitted to this model with; None fits one to the first documents.
+        The profile fitted for codec and model; None fits one to the first documents.
     chunk_tokens
-        Most tokens a chunk may have; with the shared prefix it must fit into the model's
-        context.
+        The largest number of tokens in a chunk; with the shared prefix it must fit into the
+        model's context.
     context
-        What a chunk is encoded behind: ``none``, or text of its own document whose KV is not
-        stored: ``document`` (what comes before it) or ``neighbours`` (its predecessor, in a
-        second record that is used where the predecessor stands before it).
+        What precedes a chunk when it is encoded: ``none``, or text of its document whose KV is
+        not stored: ``document`` (earlier text) or ``neighbours`` (the preceding chunk, in a
+        second record that is used when a prompt has the same chunk before this one).
     context_tokens
-        Tokens of ``document`` context at the most; None means 256.
+        The largest number of tokens in a ``document`` context; None means 256.
     compression
-        How chunks are stored as fewer rows than they have tokens: ``drop:RATE`` (tokens that
-        say little are left out), ``anchors:RATE`` (trained tokens stand for blocks;
-        ``kvrag train anchors``), RATE the share not stored; ``none`` stores all.
+        How chunks are stored as fewer rows than they have tokens: ``drop:RATE`` (leaves out
+        tokens that say little) or ``anchors:RATE`` (trained tokens stand for blocks; see
+        ``kvrag train anchors``). RATE is the share not stored; ``none`` stores every token.
     dtype
         Type of weights and KV of a model that is loaded here; None keeps the checkpoint's.
     tenant_salt
         1 to 64 bytes that key the chunk keys, so that tenants who share a store cannot
-        guess each other's; None means a public one, or of an encrypted index one that follows
-        from its key.
+        guess each other's keys. None means a public salt, or one derived from the key of an
+        encrypted index.
     device
         Where a model that is loaded here runs, such as ``"cuda"``; None means the CPU. It is
-        not recorded: stored KV is the same kind wherever it is computed.
+        not recorded: stored KV has the same form on every device.
     store
-        URL of where KV is kept (`kvrag.store.registry.open_store`), recorded without its
-        password; None means a folder in the index's own. With ``key_file=PATH`` in it the
-        catalog is encrypted too.
+        URL of the store of KV (`kvrag.store.registry.open_store`), recorded without its
+        password; None means a folder inside the index folder. With ``key_file=PATH`` in the URL
+        the catalog is encrypted too.
     control_tokens
-        What becomes of the model's control strings (``<|im_end|>``) in documents and prompts:
-        ``neutralise`` reads them as text, ``refuse`` does not index documents that hold any,
-        ``keep`` leaves them their power. None neutralises them for models with a chat template
-        and keeps them for others.
+        What happens to the model's control strings (``<|im_end|>``) in documents and prompts:
+        ``neutralise`` reads them as text, ``refuse`` rejects documents that hold any, and
+        ``keep`` lets them act as control tokens. None means ``neutralise`` for models with a
+        chat template and ``keep`` for others.
 
     Raises
     ------

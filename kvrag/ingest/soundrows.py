@@ -1,4 +1,4 @@
-"""Reading the catalog's rows: only those that are what was written."""
+"""Reads of the catalog's rows that return only sound ones."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from kvrag.ingest.schema import (
 
 NOT_WRITING = State(0)
 
-_BATCH = 500  # below SQLite's limit on parameters of one statement
+_BATCH = 500  # below SQLite's limit on the parameters of a statement
 
-# Whether a chunk is found by its id and the names of its KV: indexes may be damaged too.
+# Whether a chunk is found by its id and by the names of its KV: indexes may be damaged too.
 _IS_FOUND = (
     "(SELECT c.row FROM chunks c INDEXED BY sqlite_autoindex_chunks_1 "
     "WHERE c.chunk_id = chunks.chunk_id) = row "
@@ -45,9 +45,9 @@ class SoundRows(CatalogFile):
     Attributes
     ----------
     on_damage
-        Told of every row that is left out because it is not what was written.
+        Called for every row that is left out because it is damaged.
     num_noted
-        How many it was told of.
+        Number of those calls.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SoundRows(CatalogFile):
         self.on_damage(f"{self.path}: {what}")
 
     def _rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Return rows; none where they cannot be read, which is noted."""
+        """Return rows; none, and a note of the damage, if they cannot be read."""
         try:
             return self._connection.execute(statement, values).fetchall()
         except self._sql.DatabaseError as error:
@@ -72,10 +72,10 @@ class SoundRows(CatalogFile):
             return []
 
     def _go_on(self, error: sqlite3.DatabaseError) -> bool:
-        """Note an error that tells of damage, and make the connection usable again; raise others.
+        """Note an error caused by damage and make the connection usable again; raise others.
 
-        After a page that is not authentic SQLCipher refuses all the others. What is no UTF-8 is
-        from now on another text instead of an error, and its seal tells: True says to try again.
+        After a page fails authentication, SQLCipher refuses all others. Invalid UTF-8 is decoded
+        to other text from now on, and the seal reveals it: True means that the caller tries again.
         """
         if not is_damage(error):
             raise error
@@ -90,7 +90,7 @@ class SoundRows(CatalogFile):
     def _select_in(
         self, columns: str, column: str, values: Sequence[Any]
     ) -> Iterator[tuple[Any, ...]]:
-        """Yield the chunks' rows that have one of some values; those that can be read."""
+        """Yield the readable chunk rows that have one of some values in a column."""
         for begin in range(0, len(values), _BATCH):
             batch = values[begin : begin + _BATCH]
             marks = ",".join("?" * len(batch))
@@ -103,7 +103,7 @@ class SoundRows(CatalogFile):
                     yield from self._rows(f"{statement}(?)", (value,))
 
     def _scan(self, columns: str) -> Iterator[tuple[Any, ...]]:
-        """Yield all rows of the chunks that can be read, in order; `columns` begin with row."""
+        """Yield all readable chunk rows, in order; `columns` begin with row."""
         last = -1
         try:
             for values in self._connection.execute(f"SELECT {columns} FROM chunks ORDER BY row"):
@@ -114,7 +114,7 @@ class SoundRows(CatalogFile):
             yield from self._select_in(columns, "row", self._rows_behind(last))
 
     def _rows_behind(self, last: int) -> Sequence[int]:
-        """Return the numbers of the rows behind one from which on the table cannot be walked."""
+        """Return the row numbers after the one at which reading the table in order failed."""
         found = self._rows(
             "SELECT row FROM chunks INDEXED BY chunks_by_source WHERE row > ? ORDER BY row", (last,)
         )
@@ -125,11 +125,11 @@ class SoundRows(CatalogFile):
         return range(last + 1, min(number, last + 10_000_000) + 1)
 
     def _is_sound(self, values: Sequence[Any]) -> bool:
-        """Say whether a chunk's row (`CHUNK_COLUMNS`) is what was written."""
+        """Return whether a chunk's row (`CHUNK_COLUMNS`) is unchanged."""
         return self._seals.is_right(values[10], self._seals.chunk, values[:10])
 
     def _is_vector_sound(self, values: Sequence[Any]) -> bool:
-        """Say whether a chunk's vector (`VECTOR_COLUMNS`) is what was written."""
+        """Return whether a chunk's vector (`VECTOR_COLUMNS`) is unchanged."""
         return self._seals.is_right(values[3], self._seals.vector, values[:3])
 
     def _chunk(self, values: Sequence[Any]) -> Chunk:
@@ -143,14 +143,14 @@ class SoundRows(CatalogFile):
             raise self._damaged(f"chunk {chunk_id!r} of {source!r}: {error}") from error
 
     def _sound_chunk(self, values: Sequence[Any]) -> Chunk | None:
-        """Return the chunk of a row; None where it is damaged, which is noted."""
+        """Return the chunk of a row, or None and a note of the damage."""
         if self._is_sound(values):
             return self._chunk(values)
         self._note(f"chunk {values[1]!r} of {values[2]!r} is not what was written")
         return None
 
     def _sound_documents(self, where: str, values: Sequence[Any] = ()) -> list[StoredDocument]:
-        """Return the documents whose rows are sound; the others are noted."""
+        """Return the documents with sound rows; damage in the others is noted."""
         found = []
         for *row, seal in self._rows(f"SELECT {DOCUMENT_COLUMNS} FROM documents {where}", values):
             if self._seals.is_right(seal, self._seals.document, row):
@@ -160,7 +160,7 @@ class SoundRows(CatalogFile):
         return found
 
     def _sound_files(self, where: str, values: Sequence[Any] = ()) -> list[FileState]:
-        """Return the states of files whose rows are sound; the others are noted."""
+        """Return the file states with sound rows; damage in the others is noted."""
         found = []
         for *row, seal in self._rows(f"SELECT {FILE_COLUMNS} FROM files {where}", values):
             if self._seals.is_right(seal, self._seals.file, row):
@@ -170,7 +170,7 @@ class SoundRows(CatalogFile):
         return found
 
     def _is_whole(self, document: StoredDocument) -> bool:
-        """Say whether all chunks of a document are there, as they were written."""
+        """Return whether all chunks of a document are present and unchanged."""
         if not self._has_its_chunks(document):
             self._note(f"the chunks of document {document.source!r} are not what was written")
             return False
@@ -180,7 +180,7 @@ class SoundRows(CatalogFile):
         seals = []
         for values in self._rows(
             f"SELECT {CHUNK_COLUMNS}, embedding, vector_seal, {KEYS}, {_IS_FOUND} FROM chunks "
-            # By row, so that what is compared is the table's and not its index's.
+            # By row, so that the table is compared and not its index.
             "NOT INDEXED WHERE row IN (SELECT row FROM chunks WHERE source = ?) ORDER BY ordinal",
             (document.source,),
         ):
@@ -195,7 +195,7 @@ class SoundRows(CatalogFile):
         return (len(seals), self._seals.whole(seals)) == (document.num_chunks, document.chunks)
 
     def _state(self) -> State | None:
-        """Return the state, or None where its row is damaged or missing."""
+        """Return the state, or None if its row is damaged or missing."""
         rows = self._rows(
             "SELECT generation, num_documents, documents, num_files, files, seal FROM state"
         )
@@ -207,7 +207,7 @@ class SoundRows(CatalogFile):
         return None
 
     def _counted(self, generation: int) -> State:
-        """Return the state by the rows that there are."""
+        """Return the state computed from the existing rows."""
         state = State(generation)
         for (seal,) in self._rows("SELECT seal FROM documents"):
             state.count_document(seal, 1)

@@ -1,4 +1,4 @@
-"""What an index holds, in numbers."""
+"""The content of an index in numbers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvrag.ingest.storage import Storage
 
 
 def stats_of(storage: Storage) -> IndexStats:
-    """Return what an index holds, in numbers; no model is needed."""
+    """Return the content of an index in numbers; needs no model."""
     config = storage.config
     num_documents, num_chunks, num_tokens = storage.catalog.counts()
     needed = kept_keys(storage.path) | storage.catalog.keys()
     sizes = {
         key.digest: size
         for key, size in storage.store.sizes()
-        # What others keep in a shared store is not this index's.
+        # Other indexes' records in a shared store do not count.
         if not storage.is_store_shared or key.digest in needed
     }
     stored = sorted(sizes)
     size_bytes = sum(sizes.values())
-    # Of chunks alike one record is stored.
+    # Identical chunks share one record.
     stored_tokens = sum(needed[digest] for digest in stored if digest in needed)
     return IndexStats(
         path=str(storage.path),

@@ -1,7 +1,7 @@
-"""What an index keeps: configuration, catalog and records, and how the records are coded.
+"""The storage of an index: configuration, catalog, records, and the coding of the records.
 
-Reading, writing and upkeep share one `Storage`, so that each sees at once what another changed:
-another codec, another store, a catalog that was closed.
+Reading, writing and upkeep share one `Storage`, so that each immediately sees the others' changes:
+another codec, another store, a closed catalog.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ logger = logging.getLogger("kvrag")
 
 
 class Storage:
-    """The folder of one index, opened.
+    """The opened folder of one index.
 
     Attributes
     ----------
     path
-        The folder.
+        The index folder.
     config
-        What the index was made with.
+        The settings of the index.
     store
-        Where the KV is.
+        The store of the KV.
     compression
-        How chunks are stored as fewer rows than they have tokens; None where they are not.
+        How chunks are stored as fewer rows than they have tokens; None if they are not.
     counters
-        What is counted while the index is used.
+        The counters of this process's use of the index.
     lost
-        Why an empty catalog is in place of the index's own; "" where it is not.
+        Why an empty catalog replaces the index's own; "" if it does not.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Storage:
         catalog.on_damage = self._note_damage
 
     def close(self) -> None:
-        """Close the catalog and the store, and keep what was counted."""
+        """Close the catalog and the store, and write the counts to the index folder."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -79,7 +79,7 @@ class Storage:
         self.store.close()
 
     def require_open(self) -> None:
-        """Raise IndexClosedError when the index was closed."""
+        """Raise IndexClosedError if the index is closed."""
         if self._is_closed:
             raise IndexClosedError(
                 f"the index in {self.path} was closed: open it again, with Index.open"
@@ -87,37 +87,37 @@ class Storage:
 
     @property
     def catalog(self) -> Catalog:
-        """Documents and chunks. Raises IndexClosedError when the index was closed."""
+        """Documents and chunks. Raises IndexClosedError if the index is closed."""
         self.require_open()
         return self._catalog
 
     @cached_property
     def profiles(self) -> ProfileFolder:
-        """The codec profiles in the folder."""
+        """The codec profiles in the index folder."""
         return ProfileFolder(self.path / profiles.FOLDER_NAME)
 
     @cached_property
     def coding(self) -> RecordCoding:
-        """How KV is encoded; what only counts or lists never needs it."""
+        """The codec and profiles; not needed for counting and listing."""
         return self._make_coding()
 
     @property
     def is_store_shared(self) -> bool:
-        """Whether KV is kept elsewhere than in the index's folder, where others may keep theirs."""
+        """Whether the store is outside the index folder, where others may keep their KV too."""
         return bool(self.config.store)
 
     @property
     def expected_bytes_per_token(self) -> int:
-        """About what a token's KV takes in the store."""
+        """Approximate size of a token's KV in the store, in bytes."""
         per_row = self.config.expected_bytes_per_token
         return per_row if self.compression is None else round(per_row * self.compression.share)
 
     def num_rows(self, num_tokens: int) -> int:
-        """Return the rows of KV that a record of a chunk of so many tokens has."""
+        """Return how many rows of KV the record of a chunk with `num_tokens` tokens has."""
         return num_tokens if self.compression is None else self.compression.num_rows(num_tokens)
 
     def key_of(self, chunk: Chunk) -> ChunkKey:
-        """Return the name of a chunk's KV, of those it has (`Chunk.encodings`) the first."""
+        """Return the name of a chunk's KV, the first of those in `Chunk.encodings`."""
         config = self.config
         return chunk_key(
             tenant_salt=bytes.fromhex(config.tenant_salt),
@@ -139,7 +139,7 @@ class Storage:
         if found is None:
             return None
         chunk, stored_keys = found
-        # Made from the tokens: a damaged name must not lead to the KV of other tokens.
+        # Derived from the tokens: a damaged name must not lead to the KV of other tokens.
         keys = {one.contexts[0]: self.key_of(one) for one in chunk.encodings()}
         if stored_keys != [key.digest for key in keys.values()]:
             raise RecordError(
@@ -148,7 +148,7 @@ class Storage:
             )
         if context_ids is None:
             context_ids = chunk.contexts[0]
-        # Its document may have changed since the prompt was laid out.
+        # The document may have changed since the prompt was laid out.
         key = keys.get(context_ids)
         if key is None:
             return None
@@ -177,7 +177,7 @@ class Storage:
         return WatchedChunk(encoded, key, self.store)
 
     def tier_of(self, chunk_id: str, context_ids: tuple[int, ...] | None) -> int | None:
-        """Return which tier would deliver a chunk's KV (`Index.tier_of`)."""
+        """Return the tier that would deliver a chunk's KV (`Index.tier_of`)."""
         tiers = capability(self.store, LocatesTier)
         if tiers is None:
             return 0
@@ -191,7 +191,7 @@ class Storage:
         return None
 
     def pin(self, sources: Sequence[str]) -> int:
-        """Keep the KV of documents in every tier it is in (`Index.pin`)."""
+        """Keep the KV of documents in every tier that holds it (`Index.pin`)."""
         catalog = self.catalog
         chunk_ids = [chunk_id for one in sources for chunk_id in catalog.chunk_ids_of(one)]
         keys = {
@@ -203,7 +203,7 @@ class Storage:
         pins.pin(keys)
         return len(keys)
 
-    # -- changing it; hold the writer's lock -------------------------------------------------
+    # -- changes; the caller holds the writer's lock -----------------------------------------
 
     def use_codec(self, codec: str, profile: Profile | None) -> None:
         """Write records with another codec from now on."""
@@ -216,14 +216,14 @@ class Storage:
         self.coding = self._make_coding()
 
     def reload_codec(self) -> None:
-        """Take over what another process or object has made of the index's codec since."""
+        """Adopt a change of the index's codec by another process or object."""
         config = IndexConfig.load(self.path)
         if (config.codec, config.profile) != (self.config.codec, self.config.profile):
             self.config = replace(self.config, codec=config.codec, profile=config.profile)
             self.coding = self._make_coding()
 
     def use_key_of(self, store: Store, config: IndexConfig) -> None:
-        """Write the catalog under a store's key, or none, and note a configuration with it."""
+        """Write the catalog under a store's key, or none, and record the configuration."""
         if config.key_check == self.config.key_check:
             config.save(self.path)
             self.config = config
@@ -236,19 +236,19 @@ class Storage:
         (self.path / VECTORS_NAME).unlink(missing_ok=True)
 
     def encrypt_catalog(self) -> None:
-        """Encrypt the catalog of an index whose records were encrypted before catalogs were."""
+        """Encrypt the catalog of an index from before catalogs were encrypted."""
         if self.config.key_check or "key_file=" not in self.config.store:
             return
         require_key_of_records(self.store)
         self.use_key_of(self.store, replace(self.config, key_check=key_check(self.store)))
 
     def bring_up_to_date(self) -> None:
-        """Seal what was written before rows and `index.json` were sealed; takes the lock."""
+        """Seal rows and `index.json` from before they had seals; takes the lock."""
         if not self.catalog.is_old:
             if self.config.format_version < FORMAT_VERSION:
                 raise IndexFormatError(
-                    f"{self.path / configs.FILE_NAME} is older than the catalog beside it: it was "
-                    "exchanged. Put back the file as it was, from a copy; without one, ingest into "
+                    f"{self.path / configs.FILE_NAME} is older than the catalog next to it: it was "
+                    "replaced. Put back the file as it was, from a copy; without one, ingest into "
                     "a new folder"
                 )
             return
@@ -266,7 +266,7 @@ class Storage:
         return RecordCoding(self.profiles, config.codec, config.profile, config.model_fingerprint)
 
     def _note_damage(self, what: str) -> None:
-        """Count a row that was left out; say it once."""
+        """Count a row that was left out, and log it once."""
         self.counters.note_damage()
         if not self._is_damage_told:
             self._is_damage_told = True

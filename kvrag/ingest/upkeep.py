@@ -1,4 +1,4 @@
-"""Checks, repairs and tidying of an index, and another codec or store for what it holds."""
+"""Checks, repairs and cleanup of an index, and changes of its codec or store."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 class Upkeep:
-    """Looks after what one index has stored; `Index.upkeep`.
+    """Looks after the stored content of one index; see `Index.upkeep`.
 
     Parameters
     ----------
     storage, encoders, fitter, writer
-        The index's.
+        The storage, encoders, fitter and writer of the index.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class Upkeep:
         Parameters
         ----------
         repair
-            Compute missing and damaged records anew, and mend the catalog: what is damaged is read
-            again from the files it came from. Loads the model and takes the lock.
+            Compute missing and damaged records again, and repair the catalog: damaged documents are
+            read again from their files. Loads the model and takes the lock.
         on_progress
-            Called with the number of records read, and of how many.
+            Called with the number of records read so far, and the number to read.
         """
         arguments.flag(repair, "repair")
         storage = self._storage
@@ -120,16 +120,16 @@ class Upkeep:
         num_tokens: int = SAMPLE_TOKENS,
         on_progress: Callable[[str], None] = lambda _: None,
     ) -> Profile:
-        """Fit a codec to the index's model and documents, and keep its profile with the index.
+        """Fit a codec to the index's model and documents, and store its profile in the index.
 
         Parameters
         ----------
         codec
             ``transform``, ``transform:BITS``, ``cachegen`` or ``lossless``.
         num_tokens
-            Of the sample, which is taken evenly from the index.
+            Tokens in the sample, which is spread evenly over the index.
         on_progress
-            Receives a line whenever there is something new to say.
+            Receives a line of text for each step.
 
         Raises
         ------
@@ -152,26 +152,26 @@ class Upkeep:
         on_progress: Callable[[int, int], None] | None = None,
         on_profile: Callable[[str], None] = lambda _: None,
     ) -> RecodeReport:
-        """Write all records anew with another codec; a second run completes one that was killed.
+        """Rewrite all records with another codec; a second run completes one that was killed.
 
-        Questions are answered meanwhile: every record names the codec that reads it.
+        Questions can be answered meanwhile: every record names the codec that reads it.
 
         Parameters
         ----------
         codec
             ``raw``, ``lossless``, ``cachegen:LEVEL`` or ``transform:BITS``.
         profile
-            What the codec was fitted to this model with; None takes the one the index has if it is
-            this codec's, and else fits one to a sample of the index.
+            The profile fitted for codec and model. None uses the index's profile if it belongs to
+            this codec, and otherwise fits one to a sample of the index.
         on_progress
-            Called with the number of records done, and of how many.
+            Called with the number of finished records, and the number of all.
         on_profile
-            Receives a line whenever fitting has something new to say.
+            Receives a line of text for each step of fitting.
 
         Raises
         ------
         ParameterError
-            When there is no such codec, or the profile is another model's.
+            When there is no such codec, or the profile belongs to another model.
         IndexLockedError
             When another process is writing to the index.
         """
@@ -205,9 +205,9 @@ class Upkeep:
             )
 
     def codec_for(self, chunks: list[Chunk]) -> Codec:
-        """Return what records of chunks are written with, fitted to them if it is not yet.
+        """Return the codec for records of chunks; fits its profile to them if necessary.
 
-        Call with the writer's lock held.
+        The caller holds the writer's lock.
         """
         self._storage.reload_codec()
         return self._fitter.codec_for(chunks, lambda _: None)
@@ -215,25 +215,25 @@ class Upkeep:
     def move(
         self, store: str, *, on_progress: Callable[[int, int], None] | None = None
     ) -> MoveReport:
-        """Keep the index's KV in another store from now on; what is whole is copied there.
+        """Move the index's KV to another store: copy sound records there and use it from now on.
 
-        Records in the index's own folder are then removed; what was kept elsewhere stays, since
-        others may need it. Questions are answered meanwhile; whoever has the index open goes on
-        with the old store until it is opened again. A second call completes one that was killed.
+        Records in the index's own folder are then removed. Records elsewhere stay, since others may
+        need them. Questions can be answered meanwhile. A process that has the index open uses the
+        old store until it opens the index again. A second call completes one that was killed.
 
         Parameters
         ----------
         store
-            Its URL; it is recorded without its password.
+            The store's URL; it is recorded without its password.
         on_progress
-            Called with the number of records done, and of how many.
+            Called with the number of finished records, and the number of all.
 
         Raises
         ------
         ParameterError
-            When the URL is wrong, or the store is limited to less than a chunk, or in memory.
+            When the URL is wrong, or the store cannot hold a single chunk, or is in memory.
         StoreError
-            When a store refuses; the index then stays where it is.
+            When a store refuses access; the index then stays where it is.
         IndexLockedError
             When another process is writing to the index.
         """
@@ -260,20 +260,20 @@ class Upkeep:
             num_removed = 0
             if left is not None:
                 num_removed = sum(map(left.delete, needed))
-                left.collect_garbage()  # gives back their room
+                left.collect_garbage()  # reclaims their space
                 left.close()
             source.close()
             return replace(report, store=without_password(report.store), num_removed=num_removed)
 
     def gc(self, *, delete_shared: bool = False) -> GcReport:
-        """Remove records that no chunk needs, codec profiles that no record needs, and what killed
-        processes left behind.
+        """Remove records that no chunk needs, codec profiles that no record needs, and files of
+        killed processes.
 
         Parameters
         ----------
         delete_shared
-            Also of a store outside the index's folder remove every record that this index does
-            not need. Without, its records stay: other indexes may need them.
+            Also remove every record that this index does not need from a store outside the index
+            folder. By default such records stay: other indexes may need them.
         """
         arguments.flag(delete_shared, "delete_shared")
         storage = self._storage
@@ -289,33 +289,33 @@ class Upkeep:
             )
 
     def keep_calibration(self, calibration: Calibration) -> None:
-        """Keep what was measured, in place of what was there.
+        """Store a calibration in place of the old one.
 
         Raises
         ------
         IndexMismatchError
             When it was measured with another model.
         StoreError
-            When the folder refuses it.
+            When the folder refuses the write.
         """
         keep_calibration(self._storage, calibration)
 
     # -- private -----------------------------------------------------------------------------
 
     def _needed_keys(self) -> set[str]:
-        """Return the names of all KV that is needed: those noted, and those that must be."""
+        """Return the names of all needed KV: those in rows, and those that rows should have."""
         catalog = self._storage.catalog
         noted = set(filter(is_key, catalog.keys()))
         must_be = {key.digest for key in catalog.audit(self._storage.key_of).needed}
         return noted | must_be | kept_keys(self._storage.path).keys()
 
     def _left_by_moving(self, own: str, num_lost: int) -> Store | None:
-        """Return the store in the index's folder, where its records are not needed any more."""
+        """Return the store in the index folder if its records are not needed any more."""
         storage = self._storage
         if not storage.config.store:
-            # Not what this object was opened with: that may be another store than recorded.
+            # Not the store that this object opened: it may differ from the recorded one.
             return storage.store if storage.store.url == own else None
-        # A move that was killed while it removed them: the last copies of what is lost stay.
+        # A move was killed while it removed records: the last copies of lost ones stay.
         is_left = not num_lost and (storage.path / KV_FOLDER).is_dir()
         return FileStore(storage.path / KV_FOLDER) if is_left else None
 

@@ -1,8 +1,7 @@
 """Nearest chunks by inner product: FAISS over the catalog's vectors, with a cache on disk.
 
-The cache spares reading every row of the catalog when an index is opened. It is never trusted:
-one of another version of the catalog, length or seal is made again. Beside an encrypted catalog
-there is none.
+The cache saves reading every row of the catalog when an index is opened. It is never trusted: a
+cache with another catalog version, length or seal is rebuilt. An encrypted catalog has none.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _HEADER = struct.Struct("<8sIIQq16s16s")  # magic, version, dim, count, generati
 _VERSION = 2
 
 CatalogVersion = tuple[int, bytes]
-"""Generation of a catalog, and a digest of what its documents hold (`Catalog.version`)."""
+"""Generation of a catalog, and a digest of its documents' contents (`Catalog.version`)."""
 
 
 class VectorIndex:
@@ -38,7 +37,7 @@ class VectorIndex:
     Attributes
     ----------
     generation
-        The catalog's generation they are from.
+        The generation of the catalog that they belong to.
     """
 
     def __init__(
@@ -53,9 +52,9 @@ class VectorIndex:
 
     @classmethod
     def load(cls, folder: Path, catalog: Catalog, dim: int) -> VectorIndex:
-        """Return the vectors of the catalog as it is now, from the cache where it is good.
+        """Return the vectors of the current catalog, from the cache if it is valid.
 
-        A cache that was not is written anew, if the folder lets us.
+        Rewrites an invalid cache, if the folder allows it.
         """
         if catalog.is_encrypted:
             return cls.refresh(catalog, dim)
@@ -64,7 +63,7 @@ class VectorIndex:
             return cls(*cached)
         num_noted = catalog.num_noted
         read = catalog.vectors(dim)
-        # What is left out is left out, and counted, each time.
+        # Damaged vectors are left out, and counted, each time.
         if catalog.num_noted == num_noted and read[0][0] != NO_GENERATION:
             with contextlib.suppress(StoreError):
                 _write(folder / FILE_NAME, catalog, *read)
@@ -72,7 +71,7 @@ class VectorIndex:
 
     @classmethod
     def refresh(cls, catalog: Catalog, dim: int) -> VectorIndex:
-        """Return the vectors of the catalog as it is now, read from it."""
+        """Return the vectors of the current catalog, read from it."""
         return cls(*catalog.vectors(dim))
 
     def search(self, vector: NDArray[np.float32], k: int) -> list[tuple[int, float]]:
@@ -81,7 +80,7 @@ class VectorIndex:
         Parameters
         ----------
         vector
-            ``[dim]``; its length scales the scores only.
+            The vector ``[dim]``; its length only scales the scores.
         """
         vector = np.ascontiguousarray(vector, dtype=np.float32).reshape(1, -1)
         if vector.shape[1] != self._dim:
@@ -98,7 +97,7 @@ class VectorIndex:
             for place, score in zip(places[0], scores[0], strict=True)
             if place >= 0
         ]
-        # Equal scores come in the order of indexing, on every machine.
+        # Equal scores appear in the order of indexing, on every machine.
         return sorted(found, key=lambda hit: (-hit[1], hit[0]))
 
 
@@ -148,5 +147,5 @@ def _read(
 
 
 def _seal(catalog: Catalog, said: Sequence[Any], body: bytes | memoryview) -> bytes:
-    """Return the catalog's seal of a cache; of its vectors by a faster digest."""
+    """Return the catalog's seal of a cache, which covers a faster digest of the vectors."""
     return catalog.seal(_HEADER.pack(*said, xxhash.xxh3_128_digest(body)))

@@ -1,4 +1,4 @@
-"""Opened chunks that tell their store when what was read was not what had been written."""
+"""Opened chunks that report damage to their store."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvrag.store.base import Store
 
 
 class WatchedChunk:
-    """An `EncodedChunk` of a store, which is told of damage.
+    """An `EncodedChunk` that reports damage to its store.
 
-    So it is counted where it happened, and a store of several tiers gives up the damaged copy.
+    The damage is counted where it happened, and a store of several tiers drops the damaged copy.
 
     Parameters
     ----------
     inner
         The opened record.
     key, store
-        Where it is from.
+        The chunk's key, and the store that it was read from.
     """
 
     def __init__(self, inner: EncodedChunk, key: ChunkKey, store: Store) -> None:
@@ -73,9 +73,9 @@ class WatchedChunk:
             raise
 
     def use(self, num_planes: int) -> None:
-        """Decode so many planes from now on."""
+        """Decode `num_planes` planes from now on."""
         self._inner.use(num_planes)
 
     def cancel(self) -> None:
-        """Break off what other threads fetch."""
+        """Stop the fetches of other threads."""
         self._inner.cancel()

@@ -1,11 +1,11 @@
 """Search by words: BM25 over the chunks' texts, in SQLite's own full-text index (FTS5).
 
-The index is a file of its own beside the catalog (encrypted where that is), so that no damage to
-it ever reaches the catalog. It is a cache: made at the first search, brought up to date when the
-catalog has changed, and never changed in place: a new file takes the place of the old one. Its
-last bytes say which version of the catalog it holds, and seal all of the file; they are compared
-before it is used, and a file that is not what was written is made anew. It answers row numbers
-alone: the catalog reads, and checks, the chunks themselves.
+The index is a separate file next to the catalog (encrypted if the catalog is), so that its damage
+never reaches the catalog. It is a cache: the first search builds it, and a later search updates it
+if the catalog has changed. It is never changed in place: a new file replaces the old one. Its last
+bytes name the catalog version it covers and seal the whole file. They are checked before each use,
+and a file that fails the check is rebuilt. A search returns only row numbers: the catalog reads,
+and checks, the chunks.
 
 Source of the ranking: SQLite's ``bm25`` (k1 = 1.2, b = 0.75).
 """
@@ -32,23 +32,23 @@ _SCHEMA = """
 CREATE TABLE of (row INTEGER PRIMARY KEY, seal BLOB);
 CREATE VIRTUAL TABLE words USING fts5(text, tokenize = 'unicode61 remove_diacritics 2');
 """
-# A question of more words is a document; the words after these find little else.
+# A question with more words is a document; further words would find little more.
 _MAX_WORDS = 256
 _BATCH = 1 << 20
 _TAIL_BYTES = 2 * SEAL_BYTES  # version of the catalog, seal of the file
 
 
 class Texts(Protocol):
-    """The catalog, as far as the index of words reads it."""
+    """The part of the catalog that the index of words reads."""
 
     def mark(self) -> bytes:
-        """Return 16 bytes that change with the catalog."""
+        """Return 16 bytes that change whenever the catalog changes."""
 
     def row_seals(self) -> Iterable[tuple[int, object]]:
-        """Yield number and seal of every chunk's row."""
+        """Yield the number and the seal of each chunk row."""
 
     def texts(self, rows: Sequence[int]) -> Iterable[tuple[int, object]]:
-        """Yield number and text of some of them."""
+        """Yield the number and the text of given chunk rows."""
 
 
 class WordIndex:
@@ -57,11 +57,11 @@ class WordIndex:
     Parameters
     ----------
     path
-        Its file.
+        The index's file.
     seals
-        What seals it.
+        Makes the file's seal.
     cipher_key
-        Key of the catalog, None where it is not encrypted.
+        Key of the catalog; None if it is not encrypted.
     """
 
     def __init__(self, path: Path, seals: Seals, cipher_key: bytes | None) -> None:
@@ -79,7 +79,7 @@ class WordIndex:
             self._connection = None
 
     def discard(self) -> None:
-        """Remove the file; the next search makes it anew."""
+        """Remove the file; the next search rebuilds it."""
         self.close()
         with contextlib.suppress(OSError):
             self._path.unlink()
@@ -87,7 +87,7 @@ class WordIndex:
     def search(self, texts: Texts, question: str, k: int) -> list[tuple[int, float]]:
         """Return row number and BM25 score of the `k` best chunks for any of a question's words.
 
-        Equal scores come in the order of indexing. A question without words finds nothing.
+        Equal scores appear in the order of indexing. A question without words finds nothing.
 
         Raises
         ------
@@ -114,9 +114,9 @@ class WordIndex:
             ) from error
 
     def refresh(self, texts: Texts) -> None:
-        """Bring the file up to date, if there is one; remove it where it is damaged.
+        """Update the file, if there is one; remove it if it is damaged.
 
-        So that no text stays in it that has left the catalog.
+        No text that has left the catalog stays in the file.
         """
         if not self._path.is_file():
             return
@@ -128,7 +128,7 @@ class WordIndex:
             self.discard()
 
     def damage(self) -> str:
-        """Return what is wrong with the file; "" where it is sound, or is not there."""
+        """Return what is wrong with the file; "" if it is sound or missing."""
         if not self._path.exists() or self._tail() is not None:
             return ""
         return "the index of words is damaged (its file is not what was written)"
@@ -146,7 +146,7 @@ class WordIndex:
         return found
 
     def _ready(self, texts: Texts) -> Any:
-        """Return a connection to an index of the catalog as it is now."""
+        """Return a connection to an index of the current catalog."""
         mark = texts.mark()
         if self._connection is not None and self._mark == mark:
             return self._connection
@@ -158,7 +158,7 @@ class WordIndex:
             except (self._sql.DatabaseError, OSError) as error:
                 if _lacks_fts5(error):
                     raise
-                # The folder refuses it, or is full.
+                # The folder refuses the write, or is full.
                 self._connection = self._sql.connect(":memory:", **_OPTIONS)
                 self._fill(self._connection, texts)
         if self._connection is None:
@@ -170,7 +170,7 @@ class WordIndex:
         return self._connection
 
     def _tail(self) -> bytes | None:
-        """Return the file's last bytes; None where it is missing or not what was written."""
+        """Return the file's last bytes; None if it is missing or damaged."""
         digest = hashlib.blake2b(digest_size=SEAL_BYTES)
         try:
             with self._path.open("rb") as file:
@@ -188,15 +188,15 @@ class WordIndex:
         return tail if len(tail) == _TAIL_BYTES and is_right else None
 
     def _write(self, texts: Texts) -> None:
-        """Put a file of the catalog as it is now in place of the one there is."""
+        """Replace the file by one for the current catalog."""
         temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.tmp")
         try:
-            if self._tail() is not None:  # of an earlier version: most of it still holds
+            if self._tail() is not None:  # of an earlier version: most of it is still valid
                 shutil.copyfile(self._path, temporary)
                 os.truncate(temporary, temporary.stat().st_size - _TAIL_BYTES)
             with contextlib.closing(self._sql.connect(temporary, **_OPTIONS)) as connection:
                 unlock(connection, self._cipher_key)
-                # Nobody else sees the file, and half of one is thrown away.
+                # No other process sees the file, and a partial one is thrown away.
                 connection.execute("PRAGMA journal_mode = OFF")
                 connection.execute("PRAGMA synchronous = OFF")
                 connection.execute("PRAGMA secure_delete = ON")
@@ -214,7 +214,7 @@ class WordIndex:
             temporary.unlink(missing_ok=True)
 
     def _fill(self, connection: Any, texts: Texts) -> None:
-        """Make an index hold what the catalog holds."""
+        """Bring the content of an index up to date with the catalog."""
         connection.execute("PRAGMA temp_store = MEMORY")
         if not connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
             connection.executescript(_SCHEMA)
@@ -227,7 +227,7 @@ class WordIndex:
         connection.executemany("DELETE FROM of WHERE row = ?", gone)
         connection.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", texts.texts(added))
         connection.executemany("INSERT INTO of VALUES (?, ?)", ((row, new[row]) for row in added))
-        if gone:  # merged with what is there, the words of removed texts vanish
+        if gone:  # merging removes the words of deleted texts
             connection.execute("INSERT INTO words (words) VALUES ('optimize')")
         connection.execute("COMMIT")
 
@@ -236,7 +236,7 @@ _OPTIONS: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}
 
 
 def any_word_of(question: str) -> str:
-    """Return a question's words as an expression of FTS5: each quoted, any of them enough."""
+    """Return a question's words as an FTS5 expression: each quoted, any of them enough."""
     words = dict.fromkeys(re.findall(r"\w+", question.casefold()))
     return " OR ".join(f'"{word}"' for word in list(words)[:_MAX_WORDS])
 

@@ -1,7 +1,7 @@
-"""The process that parses documents: takes a file at a time, answers with plain data.
+"""The process that parses documents: takes one file at a time and answers with plain data.
 
-It imports no model library, so that it starts quickly and has little to lose. Its parent limits
-its time and what it answers; its memory it limits itself, before it sees the first file.
+It imports no model library, so that it starts quickly and has little to lose. Its parent limits its
+time and its output. It limits its own memory before it reads the first file.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from kvrag.ingest.limits import MAX_DOCUMENTS
 from kvrag.ingest.loaders import Loader, NoTextError, is_storable, load_bytes
 from kvrag.ingest.metadata import plain_metadata
 
-# What an interpreter takes of its address space where the system does not tell.
+# The address space of an interpreter, for systems that do not report it.
 _DEFAULT_BASE_BYTES = 512 << 20
 _MAX_FILE_BYTES = 1 << 62
 
 OUT_OF_MEMORY = 86
-"""Exit code. What is left of the memory may be in pieces: the next file gets a new process."""
+"""Exit code. The remaining memory may be fragmented: the next file gets a new process."""
 
 
 def main() -> None:
-    """Answer the parent until it closes the pipe or is gone."""
+    """Answer the parent until it closes the pipe or exits."""
     requests, answers = _take_pipes()
     received: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue(1)
     threading.Thread(
@@ -53,13 +53,13 @@ def main() -> None:
 
 
 def _take_pipes() -> tuple[IO[bytes], IO[bytes]]:
-    """Return the pipes of the parent; what a loader prints or asks for then goes nowhere."""
+    """Return the parent's pipes; a loader's own output and input then go nowhere."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
     if hasattr(os, "register_at_fork"):
-        # A loader's own process that came back from it would answer too, for the next file.
+        # A process that a loader forks and that returns would answer the next file too.
         os.register_at_fork(after_in_child=lambda: _let_go(requests, answers))
     return requests, answers
 
@@ -78,14 +78,14 @@ def _receive(requests: IO[bytes], received: queue.Queue[tuple[dict[str, Any], by
             received.put(frame)
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
-    # Also in the middle of a file: the parent is gone, or wants no answer any more.
+    # Even in the middle of a file: the parent is gone, or wants no answer any more.
     os._exit(0)
 
 
 def _answer(
     answers: IO[bytes], path: str, content: bytes, others: Mapping[str, Loader], room: int
 ) -> dict[str, Any]:
-    """Send the documents of a file, and return how it ended."""
+    """Send the documents of a file, and return its result."""
     try:
         for number, document in enumerate(load_bytes(path, content, others)):
             room -= len(document.text)
@@ -111,13 +111,13 @@ def _answer(
         return {"end": "refused", "reason": str(error)}
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
-    except BaseException as error:  # SystemExit too: it would end the process without a word
+    except BaseException as error:  # SystemExit too: it would end the process without an answer
         return {"end": "refused", "reason": f"{path}: its loader failed ({reason_of(error)})"}
     return {"end": "done"}
 
 
 def _checked(path: str, document: Document) -> tuple[str, dict[str, Any]]:
-    """Return what a document's source adds to the path, and its metadata as JSON can hold it."""
+    """Return the part of a document's source after the path, and its metadata as JSON values."""
     if not is_storable(document.source):
         raise DocumentError(
             f"{printable(document.source)}: the source that its loader gave is not valid Unicode"
@@ -135,7 +135,7 @@ def _send(answers: IO[bytes], head: dict[str, Any], body: bytes = b"") -> None:
         for piece in pieces:
             answers.write(piece)
         answers.flush()
-    except BaseException:  # half a frame is out: whatever followed would be taken for the rest
+    except BaseException:  # half a frame is sent: the parent would read the next as its rest
         os._exit(1)
 
 
@@ -146,7 +146,7 @@ def _import(name: str) -> Loader:
 
 
 def _limit_memory(memory_bytes: int) -> None:
-    """Let this process have so much more memory than it has now, where the system allows it."""
+    """Limit this process to `memory_bytes` beyond its current memory, if the system can."""
     if sys.platform == "win32":
         return
     import resource
@@ -163,4 +163,4 @@ def _limit_memory(memory_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (wanted, wanted))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     except (OSError, ValueError):
-        pass  # the system keeps no such limit
+        pass  # the system enforces no such limit

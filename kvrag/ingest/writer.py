@@ -1,4 +1,4 @@
-"""Bringing documents into an index, and taking them out."""
+"""Adding documents to an index, and removing them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Writer:
     Parameters
     ----------
     storage, encoders, fitter
-        The index's.
+        The storage, the encoders and the fitter of the index.
     """
 
     def __init__(self, storage: Storage, encoders: Encoders, fitter: CodecFitter) -> None:
@@ -55,7 +55,7 @@ class Writer:
         limits: ParseLimits | None,
         loaders: Mapping[str, str] | None,
     ) -> IngestReport:
-        """Bring files and documents into the index (`Index.add`)."""
+        """Add files and documents to the index (`Index.add`)."""
         storage = self._storage
         storage.require_open()
         arguments.flag(dry_run, "dry_run")
@@ -67,7 +67,7 @@ class Writer:
             return self._add(sources, parser, dry_run, force, on_progress)
 
     def read_again(self, paths: Sequence[str]) -> IngestReport:
-        """Read files again, whatever is known of them; call with the writer's lock held."""
+        """Read files again, even unchanged ones; the caller holds the writer's lock."""
         with Parser(None, None) as parser:
             return self._add(Sources(list(paths), [], {}, []), parser, False, True, None)
 
@@ -99,7 +99,7 @@ class Writer:
             return num_removed
 
     def cut(self, document: Document) -> list[Chunk]:
-        """Cut a document into chunks, each with what it is encoded behind."""
+        """Split a document into chunks, each with its contexts."""
         config, encoders = self._storage.config, self._encoders
         control = encoders.control
         chunks = chunk_document(document, encoders.tokenizer, config.chunk_tokens, control)
@@ -128,7 +128,7 @@ class Writer:
         force: bool,
         on_progress: Progress | None,
     ) -> IngestReport:
-        """Do what `add` does; call with the writer's lock held, but for a dry run."""
+        """Do the work of `add`; except in a dry run, the caller holds the writer's lock."""
         started = time.perf_counter()
         storage = self._storage
         catalog = storage.catalog
@@ -143,7 +143,7 @@ class Writer:
         num_noted = catalog.num_noted
         plan = self._plan(sources, parser, force or not is_sound, on_progress)
         if catalog.num_noted > num_noted and not dry_run and before is None:
-            # What is damaged elsewhere must not stand in the way of writing.
+            # Damage elsewhere must not prevent writing.
             before = self._heal_first()
             plan = self._plan(sources, parser, True, on_progress)
         outcome = self._foretell(plan) if dry_run else self._run(plan, parser, on_progress)
@@ -175,7 +175,7 @@ class Writer:
         )
 
     def _heal_first(self) -> Held:
-        """Mend a damaged catalog before it is written to; return what it held."""
+        """Repair a damaged catalog before it is written to; return its former content."""
         self._is_swept = True
         audit = audit_catalog(self._storage)
         before = held_by(self._storage, audit)
@@ -223,7 +223,7 @@ class Writer:
 
     def _run(self, plan: Plan, parser: Parser, on_progress: Progress | None) -> Outcome:
         storage, encoders = self._storage, self._encoders
-        # What a shared store takes is not on this disk.
+        # A shared store does not use this disk.
         room = 0 if storage.is_store_shared else storage.expected_bytes_per_token
         check_space(plan, storage.path, room, storage.config.embedding_dim)
         work = Work(
@@ -240,13 +240,11 @@ class Writer:
         return run_plan(plan, work, on_progress)
 
     def _note(self, plan: Plan, outcome: Outcome, before: Held | None) -> str:
-        """Return what to know after an ingestion; "" for nothing."""
+        """Return a note for the user after an ingestion; "" if there is nothing to say."""
         storage = self._storage
         said: list[str] = []
         if storage.lost:
-            said.append(
-                f"{storage.lost}: all documents were lost; ingest again what this run was not given"
-            )
+            said.append(f"{storage.lost}: all documents were lost; ingest all the others again")
             storage.lost = ""
         if before is not None:
             said.append("the catalog was damaged and has been mended")
@@ -256,7 +254,7 @@ class Writer:
         return "; ".join(filter(None, said))
 
     def _num_control_strings(self, sources: Sequence[str]) -> dict[str, int]:
-        """Return how many control strings were read as text, of those documents that held any."""
+        """Return the number of control strings read as text, for each document with any."""
         return {
             source: self._neutralised[source] for source in sources if source in self._neutralised
         }

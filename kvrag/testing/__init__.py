@@ -1,11 +1,11 @@
-"""What every store, codec, policy and model has to do: suites for pytest, to subclass.
+"""Contracts for stores, codecs, policies and models: pytest suites to subclass.
 
 - `kvrag.testing.store_contract.StoreContract`
 - `kvrag.testing.codec_contract.CodecContract`
 - `kvrag.testing.policy_contract.PolicyContract`
 - `kvrag.testing.model_contract.ModelContract`
 
-They need pytest, which kvrag itself does not::
+They need pytest, which kvrag itself does not need::
 
     from kvrag.testing.store_contract import StoreContract
 
@@ -17,7 +17,7 @@ They need pytest, which kvrag itself does not::
 
 import sys
 
-if pytest := sys.modules.get("pytest"):  # Their assertions then say what they compared.
+if pytest := sys.modules.get("pytest"):  # Their assertions then show the compared values.
     pytest.register_assert_rewrite(
         *(f"kvrag.testing.{one}_contract" for one in ("store", "codec", "policy", "model"))
     )

@@ -74,7 +74,7 @@ class Bench:
         )
 
     def open_kv(self, chunk_id: str, context_ids: tuple[int, ...] = ()) -> EncodedChunk | None:
-        del context_ids  # all chunks were encoded behind the prefix alone
+        del context_ids  # all chunks were encoded after the prefix alone
         record = self.store.open(self.key(chunk_id))
         if record is None:
             return None
@@ -105,7 +105,7 @@ class Bench:
 
 @lru_cache(maxsize=32)
 def bench_of(model: KVModel, texts: tuple[str, ...] = TEXTS) -> Bench:
-    """Return a bench, the same for the same model and texts."""
+    """Return a bench; the same object for the same model and texts."""
     return Bench(model, texts)
 
 

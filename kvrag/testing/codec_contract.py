@@ -1,4 +1,4 @@
-"""What every codec must do. Subclass `CodecContract`, and give it a codec."""
+"""The contract of a codec. Subclass `CodecContract` and give it a codec."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class BytesSource:
-    """A record in memory that remembers the largest read asked of it."""
+    """A record in memory that remembers its largest read."""
 
     def __init__(self, record: bytes) -> None:
         self._record = record
@@ -58,7 +58,7 @@ def decode(codec: Codec, key: ChunkKey, record: bytes, spec: KVSpec) -> ChunkKV:
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Equal in shape, type and every bit (so that -0.0 differs from 0.0)."""
+    """Return whether shape, type and every bit are equal (so that -0.0 differs from 0.0)."""
     return (
         first.shape == second.shape
         and first.dtype == second.dtype

@@ -1,4 +1,4 @@
-"""What kvrag has to do with every model. Subclass `ModelContract`, and give it a model."""
+"""kvrag's contract for every model. Subclass `ModelContract` and give it a model."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _NONE, _ALL, _MOST = NonePolicy(), DeviationPolicy(ratio=1.0), DeviationPolicy(r
 
 
 class ModelContract:
-    """Where fusion must equal plain Transformers, it does. Override `model`.
+    """Fusion equals plain Transformers wherever it must. Override `model`.
 
-    Logits are compared to 1e-4 of their spread: load the model in float32. One of four layers with
-    random weights will do, if they are spread so wide that attention is not uniform.
+    Logits are compared to 1e-4 of their spread: load the model in float32. A model of four layers
+    with random weights will do, if their spread is wide enough for attention not to be uniform.
     """
 
     @pytest.fixture
     def model(self) -> KVModel:
-        """Return the model; the same one each time, or every test encodes the chunks anew."""
+        """Return the model; always the same one, or every test encodes the chunks again."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -51,7 +51,7 @@ class ModelContract:
         assert fused.logits.argmax() == expected.argmax()
 
     def test_one_chunk_behind_the_prefix_equals_plain_prefill(self, bench: Bench) -> None:
-        """Nothing is recomputed, yet nothing is lost: the chunk stands where it was encoded."""
+        """Nothing is recomputed, yet nothing is lost: the chunk is at its encoded position."""
         prompt = bench.prompt(0)
         fused = bench.fuse(prompt, _NONE)
         # The separator may merge into the chunk's last token, which is then computed.
@@ -60,7 +60,7 @@ class ModelContract:
         assert relative_difference(fused.logits, bench.plain_logits(prompt)) < 1e-4
 
     def test_reuse_without_repair_differs(self, bench: Bench) -> None:
-        """The others could not fail if plain reuse were exact as well."""
+        """The other tests could not fail if plain reuse were exact as well."""
         prompt = bench.prompt(2, 0, 3, 1)
         assert self._off(bench, prompt, _NONE) > 1e-3
 
@@ -80,7 +80,7 @@ class ModelContract:
             "max_new_tokens": 20,
             "do_sample": False,
             "eos_token_id": None,
-            "use_cache": True,  # MPT's own default is to generate without any cache.
+            "use_cache": True,  # MPT generates without any cache by default.
         }
         hf: Any = bench.model.hf
         plain = hf.generate(ids, **given)
@@ -90,7 +90,7 @@ class ModelContract:
         assert fused.kv.keys[0].data_ptr() == buffer
 
     def test_the_default_policy_sees_where_the_question_looks(self, bench: Bench) -> None:
-        """Weights are those of the layers, whoever computes them."""
+        """The weights are those of the layers, whichever code computes them."""
         prompt = bench.prompt(2, 0, 3, 1)
         policy = TwoStagePolicy(ratio=0.5)
         assert bench.fuse(prompt, policy).report.rows_asked > 0

@@ -1,4 +1,4 @@
-"""pytest, for the suites."""
+"""Import of pytest for the suites."""
 
 try:
     import pytest as pytest

@@ -1,4 +1,4 @@
-"""What every recompute policy must do. Subclass `PolicyContract`, and give it a policy."""
+"""The contract of a recompute policy. Subclass `PolicyContract` and give it a policy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _tiny() -> KVModel:
 
 
 class PolicyContract:
-    """Override `policy`, and `model` to fuse with another one than kvrag-tiny."""
+    """Override `policy`, and `model` to fuse with a model other than kvrag-tiny."""
 
     @pytest.fixture
     def policy(self) -> RecomputePolicy:
@@ -68,7 +68,7 @@ class PolicyContract:
         bench = bench_of(model, texts)
         return bench, bench.prompt(*order, question=question)
 
-    # -- what it says of itself --------------------------------------------------------------
+    # -- its description ---------------------------------------------------------------------
 
     def test_a_policy_is_a_frozen_dataclass_of_its_parameters(
         self, policy: RecomputePolicy
@@ -93,7 +93,7 @@ class PolicyContract:
             with pytest.raises(ParameterError, match=field.name):
                 replace(policy, **{field.name: b"bytes"})  # type: ignore[type-var]
 
-    # -- what it chooses ---------------------------------------------------------------------
+    # -- its choice --------------------------------------------------------------------------
 
     def test_candidates_are_reused_tokens_in_order(self, policy: RecomputePolicy) -> None:
         candidates = policy.candidates(PROMPT)
@@ -144,7 +144,7 @@ class PolicyContract:
         assert scores.dtype == torch.float32
         assert torch.isfinite(scores).all()
 
-    # -- what becomes of prompts -------------------------------------------------------------
+    # -- its effect on prompts ---------------------------------------------------------------
 
     def test_any_prompt_is_fused_and_accounted_for(
         self, policy: RecomputePolicy, laid_out: tuple[Bench, str]
@@ -162,7 +162,7 @@ class PolicyContract:
     ) -> None:
         if not hasattr(policy, "ratio"):
             return
-        # Those that take a number of tokens in place of a ratio have none yet.
+        # Policies that take a number of tokens instead of a ratio have none yet.
         whole_policy: RecomputePolicy = (
             type(policy)(ratio=1.0)  # type: ignore[call-arg]
             if policy.ratio is None
@@ -176,7 +176,7 @@ class PolicyContract:
     def test_where_nothing_is_off_nothing_is_chosen(
         self, policy: RecomputePolicy, bench: Bench, num_chunks: int
     ) -> None:
-        """No chunk at all, and one that stands where it was encoded."""
+        """Without any chunk, and with one that is at its encoded position."""
         prompt = "\n\n".join([*TEXTS[:num_chunks], _QUESTION])
         fused = bench.fuse(prompt, policy)
         assert fused.report.num_recomputed == fused.report.rows_asked == 0

@@ -1,4 +1,4 @@
-"""What every store must do. Subclass `StoreContract`, and give it a store."""
+"""The contract of a store. Subclass `StoreContract` and give it a store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StoreContract:
     Attributes
     ----------
     keeps_old
-        Whether an opened record stays readable when it is deleted; without, reading is refused.
+        Whether an opened record stays readable after it is deleted; otherwise reads are refused.
     """
 
     keeps_old = True
@@ -34,11 +34,11 @@ class StoreContract:
         raise NotImplementedError
 
     def plant(self, store: Store, key: ChunkKey, record: bytes) -> None:
-        """Put a record there behind the store's back, in place of one that is there."""
+        """Write a record without the store's knowledge, in place of any that is there."""
         raise NotImplementedError
 
     def peek(self, store: Store, key: ChunkKey) -> bytes:
-        """Read a record behind the store's back."""
+        """Read a record without the store's knowledge."""
         raise NotImplementedError
 
     def test_what_is_put_is_read(self, store: Store) -> None:
@@ -65,7 +65,7 @@ class StoreContract:
         assert stored(store, key) == record_of(key, size) == self.peek(store, key)
 
     def test_a_record_of_kvrag(self, store: Store) -> None:
-        """One with a header and blocks, which some stores keep apart."""
+        """A record with a header and blocks, which some stores keep apart."""
         key = key_number(0)
         record = write_record(
             key,
@@ -167,7 +167,7 @@ class StoreContract:
         assert stored(store, key) == bytes(300_000)
 
     def check_old(self, record: StoredRecord, expected: bytes) -> None:
-        """What was opened is what is read, or nothing is."""
+        """Check that a read returns the opened record's bytes, or nothing."""
         try:
             found = read_all(record)
         except StoreError:

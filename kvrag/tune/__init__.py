@@ -1,1 +1,1 @@
-"""What calibration and placing measure of a model, an index and its stores."""
+"""Measurements of a model, an index and its stores, for calibration and the choice of a store."""

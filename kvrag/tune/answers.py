@@ -1,4 +1,4 @@
-"""The reference's answer by full prefill, and a policy's answer held against it."""
+"""The reference answer by full prefill, and its comparison with a policy's answer."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from kvrag.tune.continuing import (
 
 @dataclass(frozen=True)
 class ReferenceAnswer:
-    """What full prefill answers.
+    """The answer by full prefill.
 
     Attributes
     ----------
     token_ids
-        Greedy answer of A tokens, the end token included where there is one.
+        Greedy answer of A tokens, with the end token if there is one.
     log_probs
-        ``[A, vocabulary]`` float32: the distribution that each was taken from.
+        ``[A, vocabulary]`` float32: the distribution that each token was chosen from.
     ttft_seconds
-        Plain Transformers from token ids to the first token.
+        Time of plain Transformers from token ids to the first token.
     """
 
     token_ids: tuple[int, ...]
@@ -47,20 +47,20 @@ class ReferenceAnswer:
 
 @dataclass(frozen=True)
 class FusedAnswer:
-    """What the model answers over fused KV.
+    """The model's answer over fused KV.
 
     Attributes
     ----------
     token_ids
-        Its own greedy answer, the end token included where there is one.
+        The policy's greedy answer, with the end token if there is one.
     kl
         KL(reference || fused) in nats at each of the reference's A tokens, given those before.
     agrees
-        Whether the likeliest token there is the reference's.
+        Whether the likeliest token at each of those positions is the reference's.
     ttft_seconds
-        Fusion from the layout to the first token.
+        Time of fusion, from the layout to the first token.
     report
-        What fusion did.
+        The report of the fusion.
     """
 
     token_ids: tuple[int, ...]
@@ -86,7 +86,7 @@ class Answerer:
     model
         The model.
     max_tokens
-        Tokens of an answer at the most.
+        The largest number of tokens in an answer.
     """
 
     def __init__(self, model: KVModel, max_tokens: int) -> None:
@@ -96,7 +96,7 @@ class Answerer:
 
     @torch.no_grad()
     def reference(self, token_ids: Sequence[int]) -> ReferenceAnswer:
-        """Answer by the model's own forward over the whole prompt."""
+        """Answer by the model's own forward pass over the whole prompt."""
         limit = self._limit(len(token_ids))
         rows: list[torch.Tensor] = []
         answer: list[int] = []
@@ -126,7 +126,7 @@ class Answerer:
         policy: Repair | RecomputePolicy,
         links: LinkTokens | None = None,
     ) -> TimedPrompt:
-        """Fuse a prompt; `links` are those of the layout, on the model."""
+        """Fuse a prompt; `links` are the layout's link tokens, on the model's device."""
         model, num_prompt = self._model, len(layout.token_ids)
         started = time.perf_counter()
         buffer = FusedKV(model.spec, num_prompt, num_prompt + self._limit(num_prompt), model.device)
@@ -146,9 +146,9 @@ class Answerer:
         Parameters
         ----------
         prompt
-            May be answered again, with another eviction.
+            The fused prompt; it may be answered again, with another eviction.
         eviction
-            What is forgotten behind the prompt and while the answer is written; None: nothing.
+            Which tokens to evict after the prompt and during the answer; None evicts nothing.
         """
         model, fused = self._model, prompt.fused
         logits, report = fused.logits[None], fused.report
@@ -172,7 +172,7 @@ class Answerer:
         ).sum(-1)
         return FusedAnswer(
             token_ids=own_answer,
-            # Rounding can put equal distributions a little below zero.
+            # Rounding can put the divergence of equal distributions slightly below zero.
             kl=tuple(max(0.0, value) for value in divergence.tolist()),
             agrees=agrees,
             ttft_seconds=prompt.seconds,
@@ -189,7 +189,7 @@ class Answerer:
     ) -> tuple[int, ...]:
         """Return the greedy answer, decoded only from where it leaves the reference's.
 
-        Before that point both are fed the same tokens, so the teacher-forced pass is decoding.
+        Up to that point both get the same tokens, so the teacher-forced pass equals decoding.
         """
         if all(agrees):
             return reference.token_ids
@@ -207,7 +207,7 @@ class Answerer:
         token_ids
             The answer.
         first_line_only
-            Drop what a model without chat template goes on with, such as the next question.
+            Drop what a model without a chat template adds, such as the next question.
         """
         text = self._model.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         stripped = str(text).strip()

@@ -1,4 +1,4 @@
-"""The chunks of all questions: computed once each, stored in memory through every codec."""
+"""The chunks of all questions, each computed once and stored in memory through every codec."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvrag.models.tokens import encode
 from kvrag.store.memory import MemoryStore
 from kvrag.tune.questions import Passage, RenderedPrompt
 
-# Tokens prefilled at once, padding included: enough for full speed, little beside the weights.
+# Tokens in one prefill, padding included: enough for full speed, and small next to the weights.
 _BATCH_TOKENS = 4096
 
 
@@ -35,28 +35,28 @@ class _Shelf:
 class ChunkBank:
     """Distinct chunks and their records.
 
-    Policies read what the codec wrote, not what the model computed, so that a codec's loss is
-    judged as an index would have it.
+    Policies read what the codec wrote, not what the model computed, so that they see a codec's loss
+    as in an index.
 
     Parameters
     ----------
     model
-        The model judged.
+        The model under test.
     passages
-        The chunks, or just their normalised texts; those that come again are kept once.
+        The chunks, or only their normalised texts; duplicates are kept once.
     codecs
-        Each stores every chunk.
+        The codecs, each of which stores every chunk.
     on_progress
-        Receives the chunks done and their number.
+        Called with the number of finished chunks, and the number of all.
     context
-        What chunks are encoded behind (`kvrag.ingest.contexts`).
+        What precedes chunks when they are encoded (`kvrag.ingest.contexts`).
     compression
-        How they are stored as fewer rows (`kvrag.fusion.compression.spec`).
+        How chunks are stored as fewer rows (`kvrag.fusion.compression.spec`).
 
     Raises
     ------
     AnchorsError
-        When the model does not have the anchors that `compression` needs.
+        When the model lacks the anchors that `compression` needs.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ChunkBank:
         num_done = 0
         for batch in _batches(encodings):
             on_progress(num_done, len(encodings))
-            # Only what is encoded behind the same tokens goes together.
+            # A batch holds only chunks that are encoded after the same tokens.
             before = (*self.prefix_ids, *batch[0].contexts[0])
             kvs = self._encode(before, [one.token_ids for one in batch])
             for one, kv in zip(batch, kvs, strict=True):
@@ -95,9 +95,9 @@ class ChunkBank:
             num_done += len(batch)
 
     def lay_out(self, prompt: RenderedPrompt, passages: Sequence[Passage] = ()) -> Layout:
-        """Find the chunks in a prompt and lay them over its tokens.
+        """Find the chunks in a prompt and map them to its tokens.
 
-        `passages` are the prompt's own: they tell chunks of one text in several documents apart.
+        `passages` are the prompt's own: they distinguish chunks of one text in several documents.
         """
         hints = [self._id(passage) for passage in passages]
         (tokens,) = encode(self.model.tokenizer, [prompt.text], prompt.add_special_tokens)
@@ -105,13 +105,13 @@ class ChunkBank:
         return lay_out(tokens, matches, self._chunks, self.prefix_ids, hints=hints)
 
     def compact(self, layout: Layout) -> Layout:
-        """Return a layout with stored rows in place of compressed chunks, or as it is."""
+        """Return a layout with stored rows in place of compressed chunks, or the same layout."""
         if self._compressor is None:
             return layout
         return compact(layout, self._chunks, self._compressor.compression)
 
     def opener(self, codec: str) -> OpenKV:
-        """Return what opens the records of one codec."""
+        """Return a function that opens the records of one codec."""
         shelf = self._shelves[codec]
 
         def open_kv(chunk_id: str, context_ids: tuple[int, ...]) -> EncodedChunk | None:
@@ -122,7 +122,7 @@ class ChunkBank:
         return open_kv
 
     def stored(self, codec: str, passages: Iterable[Passage]) -> tuple[int, int]:
-        """Return the bytes of all records of some chunks, and the chunks' tokens."""
+        """Return the size of all records of some chunks, and the chunks' number of tokens."""
         num_bytes = num_tokens = 0
         for passage in passages:
             chunk = self._chunks[self._id(passage)]
@@ -149,7 +149,7 @@ class ChunkBank:
         room = self.model.max_positions - len(self.prefix_ids)
         limit = context_limit(self._context, None)
         *_, last = add_contexts(document, tokenizer, self._context, limit, room)
-        # A document is known by its first text; so what stands in a prompt tells chunks apart.
+        # Its first text identifies a document, so that a prompt's text tells chunks apart.
         return replace(last, chunk_id=chunk_id, source=document[0].text, ordinal=len(earlier))
 
     def _key(self, chunk: Chunk) -> ChunkKey:
@@ -181,7 +181,7 @@ def _tokenised(tokenizer: PreTrainedTokenizerBase, text: str) -> Chunk:
 
 
 def _batches(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
-    """Yield chunks of one context and like lengths together, so that little is padding."""
+    """Yield chunks with the same context and similar lengths together, to reduce padding."""
     batch: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda chunk: (chunk.contexts, len(chunk.token_ids))):
         is_full = (len(batch) + 1) * len(chunk.token_ids) > _BATCH_TOKENS

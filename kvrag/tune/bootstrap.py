@@ -1,4 +1,4 @@
-"""How far a mean over questions could be off, had other questions been asked."""
+"""Confidence interval of a mean over questions, by bootstrap."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def mean_interval(
     Parameters
     ----------
     values
-        One value a question. For a paired comparison these are differences between two answers
-        to the same question, so that what makes a question hard falls out.
+        One value for each question. For a paired comparison, pass the differences between two
+        answers to the same question, so that the question's difficulty cancels out.
     seed
-        The same seed and values give the same interval.
+        The seed; the same seed and values give the same interval.
     confidence
         Share of resampled means inside the interval.
     """

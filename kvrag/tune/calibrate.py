@@ -1,4 +1,4 @@
-"""What each policy loses and costs with one model, for policy ``auto`` (`kvrag calibrate`)."""
+"""Measures what each policy loses and costs with one model, for ``auto`` (`kvrag calibrate`)."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What to calibrate with.
+    """The options of a calibration.
 
     Attributes
     ----------
     data
-        A data set (`read_questions`), or None for questions made of the index's own chunks.
+        A data set (`read_questions`), or None for questions made from the index's own chunks.
     num_questions
-        How many.
+        Number of questions.
     num_chunks
-        Chunks of a prompt made of the index.
+        Number of chunks in a prompt made from the index.
     max_tokens
-        Tokens of an answer at the most.
+        The largest number of tokens in an answer.
     policies, ratios
-        What is measured: each policy at each ratio (`judge_policies`).
+        The policies and ratios to measure: each policy at each ratio (`judge_policies`).
     use_chat_template
-        Ask through the model's chat template where it has one.
+        Ask through the model's chat template if it has one.
     """
 
     data: str | None = None
@@ -69,9 +69,9 @@ def calibrate(
 ) -> Calibration:
     """Measure the policies with an index's model, and loading from its store.
 
-    With a data set, what is lost is exact match. Without one it is agreement: how often the
-    likeliest token is full prefill's, behind full prefill's own answer, to questions that quote
-    the index's chunks. That needs no answers by anybody.
+    With a data set, the loss is in exact match. Without one it is in agreement: how often the
+    likeliest token after full prefill's answer so far is full prefill's own, for questions that
+    quote the index's chunks. This needs no reference answers.
 
     Raises
     ------
@@ -102,14 +102,14 @@ def calibrate(
     if has_answers and not any(reference):
         raise ParameterError(
             f"data {options.data}: full prefill answers none of {len(reference)} questions right, "
-            "so nothing can be lost; calibrate without --data, or with questions the model can do"
+            "so nothing can be lost; calibrate without --data, or with questions it can answer"
         )
     full = fmean(reference) if has_answers else 1.0
     measured = []
     for (policy, ratio), trials in judged.items():
         losses = [(_answer_loss(one) if has_answers else _token_loss(one)) / full for one in trials]
         low, high = mean_interval(losses)
-        # Rounding can put a mean of ones a little above one.
+        # Rounding can put a mean of ones slightly above one.
         loss = min(1.0, max(0.0, fmean(losses)))
         measured.append(Measured(policy, ratio, loss, low, high))
     return Calibration(
@@ -132,7 +132,7 @@ def _token_loss(trial: Trial) -> float:
 
 
 def _own_questions(index: Index, options: CalibrationOptions) -> list[JudgedQuestion]:
-    """Return questions that quote chunks, each with what the index finds for the quotation."""
+    """Return questions that quote chunks, each with the index's search results for the quote."""
     texts: dict[str, str] = {}
     index.catalog.each_text(texts.__setitem__)
     if not texts:
@@ -163,9 +163,9 @@ def _own_questions(index: Index, options: CalibrationOptions) -> list[JudgedQues
 
 
 def _quotation(text: str, index: Index) -> str:
-    """Return words of a text's longest sentence that are no chunk themselves; none may be left.
+    """Return words of a text's longest sentence that are not a whole chunk; may be empty.
 
-    A whole chunk in a question would be taken from the store there too, as no question's is.
+    A whole chunk in a question would come from the store, which real questions never do.
     """
     words = max(_SENTENCE_END.split(text), key=len).split()[:_MAX_QUERY_WORDS]
     while words and index.matcher.find(" ".join(words)):
@@ -174,7 +174,7 @@ def _quotation(text: str, index: Index) -> str:
 
 
 def _fit_cost(judged: Mapping[Entrant, Sequence[Trial]]) -> Cost:
-    """Fit seconds to rows and cached tokens by least squares; nothing costs less than nothing."""
+    """Fit seconds to rows and cached tokens by least squares, without negative costs."""
     all_of_them = [one for trials in judged.values() for one in trials]
     amounts = [(1.0, one.num_rows, one.num_cached) for one in all_of_them]
     return Cost(*fit_prices(amounts, [one.ttft_seconds for one in all_of_them]))

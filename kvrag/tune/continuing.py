@@ -1,4 +1,4 @@
-"""What follows a fused prompt and some answer tokens, from the full cache or one that forgets."""
+"""Logits after a fused prompt and some answer tokens, with the full cache or an evicting one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvrag.models.kv_model import KVModel
 
 
 class Continuation(Protocol):
-    """Feeds answers behind one prompt; answers may branch off one another."""
+    """Feeds answers after one prompt; answers may branch off each other."""
 
     def feed(self, answer: Sequence[int], num_fed: int) -> torch.Tensor:
-        """Return the logits ``[n, V]`` behind each token of an answer from `num_fed` on."""
+        """Return the logits ``[n, V]`` after each token of an answer, from `num_fed` on."""
         ...
 
 
@@ -33,7 +33,7 @@ class FullContinuation:
         self._kv = fused.kv
 
     def feed(self, answer: Sequence[int], num_fed: int) -> torch.Tensor:
-        """Return the logits ``[n, V]`` behind each token of an answer from `num_fed` on."""
+        """Return the logits ``[n, V]`` after each token of an answer, from `num_fed` on."""
         cache = FusedCache(self._kv, self._kv.num_tokens + num_fed)
         fed = torch.tensor([list(answer[num_fed:])], device=self._model.device)
         with self._model.lock:
@@ -43,9 +43,9 @@ class FullContinuation:
 
 
 class EvictingContinuation:
-    """With what an eviction policy leaves. Use inside ``fused.answering(model)``.
+    """With the rows that an eviction policy keeps. Use inside ``fused.answering(model)``.
 
-    Nothing that was forgotten comes back: another answer begins behind the prompt again.
+    Evicted rows do not come back: another answer starts again right after the prompt.
     """
 
     def __init__(self, model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy) -> None:
@@ -58,7 +58,7 @@ class EvictingContinuation:
         self._fed: tuple[int, ...] = ()
 
     def feed(self, answer: Sequence[int], num_fed: int) -> torch.Tensor:
-        """Return the logits ``[n, V]`` behind each token of an answer from `num_fed` on."""
+        """Return the logits ``[n, V]`` after each token of an answer, from `num_fed` on."""
         if self._fed != tuple(answer[:num_fed]):
             self._begin()
             if num_fed:
@@ -74,5 +74,5 @@ class EvictingContinuation:
         return logits
 
     def report(self) -> EvictionReport:
-        """Return what was kept of the answer fed last."""
+        """Return which rows the latest answer kept."""
         return self._cache.report()

@@ -1,9 +1,9 @@
-"""Data sets in two layouts, read and checked whole before anything is computed.
+"""Data sets in two layouts, read and checked completely before anything is computed.
 
 MuSiQue layout: a JSON list of ``{question, answers, ctxs: [{title, text}]}``, each with an
-optional ``type``. A context may have ``before``, a list of the chunks of its document before it,
-and a question ``document_answers``, where the documents know what its contexts do not.
-LongBench layout: a JSON line each of ``{input, context, answers, dataset}``.
+optional ``type``. A context may have ``before``, a list of the earlier chunks of its document. A
+question may have ``document_answers``, for documents that know what its contexts do not.
+LongBench layout: one JSON line ``{input, context, answers, dataset}`` for each question.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def read_questions(data: str, num_questions: int | None = None) -> list[JudgedQu
     data
         The path of a file: ``.jsonl`` in LongBench layout, anything else in MuSiQue layout.
     num_questions
-        The first so many; None takes all.
+        Read only this many from the start; None reads all.
 
     Raises
     ------
     ParameterError
-        When the file is absent, empty or not of its layout; names record and field.
+        When the file is missing, empty or of another layout; names record and field.
     """
     if num_questions is not None and num_questions < 1:
         raise ParameterError(f"{num_questions} questions: expected at least 1")
@@ -55,7 +55,7 @@ def read_questions(data: str, num_questions: int | None = None) -> list[JudgedQu
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(f"{data}: cannot be read as UTF-8 text: {error}") from error
     records = _json_lines(text, data) if is_longbench else _json_list(text, data)
-    # All of them are checked: a broken record is a broken file, asked for or not.
+    # Every record is checked, requested or not: a broken record is a broken file.
     questions = [read(_Record(value, place)) for place, value in records]
     if not questions:
         raise ParameterError(f"{data}: the data set is empty, it holds no question")
@@ -84,7 +84,7 @@ def _parsed(text: str, place: str) -> Any:
 
 
 class _Record:
-    """One JSON object, whose fields are asked for by name and checked."""
+    """One JSON object with checked access to its fields by name."""
 
     def __init__(self, value: Any, place: str) -> None:
         if not isinstance(value, dict):
@@ -93,7 +93,7 @@ class _Record:
         self.place = place
 
     def text(self, field: str, default: str | None = None) -> str:
-        """Return a string; one that must be there must say something."""
+        """Return a string; without a default it must not be blank."""
         value = self._get(field, lambda v: isinstance(v, str), "a string", default)
         if default is None and not value.strip():
             raise ParameterError(f"{self.place}: field {field!r} is empty")
@@ -157,7 +157,7 @@ def _from_musique(record: _Record) -> JudgedQuestion:
 def _from_longbench(record: _Record) -> JudgedQuestion:
     name = record.text("dataset", default="")
     is_summary = name in _SUMMARIES
-    # Summaries of LongBench ask nothing: their instruction is in the task's prompt.
+    # LongBench's summary records ask nothing: the task's prompt holds their instruction.
     asked = record.text("input", default="" if is_summary else None).strip()
     return JudgedQuestion(
         place=record.place,
@@ -170,7 +170,7 @@ def _from_longbench(record: _Record) -> JudgedQuestion:
 
 
 def _pieces(context: str) -> tuple[str, ...]:
-    """Cut a long context at its passages, or else into runs of whole paragraphs."""
+    """Split a long context at its passages, or otherwise into runs of whole paragraphs."""
     passages = [part for part in map(normalise_text, _PASSAGE.split(context)) if part]
     if len(passages) > 1:
         return tuple(passages)

@@ -1,4 +1,4 @@
-"""Whether an answer is right, by its text."""
+"""Exact match: whether an answer's text is right."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def normalise_answer(text: str) -> str:
 
 
 def exact_match(given: str, answers: Sequence[str]) -> float:
-    """Return 1 when the normalised text equals an accepted answer's, else 0."""
+    """Return 1 if the normalised text equals an accepted answer's, otherwise 0."""
     normalised = normalise_answer(given)
     return float(any(normalised == normalise_answer(answer) for answer in answers))

@@ -1,4 +1,4 @@
-"""Policies held against full prefill, question by question."""
+"""Comparison of policies with full prefill, question by question."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from kvrag.tune.exact_match import exact_match
 from kvrag.tune.questions import JudgedQuestion, RenderedPrompt, render
 
 Entrant = tuple[str, float | None]
-"""A policy and its ratio; None for those that take none, or say it themselves."""
+"""A policy and its ratio; None for policies that take none, or include it in their name."""
 
 _CODEC = "raw"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One question under one policy, with what full prefill made of it.
+    """One question under one policy, compared with full prefill.
 
     Attributes
     ----------
     exact_match, reference_exact_match
-        Of the policy's answer and of full prefill's.
+        Score of the policy's answer, and of full prefill's.
     agrees
-        At each token of full prefill's answer, whether the policy's likeliest token is the same.
+        Whether the policy's likeliest token is the same, at each token of full prefill's answer.
     ttft_seconds
-        From the prompt's text to the first token.
+        Time from the prompt's text to the first token.
     num_rows
         Rows computed, summed over layers.
     num_cached
@@ -52,21 +52,20 @@ class Trial:
 def check_policies(policies: Sequence[str], ratios: Sequence[float]) -> None:
     """Raise ParameterError unless each policy can be judged at each ratio.
 
-    Policies that take a ratio need one at least.
+    Policies that take a ratio need at least one.
     """
     for name in policies:
         if name.partition(":")[0] == LoadingController.name:
             raise ParameterError(
-                "policy 'auto' is not judged itself, it chooses among the others "
-                "('kvrag calibrate')"
+                "policy 'auto' cannot be judged: it chooses among the others ('kvrag calibrate')"
             )
         make_repair(name)
     for ratio in ratios:
         check_ratio(ratio)
     if not ratios and any(map(takes_ratio, policies)):
         raise ParameterError(
-            "no ratio was given; only policy 'none' does without, and those that say themselves "
-            "what they spend ('query:ratio=0.1', 'boundary:tokens=8')"
+            "no ratio was given: give one, or choose policy 'none' or policies that name their "
+            "budget ('query:ratio=0.1', 'boundary:tokens=8')"
         )
 
 
@@ -82,7 +81,7 @@ def judge_policies(
 ) -> dict[Entrant, list[Trial]]:
     """Judge each policy at each ratio, on every question whose prompt fits the model.
 
-    Chunks are stored as the model computes them, and no link tokens stand after them.
+    Chunks are stored as the model computes them, without link tokens after them.
 
     Raises
     ------
@@ -104,7 +103,7 @@ def judge_policies(
         lambda done, total: say(f"computing chunk {done:,} of {total:,}"),
     )
     answerer = Answerer(model, max_tokens)
-    # The first forward pays for what every later one finds ready; let it not count.
+    # The first forward pass also pays for one-time setup; do not count it.
     _judge(bank, answerer, *prompts[0], list(judged))
     started = time.perf_counter()
     for done, (question, prompt) in enumerate(prompts):
@@ -156,17 +155,17 @@ def prompts_that_fit(
     use_chat_template: bool,
     num_links: int = 0,
 ) -> list[tuple[JudgedQuestion, RenderedPrompt]]:
-    """Return the questions whose prompt and longest answer the model holds.
+    """Return the questions whose prompt and longest answer fit the model.
 
     Parameters
     ----------
     num_links
-        Link tokens after each chunk: prompts are the same for all, those that hold with links.
+        Link tokens after each chunk. All prompts are the same set, those that fit with links.
 
     Raises
     ------
     ParameterError
-        When there is none.
+        When no prompt fits.
     """
     kept = []
     lengths = []
@@ -188,7 +187,7 @@ def prompts_that_fit(
 
 
 def progress(num_done: int, num_questions: int, seconds: float) -> str:
-    """Return a line that says which question it is, and how long the rest takes."""
+    """Return a line with the number of the current question and the remaining time."""
     line = f"question {num_done + 1:,} of {num_questions:,}"
     if num_done < 5:
         return line

@@ -1,4 +1,4 @@
-"""What it costs to load KV from an index's store."""
+"""The cost of loading KV from an index's store."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from kvrag.store.capabilities import tiers_of
 from kvrag.store.registry import without_password
 from kvrag.store.wrapper import read_whole
 
-# Prompts loaded: enough for a fit, few enough that a slow store takes seconds.
+# Prompts loaded: enough for a fit, and few enough that a slow store takes only seconds.
 _NUM_PROMPTS = 10
 
 
 def measure_loading(
     index: Index, num_chunks: int, say: Callable[[str], None] = lambda _: None
 ) -> LoadingCost | None:
-    """Load prompts of one chunk and of several, and fit what a chunk and a token cost.
+    """Load prompts of one chunk and of several, and fit the cost of a chunk and of a token.
 
-    Each tier of the store is measured by itself, with chunks spread over the index, none of which
-    is read again before all have been. A tier that holds none of them is given a few. One that
-    delivers nothing is taken to cost what the tier below it does.
+    Each tier of the store is measured separately, with chunks spread over the index, each read once
+    before any is read again. A tier that holds none of them gets a few. A tier that delivers
+    nothing is assumed to cost as much as the tier below it.
 
     Parameters
     ----------
     num_chunks
-        Chunks of the larger prompts.
+        Number of chunks in the larger prompts.
 
     Returns
     -------
     LoadingCost or None
-        None where the last tier, or a store without tiers, delivered nothing.
+        None if the last tier, or a store without tiers, delivered nothing.
     """
     store = index.store
     tiers = tiers_of(store)
@@ -71,7 +71,7 @@ def reading_from(index: Index, tier: Store) -> Iterator[None]:
 
 
 def spread(index: Index, num_chunks: int) -> list[Chunk]:
-    """Return chunks from all over the index, enough for all prompts if it has so many."""
+    """Return chunks from all over the index, enough for all prompts if it has this many."""
     ids: list[str] = []
     index.catalog.each_text(lambda chunk_id, _: ids.append(chunk_id))
     return index.get_chunks(ids[:: max(1, len(ids) // (_NUM_PROMPTS * num_chunks))])
@@ -99,7 +99,7 @@ def given(index: Index, tier: Store, chunks: Sequence[Chunk]) -> list[Chunk]:
 def measure_tier(
     index: Index, chunks: Sequence[Chunk], num_chunks: int, say: Callable[[str], None]
 ) -> tuple[float, float] | None:
-    """Return the seconds of a record and of a token, or None where nothing was delivered."""
+    """Return the seconds for a record and for a token, or None if nothing was delivered."""
     sizes = [
         num_chunks if number % 2 else max(1, num_chunks // 4) for number in range(_NUM_PROMPTS)
     ]
@@ -109,7 +109,7 @@ def measure_tier(
         say(f"loading prompt {number + 1} of {len(sizes) + 1}")
         chunks = list({chunk.chunk_id: chunk for chunk in islice(chosen, size)}.values())
         loaded, took = _load(index, chunks)
-        # The first finds nothing ready, and is not counted.
+        # The first prompt pays for one-time setup and is not counted.
         if number and loaded:
             amounts.append((float(len(loaded)), float(sum(span.length for span in loaded))))
             seconds.append(took)
@@ -120,13 +120,13 @@ def measure_tier(
 
 
 def _load(index: Index, chunks: Sequence[Chunk]) -> tuple[list[ReusedSpan], float]:
-    """Return what was loaded, and the seconds it took."""
+    """Return the loaded spans and the seconds that loading took."""
     spans, num_tokens = [], 0
     for chunk in chunks:
         length = index.num_rows(len(chunk.token_ids))
         spans.append(ReusedSpan(chunk.chunk_id, num_tokens, 0, length, chunk.contexts[0]))
         num_tokens += length
-    # Chunks that fit no prompt together are loaded all the same: any positions will do.
+    # Chunks that fit into no prompt together are loaded too: any positions will do.
     positions = [row % index.model.max_positions for row in range(num_tokens)]
     return load_spans(index, spans, num_tokens, positions)
 
@@ -139,17 +139,17 @@ def load_spans(
     load_threads: int = LOAD_THREADS,
     unneeded: Mapping[ReusedSpan, int] | None = None,
 ) -> tuple[list[ReusedSpan], float]:
-    """Load spans into a prompt's buffer with nothing computed beside it.
+    """Load spans into a prompt's buffer without computing anything meanwhile.
 
     Parameters
     ----------
     unneeded
-        Of how many first layers a span is not loaded.
+        For each span, the number of first layers that are not loaded.
 
     Returns
     -------
     (loaded, seconds)
-        The spans that could be had.
+        The available spans.
     """
     model = index.model
     buffer = FusedKV(model.spec, num_tokens, num_tokens, model.device)
@@ -170,7 +170,7 @@ def load_spans(
 
 
 def _opened(loader: SpanLoader, spans: Sequence[ReusedSpan]) -> Sequence[ReusedSpan]:
-    """Open the records of spans; return the spans that could be had."""
+    """Open the records of spans; return the available spans."""
     try:
         loader.open(spans)
     except LostError as error:

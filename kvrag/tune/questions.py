@@ -1,4 +1,4 @@
-"""A question with the chunks to answer it from, and the prompt made of both."""
+"""A question with its chunks, and the prompt made from both."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from transformers import PreTrainedTokenizerBase
 
 @dataclass(frozen=True)
 class Passage:
-    """A chunk to be given to the model.
+    """A chunk for the model to read.
 
     Attributes
     ----------
     text
-        Normalised.
+        The chunk's text, normalised.
     before
-        The chunks of its document before it, in order and normalised; empty where none are known.
+        The earlier chunks of its document, in order and normalised; empty if unknown.
     """
 
     text: str
@@ -33,7 +33,7 @@ class JudgedQuestion:
     place
         Where the record is, for messages.
     type
-        What the data set says the question needs; empty where it says nothing.
+        The kind of question, according to the data set; empty if it has none.
     question
         The question.
     answers
@@ -43,10 +43,10 @@ class JudgedQuestion:
     is_summary
         Whether the answer is a summary, which is scored by ROUGE-L as well.
     before
-        For each of `texts` the chunks of its document before it; empty where that is not known.
+        For each of `texts`, the earlier chunks of its document; empty if unknown.
     document_answers
-        What the documents answer where the chunks given do not; `answers` then says ``unknown``
-        or the like. Empty for most.
+        The documents' answers where the given chunks have none; `answers` then says ``unknown``
+        or the like. Empty for most questions.
     """
 
     place: str
@@ -67,13 +67,13 @@ class JudgedQuestion:
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A prompt's text, and whether the tokenizer is to add its special tokens."""
+    """A prompt's text, and whether the tokenizer must add its special tokens."""
 
     text: str
     add_special_tokens: bool
 
     def token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Return the ids that the plain pipeline feeds."""
+        """Return the ids that the plain pipeline feeds to the model."""
         encoding = tokenizer(self.text, add_special_tokens=self.add_special_tokens, verbose=False)
         return list(encoding["input_ids"])
 

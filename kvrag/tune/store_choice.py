@@ -1,4 +1,4 @@
-"""What keeping an index's KV in one store or another comes to (`kvrag choose-store`)."""
+"""The cost of keeping an index's KV in different stores (`kvrag choose-store`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvrag.store.registry import open_store, without_password
 from kvrag.tune.loading import given, measure_tier, reading_from, spread
 
 _NUM_CHUNKS = 5
-"""Of the larger prompts that are loaded to measure a store."""
+"""Number of chunks in the larger prompts that are loaded to measure a store."""
 
 
 def measure_and_choose(
@@ -36,34 +36,34 @@ def measure_and_choose(
 ) -> StoreChoice:
     """Measure stores, and choose the cheapest that loads an index's chunks in time.
 
-    A store that holds none of the index's KV is given the records of a few chunks, which are
-    removed again.
+    A store that holds none of the index's KV gets the records of a few chunks, which are removed
+    afterwards.
 
     Parameters
     ----------
     urls
-        The stores.
+        URLs of the stores.
     prices, where
-        What they cost, and where that is written.
+        The stores' prices, and the file that they come from.
     loss
-        Share of quality that may be lost: it says what is computed again.
+        Share of quality that may be lost, which determines what is computed again.
     reads
         How often a chunk is read in a month.
 
     Raises
     ------
     ParameterError
-        When the index is empty or not calibrated, a store's price is not known, or `reads` is below
-        0 or not finite.
+        When the index is empty or not calibrated, a store's price is unknown, or `reads` is below 0
+        or not finite.
     StoreError
         When a store does not answer.
     """
     if not 0.0 <= reads < math.inf:
-        raise ParameterError(f"reads {reads}: expected 0 or more a month, and finite")
+        raise ParameterError(f"reads {reads}: expected a finite number a month, 0 or more")
     calibration = index.calibration
     if calibration is None:
         raise ParameterError(
-            f"{index.path}: what computing costs was not measured: run 'kvrag calibrate' first"
+            f"{index.path}: the cost of computing is not measured yet: run 'kvrag calibrate' first"
         )
     rows, size_bytes = _contents(index)
     named = [(url, price_of(url, prices, where)) for url in urls]
@@ -88,7 +88,7 @@ def measure_and_choose(
 
 
 def _contents(index: Index) -> tuple[list[int], int]:
-    """Return the rows of every record that the index needs, and the bytes of all of them."""
+    """Return the rows of every record that the index needs, and their total bytes."""
     needed = index.catalog.keys()
     if not needed:
         raise ParameterError(f"{index.path}: the index is empty, there is nothing to keep")
@@ -100,7 +100,7 @@ def _contents(index: Index) -> tuple[list[int], int]:
 def _recompute_seconds(
     calibration: Calibration, num_layers: int, rows: Sequence[int], loss: float
 ) -> tuple[str, list[float]]:
-    """Return what ``auto`` takes, and the seconds of what that computes again of each chunk."""
+    """Return ``auto``'s time for a prompt, and the seconds it recomputes for each chunk."""
     auto = LoadingController(loss=loss, calibration=calibration)
 
     def prompt(num_rows: int) -> PromptRows:
@@ -116,7 +116,7 @@ def _recompute_seconds(
 def _cost_of(index: Index, store: Store) -> TierCost:
     url = without_password(store.url)
     chunks = spread(index, _NUM_CHUNKS)
-    # A store that does not answer is not measured: what it has must not be taken for borrowed.
+    # A store that does not answer is not measured: its own records must not count as borrowed.
     ours = [chunk for chunk in chunks if store.contains(index.key_of(chunk))]
     borrowed: list[ChunkKey] = []
     try:
@@ -130,5 +130,5 @@ def _cost_of(index: Index, store: Store) -> TierCost:
             with suppress(StoreError):
                 store.delete(key)
     if found is None:
-        raise StoreError(f"{url} delivered nothing: see that it can be written and has room")
+        raise StoreError(f"{url} delivered nothing: check that it is writable and has room")
     return TierCost(url, *found)

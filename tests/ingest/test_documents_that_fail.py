@@ -271,9 +271,9 @@ def test_sources_and_metadata_that_are_none_are_refused(index: Index) -> None:
     report = index.add([GOOD, Document(odd, "abc"), Document("bad", "abc", odd), Document("", " ")])
     assert report.added == ("good",)
     assert [failed.source for failed in report.failed] == [
-        "number 2 of those given (Document)",
+        "input 2 (Document)",
         "bad",
-        "number 4 of those given (Document)",
+        "input 4 (Document)",
     ]
     assert "the source of a document is a value of type NoneType" in report.failed[0].reason
     assert "the metadata is a value of type NoneType" in report.failed[1].reason
@@ -284,7 +284,7 @@ def test_of_two_documents_of_one_source_the_earlier_is_refused(index: Index) -> 
     assert report.added == ("dup", "good")
     (failed,) = report.failed
     assert failed.source == "dup"
-    assert "another document of this source was given after it" in failed.reason
+    assert "a later document in this call has the same source" in failed.reason
     (again,) = index.add([Document("dup", "one"), Document("dup", "three")]).failed
     assert "stays" not in again.reason
     assert "three" in {hit.chunk.text for hit in index.search("x", 9)}

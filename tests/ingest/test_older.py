@@ -136,7 +136,7 @@ def test_a_catalog_that_cannot_be_opened_is_set_aside(
         assert "verify --repair" not in caplog.text
         assert ("set aside" in caplog.text) == (damage != "missing")
         report = again.add(docs)
-        assert "all documents were lost; ingest again what this run was not given" in report.note
+        assert "all documents were lost; ingest all the others again" in report.note
         assert not again.add(docs).note
         assert (len(report.added), report.num_records) == (3, 0)
         assert again.upkeep.verify().ok

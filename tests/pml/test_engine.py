@@ -127,7 +127,7 @@ def test_gc_keeps_what_a_schema_needs_until_it_is_forgotten(pml: PMLEngine) -> N
 def test_gc_trusts_no_damaged_list(pml: PMLEngine, content: bytes) -> None:
     pml.encode(WHOLE)
     (pml.engine.index.path / FOLDER / "pml-s.json").write_bytes(content)
-    with pytest.raises(IndexFormatError, match="no list of kept records"):
+    with pytest.raises(IndexFormatError, match="not a list of kept records"):
         pml.engine.index.upkeep.gc()
     pml.encode(WHOLE)
     assert pml.engine.index.upkeep.gc().num_records == 0
