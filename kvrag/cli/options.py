@@ -164,8 +164,12 @@ BenchModelOption = Annotated[
 ShapeOption = Annotated[
     str, typer.Option(help="Without --model: random weights in the shape of this model.")
 ]
-QuestionTokensOption = Annotated[int, typer.Option(min=1, help="Tokens of the question.")]
-RepeatsOption = Annotated[int, typer.Option(min=1, help="Runs; the median counts.")]
+QuestionTokensOption = Annotated[
+    int, typer.Option(min=1, help="Tokens of the question.", rich_help_panel=TUNING)
+]
+RepeatsOption = Annotated[
+    int, typer.Option(min=1, help="Runs; the median counts.", rich_help_panel=TUNING)
+]
 MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
 TemperatureOption = Annotated[
     float,

@@ -1,7 +1,7 @@
 """What clients of `kvrag serve-kv` get while others hold connections and send next to nothing.
 
-The server runs in a process of its own, as users start it, and so do those who drip. Quiet and
-disturbed spells alternate, so that a machine that drifts drifts for both.
+The server runs in a separate process, as users start it. The dripping clients do too. Quiet and
+disturbed spells alternate, so that a machine's drift affects both.
 """
 
 from __future__ import annotations

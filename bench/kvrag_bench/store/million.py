@@ -27,7 +27,7 @@ _NUM_LOOKUPS = 2000
 
 @dataclass(frozen=True)
 class MillionRow:
-    """What so many chunks cost.
+    """Costs of a catalog and store with that many chunks.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class MillionRow:
 def measure_million(
     folder: Path, num_chunks: int, on_progress: Callable[[str], None]
 ) -> MillionRow:
-    """Make a catalog and a store, open them anew, and look chunks up."""
+    """Make a catalog and a store, open them again, and look chunks up."""
     started = time.perf_counter()
     path = folder / "catalog.sqlite"
     with closing(Catalog.create(path)) as catalog:

@@ -91,7 +91,7 @@ def measure_reads(
         plain.write_bytes(b"".join(record_number(n, layer_bytes) for n in range(num_records)))
         keys = [key_number(number) for number in range(num_records)]
         size_bytes = plain.stat().st_size
-        # As large as all that is read: each layer of a prompt has a place of its own.
+        # As large as everything read: each layer of a prompt has a separate place.
         buffer = np.zeros(size_bytes, dtype=np.uint8)
         seconds = []
         with plain.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as m:
