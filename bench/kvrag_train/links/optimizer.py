@@ -20,7 +20,7 @@ _TABLES = frozenset({"links/embeddings", "links/keys", "links/values", "links/an
 def new_optimizer(
     trained: Mapping[str, nn.Parameter], options: LinkTrainingOptions
 ) -> torch.optim.Optimizer:
-    """Return AdamW over the trained parameters, by name; ``"rate"`` of each group is its peak rate."""
+    """Return AdamW over the parameters, by name; ``"rate"`` of each group is its peak rate."""
     groups = [
         {"params": [w for name, w in trained.items() if (name in _TABLES) is own], "rate": rate}
         for own, rate in ((True, options.link_learning_rate), (False, options.rate))
