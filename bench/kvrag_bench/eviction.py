@@ -46,7 +46,7 @@ class EvictionBenchOptions:
         A model folder or name; None takes random weights of `shape`
         (`kvrag_bench.shapes.SHAPES`).
     num_tokens
-        Of the prompt: generated documents for a model, random words for random weights.
+        Tokens of the prompt: generated documents for a model, random words for random weights.
     evictions
         Policies.
     num_steps
@@ -90,7 +90,7 @@ class EvictionBenchRow:
     step_seconds, full_step_seconds, step_ratio
         Median times of one token through the whole model, and their ratio.
     attention_seconds, full_attention_seconds, attention_ratio
-        Likewise of its attention alone, over all layers, policy and cache included.
+        The same for its attention alone, over all layers, policy and cache included.
     size_bytes, full_bytes
         Size that the cache reports after the steps, and size of the full cache's rows.
     resident_bytes, full_resident_bytes, peak_bytes

@@ -32,7 +32,7 @@ def median_seconds(work: Callable[[], object], repeats: int = 3) -> float:
 
 @dataclass(frozen=True)
 class Floor:
-    """What a query must at least cost.
+    """The least cost of a query.
 
     Attributes
     ----------

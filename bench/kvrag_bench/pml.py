@@ -64,7 +64,7 @@ class PMLBenchOptions:
 
 @dataclass(frozen=True)
 class PMLBenchRow:
-    """What was measured; seconds are medians.
+    """The results; seconds are medians.
 
     Attributes
     ----------

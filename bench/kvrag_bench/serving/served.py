@@ -27,12 +27,12 @@ QUESTION_TOKENS = 24
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """What is served.
+    """Options of the served model and its workloads.
 
     Attributes
     ----------
     shape
-        Of the random model, a name in `kvrag_bench.shapes.SHAPES`.
+        Shape of the random model, a name in `kvrag_bench.shapes.SHAPES`.
     context_tokens
         Tokens of the chunks in a prompt whose time to first token is measured.
     num_chunks
@@ -73,7 +73,7 @@ class Served:
     Parameters
     ----------
     index
-        Of the documents.
+        Index of the documents.
     transport
         The way to the engine.
     """

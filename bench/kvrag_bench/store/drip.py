@@ -30,7 +30,7 @@ from kvrag_bench.store.records import key_number
 
 SPELL_SECONDS = 0.5
 DRIP_SECONDS = 1.0
-"""Between two bytes of one who drips; who was sent away comes again then."""
+"""Pause between two bytes of a dripping client, or before a dropped client connects again."""
 
 # For connections that come or go all at once.
 _SETTLING_SECONDS = 0.2
@@ -87,11 +87,11 @@ def measure_drip(
     Parameters
     ----------
     folder
-        Where the store is put.
+        Folder of the store.
     num_clients
         Clients that disturb.
     rounds
-        Of each case.
+        Rounds of each case.
     command
         Starts the server; options follow.
     """

@@ -34,7 +34,7 @@ class MillionRow:
     num_chunks, num_files, size_bytes
         Chunks, files of the store, and bytes of catalog and store.
     build_seconds
-        To make both, all at once.
+        Time to make both in one go.
     open_seconds
         Catalog, store and the first look-up, by a fresh object each; the pages may be in memory.
     lookup_seconds, slowest_lookup_seconds

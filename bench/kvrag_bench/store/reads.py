@@ -28,13 +28,13 @@ class ReadRow:
     Attributes
     ----------
     store
-        Its URL, without a password.
+        The store's URL, without a password.
     num_records, size_bytes
         What was read in each round.
     read_bytes_per_second, checked_bytes_per_second
-        Of the store, without and with comparing checksums; medians of rounds.
+        The store's rates, without and with comparing checksums; medians of rounds.
     copy_bytes_per_second
-        Of copying the same bytes out of a mapping of a plain file, layer by layer.
+        Rate of copying the same bytes out of a mapping of a plain file, layer by layer.
     share
         The median over the rounds of the store's rate over the copy's in the same round.
     open_seconds
@@ -64,7 +64,7 @@ class ReadersRow:
     num_wrong
         Reads that gave other bytes than were written, or an error.
     bytes_per_second
-        Of all threads together.
+        Rate of all threads together.
     """
 
     store: str
