@@ -46,14 +46,14 @@ class EvictionBenchOptions:
         A model folder or name; None takes random weights of `shape`
         (`kvrag_bench.shapes.SHAPES`).
     num_tokens
-        Of the prompt: generated documents for a model, random words for random weights.
+        Tokens of the prompt: generated documents for a model, random words for random weights.
     evictions
         Policies.
     num_steps
-        Tokens decoded and timed, behind one that does not count.
+        Tokens decoded and timed, after one that does not count.
     sharpness
-        Queries of random weights are multiplied by it: theirs attend to all keys alike, and a
-        policy that asks for weights finds nothing to forget.
+        Factor of the queries of random weights: without it they attend to all keys alike, and a
+        policy that uses attention weights finds nothing to forget.
     """
 
     model: str | None = None
@@ -79,23 +79,23 @@ class EvictionBenchOptions:
 
 @dataclass(frozen=True)
 class EvictionBenchRow:
-    """One policy behind one prompt.
+    """One policy after one prompt.
 
     Attributes
     ----------
     prompt_share, kept_share
-        Keys kept behind the prompt, and of all at the end.
+        Share of keys kept after the prompt, and of all keys at the end.
     evict_seconds
-        Pruning the prompt: its last queries computed once more, and what is kept copied.
+        Time to prune the prompt: compute its last queries again and copy the kept rows.
     step_seconds, full_step_seconds, step_ratio
-        Medians of one token through the whole model, and the ratio.
+        Median times of one token through the whole model, and their ratio.
     attention_seconds, full_attention_seconds, attention_ratio
-        Likewise of its attention alone, over all layers, policy and cache included.
+        The same for its attention alone, over all layers, policy and cache included.
     size_bytes, full_bytes
-        What the cache says it takes behind the steps, and what the full cache's rows would take.
+        Size that the cache reports after the steps, and size of the full cache's rows.
     resident_bytes, full_resident_bytes, peak_bytes
-        By how much resident memory is higher with the pruned cache than with none, with the full
-        one, and at the most while it was pruned.
+        Increase of resident memory over no cache: with the pruned cache, with the full one, and
+        the most while pruning.
     """
 
     model: str
@@ -198,7 +198,7 @@ def _text(model: KVModel, num_tokens: int, *, is_random: bool) -> str:
 
 
 def _copied(model: KVModel, fused: FusedPrompt) -> FusedPrompt:
-    """Return the prompt with a buffer of its own."""
+    """Return the prompt with a separate buffer."""
     kv = fused.kv
     own = FusedKV(model.spec, kv.num_tokens, kv.capacity, model.device, kv.storage.clone())
     return replace(fused, kv=own)

@@ -32,7 +32,7 @@ def median_seconds(work: Callable[[], object], repeats: int = 3) -> float:
 
 @dataclass(frozen=True)
 class Floor:
-    """What a query must at least cost.
+    """The least cost of a query.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ class FloorMeter:
         before = 0
         for layer_index, num_rows in enumerate(report.rows_by_layer):
             if layer_index == spec.num_layers - 1:
-                # Of the last layer only K/V are needed, and one token's output.
+                # The last layer needs only K/V, and one token's output.
                 operations = per_row + num_rows * per_projection
             else:
                 operations = num_rows * per_row

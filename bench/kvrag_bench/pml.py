@@ -42,7 +42,7 @@ class PMLBenchOptions:
     policy, ratio
         How reused modules are repaired.
     batch
-        Prompts of the same modules answered together, each with a text of its own.
+        Number of prompts of the same modules answered together, each with a different text.
     """
 
     model: str | None = None
@@ -64,7 +64,7 @@ class PMLBenchOptions:
 
 @dataclass(frozen=True)
 class PMLBenchRow:
-    """What was measured; seconds are medians.
+    """The results; seconds are medians.
 
     Attributes
     ----------
@@ -141,7 +141,7 @@ def run_pml_bench(
             fused = engine.fuse(pml.place(prompt), policy=options.policy, ratio=ratio, max_tokens=1)
             int(fused.logits.argmax())
             times.append(time.perf_counter() - started)
-            # As generation does behind an answer.
+            # As generation does after an answer.
             engine.give_back(fused)
         ttft = median(times[1:])
         floor = FloorMeter(model).measure(fused.report).seconds

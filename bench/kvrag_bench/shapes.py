@@ -30,8 +30,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
-    # What serving is timed with. A Llama: saved to a folder, a Qwen2 would be given Qwen2's own
-    # tokenizer by Transformers when it is loaded, whatever lies beside it.
+    # The shape for timing serving. It is a Llama: when a saved Qwen2 is loaded, Transformers gives
+    # it Qwen2's own tokenizer, whatever the folder has.
     "100m": {
         "model_type": "llama",
         "vocab_size": 8192,
@@ -123,7 +123,7 @@ def random_text(model: KVModel, num_tokens: int, seed: int) -> str:
     encode = model.tokenizer.backend_tokenizer.encode
     text = " ".join(words)
     offsets = encode(text, add_special_tokens=False).offsets
-    # A word may be several tokens: cut behind the last character of the token wanted.
+    # A word may be several tokens: cut after the last character of the last token wanted.
     text = text[: offsets[num_tokens - 1][1]]
     found = len(encode(text, add_special_tokens=False).ids)
     if found != num_tokens:

@@ -46,7 +46,7 @@ class TTFTOptions:
     policies
         Policies to time.
     ratio
-        Share that those which take one compute again.
+        Share that policies with a ratio recompute.
     repeats
         Timed runs, of which the median is reported; one more runs first and does not count.
     """
@@ -82,11 +82,11 @@ class TTFTRow:
     floor_seconds, floor_ratio
         The least it could take here (`FloorMeter`), and `ttft_seconds` over it.
     peak_bytes
-        By how much resident memory rose during one query, the model being loaded already.
+        Rise of resident memory during one query, with the model already loaded.
     kv_bytes
         Bytes of the prompt's fused KV, to hold `peak_bytes` against.
     select_share
-        Of `ttft_seconds`, what choosing took: looking where the question looks, and comparing.
+        Share of `ttft_seconds` spent on choosing: observing the question, and comparing.
     work_ratio
         Multiplications carried out over those that fresh and chosen tokens need
         (`kvrag_bench.work`).

@@ -36,7 +36,7 @@ def operations_needed(model: KVModel, fused: FusedPrompt) -> int:
     """Return what it takes to compute the fresh and the chosen rows, each once, in every layer.
 
     A row needs its layer's linear maps, and attention over the keys up to its own (no sliding
-    windows); in the last layer K/V alone, but for the last token, which also needs its logits. Rows
+    windows). The last layer needs only K/V, except for the last token, which needs its logits. Rows
     that a policy computes only to choose by are not needed.
     """
     config, spec = model.hf.config, model.spec
@@ -47,7 +47,7 @@ def operations_needed(model: KVModel, fused: FusedPrompt) -> int:
     total = 2 * sum(weight.numel() for weight in head.parameters() if weight.ndim == 2)
     for layer_index, layer in enumerate(layers):
         linear = 2 * sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear))
-        # What is chosen behind the first layer; more in it serves the choice.
+        # Count what was chosen after the first layer; more rows in that one serve the choice.
         picks = fused.picks[max(layer_index, min(1, len(fused.picks) - 1))]
         rows = torch.cat([fused.fresh, picks])
         if layer_index == spec.num_layers - 1:

@@ -49,7 +49,7 @@ def sample_context(
     grammar
         How varied the text is.
     subject_names
-        A source of its own for the persons' names.
+        A separate source for the persons' names.
     """
     names.forget()
     persons = plan_people(num_chunks, names, grammar, rng, subject_names=subject_names)

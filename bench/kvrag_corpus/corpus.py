@@ -49,7 +49,7 @@ class CorpusQuestion:
         The question.
     answers
         Accepted answers, the bare one first: word for word in one of the chunks, or
-        ``"unknown"``. Of two hops the last says the person in between before it.
+        ``"unknown"``. For two hops the last one names the person in between first.
     chunks
         The retrieved chunks; some only distract.
     supporting

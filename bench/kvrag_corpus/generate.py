@@ -39,8 +39,8 @@ def generate_corpus(
     Returns
     -------
     Corpus
-        Every five questions share one context. No two persons that documents tell of have
-        the same name; a continuation is the second paragraph of its person's file.
+        Every five questions share one context. No two persons in the documents have the same
+        name; a continuation is the second paragraph of its person's file.
 
     Raises
     ------
@@ -69,8 +69,8 @@ def generate_corpus(
 def _file_chunks(context: Context, documents: list[SourceDocument]) -> tuple[ContextChunk, ...]:
     """Append the files of `context` to `documents`; return its chunks with their places.
 
-    An intro and its continuation are one file of two paragraphs; an update is a file of its
-    own, as a later report would be.
+    An intro and its continuation are one file of two paragraphs; an update is a separate file, as a
+    later report would be.
     """
     files: dict[tuple[int, bool], list[int]] = {}
     for index, chunk in enumerate(context.chunks):

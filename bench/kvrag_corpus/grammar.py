@@ -142,9 +142,9 @@ class Grammar:
     facts_per_chunk
         Smallest and largest number of sentences in a chunk.
     pronoun_share
-        How many of the later sentences of a chunk say "She" or "He" in place of the trade.
+        Share of a chunk's later sentences that use a pronoun in place of the trade.
     name_share
-        How many of the others name the person again where the chunk is no continuation.
+        Share of the others that name the person again, if the chunk is no continuation.
     relations_per_context
         How many relations the documents of one question draw from; few, so that the
         relation alone never tells the answer.

@@ -12,7 +12,7 @@ def is_readable(chunks: list[PlannedChunk]) -> bool:
 
     A continuation follows a chunk that names its person, and no other person of the same
     trade is named between the two; an update follows its intro. A continuation without
-    predecessor (an orphan) has a trade of its own, so nothing is asked of it.
+    predecessor (an orphan) has a unique trade, so no question asks about it.
     """
     named_last: dict[str, Person] = {}
     for chunk in chunks:
@@ -28,7 +28,7 @@ def is_readable(chunks: list[PlannedChunk]) -> bool:
 
 
 def named_last_persons(chunks: list[PlannedChunk], before: PlannedChunk) -> list[Person]:
-    """Return the persons whose intro stands before the chunk `before`."""
+    """Return the persons whose intro precedes the chunk `before`."""
     earlier = chunks[: chunks.index(before)]
     return [chunk.person for chunk in earlier if chunk.kind is ChunkKind.INTRO]
 

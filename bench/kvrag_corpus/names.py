@@ -22,7 +22,7 @@ _CODAS = "lmnrskdv"
 _MIDDLES = [*"lmnrsvdk", "th"]
 _ENDINGS = ["", "a", "e", "o", "y", "is"]
 _NUM_HEADS, _NUM_TAILS = 256, 128
-# Of every ten names seven are for training, one for validation, two for the test.
+# Seven of ten names are for training, one for validation, two for the test.
 _SPLIT_OF_BUCKET: list[Split] = [*(SPLITS[0],) * 7, SPLITS[1], SPLITS[2], SPLITS[2]]
 
 

@@ -33,7 +33,7 @@ class Fact:
 
 @dataclass
 class Person:
-    """Somebody the documents tell of, with the facts of each of their chunks."""
+    """A person in the documents, with the facts of each of their chunks."""
 
     name: str
     trade: str
@@ -148,7 +148,7 @@ def plan_people(
     rng
         Where randomness comes from.
     subject_names
-        A source of its own for the persons' names, to keep them unique in a corpus.
+        A separate source for the persons' names, to keep them unique in a corpus.
 
     Returns
     -------

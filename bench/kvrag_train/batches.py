@@ -1,8 +1,8 @@
 """Packs contexts and their questions into one forward.
 
-The documents come first; behind them stand all questions, each with its answer, each
-attending to the documents and to itself and not to another question, with positions that
-continue after the documents. Every question is thus asked exactly as if it stood alone.
+The documents come first; all questions follow, each with its answer. Each question attends to the
+documents and to itself, not to other questions, and its positions continue after the documents.
+Every question is thus asked exactly as if it were alone.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Item:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Token rows and all that the masks and the loss need; every tensor (rows, tokens).
+    """Token rows and everything that the masks and the loss need; every tensor (rows, tokens).
 
     Attributes
     ----------
     input_ids, position_ids
         int64; what the model reads.
     segments
-        int64; 0 for what all questions of the row share, else the question's number.
+        int64; 0 for tokens that all questions of the row share, otherwise the question's number.
     documents
         int64; the document's number, -1 outside documents.
     targets
-        int64; the next token where it belongs to an answer, `IGNORED` elsewhere.
+        int64; the next token if it belongs to an answer, otherwise `IGNORED`.
     question_ids
         int64; which question of the batch a target belongs to, -1 elsewhere.
     question_types
@@ -94,7 +94,7 @@ class _Row:
         self._put(ids, len(self.input_ids), 0, document)
 
     def put_question(self, asked: list[int], answered: list[int], question_id: int) -> None:
-        """Append a question with its answer (end included), behind the shared tokens."""
+        """Append a question with its answer (end included) after the shared tokens."""
         start = self.segments.count(0)
         self._put(asked + answered[:-1], start, self.segments[-1] + 1, -1)
         self.targets[-len(answered) :] = answered

@@ -16,7 +16,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Read the weights alone, by the names that the model gives them."""
+    """Read only the weights, by their names in the model."""
     with safe_open(str(path), framework="pt") as file:
         names = [name for name in file.keys() if name.startswith("weight/")]  # noqa: SIM118
         return {name.removeprefix("weight/"): file.get_tensor(name) for name in names}

@@ -17,13 +17,13 @@ def copying_batch(
     Parameters
     ----------
     token_ids
-        Where tokens are drawn from: those of names, which are what answers copy.
+        Tokens to draw from: those of names, which answers copy.
     num_rows
-        How many rows.
+        Number of rows.
     length
         Tokens of the sequence that is repeated.
     rng
-        Where randomness comes from.
+        Source of randomness.
 
     Returns
     -------

@@ -34,15 +34,15 @@ class Stage:
     Attributes
     ----------
     num_documents
-        How many documents, as weights by count.
+        Weights of the numbers of documents.
     grammar
-        How varied the text is.
+        Variety of the text.
     shares
         Relative frequency of each question type.
     pass_mark
         The accuracy (running mean) at which the next stage begins.
     all_formats
-        Whether every prompt format is used, or the plain one alone.
+        Whether every prompt format is used, or only the plain one.
     """
 
     num_documents: Mapping[int, float]

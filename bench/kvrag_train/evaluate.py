@@ -51,7 +51,7 @@ def evaluate(
     Parameters
     ----------
     isolate_documents
-        Score plain reuse: every document computed behind BOS alone, nothing repaired.
+        Score plain reuse: every document computed after BOS alone, nothing repaired.
 
     Returns
     -------

@@ -65,11 +65,11 @@ def export(run: Path, folder: Path, num_questions: int, dtype: torch.dtype) -> N
     run
         A folder of `kvrag_train.tiny`; a ``notes.md`` in it goes to the card's end.
     folder
-        Where to write.
+        Folder to write to.
     num_questions
-        How many held-out questions to measure with.
+        Number of held-out questions to measure with.
     dtype
-        Of the shipped weights; scores are measured with them, in float32 arithmetic.
+        Element type of the shipped weights; scores are measured with them, in float32 arithmetic.
     """
     options = TrainingOptions(**json.loads((run / "options.json").read_text()) | {"out": run})
     trainer = Trainer(options)
@@ -113,7 +113,7 @@ def _read_parts(run: Path) -> list[Part]:
     if not (run / "log.jsonl").exists():
         return []
     options = TrainingOptions(**json.loads((run / "options.json").read_text()) | {"out": run})
-    # Steps done again after a resumption count once, as they were done last.
+    # Steps repeated after a resumption count once, with their last record.
     by_step = {r["step"]: r for r in map(json.loads, (run / "log.jsonl").open())}
     records = [by_step[step] for step in sorted(by_step)]
     return [*_read_parts(run / FIRST_PART), Part(options, records)]

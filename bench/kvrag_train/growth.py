@@ -16,8 +16,8 @@ def grow(
 ) -> dict[str, torch.Tensor]:
     """Return the weights of a deeper model that computes what `weights` compute.
 
-    Behind the first `place` layers, or behind all, stands a copy of each of the layers `twins`,
-    in that order, with outputs of zero: it looks where its twin looks and adds nothing yet.
+    Copies of the layers `twins` are inserted in that order, after the first `place` layers or after
+    all. Their outputs are zero: a copy looks where its twin looks and adds nothing yet.
 
     Raises
     ------

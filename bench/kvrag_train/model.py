@@ -33,7 +33,7 @@ def build_config(
 def answer_logits(
     model: LlamaForCausalLM, batch: PackedBatch, isolate_documents: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the model and return what concerns answers only.
+    """Run the model and return only the answers' logits.
 
     Returns
     -------
@@ -55,8 +55,8 @@ def questions_right(
 ) -> torch.Tensor:
     """Return for each question whether greedy decoding would give its answer exactly.
 
-    Each token is predicted behind the right ones before it; greedy decoding follows the same
-    path exactly when every one of them, the end of the answer included, comes out first.
+    Each token is predicted after the right ones before it; greedy decoding follows the same
+    path exactly if every one of them, the end of the answer included, is ranked first.
     """
     right = (logits.argmax(-1) == targets).to(torch.int64)
     worst = torch.ones(int(question_ids.max()) + 1, dtype=torch.int64)

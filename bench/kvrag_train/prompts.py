@@ -22,7 +22,7 @@ class PromptFormat:
     before_documents
         Text between BOS and the first document.
     after_documents
-        Text behind the last document, up to the part that differs by question.
+        Text after the last document, up to the part that differs by question.
     question
         The rest, with ``{question}``.
     """

@@ -1,9 +1,9 @@
 """Train kvrag-tiny: ``python -m kvrag_train.tiny --out FOLDER``.
 
 A run has two parts. The first, in ``FOLDER/first``, trains five layers from nothing through all
-stages of the curriculum but the last; the second, in ``FOLDER``, adds layers and goes on in the
-last stage. ``--start`` names trained weights to begin the second part with, and leaves the first
-out. Each part writes ``checkpoint.safetensors`` and ``log.jsonl`` into its folder and continues
+stages of the curriculum but the last; the second, in ``FOLDER``, adds layers and continues in
+the last stage. ``--start`` names trained weights for the second part to begin with, and skips the
+first. Each part writes ``checkpoint.safetensors`` and ``log.jsonl`` into its folder and continues
 from them when it is started again.
 """
 
@@ -47,7 +47,7 @@ FIRST_PART = "first"
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What one part of a run is made of; the defaults are the second part's."""
+    """The options of one part of a run; the defaults are the second part's."""
 
     out: Path
     steps: int = 1240
@@ -59,8 +59,8 @@ class TrainingOptions:
     learning_rate: float = 1.5e-3
     hidden_size: int = 128
     num_layers: int = 6
-    twins: str = "3"  # layers of the model gone on from that are repeated
-    grow_at: int = 4  # how many of its layers stand before the repeated ones
+    twins: str = "3"  # layers of the initial model that are repeated
+    grow_at: int = 4  # number of its layers before the repeated ones
     last_stage: int = len(STAGES)  # 1 to 6
     seed: int = 0
     threads: int = 1
@@ -68,7 +68,7 @@ class TrainingOptions:
     evaluate_every: int = 100
     evaluate_questions: int = 600
     save_every: int = 25
-    start: str = ""  # trained weights, to go on from in the last stage
+    start: str = ""  # trained weights with which the last stage begins
 
     def first_part(self) -> TrainingOptions:
         """Return the options of the part that comes before this one."""
@@ -182,7 +182,7 @@ class Trainer:
         return loss, float(questions_right(logits, targets, ids).float().mean())
 
     def _note(self, copying: bool, accuracy: float) -> None:
-        """Keep the running accuracy of the present phase, and go on to the next when due."""
+        """Keep the running accuracy of the present phase, and begin the next one when it is due."""
         progress = self.progress
         if progress.copying_done < 0:
             progress.accuracy += 0.1 * (accuracy - progress.accuracy)
@@ -249,7 +249,7 @@ def train(options: TrainingOptions) -> None:
 
 def main() -> None:
     """Run the command line."""
-    # A terminated run takes its workers along: daemons end when this process exits.
+    # A terminated run ends its workers too: daemons end when this process exits.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     train(_parse(None))
 

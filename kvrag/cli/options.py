@@ -165,8 +165,13 @@ BenchModelOption = Annotated[
 ShapeOption = Annotated[
     str, typer.Option(help="Without --model: random weights in the shape of this model.")
 ]
-QuestionTokensOption = Annotated[int, typer.Option(min=1, help="Tokens in the question.")]
-RepeatsOption = Annotated[int, typer.Option(min=1, help="Number of runs; the median is reported.")]
+QuestionTokensOption = Annotated[
+    int, typer.Option(min=1, help="Tokens in the question.", rich_help_panel=TUNING)
+]
+RepeatsOption = Annotated[
+    int,
+    typer.Option(min=1, help="Number of runs; the median is reported.", rich_help_panel=TUNING),
+]
 MaxTokensOption = Annotated[
     int, typer.Option("--max-tokens", help="Maximum length of the answer, in tokens.")
 ]

@@ -1,1 +1,1 @@
-"""Hugging Face decoders behind one interface."""
+"""Hugging Face decoders with one interface."""

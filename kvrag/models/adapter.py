@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 from kvrag.models.families import find_family
 
 Gate = Callable[[], torch.Tensor | None]
-"""Returns which of the rows at hand the adapter acts on, bool ``[n]``; None: on all."""
+"""Returns which of the current rows the adapter acts on, bool ``[n]``; None: on all."""
 
 
 class _Innermost(threading.local):
-    """Of each model (by identity) the adapter that acts in this thread's forwards."""
+    """The adapter that acts in this thread's forwards, for each model (by identity)."""
 
     def __init__(self) -> None:
         self.by_model: dict[int, object] = {}
@@ -35,17 +35,17 @@ _innermost = _Innermost()
 
 @contextmanager
 def without_adapters(hf: PreTrainedModel, instead: object = None) -> Iterator[None]:
-    """Let adapters that act around this rest in the calling thread's forwards of a model.
+    """Suspend surrounding adapters in the calling thread's forwards of a model.
 
-    A forward then gives what it gives outside: indexing and fusing stay right wherever a user
-    calls them.
+    A forward then gives what it gives without an adapter, so indexing and fusing stay right
+    wherever a user calls them.
 
     Parameters
     ----------
     hf
         The model.
     instead
-        Names what acts now; None: nothing.
+        Name of what acts now; None: nothing.
     """
     outer = _innermost.by_model.get(id(hf))
     _innermost.by_model[id(hf)] = instead
@@ -53,7 +53,7 @@ def without_adapters(hf: PreTrainedModel, instead: object = None) -> Iterator[No
         yield
     finally:
         if outer is None:
-            # Another model may have this identity later.
+            # Another model may get this identity later.
             _innermost.by_model.pop(id(hf), None)
         else:
             _innermost.by_model[id(hf)] = outer
@@ -61,14 +61,14 @@ def without_adapters(hf: PreTrainedModel, instead: object = None) -> Iterator[No
 
 @dataclass(frozen=True)
 class RowAdapter:
-    """Low-rank weights by the name of the linear layer that they are added to.
+    """Low-rank weights, by the name of the linear layer that they are added to.
 
     Attributes
     ----------
     down, up
-        ``[R, inputs]`` and ``[outputs, R]`` of each layer, names as in ``hf.named_modules()``.
+        ``[R, inputs]`` and ``[outputs, R]`` for each layer, named as in ``hf.named_modules()``.
     scale
-        What the product is multiplied by.
+        Factor of the product.
     """
 
     down: Mapping[str, torch.Tensor]
@@ -77,14 +77,14 @@ class RowAdapter:
 
     @property
     def rank(self) -> int:
-        """R."""
+        """The rank R."""
         return next(iter(self.down.values())).shape[0]
 
     @contextmanager
     def acting(self, hf: PreTrainedModel, gate: Gate = lambda: None) -> Iterator[None]:
-        """Add to the layers' outputs in forwards of the calling thread. Hold the model's lock.
+        """Add to the layers' outputs in the calling thread's forwards. Hold the model's lock.
 
-        Inside another adapter's `acting` this one acts instead of it.
+        Inside another adapter's `acting`, this adapter replaces that one.
         """
         name_of_this = object()
         with ExitStack() as hooks:
@@ -120,7 +120,7 @@ def _acts(hf: PreTrainedModel, name: object) -> bool:
 
 
 def linear_layers(hf: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear maps inside the decoder layers, by their names in `hf`."""
+    """Return the linear layers inside the decoder layers, by their names in `hf`."""
     layers: Any = getattr(hf.base_model, find_family(hf).layers)
     inside = {id(module) for layer in layers for module in layer.modules()}
     return {

@@ -1,10 +1,10 @@
 """Attention of selected rows over a whole prompt's keys, inside unmodified decoder layers.
 
-While rows are being recomputed, the model's configuration names one of ours as its attention
-implementation (Transformers' own extension point), and the attention mask handed to the layers
-is a `RowMask`: they pass it through untouched, so no mask of prompt length squared exists
-anywhere and the selected queries need not be contiguous. A forward of somebody else on the same
-model meanwhile brings an ordinary mask and gets ordinary attention.
+While rows are being recomputed, the model's configuration names one of our implementations as its
+attention (Transformers' own extension point), and the attention mask handed to the layers is a
+`RowMask`. The layers pass it through untouched. So no mask of prompt length squared exists
+anywhere, and the selected queries need not be contiguous. Another caller's forward on the same
+model brings an ordinary mask and gets ordinary attention.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from kvrag.models.implementations import (
 from kvrag.models.scaling import ScaledKeys
 
 _NAME = "kvrag_rows"
-# What the CPU's attention kernel takes of queries at a time, where they are few.
+# Queries that the CPU's attention kernel takes at a time, if there are few of them.
 _ROWS_TOGETHER = 32
-# Rows nearer to each other than this part of their keys leave too little out to be parted.
+# If rows are closer to each other than this part of their keys, splitting them saves too little.
 _LEAST_SPREAD = 1 / 8
 
 _locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
@@ -43,19 +43,19 @@ _making_locks = threading.Lock()
 
 
 class AttentionObserver(Protocol):
-    """Looks on while a block of rows attends."""
+    """Observes a block of rows while it attends."""
 
     def __call__(
         self, mask: RowMask, rows: slice, weights: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Take note of what some rows take from the keys of one key head.
+        """Note what some rows read from the keys of one key head.
 
         Parameters
         ----------
         mask
-            The block's; the keys are those of the positions from ``mask.first_key`` on.
+            The block's mask; the keys are those of the positions from ``mask.first_key`` on.
         rows
-            Which r of ``mask.positions``.
+            Indices of the r rows in ``mask.positions``.
         weights
             ``[G, r, K]`` float32, attention weights of the query heads that share the key head.
         value
@@ -66,12 +66,12 @@ class AttentionObserver(Protocol):
 
 @dataclass(frozen=True)
 class EncodedScope:
-    """Which keys rows saw when they were encoded: the shared prefix, and their own chunk's.
+    """The keys that rows saw when they were encoded: the shared prefix, and their chunk's keys.
 
     Attributes
     ----------
     starts
-        ``[n]`` global positions at which the rows' chunks begin, or what they were encoded behind.
+        ``[n]`` global positions at which the rows' chunks begin, or their context if they have one.
     num_prefix
         Tokens of the shared prefix.
     """
@@ -81,13 +81,13 @@ class EncodedScope:
 
 
 class AttentionDone(Exception):  # noqa: N818  # control flow, not an error
-    """Leaves a decoder layer behind its attention, before its MLP is paid.
+    """Leaves a decoder layer after its attention, before its MLP runs.
 
     Attributes
     ----------
     change
-        ``[n]`` float32: squared L2 distance, over heads and channels, between what the rows gather
-        from all keys and from those they were encoded with.
+        ``[n]`` float32: squared L2 distance, over heads and channels, between the rows' attention
+        output over all keys and over the keys they were encoded with.
     """
 
     def __init__(self, change: torch.Tensor) -> None:
@@ -108,14 +108,14 @@ class RowMask:
     window
         Width of the layer's sliding window in tokens, or None.
     observer
-        Is shown what the rows attend with, before they do; None where nobody looks.
+        Receives what the rows attend with, before they attend; None: nothing observes.
     scaled
-        Which of the layer's keys are attended to otherwise; None where none is.
+        Keys of the layer that are attended to with another scale; None: none are.
     visible
-        ``[n, K]`` bool: which keys each row sees, where that is not all before it; else None.
+        ``[n, K]`` bool: the keys that each row sees, if not all before it; None: all before it.
     encoded
-        Compares what the rows see with what they saw when they were encoded, in place of their
-        going on; None where nothing is compared.
+        Compares what the rows see with what they saw when they were encoded, instead of running
+        the rest of the layer; None: nothing is compared.
     """
 
     positions: torch.Tensor
@@ -147,7 +147,7 @@ class RowMask:
         scaling: float | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Show the observer what rows take from keys unscaled; return it: ``[1, n, heads, D]``."""
+        """Show the observer what rows read from unscaled keys; return it: ``[1, n, heads, D]``."""
         assert self.observer is not None
         allowed, observe = self.dense(key.shape[2]), partial(self.observer, self)
         return attend_by_head(query, key, value, allowed, scaling, softcap, observe=observe)
@@ -166,7 +166,7 @@ class RowMask:
     def as_encoded(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, RowMask]:
-        """Return the keys and values, ``[1, H, k, D]``, that `encoded` leaves, and their mask."""
+        """Return the keys and values, ``[1, H, k, D]``, that `encoded` keeps, and their mask."""
         assert self.encoded is not None
         num_keys, first = key.shape[2], self.first_key
         num_prefix = min(max(0, self.encoded.num_prefix - first), num_keys)
@@ -180,8 +180,8 @@ class RowMask:
     def parts(self, num_keys: int) -> Iterator[tuple[slice, int]]:
         """Yield which rows attend together, and to how many of the first keys.
 
-        Chosen rows are spread over a prompt: the first of a block see far fewer keys than the last,
-        and masked keys cost as much as others. A GPU would rather have them in one call.
+        Chosen rows are spread over a prompt. The first of a block see far fewer keys than the last,
+        and masked keys cost as much as others. On a GPU one call is faster.
         """
         num_rows = len(self.positions)
         if (
@@ -218,8 +218,8 @@ def _row_attention(
     if attention_mask.scaled is not None:
         return attention_mask.attend(query, key, value, scaling, kwargs.get("softcap")), None
     if kwargs.get("softcap") is not None:
-        # Whatever the installed Transformers does with soft-capping here (older ones ignore it,
-        # newer ones refuse it), the plain pipeline does as well.
+        # Soft-capping stays as in the plain pipeline, whatever the installed Transformers does with
+        # it here (older ones ignore it, newer ones refuse it).
         mask = attention_mask.dense(key.shape[2])[None, None]
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
     _, num_heads, num_rows, head_dim = query.shape
@@ -254,7 +254,7 @@ def _row_attention_eager(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend as the family's own eager function does: only it knows its soft-capping."""
+    """Attend with the family's own eager function: only that one knows its soft-capping."""
     if isinstance(attention_mask, RowMask):
         if attention_mask.observer is not None:
             softcap = kwargs.get("softcap")
@@ -271,7 +271,7 @@ def _row_attention_eager(
 
 
 def _comparing(attend: AttentionFunction) -> AttentionFunction:
-    """Return `attend`, but ending the layer with `AttentionDone` where rows are compared."""
+    """Wrap `attend` so that it ends the layer with `AttentionDone` when rows are compared."""
 
     def attention(
         module: nn.Module,
@@ -295,7 +295,7 @@ register_attention(_NAME, _comparing(_row_attention), _comparing(_row_attention_
 
 
 def lock_of(model: PreTrainedModel) -> threading.RLock:
-    """Return the lock of a loaded model, one however many `KVModel`s are made over it."""
+    """Return the lock of a loaded model; all `KVModel`s over it share this lock."""
     with _making_locks:
         return _locks.setdefault(model, threading.RLock())
 

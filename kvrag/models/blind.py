@@ -1,4 +1,4 @@
-"""Tokenising text as if no control string were any."""
+"""Tokenising text as if it held no control strings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ControlToken:
-    """A control token in a text: the characters that it came from, white space not counted."""
+    """A control token in a text: the characters that it came from, without white space."""
 
     token_id: int
     span: Span
@@ -28,8 +28,8 @@ class ControlToken:
 class BlindTokenizer:
     """A copy of a tokenizer that sees no control strings.
 
-    Its two marks stand for the control token before or behind a text: one for those that are looked
-    for in the text as it is written, one for those looked for in normalised text.
+    Its two marks stand for the control token before or after a text: one for tokens that are looked
+    up in the text as written, one for tokens looked up in normalised text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Iterable[str]) -> None:
@@ -40,13 +40,13 @@ class BlindTokenizer:
         known = set(strings)
         self._normalised = set()
         for token in definition["added_tokens"]:
-            # The copy is blind to what is flagged special, so that no token has another number.
+            # Tokens flagged special are hidden from the copy, so that no token number changes.
             token["special"] = token["content"] in known
             if token["normalized"] and not token["lstrip"]:
                 self._normalised.add(token["id"])
         self._backend = Tokenizer.from_str(json.dumps(definition))
         self._backend.encode_special_tokens = True
-        # Digits at the ends: unlike letters, no accent behind them makes another character of them.
+        # Digits at the ends: unlike a letter, a digit does not combine with an accent after it.
         letters = [
             f"7{''.join(chr(ord('a') + byte % 26) for byte in secrets.token_bytes(24))}7"
             for _ in range(2)
@@ -61,21 +61,21 @@ class BlindTokenizer:
         self._mark_ids = {self._backend.token_to_id(mark) for mark in self.marks}
 
     def mark(self, control: ControlToken | None) -> str:
-        """Return what stands for a control token beside a text, "" for the prompt's end."""
+        """Return the mark for a control token beside a text; "" for the prompt's end."""
         if control is None:
             return ""
         return self.marks[control.token_id in self._normalised]
 
     def end_before(self, control: ControlToken) -> int:
-        """Return where the text before a control token ends, for `encode` with its mark behind.
+        """Return where the text before a control token ends, for `encode` with its mark after it.
 
-        A space that was taken for the one that normalising puts before the token is left to the
-        mark, before which it is put as well.
+        If the token took a space for the one that normalising puts before it, that space is left to
+        the mark, which gets a space as well.
         """
         return control.span[0] if control.token_id in self._normalised else control.start
 
     def encode(self, before: str, text: str, after: str) -> Iterator[tuple[int, int, int]]:
-        """Yield id, first character and first behind of a text's tokens between two marks."""
+        """Yield id, first character and end of a text's tokens between two marks."""
         if not text:
             return
         ids: list[int] = []
@@ -83,7 +83,7 @@ class BlindTokenizer:
             encoding = self._backend.encode(marks[0] + text + marks[1], add_special_tokens=False)
             ids = encoding.ids
             if sum(token_id in self._mark_ids for token_id in ids) == sum(map(bool, marks)):
-                break  # else the normaliser made something else of the mark and the text beside it
+                break  # otherwise the normaliser merged the mark and the text beside it
         skipped, size = len(marks[0]), len(text)
         for token_id, (start, end) in zip(ids, encoding.offsets, strict=True):
             if token_id not in self._mark_ids:

@@ -1,4 +1,4 @@
-"""Three caches handed to Hugging Face layers in place of their own.
+"""Three caches that Hugging Face layers use instead of Transformers' caches.
 
 `CaptureCache` keeps what a prefill produced, `RowWriter` scatters the K/V of selected rows into
 a fused buffer, `FusedCache` lets generation continue from that buffer without a copy.
@@ -43,7 +43,7 @@ class _CaptureLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class CaptureCache(Cache):
     """The K/V of one forward pass over whole sequences, all layers, nothing dropped.
 
-    Transformers' own dynamic cache would forget what lies outside a sliding window.
+    Transformers' own dynamic cache would drop whatever is outside a sliding window.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -52,7 +52,7 @@ class CaptureCache(Cache):
 
 
 class ProjectionDone(Exception):  # noqa: N818  # control flow, not an error
-    """Leaves a decoder layer once its K/V are known, before its attention and MLP are paid."""
+    """Leaves a decoder layer once its K/V are known, before its attention and MLP run."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class ProjectionProbe:
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far fresh K/V are from those that they replace, row by row.
+    """Distance of fresh K/V from the K/V that they replace, row by row.
 
     Attributes
     ----------
@@ -84,11 +84,11 @@ class Deviation:
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> Deviation:
-        """Return one with nothing noted yet."""
+        """Return a `Deviation` with nothing noted yet."""
         return cls(*torch.zeros(2, num_rows, device=device))
 
     def __getitem__(self, rows: torch.Tensor | slice) -> Deviation:
-        """Return that of some rows; of a slice, a view."""
+        """Return the deviation of some rows; for a slice, a view."""
         return Deviation(self.keys[rows], self.values[rows])
 
     def note(
@@ -104,7 +104,7 @@ class Deviation:
 
 
 class RowWriter:
-    """A cache for one call of one layer: writes selected rows, shows the keys they may see.
+    """A cache for one call of one layer: writes selected rows, returns the keys they may see.
 
     Parameters
     ----------
@@ -113,11 +113,11 @@ class RowWriter:
     rows
         ``[n]`` ascending positions of the rows in this call.
     first_key, last_key
-        The positions of the first and last key shown.
+        The positions of the first and last key returned.
     deviation
-        Where to note how far what is written is from what stood there; None: nowhere.
+        Where to note the distance of the rows written from the rows they replace; None: nowhere.
     writes
-        False leaves the buffer as it is: the rows attend to what stands there.
+        False leaves the buffer as it is: the rows attend to its present K/V.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class RowWriter:
         self._deviation = deviation
 
     def get_seq_length(self) -> int:
-        """Return 0: MPT asks, to cut a bias that comes cut already."""
+        """Return 0: MPT uses it to cut a bias that is cut already."""
         return 0
 
     def update(
@@ -208,7 +208,7 @@ class _FusedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.keys, self.values
 
     def _grow(self, needed: int) -> None:
-        # Only a caller that generates past the capacity it asked for pays this copy.
+        # Only a caller that generates beyond the capacity it requested pays for this copy.
         for tensors in (self._fused.keys, self._fused.values):
             old = tensors[self._layer_index]
             shape = (*old.shape[:2], max(needed, 2 * old.shape[2]), old.shape[3])
@@ -241,7 +241,7 @@ class FusedCache(Cache):
     num_tokens
         How many of its rows count as cached. ``fused.num_tokens - 1`` leaves the last prompt
         token to the engine, which then computes the first logits itself; for Transformers'
-        ``generate``, `kvrag.fusion.fuser.FusedPrompt.to_generate` brings the ids that fit.
+        ``generate``, `kvrag.fusion.fuser.FusedPrompt.to_generate` returns the matching ids.
     """
 
     def __init__(self, fused: FusedKV, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""The KV of chosen rows of one sequence, with inputs, positions and mask of the caller's own."""
+"""The KV of chosen rows of one sequence, with the caller's inputs, positions and mask."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def capture_rows(
     embeds
         ``[W, hidden]``: the first layer's inputs.
     positions
-        ``[W]``.
+        ``[W]`` positions.
     rows
         ``[n]`` indices of the rows kept, at least one.
     allowed
-        ``[W, W]`` bool: which rows see which; None stands for all before them, in the order given.
+        ``[W, W]`` bool: which rows see which; None means that each row sees all before it.
 
     Returns
     -------
@@ -45,7 +45,7 @@ def capture_rows(
     Raises
     ------
     UnsupportedModelError
-        When the model's layers attend in code of their own.
+        When the model's layers attend in their own code.
     """
     if model.family.attends_itself:
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""Messages rendered by a model's chat template, and which of the characters are theirs."""
+"""Messages rendered by a model's chat template, and which characters are the messages'."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class PromptText:
     Attributes
     ----------
     text
-        All of it.
+        The whole prompt.
     add_special_tokens
-        Whether the tokenizer adds its special tokens; a rendered chat template holds its own.
+        Whether the tokenizer adds its special tokens; a rendered chat template has them already.
     data
-        Where control strings of messages stand, in order; None of a prompt that its caller wrote
-        as one string, of which nobody knows.
+        Where messages hold control strings, in order; None for a prompt that the caller wrote as
+        one string, whose control strings may be either.
     """
 
     text: str
@@ -45,12 +45,12 @@ def render_messages(
     Parameters
     ----------
     tokenizer
-        The model's.
+        The model's tokenizer.
     messages
         Mappings with ``role`` and ``content``.
     control
-        Control strings in contents are hidden from the template, and their places noted; None
-        hands contents over as they are.
+        Hides control strings in contents from the template and notes their places; None passes
+        contents on unchanged.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def render_messages(
 
 
 def hide_message(hidden: HiddenStrings, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with the control strings of all but its role hidden."""
+    """Return a message with control strings hidden everywhere except in its role."""
     is_answer = message.get("role") == "assistant"
     return {
         name: value if name == "role" else hidden.hide(value, is_answer=is_answer)

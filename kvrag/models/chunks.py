@@ -1,4 +1,4 @@
-"""Positions and KV of chunks that are encoded in one batch behind a shared prefix."""
+"""Positions and KV of chunks that are encoded in one batch after a shared prefix."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kvrag.positions.rotary import RotaryTable
 def shifted_positions(
     num_prefix: int, lengths: Sequence[int], starts: Sequence[int], max_positions: int
 ) -> torch.Tensor:
-    """Return ``[B, width]`` positions: the prefix's as ever, the chunks' from `starts` on."""
+    """Return ``[B, width]`` positions: the prefix's unchanged, the chunks' from `starts` on."""
     for start, length in zip(starts, lengths, strict=True):
         if start < num_prefix or start + length > max_positions:
             raise ParameterError(
-                f"a chunk of {length} tokens at position {start}: expected it behind the "
+                f"a chunk of {length} tokens at position {start}: expected it after the "
                 f"prefix of {num_prefix} and within {max_positions} positions"
             )
     positions = torch.arange(num_prefix + max(lengths)).repeat(len(starts), 1)
     for row, start in zip(positions, starts, strict=True):
         row[num_prefix:] += start - num_prefix
-    # Of the padding nothing is kept, whatever its positions.
+    # The padding's rows are not kept, whatever their positions.
     return positions.clamp(max=max_positions - 1)
 
 
@@ -38,15 +38,15 @@ def take_chunk(
     Parameters
     ----------
     cache
-        What the model's forward has filled.
+        The cache that the model's forward filled.
     tables
-        Each layer's table of the positions that the sequence was encoded at.
+        Each layer's table of the positions at which the sequence was encoded.
     spec
         Shape and type of the KV.
     index
         The sequence's place in the batch.
     rows
-        The chunk's.
+        The chunk's rows.
     """
     layers: list[Any] = cache.layers
     shape = (spec.num_layers, spec.num_kv_heads, rows.stop - rows.start, spec.head_dim)

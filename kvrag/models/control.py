@@ -1,12 +1,12 @@
 """Control strings of a tokenizer, and tokenising text in which they are only text.
 
 A tokenizer turns some strings into tokens that steer the model: the end of text, the beginning of
-a turn. Written by a document, they would let it end its own turn and begin another one. Here such
-strings are told from those that a prompt's author or a chat template wrote, and tokenised as the
-characters that they are.
+a turn. A document that holds them could end its own turn and begin another one. This module
+separates such strings from those that a prompt's author or a chat template wrote, and tokenises
+them as the characters that they are.
 
-What counts is the tokens that come out, not how the text looks: look-alikes that the tokenizer's
-normaliser turns into a control string are found as well.
+The tokens that result decide, not how the text looks: look-alikes that the tokenizer's normaliser
+turns into a control string are found as well.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KEEP = "keep"
-"""Control strings of documents are control tokens, as in a plain pipeline."""
+"""Control strings in documents become control tokens, as in a plain pipeline."""
 NEUTRALISE = "neutralise"
-"""Control strings of documents and messages are tokenised as text."""
+"""Control strings in documents and messages are tokenised as text."""
 REFUSE = "refuse"
-"""A document that holds control strings is not ingested; prompts as with `NEUTRALISE`."""
+"""A document that holds control strings is not ingested; prompts are handled as in `NEUTRALISE`."""
 CONTROL_TOKENS = (KEEP, NEUTRALISE, REFUSE)
 
 # Added tokens that mark turns are not always flagged special: `<|user|>`, or DeepSeek's with
 # full-width bars.
 _MARKER = re.compile("<[|\uff5c].+[|\uff5c]>")
-# Where a template cuts contents: at the end of an earlier answer's reasoning.
+# Where a template cuts contents: at the end of the reasoning in an earlier answer.
 _SPLIT_AT = re.compile(r"""split\(\s*(["'])(.+?)\1""")
 _PROBES = (
     [{"role": "user", "content": "a"}],
     [{"role": role, "content": "a"} for role in ("user", "assistant", "user")],
     [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")],
 )
-# Tokens that overlap one another come to light one after the other.
+# Overlapping tokens are found one after another, each in another pass.
 _MAX_ROUNDS = 8
 
 
@@ -56,16 +56,16 @@ def check_control_tokens(mode: str | None) -> None:
 
 
 def default_control_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return `NEUTRALISE` for the tokenizer of a chat model, `KEEP` for that of any other."""
+    """Return `NEUTRALISE` for a chat model's tokenizer, `KEEP` for any other."""
     return NEUTRALISE if getattr(tokenizer, "chat_template", None) else KEEP
 
 
 class ControlTokens:
     """The control strings of one tokenizer.
 
-    They are all special tokens, and the added tokens that its chat template writes or that look
-    like ``<|user|>``, whether flagged special or not. A string of one character is none: nothing
-    tells it from text.
+    They are all special tokens, and the added tokens that the chat template writes or that look
+    like ``<|user|>``, whether flagged special or not. A string of one character does not count,
+    because it cannot be distinguished from text.
 
     Parameters
     ----------
@@ -105,29 +105,29 @@ class ControlTokens:
         }
         self.strings = frozenset(self._content_by_id.values())
         self._unknown_id: int | None = _unknown_id(tokenizer)
-        # Those alone a template may go on to see in what an assistant said.
+        # The template may still see only these in what an assistant said.
         self._cut_at = frozenset(match[2] for match in _SPLIT_AT.finditer(source)) - special
         self._has_normaliser = backend.normalizer is not None
 
     # -- finding ------------------------------------------------------------------------------
 
     def find(self, text: str) -> list[Span]:
-        """Return where control strings stand in a text, as they are written."""
+        """Return where a text holds control strings as written."""
         return [match.span() for match in self._pattern.finditer(text)]
 
     def find_any(self, text: str) -> list[Span]:
-        """Return where a text holds what would become control tokens, look-alikes included."""
+        """Return where a text holds strings that become control tokens, including look-alikes."""
         if not self._has_normaliser:
             return self.find(text)
         (tokens,) = encode(self._tokenizer, [text], False)
         return [one.span for one in self._controls(text, tokens.token_ids, tokens.offsets)]
 
     def hidden_spans(self, content: str, *, is_answer: bool = False) -> list[Span]:
-        """Return what of a message's content has to be kept from the chat template and tokenizer.
+        """Return the parts of a message's content to hide from the chat template and tokenizer.
 
-        Beside control strings that is a piece of one at the content's edge, which the template's
-        own text might complete. Strings at which the template cuts earlier answers (``</think>``)
-        stay visible in answers.
+        These are control strings, and pieces of one at the content's edge, which the template's own
+        text might complete. Strings at which the template cuts earlier answers (``</think>``) stay
+        visible in answers.
         """
         spans = [
             span
@@ -171,7 +171,7 @@ class ControlTokens:
     # -- tokenising ---------------------------------------------------------------------------
 
     def documents(self, texts: Sequence[str]) -> list[Tokens]:
-        """Tokenise texts that are data from end to end, without special tokens."""
+        """Tokenise texts that are data throughout, without special tokens."""
         return [
             self._told_apart(text, tokens, False, ((0, len(text)),), _never)
             for text, tokens in zip(texts, encode(self._tokenizer, texts, False), strict=True)
@@ -194,17 +194,17 @@ class ControlTokens:
         add_special_tokens
             Whether the tokenizer adds its own.
         data
-            Stretches of characters in which no control string is control, in order.
+            Spans of characters in which no control string acts as control, in order.
         is_data
-            Says of any other control string, by its first character and the first behind, whether
-            it is data.
+            Decides for any other control string whether it is data, by its first character and its
+            end.
 
         Returns
         -------
         Tokens
-            Where no control string is data, what the tokenizer gives. Else each stretch between
-            two genuine control tokens that holds one has the tokens that it would have if such
-            strings were ordinary words.
+            If no control string is data, the tokenizer's own result. Otherwise, each stretch
+            between two genuine control tokens that holds such a string gets the tokens that it
+            would have if such strings were ordinary words.
         """
         (tokens,) = encode(self._tokenizer, [text], add_special_tokens)
         return self._told_apart(text, tokens, add_special_tokens, data, is_data or _never)
@@ -222,7 +222,7 @@ class ControlTokens:
 
         genuine = self._controls(text, tokens.token_ids, tokens.offsets)
         forged: list[ControlToken] = []
-        # A forged token may hide a genuine one that it overlaps: look again without it.
+        # A forged token may hide a genuine one that it overlaps: search again without it.
         probe, round_number = text, 0
         while found := [one for one in genuine if is_forged(one)]:
             forged += found
@@ -240,7 +240,7 @@ class ControlTokens:
     def _spliced(
         self, text: str, add_special_tokens: bool, genuine: Sequence[ControlToken], num_forged: int
     ) -> Tokens:
-        """Tokenise a text of which the genuine control tokens are known, and all else is text."""
+        """Tokenise a text whose genuine control tokens are known; everything else is text."""
         head, tail = self._framing(text) if add_special_tokens else ((), ())
         token_ids, offsets = list(head), [(0, 0)] * len(head)
         begin, left = 0, None
@@ -271,14 +271,14 @@ class ControlTokens:
             inner = written.strip()
             is_exact = inner == content_by_id[token_id].strip()
             if not is_exact and token_id == self._unknown_id:
-                continue  # what any unknown word becomes
+                continue  # the token of any unknown word
             first = start + written.find(inner)
             span = (first, first + len(inner)) if inner else (start, end)
             found.append(ControlToken(token_id, span, start, end, is_exact))
         return found
 
     def _framing(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the tokens that the tokenizer adds before and behind a text."""
+        """Return the tokens that the tokenizer adds before and after a text."""
         encoded = self._tokenizer(
             text, return_special_tokens_mask=True, return_attention_mask=False, verbose=False
         )
@@ -290,13 +290,13 @@ class ControlTokens:
     def _as_text(
         self, text: str, begin: int, end: int, left: ControlToken | None, right: ControlToken | None
     ) -> list[tuple[int, int, int]]:
-        """Return id, first character and first behind of the tokens of a stretch, none of control.
+        """Return id, first character and end of a stretch's tokens, none of them control tokens.
 
         Parameters
         ----------
         left, right
-            The control tokens before and behind it: what they are decides whether a space is put
-            before its first word.
+            The control tokens before and after the stretch: they decide whether the tokenizer puts
+            a space before the first word.
         """
         blind = self._blind
         cuts = [begin, end]
@@ -308,11 +308,11 @@ class ControlTokens:
                 after = blind.mark(right) if stop == end else blind.marks[0]
                 for token_id, first, last in blind.encode(before, text[start:stop], after):
                     if token_id in self._content_by_id and token_id != self._unknown_id:
-                        # The model's own vocabulary holds the string as a word: cut the word.
+                        # The model's own vocabulary holds the string as a word: split the word.
                         if last - first > 1:
                             more.add(start + (first + last) // 2)
                             continue
-                        # One character that becomes a control token by itself cannot be cut.
+                        # One character that is a control token by itself cannot be split.
                         if self._unknown_id is None:
                             continue
                         token_id = self._unknown_id
@@ -329,7 +329,7 @@ class ControlTokens:
 def encode_documents(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], control: ControlTokens | None
 ) -> list[Tokens]:
-    """Tokenise texts of documents, without special tokens; `control` None keeps what they hold."""
+    """Tokenise documents without special tokens; `control` None keeps their control strings."""
     if control is None:
         return encode(tokenizer, texts, False)
     return control.documents(texts)
@@ -340,7 +340,7 @@ def _never(start: int, end: int) -> bool:  # noqa: ARG001
 
 
 def _overwritten(text: str, spans: Iterable[Span]) -> str:
-    """Return a text of the same length with spans of it blotted out."""
+    """Return a text of the same length with some spans overwritten."""
     characters = list(text)
     for start, end in spans:
         characters[start:end] = "x" * (end - start)
@@ -348,7 +348,7 @@ def _overwritten(text: str, spans: Iterable[Span]) -> str:
 
 
 def _unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id of unknown words, unless the same token steers as well (GPT-2)."""
+    """Return the id of unknown words, unless that token also steers the model (GPT-2)."""
     unknown = tokenizer.unk_token_id
     others = (
         tokenizer.bos_token_id,
@@ -365,7 +365,7 @@ def _template_source(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _rendered_probes(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield conversations that say nothing, as far as the chat template renders them."""
+    """Yield empty conversations, as far as the chat template renders them."""
     if not _template_source(tokenizer):
         return
     for messages in _PROBES:
@@ -378,14 +378,14 @@ def _rendered_probes(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
 
 
 def _trie_pattern(strings: Iterable[str]) -> str:
-    """Return a regular expression for the longest of many strings, by common beginnings."""
+    """Return a regular expression for the longest of many strings, merged by common prefixes."""
     trie: dict[str, Any] = {}
     for string in strings:
         node = trie
         for character in string:
             node = node.setdefault(character, {})
         node[""] = {}
-    # Written out without recursion: strings may be longer than the interpreter's stack.
+    # Without recursion: strings may be longer than the interpreter's stack.
     pieces: list[str] = []
     stack: list[Any] = [trie]
     while stack:

@@ -1,8 +1,8 @@
-"""What differs between the supported decoder families, in one table.
+"""The differences between the supported decoder families, in one table.
 
-A family is supported when its layers can be called one by one with our own cache and its
-oracle test (`tests/models/test_oracles.py`) is green. Everything not named here (q/k norms,
-GQA, biases, fused projections, soft-capping of attention) is the layer's own business.
+A family is supported if its layers can be called one by one with our cache and its oracle test
+(`tests/models/test_oracles.py`) is green. Everything that this table does not name (q/k norms, GQA,
+biases, fused projections, soft-capping of attention) is left to the layer.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from kvrag.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class Family:
-    """How to reach into one family's modules.
+    """How to reach one family's modules.
 
     Attributes
     ----------
     cache_argument
-        Name under which a decoder layer takes its cache.
+        Name of a decoder layer's cache argument.
     final_norm
-        Attribute of the base model applied after the last layer.
+        Attribute of the base model: the norm after the last layer.
     rotary_per_layer_type
         Whether the rotary module holds one set of frequencies per layer type.
     windowed
-        Whether its layers look at ``config.sliding_window``; elsewhere a stray one means nothing.
+        Whether its layers use ``config.sliding_window``; other families ignore a stray one.
     layers
-        Attribute of the base model that holds the decoder layers.
+        Attribute of the base model: the decoder layers.
     embedding_norm
-        Attribute of the base model applied to embedded tokens, if any.
+        Attribute of the base model: the norm of embedded tokens, if any.
     position_embedding
-        Attribute of the base model that holds learned positions, if any.
+        Attribute of the base model: learned positions, if any.
     attends_itself
-        Whether its layers attend in code of their own, not through Transformers' interface.
+        Whether its layers attend in their own code, not through Transformers' interface.
     """
 
     cache_argument: str = "past_key_values"
@@ -93,7 +93,7 @@ _WHY_NOT = {
 
 
 def find_family(model: PreTrainedModel) -> Family:
-    """Return the family of `model`. Raises UnsupportedModelError naming what is missing."""
+    """Return a model's family. Raises UnsupportedModelError that names what is missing."""
     model_type = model.config.model_type
     family = FAMILIES.get(model_type)
     if family is None:
@@ -112,14 +112,14 @@ def find_family(model: PreTrainedModel) -> Family:
 
 
 def has_alibi(config: PreTrainedConfig) -> bool:
-    """Whether a model's positions are a bias of its attention."""
+    """Return whether a model encodes positions as a bias of its attention."""
     if config.model_type == "mpt":
         return bool(config.attn_config.alibi)
     return config.model_type == "bloom" or bool(getattr(config, "alibi", False))
 
 
 def num_kv_heads(config: PreTrainedConfig) -> int:
-    """Return H, the key heads that a model's cache holds."""
+    """Return H, the number of key heads in a model's cache."""
     if config.model_type == "falcon":
         # With the new architecture its layers cache every key head once for each query head.
         is_shared = config.multi_query and not config.new_decoder_architecture
@@ -128,11 +128,11 @@ def num_kv_heads(config: PreTrainedConfig) -> int:
 
 
 _BLOOM_WINDOW = 2048
-"""What BLOOM was trained on; its configurations say so under ``seq_length`` or not at all."""
+"""BLOOM's trained length; its configurations give it as ``seq_length`` or not at all."""
 
 
 def context_window(config: PreTrainedConfig) -> int:
-    """Return the positions that a model has."""
+    """Return the number of positions that a model supports."""
     if config.model_type == "mpt":
         return int(config.max_seq_len)
     if config.model_type == "bloom":
@@ -141,7 +141,7 @@ def context_window(config: PreTrainedConfig) -> int:
 
 
 def sliding_windows(model: PreTrainedModel) -> list[int | None]:
-    """Return each layer's attention window in tokens, None where it sees everything."""
+    """Return each layer's attention window in tokens, None if it sees everything."""
     config = model.config
     if not find_family(model).windowed:
         return [None] * config.num_hidden_layers

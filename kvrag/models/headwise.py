@@ -1,4 +1,4 @@
-"""Attention one key head after the other, for those who look at scores or weights on their way.
+"""Attention of one key head after another, for callers that change scores or observe weights.
 
 Only a few rows' scores exist at a time, over all keys that they may see.
 """
@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import torch
 
-# Of one key head, scores of so many rows are held at a time: 4 MB a query head at 32,000 keys.
+# Rows whose scores are held at a time for one key head: 4 MB a query head at 32,000 keys.
 _ROWS_AT_ONCE = 32
 
 Rescore = Callable[[torch.Tensor], torch.Tensor]
-"""Returns other scores ``[G, r, K]`` float32; those of keys that a row does not see are -inf."""
+"""Returns changed scores ``[G, r, K]`` float32; keys that a row does not see have -inf."""
 
 Observe = Callable[[slice, torch.Tensor, torch.Tensor], None]
-"""Is shown which rows r take what ``[G, r, K]`` of a key head's values ``[K, D]``, float32 all."""
+"""Receives which rows r read with weights ``[G, r, K]`` from a key head's ``[K, D]``, float32."""
 
 
 def attend_by_head(
@@ -30,7 +30,7 @@ def attend_by_head(
     rescore: Rescore | None = None,
     observe: Observe | None = None,
 ) -> torch.Tensor:
-    """Return ``[1, n, heads, D]``, as an attention function of Transformers does.
+    """Return ``[1, n, heads, D]``, as Transformers' attention functions do.
 
     Parameters
     ----------
@@ -39,13 +39,13 @@ def attend_by_head(
     allowed
         ``[n, K]`` bool: which rows see which keys.
     scaling
-        What scores are multiplied by; None stands for ``D ** -0.5``.
+        Factor of the scores; None means ``D ** -0.5``.
     softcap
-        Of the scores, where the model has one.
+        Soft cap of the scores, if the model has one.
     rescore
-        Stands between scores and their softmax.
+        Changes the scores before their softmax.
     observe
-        Is called for each key head in turn, and for its rows in order.
+        Called for each key head in turn, and for its rows in order.
     """
     _, num_heads, num_rows, head_dim = query.shape
     num_kv_heads, num_keys = key.shape[1], key.shape[2]
@@ -54,7 +54,7 @@ def attend_by_head(
     output = query.new_empty(num_rows, num_heads, value.shape[-1])
     by_head = output.view(num_rows, num_kv_heads, -1, value.shape[-1])
     blocks = [slice(begin, begin + _ROWS_AT_ONCE) for begin in range(0, num_rows, _ROWS_AT_ONCE)]
-    # What all rows of a block see needs no hiding: nearly all keys of a prompt's last rows.
+    # Keys that all rows of a block see need no mask: nearly all keys for a prompt's last rows.
     first_hidden = [_first_hidden(allowed[rows]) for rows in blocks]
     for head in range(num_kv_heads):
         keys, values = key[0, head].float().T, value[0, head].float()
@@ -73,5 +73,5 @@ def attend_by_head(
 
 
 def _first_hidden(allowed: torch.Tensor) -> int:
-    """Return how many keys from the first on all rows see."""
+    """Return how many of the first keys all rows see."""
     return int(allowed.all(0).int().cumprod(0).sum())

@@ -9,7 +9,7 @@ from kvrag.errors import ParameterError
 from kvrag.models.control import ControlTokens
 from kvrag.models.tokens import Span
 
-# A string that is hidden from a template, by its number.
+# A hidden string's mark, with its number.
 _MARK = re.compile("\ue010([0-9]+)\ue011")
 _MARK_EDGE = re.compile("[\ue010\ue011]")
 
@@ -17,8 +17,8 @@ _MARK_EDGE = re.compile("[\ue010\ue011]")
 class HiddenStrings:
     """Control strings of messages while a chat template renders them.
 
-    In their place stand marks that no template looks for, so that text of a message neither steers
-    the template nor is taken for what the template writes.
+    Marks that no template looks for replace them, so that a message's text neither steers the
+    template nor is mistaken for the template's own text.
     """
 
     def __init__(self, control: ControlTokens) -> None:
@@ -26,19 +26,19 @@ class HiddenStrings:
         self._strings: list[str] = []
 
     def hide(self, value: Any, *, is_answer: bool = False) -> Any:
-        """Return a content with marks in place of control strings, lists and mappings inside too.
+        """Return a content with marks in place of control strings, also in lists and mappings.
 
         Parameters
         ----------
         value
             A message's content.
         is_answer
-            Whether the model said it.
+            Whether the content is an answer of the model.
         """
         if isinstance(value, str):
             pieces, end = [], 0
             spans = self._control.hidden_spans(value, is_answer=is_answer)
-            # What looks like a mark is hidden as well: any other left over later is a damaged one.
+            # Text that looks like a mark is hidden too: any other mark left over is a damaged one.
             spans += [match.span() for match in _MARK_EDGE.finditer(value)]
             for start, stop in sorted(spans):
                 pieces += [value[end:start], f"\ue010{len(self._strings)}\ue011"]
@@ -52,12 +52,12 @@ class HiddenStrings:
         return value
 
     def restore(self, rendered: str) -> tuple[str, tuple[Span, ...]]:
-        """Return the rendered text with the strings in their places, and where they stand.
+        """Return the rendered text with the strings restored, and their spans.
 
         Raises
         ------
         ParameterError
-            When the template took a mark to pieces.
+            When the template split a mark.
         """
         pieces: list[str] = []
         spans: list[Span] = []

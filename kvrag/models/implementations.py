@@ -1,8 +1,8 @@
-"""Attention implementations of our own, in place of a model's for a while.
+"""Our attention implementations, which replace a model's own for a while.
 
-Transformers looks its attention up by the name that the model's configuration holds. Ours are
-registered under two names each: one that falls back on `sdpa`, and one on the family's own eager
-function, which alone knows its soft-capping.
+Transformers looks its attention up by the name in the model's configuration. Each of ours is
+registered under two names: one falls back on `sdpa`, and one on the family's own eager function,
+which alone knows its soft-capping.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _plain: dict[str, str] = {}
 def register_attention(
     name: str, over_sdpa: AttentionFunction, over_eager: AttentionFunction
 ) -> None:
-    """Make known an implementation, as `name` and as ``name_eager``."""
+    """Register an implementation as `name` and as ``name_eager``."""
     for own, plain, function, mask in (
         (name, "sdpa", over_sdpa, sdpa_mask),
         (f"{name}_eager", "eager", over_eager, eager_mask),
@@ -37,7 +37,7 @@ def register_attention(
 
 
 def register_around(name: str, attend: AttentionFunction) -> None:
-    """Make known an implementation that may leave the work to the plain one.
+    """Register an implementation that may leave the work to the plain one.
 
     Parameters
     ----------
@@ -74,17 +74,17 @@ def register_around(name: str, attend: AttentionFunction) -> None:
 
 
 def plain_implementation(name: str) -> str:
-    """Return the attention implementation that stands behind a name of ours, or the name."""
+    """Return the attention implementation that one of our names falls back on, or the name."""
     return _plain.get(name, name)
 
 
 @contextmanager
 def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Make `model` attend by the implementation that was registered as `name`. Hold its lock."""
+    """Make `model` attend with the implementation registered as `name`. Hold its lock."""
     config = model.config
     original = config._attn_implementation
     plain = plain_implementation(original)
-    # Flash and flex kernels know soft-capping; of ours only the eager one does.
+    # Flash and flex kernels know soft-capping; among our implementations only the eager one does.
     capped = plain != "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None
     config._attn_implementation = f"{name}_eager" if plain == "eager" or capped else name
     try:

@@ -60,12 +60,12 @@ class KVModel:
     tokenizer
         Its fast tokenizer; copied.
     name
-        What reports call it.
+        Name of the model in reports.
 
     Attributes
     ----------
     spec
-        Shape and type of its KV.
+        Shape and type of the KV.
     max_positions
         The context window in tokens.
     lock
@@ -74,7 +74,7 @@ class KVModel:
     Raises
     ------
     UnsupportedModelError
-        When the family, its positions or its tokenizer cannot be served; names what is missing.
+        When the family, its positions or its tokenizer is not supported; names what is missing.
     """
 
     def __init__(
@@ -114,24 +114,24 @@ class KVModel:
         dtype: torch.dtype | str | None = None,
         device: str | None = None,
     ) -> KVModel:
-        """Return a model by path, hub name or loaded object.
+        """Load a model by path or hub name, or wrap a loaded object.
 
-        The same path, dtype and device give the same object for as long as anyone holds it.
-        Nothing is fetched from a network unless `model` is a hub name absent from the local
-        cache; pickled weights are never read.
+        The same path, dtype and device return the same object while any caller holds it. Nothing is
+        fetched from a network unless `model` is a hub name that is absent from the local cache.
+        Pickled weights are never read.
 
         Parameters
         ----------
         model
             A folder, ``"org/name"``, ``"kvrag-tiny"``, or a loaded causal language model.
         tokenizer
-            Needed with a loaded object whose folder is unknown; otherwise replaces the model's own,
-        and the object returned is shared with nobody.
+            Required with a loaded object whose folder is unknown; otherwise it replaces the model's
+            own, and the object returned is not shared.
         dtype
             ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch type; None keeps the
             checkpoint's.
         device
-            Such as ``"cuda"``; None means the CPU for weights loaded here.
+            Device such as ``"cuda"``; None means the CPU for weights loaded here.
 
         Raises
         ------
@@ -164,21 +164,21 @@ class KVModel:
                     load_tokenizer(model),
                     name=str(model),
                 )
-                # Found again both by what was asked for and by what it turned out to be: an index
-                # is created with "the checkpoint's type" and opened with the type it recorded.
+                # Cached both under the request and under the result: an index is created with "the
+                # checkpoint's type" and opened with the type it recorded.
                 for found_as in (dtype, loaded.spec.dtype):
                     _loaded[path, str(found_as), str(device)] = loaded
         return loaded
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.hf.device
 
     @property
     def folder(self) -> Path | None:
-        """The folder that it was loaded from; None of a hub's model, or one made in memory."""
-        # A hub's name is no folder, whatever lies where the program was started.
+        """The folder that it was loaded from; None for a hub's model or one made in memory."""
+        # A hub name is not a folder, even if the working directory has one of that name.
         path = Path(getattr(self.hf, "name_or_path", ""))
         return path if path.is_absolute() else None
 
@@ -189,21 +189,21 @@ class KVModel:
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
-        """Digest of what decides token ids (see `tokenizer_fingerprint`)."""
+        """Digest of everything that decides token ids (see `tokenizer_fingerprint`)."""
         return tokenizer_fingerprint(self.tokenizer)
 
     @property
     def windows(self) -> list[int | None]:
-        """Each layer's sliding window in tokens, None where it sees everything."""
+        """Each layer's sliding window in tokens, None if it sees everything."""
         return self._windows
 
     @property
     def is_position_bound(self) -> bool:
-        """Whether KV holds for the positions alone that it was computed at (learned positions)."""
+        """Whether KV is valid only at the positions it was computed at (learned positions)."""
         return self.family.position_embedding is not None
 
     def default_prefix_ids(self) -> tuple[int, ...]:
-        """Token ids every chunk is encoded behind (see `shared_prefix_ids`)."""
+        """Token ids that every chunk is encoded after (see `shared_prefix_ids`)."""
         return shared_prefix_ids(self.tokenizer)
 
     # -- offline: whole chunks ---------------------------------------------------------------
@@ -217,10 +217,9 @@ class KVModel:
     ) -> list[ChunkKV]:
         """Compute the position-free KV of several chunks in one batch.
 
-        Each chunk stands alone behind the shared prefix, at positions ``P .. P + T - 1``; the
-        prefix's own rows are not returned (CacheBlend §4; the attention sink is present while
-        the chunk is encoded). Sequences are padded on the right, where causal attention never
-        looks.
+        Each chunk is encoded alone after the shared prefix, at positions ``P .. P + T - 1``. The
+        prefix's own rows are not returned (CacheBlend §4; the attention sink is present while the
+        chunk is encoded). Sequences are padded on the right, where causal attention never looks.
 
         Parameters
         ----------
@@ -229,8 +228,8 @@ class KVModel:
         chunks
             Token ids of each chunk, 1 to ``max_positions - P`` of them.
         starts
-            For each chunk the position of its first token, P at least; None stands for P. Only of
-            KV that is bound to positions does it matter.
+            Position of each chunk's first token, at least P; None means P. It matters only for KV
+            that is bound to positions.
 
         Returns
         -------
@@ -242,7 +241,7 @@ class KVModel:
         width = len(prefix) + max(lengths)
         if min(lengths) == 0 or width > self.max_positions:
             raise ParameterError(
-                f"chunks of {min(lengths)} to {max(lengths)} tokens behind a prefix of "
+                f"chunks of {min(lengths)} to {max(lengths)} tokens after a prefix of "
                 f"{len(prefix)}: expected at least 1 token and at most {self.max_positions} in all"
             )
         padded = torch.zeros(len(chunks), width, dtype=torch.long)
@@ -276,32 +275,32 @@ class KVModel:
         adapter
             Acts in those calls, on the rows that `adapted` names.
         adapted
-            Positions; None stands for all.
+            Positions of the adapted rows; None means all.
         """
         with self._rows.computing(adapter, adapted):
             yield
 
     def tables(self, num_tokens: int, positions: Sequence[int] | None = None) -> list[RotaryTable]:
-        """Return each layer's table of rows ``0 .. num_tokens - 1``.
+        """Return each layer's table for rows ``0 .. num_tokens - 1``.
 
         Parameters
         ----------
         num_tokens
-            Rows.
+            Number of rows.
         positions
-            Of each row, ascending; None means that row r has position r.
+            Position of each row, ascending; None means that row r has position r.
         """
         if positions is None:
             return self._positions.tables(torch.arange(num_tokens, device=self.device))
         return self._positions.tables(torch.tensor(positions, device=self.device))
 
     def embed(self, token_ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the first layer's input ``[n, hidden]`` of token ids ``[n]``.
+        """Return the first layer's input ``[n, hidden]`` for token ids ``[n]``.
 
         Parameters
         ----------
         positions
-            ``[n]``; needed where the model learned its positions.
+            ``[n]``; required if the model has learned positions.
         """
         family = self.family
         embedding = self._base.get_input_embeddings()
@@ -332,15 +331,15 @@ class KVModel:
         deviation: Deviation | None = None,
         writes: bool = True,
     ) -> None:
-        """Run one layer over selected rows; their K/V replace what the buffer held.
+        """Run one layer over selected rows; their K/V replace the buffer's.
 
-        Row i attends every row j <= i of the buffer inside the layer's window, recomputed or
-        reused. Call inside `computing_rows`.
+        Row i attends to every row j <= i of the buffer inside the layer's window, recomputed or
+        reused. Call this inside `computing_rows`.
 
         Parameters
         ----------
         layer_index
-            The layer.
+            Index of the layer.
         hidden
             ``[n, hidden]`` inputs of the rows; replaced by the layer's outputs.
         rows
@@ -351,11 +350,11 @@ class KVModel:
         table
             The layer's rotary table over all positions.
         attending
-            Otherwise than said above.
+            How the rows attend, if not as described above.
         deviation
-            Of the n rows; filled with how far their fresh K/V are from those they replace.
+            Filled with the distances of the n rows' fresh K/V from the K/V they replace.
         writes
-            False leaves the buffer as it is, which then holds the rows' own K/V already.
+            False leaves the buffer as it is; it must then hold the rows' own K/V already.
         """
         self._rows.forward(
             layer_index, hidden, rows, fused, table, attending, deviation, writes=writes
@@ -369,7 +368,7 @@ class KVModel:
         table: RotaryTable,
         which: torch.Tensor,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield one layer's fresh K/V of some of the rows, without its attention and MLP.
+        """Yield one layer's fresh K/V for some of the rows, without its attention and MLP.
 
         Parameters
         ----------
@@ -381,8 +380,8 @@ class KVModel:
         Yields
         ------
         tensor, tensor, tensor
-            A block of `which` (never all of it at once, so that no second copy of `hidden`
-            exists), the placed keys and the values ``[H, m, D]`` of its rows.
+            A block of `which`, and the placed keys and the values ``[H, m, D]`` of its rows. A
+            block is never all of `which`, so that no second copy of `hidden` exists.
         """
         return self._rows.project(layer_index, hidden, rows, table, which)
 
@@ -396,17 +395,18 @@ class KVModel:
         *,
         encoded: EncodedScope,
     ) -> torch.Tensor:
-        """Return how much else rows gather in a layer than they did when they were encoded.
+        """Return how far each row's attention output in a layer has moved since encoding.
 
-        Costs their projections and attention, not their MLP. Their K/V of the layer are written, as
-        `forward_rows` does. Of families that attend in code of their own it cannot be told.
+        This costs the rows' projections and attention, not their MLP. The rows' K/V in the layer
+        are written, as `forward_rows` does. Families that attend in their own code cannot compare
+        rows.
 
         Parameters
         ----------
         layer_index, hidden, rows, fused, table
             As in `forward_rows`; `hidden` stays as it is.
         encoded
-            What each of the rows was encoded with.
+            The keys that each row saw when it was encoded.
 
         Returns
         -------
@@ -416,6 +416,6 @@ class KVModel:
         return self._rows.compare(layer_index, hidden, rows, fused, table, encoded)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[n, vocabulary]`` of the last layer's outputs ``[n, hidden]``."""
+        """Return logits ``[n, vocabulary]`` for the last layer's outputs ``[n, hidden]``."""
         norm = getattr(self._base, self.family.final_norm)
         return project_logits(self.hf, norm(hidden))

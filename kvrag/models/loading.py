@@ -1,4 +1,4 @@
-"""From a path, a hub name or a loaded object to a model, its tokenizer and their fingerprints."""
+"""Loading: a path, hub name or loaded object becomes a model, its tokenizer and fingerprints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EXPECTED_MODEL = (
     "*.safetensors, a GGUF file, ollama:NAME, llama.cpp:NAME, or a hub name such as 'org/name'"
 )
 
-# Fields of a config that change neither weights nor KV; some are filled in by loading alone.
+# Config fields that change neither weights nor KV; loading alone fills in some of them.
 _VOLATILE_CONFIG = {
     "_name_or_path",
     "architectures",
@@ -53,7 +53,7 @@ _VOLATILE_CONFIG = {
 
 
 def resolve_model(reference: str | Path) -> str:
-    """Return a local folder as an absolute path, or a hub name as it is.
+    """Return a local folder as an absolute path, or a hub name unchanged.
 
     A GGUF file, by any of the references that `kvrag.weights.sources.find_gguf` knows, is
     converted once, which takes a minute and says so through `logging`.
@@ -61,7 +61,7 @@ def resolve_model(reference: str | Path) -> str:
     Raises
     ------
     ModelLoadError
-        When `reference` looks like a path and nothing is there, or cannot be converted.
+        When `reference` looks like a path but does not exist, or cannot be converted.
     """
     if not isinstance(reference, str | Path):
         raise ParameterError(f"model {reference!r}: {_EXPECTED_MODEL}")
@@ -82,7 +82,7 @@ def resolve_model(reference: str | Path) -> str:
 
 
 def _from_pretrained(loader: Any, reference: str, **options: Any) -> Any:
-    """Load from a folder or the hub's local cache; go to the network only for a hub name."""
+    """Load from a folder or the hub's local cache; use the network only for a hub name."""
     try:
         try:
             return loader.from_pretrained(reference, local_files_only=True, **options)
@@ -98,21 +98,21 @@ def _from_pretrained(loader: Any, reference: str, **options: Any) -> Any:
 
 
 def load_tokenizer(reference: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model without its weights.
+    """Load a model's tokenizer without its weights.
 
     Raises
     ------
     ModelLoadError
-        When there is none.
+        When there is no tokenizer.
     UnsupportedModelError
-        When it is not a fast tokenizer: chunk boundaries need character offsets.
+        When the tokenizer is not a fast one: chunk boundaries need character offsets.
     """
     tokenizer: PreTrainedTokenizerBase = _from_pretrained(AutoTokenizer, resolve_model(reference))
     return check_tokenizer(tokenizer)
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return `tokenizer` if it can report character offsets, else raise UnsupportedModelError."""
+    """Return `tokenizer` if it reports character offsets, otherwise raise UnsupportedModelError."""
     if not tokenizer.is_fast:
         raise UnsupportedModelError(
             f"{type(tokenizer).__name__} is a slow tokenizer and reports no character offsets; "
@@ -122,21 +122,21 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBa
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all numbers of a tensor, as read from a file, are finite."""
-    # In float32, for types of 8 bits that cannot say it themselves.
+    """Return whether all numbers of a tensor are finite."""
+    # In float32, because 8-bit types have no such test.
     return bool(tensor.float().isfinite().all())
 
 
 def usable_device(name: str) -> torch.device:
-    """Return the device of that name. Raises ParameterError when it cannot be used here."""
+    """Return the device with that name. Raises ParameterError if it cannot be used here."""
     try:
-        # Allocating tells an unknown name, a missing driver and a number too high alike; reading
-        # tells a place that holds no numbers ("meta").
+        # Allocating detects an unknown name, a missing driver and a number too high alike; reading
+        # detects a device that holds no numbers ("meta").
         found = torch.zeros(1, device=name)
         found.cpu()
         return found.device
     except (RuntimeError, AssertionError, TypeError) as error:
-        # Torch's own words for these are about its inside.
+        # Torch's own message is about its internals.
         computes_nothing = isinstance(error, NotImplementedError)
         reason = (
             "torch computes nothing on it here"
@@ -156,15 +156,15 @@ def load_weights(
     Parameters
     ----------
     dtype
-        None takes the checkpoint's own, or float32 where that has 16 bits and the processor does
-        not multiply it natively; the embedded model runs in float32.
+        Element type; None takes the checkpoint's, or float32 if that has 16 bits and the processor
+        does not multiply it natively; the embedded model runs in float32.
     device
-        Where to put it; None means the CPU.
+        Device for the weights; None means the CPU.
 
     Raises
     ------
     ModelLoadError
-        When there is no such model, or it cannot be read.
+        When the model does not exist or cannot be read.
     ParameterError
         When the device cannot be used here.
     """
@@ -193,9 +193,9 @@ def has_bfloat16() -> bool:
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
-    """Return 32 hexadecimal digits over all weights and the config.
+    """Return a digest of all weights and the config, 32 hexadecimal digits.
 
-    A model that differs in one weight, its element type or a setting has another fingerprint.
+    Models that differ in one weight, the element type or a setting have different fingerprints.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"kvrag-model")
     config = {
@@ -216,9 +216,9 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return 32 hexadecimal digits over everything that decides a text's token ids."""
+    """Return a digest of everything that decides a text's token ids, 32 hexadecimal digits."""
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
-    # Both are set by whoever called the tokenizer last, not by the tokenizer.
+    # The last caller of the tokenizer sets both; they are not part of it.
     definition.pop("padding", None)
     definition.pop("truncation", None)
     return hashlib.blake2b(
@@ -227,10 +227,10 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def shared_prefix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the token ids every chunk is encoded behind, so that the attention sink is present.
+    """Return the token ids that every chunk is encoded after, so that the attention sink is there.
 
-    BOS where the tokenizer or the chat template puts one first; else the head that all
-    conversations of the chat template share; else nothing.
+    They are BOS if the tokenizer or the chat template puts it first; otherwise the beginning that
+    all conversations of the chat template share; otherwise nothing.
     """
     bos = tokenizer.bos_token_id
     if bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos]:

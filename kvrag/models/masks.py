@@ -1,4 +1,4 @@
-"""A boolean mask of our own in the shape in which a model takes it."""
+"""A boolean mask in the shape that a model takes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvrag.models.families import sliding_windows
 def model_masks(
     hf: PreTrainedModel, allowed: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
 ) -> Any:
-    """Return what the model takes as its mask: one for all layers, or one a type of layer.
+    """Return the model's mask argument: one mask for all layers, or one for each layer type.
 
     Parameters
     ----------
     hf
         The model.
     allowed
-        ``[B, q, k]`` bool: which rows see which, windows apart.
+        ``[B, q, k]`` bool: which rows see which, without the layers' windows.
     queries, keys
-        ``[B, q]`` and ``[B, k]``: their positions, for the windows of its layers.
+        ``[B, q]`` and ``[B, k]``: positions, for the layers' windows.
     """
     layer_windows = sliding_windows(hf)
     windows = set(layer_windows)

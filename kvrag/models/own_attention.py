@@ -1,7 +1,7 @@
-"""Families whose layers attend in code of their own: what their masks and biases look like.
+"""Masks and biases for families whose layers attend in their own code.
 
-BLOOM, MPT and Falcon know nothing of Transformers' attention interface, so selected rows reach them
-as a mask in the shape that their own forward hands to their layers.
+BLOOM, MPT and Falcon do not use Transformers' attention interface. Selected rows therefore reach
+them as a mask in the shape that their own forward passes to their layers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kvrag.positions.unrotated import AlibiTable
 def layer_arguments(
     hf: PreTrainedModel, mask: RowMask, num_keys: int, table: RotaryTable
 ) -> dict[str, Any]:
-    """Return what a decoder layer takes besides hidden states and cache.
+    """Return a decoder layer's arguments besides hidden states and cache.
 
     Parameters
     ----------
     mask
-        The rows.
+        The rows' mask.
     num_keys
-        Keys from the mask's first on that they attend to.
+        Number of keys that the rows attend to, from the mask's first key on.
     table
-        The layer's, over all rows.
+        The layer's table, over all rows.
     """
     kind = hf.config.model_type
     allowed = mask.dense(num_keys)[None, None]
@@ -47,13 +47,13 @@ def layer_arguments(
         "attention_mask": additive,
         "alibi": None,
         "position_ids": mask.positions[None],
-        # The only way of Falcon's that tells its weights.
+        # The only one of Falcon's code paths that returns its weights.
         "output_attentions": mask.observer is not None,
     }
     if bias is None:
         arguments["position_embeddings"] = table.embeddings(mask.positions, hf.dtype)
         return arguments
-    # Falcon's model folds the bias into the mask, and hands it on beside.
+    # Falcon's model folds the bias into the mask, and passes it on separately as well.
     head_dim = hf.config.hidden_size // hf.config.num_attention_heads
     folded = (bias[None] / math.sqrt(head_dim)).expand(-1, -1, allowed.shape[2], -1)
     arguments["attention_mask"] = folded.masked_fill(~allowed, lowest)
@@ -64,14 +64,14 @@ def layer_arguments(
 def show_weights(
     observer: AttentionObserver, mask: RowMask, weights: torch.Tensor, values: torch.Tensor
 ) -> None:
-    """Show an observer what a layer attended with.
+    """Show an observer the weights and values that a layer attended with.
 
     Parameters
     ----------
     weights
         ``[1, heads, n, K]``.
     values
-        ``[1, H, C, D]``, the layer's in the buffer.
+        ``[1, H, C, D]``, the layer's values in the buffer.
     """
     num_kv_heads, num_keys = values.shape[1], weights.shape[3]
     shown = values[0, :, mask.first_key : mask.first_key + num_keys]

@@ -1,4 +1,4 @@
-"""Weights in the layout that oneDNN multiplies by: on CPUs faster, above all for few rows."""
+"""Weights in oneDNN's layout: faster on CPUs, above all for few rows."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from transformers import PreTrainedModel
 
 from kvrag.errors import ParameterError
 
-# The layout is chosen for so many rows; others may come.
+# The layout is chosen for this many rows; other numbers work too.
 _NUM_ROWS = 128
-# oneDNN compiles and keeps a kernel (0.7 MB) for each shape that it meets, a thousand of them:
-# rows come in multiples of this, so that it meets few.
+# oneDNN compiles and keeps a kernel (0.7 MB) for each shape that it meets, up to a thousand of
+# them: padding rows to a multiple of this keeps the shapes few.
 _ROWS_STEP = 8
 
 
 class PackedLinear(nn.Module):
-    """What a linear layer computes, from weights in another layout.
+    """A linear layer's computation with weights in another layout.
 
     Parameters
     ----------
     linear
-        The layer; its weight is copied, and let go of by whoever lets go of the layer.
+        The layer. Its weight is copied; dropping the layer frees the original.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -31,7 +31,7 @@ class PackedLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
-        # Opaque: no parameter that could be saved or trained.
+        # Opaque: not a parameter that could be saved or trained.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _NUM_ROWS)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class PackedLinear(nn.Module):
         prefix: str,
         keep_vars: bool,  # noqa: ARG002
     ) -> None:
-        # A checkpoint without them would be taken for whole, and so would a digest of it.
+        # A checkpoint without these weights would look complete, and so would its digest.
         raise ParameterError(
             f"{prefix}weight is packed for oneDNN and cannot be saved, hashed or trained: load the "
             "model once more"
@@ -59,17 +59,17 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(hf: PreTrainedModel) -> int:
-    """Replace the linear layers of a model in place, and return how many there were to replace.
+    """Replace a model's linear layers in place, and return how many there were to replace.
 
-    The output embeddings stay, which are often the input's. The model can be neither trained nor
-    saved nor hashed afterwards. On other devices, of other types, and where torch was built without
-    oneDNN, nothing changes.
+    The output embeddings stay, since they are often the input's. Afterwards the model cannot be
+    trained, saved or hashed. Nothing changes on other devices, for other types, or if torch was
+    built without oneDNN.
     """
     if hf.device.type != "cpu" or not _can_pack(hf.dtype):
         return 0
     base: nn.Module = hf.base_model
-    # Families' own kinds of linear layers add something that this one knows nothing of. Their names
-    # alone are held: with the layers themselves all weights would be in memory twice for a while.
+    # Families' own linear layers do more than this one knows. Only the names are held here: with
+    # the layers themselves, all weights would be in memory twice for a while.
     names = [name for name, one in base.named_modules() if type(one) is nn.Linear]
     for name in names:
         parent, _, last = name.rpartition(".")
@@ -79,7 +79,7 @@ def pack_linears(hf: PreTrainedModel) -> int:
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN is there, and multiplies this type on this processor."""
+    """Return whether oneDNN is available and multiplies this type on this processor."""
     ops = torch.ops.mkldnn
     wanted = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

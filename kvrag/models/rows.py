@@ -27,25 +27,25 @@ from kvrag.models.own_attention import layer_arguments, show_weights
 from kvrag.models.scaling import ScaledKeys
 from kvrag.positions.rotary import RotaryTable
 
-# Rows a layer computes at once: few enough that a block's MLP activations stay small beside the
-# fused KV, many enough that its matrix products run at full speed.
+# Rows that a layer computes at once: few enough that a block's MLP activations stay small beside
+# the fused KV, many enough that its matrix products run at full speed.
 ROW_BLOCK = 128
 
 
 @dataclass(frozen=True)
 class Attending:
-    """How rows attend to those before them.
+    """How rows attend to the rows before them.
 
     Attributes
     ----------
     observer
-        Is shown every block's queries with the keys and values that it attends to.
+        Receives every block's queries with the keys and values that they attend to.
     scaled
-        Which keys are attended to otherwise; None: none.
+        Keys that are attended to with another scale; None: none.
     visible
-        ``[n, K]`` bool: which of the buffer's first K rows each of n rows sees, among them only
-        such as stand before it in the rows or are there already. None: all before it, inside the
-        layer's window. With it rows need not ascend, and no window of the layer is looked at.
+        ``[n, K]`` bool: which of the buffer's first K rows each of the n rows sees. They must
+        precede it in the rows or be in the buffer already. None: all rows before it, inside the
+        layer's window. If given, rows need not ascend, and the layer's window is ignored.
     """
 
     observer: AttentionObserver | None = None
@@ -57,18 +57,18 @@ ALL_BEFORE = Attending()
 
 
 class RowRunner:
-    """Runs the layers of one model over selected rows; `KVModel` says what its methods mean.
+    """Runs one model's layers over selected rows; `KVModel` documents its methods.
 
     Parameters
     ----------
     hf, family
         The model.
     name
-        What errors call it.
+        The model's name in errors.
     spec
-        Shape and type of its KV.
+        Shape and type of the KV.
     windows
-        Each layer's sliding window in tokens, None where it sees everything.
+        Each layer's sliding window in tokens, None if it sees everything.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RowRunner:
         self._windows = windows
         self._layers: Any = getattr(hf.base_model, family.layers)
         self._lock = lock_of(hf)
-        # What adapters are told in the middle of a layer; written under the lock.
+        # The rows that adapters act on, in the middle of a layer; written under the lock.
         self._at_hand = torch.empty(0, dtype=torch.long)
 
     @contextmanager
@@ -96,7 +96,7 @@ class RowRunner:
         chosen: torch.Tensor | None = None
 
         def gate() -> torch.Tensor | None:
-            # Asked for by every linear layer: looked up once for each block of rows.
+            # Every linear layer asks for it: computed once for each block of rows.
             nonlocal seen, chosen
             if seen is not self._at_hand and adapted is not None:
                 seen = self._at_hand
@@ -106,7 +106,7 @@ class RowRunner:
             return chosen
 
         acting = without_adapters(self._hf) if adapter is None else adapter.acting(self._hf, gate)
-        # Families that attend in code of their own know no other implementation.
+        # Families that attend in their own code have no other implementation.
         attending = nullcontext() if self._family.attends_itself else row_attention(self._hf)
         with self._lock, torch.no_grad(), attending, acting:
             yield
@@ -131,7 +131,7 @@ class RowRunner:
                 f"{self._name} attends in code of its own, which knows no temperature or scale of "
                 "reused keys; leave both out of the policy"
             )
-        # Rows come in ascending order, so a later block's K/V are never seen by an earlier one.
+        # Rows are ascending, so an earlier block never sees a later block's K/V.
         for block, positions, first_key, last in self._blocks(layer_index, rows):
             seen = None
             if visible is not None:
@@ -156,7 +156,7 @@ class RowRunner:
         table: RotaryTable,
         which: torch.Tensor,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield one layer's fresh K/V of some of the rows (`KVModel.project_rows`)."""
+        """Yield one layer's fresh K/V for some of the rows (`KVModel.project_rows`)."""
         for block in torch.split(which, ROW_BLOCK):
             mask = RowMask(rows[block], 0, None)
             try:
@@ -173,7 +173,7 @@ class RowRunner:
         table: RotaryTable,
         encoded: EncodedScope,
     ) -> torch.Tensor:
-        """Return how much else rows gather than when encoded (`KVModel.compare_rows`)."""
+        """Return how far rows' attention outputs moved since encoding (`KVModel.compare_rows`)."""
         window = self._windows[layer_index]
         change = torch.zeros(len(rows), device=rows.device)
         for block, positions, first_key, last in self._blocks(layer_index, rows):
@@ -189,7 +189,7 @@ class RowRunner:
     def _blocks(
         self, layer_index: int, rows: torch.Tensor
     ) -> Iterator[tuple[slice, torch.Tensor, int, int]]:
-        """Yield blocks of rows: which they are, their positions, the first and last key seen."""
+        """Yield blocks of rows: their indices, their positions, the first and last key seen."""
         window = self._windows[layer_index]
         for begin in range(0, len(rows), ROW_BLOCK):
             positions = rows[begin : begin + ROW_BLOCK]
@@ -215,7 +215,7 @@ class RowRunner:
         )
 
     def _arguments(self, mask: RowMask, num_keys: int, table: RotaryTable) -> dict[str, Any]:
-        """Return what a layer wants to know of its rows besides their hidden states."""
+        """Return a layer's arguments for a block of rows, besides their hidden states."""
         if self._family.attends_itself:
             return layer_arguments(self._hf, mask, num_keys, table)
         return {

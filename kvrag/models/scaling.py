@@ -1,11 +1,11 @@
-"""Attention that treats reused keys apart from others: their own temperature and scale.
+"""Attention with a separate temperature and scale for reused keys.
 
-Source: Yang et al., APE (arXiv 2502.05431) §4: chunks encoded apart draw attention otherwise than a
-joint prefill's. Their scores are divided by a temperature, and the logarithm of what they weigh
-together (log-sum-exp) is multiplied by a scale before the softmax over all keys.
+Source: Yang et al., APE (arXiv 2502.05431) §4: separately encoded chunks draw attention differently
+from a joint prefill's. Their scores are divided by a temperature, and the logarithm of their total
+weight (log-sum-exp) is multiplied by a scale before the softmax over all keys.
 
-Deviations: only keys that are reused and wrong where they stand are treated so, not a chunk that
-stands where it was encoded, nor rows computed again.
+Deviations: only reused keys that are wrong at their place are scaled. A chunk at the place where it
+was encoded is not, nor are recomputed rows.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _present = threading.local()
 
 @dataclass(frozen=True)
 class KeyScaling:
-    """How reused keys are attended to.
+    """The scaling of reused keys.
 
     Attributes
     ----------
     temperature
-        Their scores are divided by it, above 0.
+        Divisor of their scores, above 0.
     scale
-        Their log-sum-exp is multiplied by it, 0 or more. At 1 and 1 attention is the ordinary one.
+        Factor of their log-sum-exp, 0 or more. At 1 and 1, attention is the ordinary one.
     """
 
     temperature: float
@@ -52,14 +52,14 @@ class KeyScaling:
 
 @dataclass(frozen=True)
 class ScaledKeys:
-    """Which keys of one layer are scaled, and how.
+    """The scaled keys of one layer, and their scaling.
 
     Attributes
     ----------
     scaling
-        How.
+        Temperature and scale.
     reused
-        ``[N]`` bool by position; keys behind are not.
+        ``[N]`` bool by position; keys after these are not reused.
     """
 
     scaling: KeyScaling
@@ -76,7 +76,7 @@ class ScaledKeys:
         *,
         first_key: int = 0,
     ) -> torch.Tensor:
-        """Return ``[1, n, heads, D]``; parameters as `attend_by_head`'s.
+        """Return ``[1, n, heads, D]``; the other parameters are those of `attend_by_head`.
 
         Parameters
         ----------
@@ -93,7 +93,7 @@ class ScaledKeys:
     def _scaled(self, reused: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         cooled = scores / self.scaling.temperature
         together = cooled.masked_fill(~reused, float("-inf")).logsumexp(-1, keepdim=True)
-        # Where no reused key is seen there is nothing to move.
+        # If no reused key is seen, there is nothing to scale.
         shift = torch.where(together.isfinite(), (self.scaling.scale - 1.0) * together, 0.0)
         return torch.where(reused, cooled + shift, scores)
 
@@ -102,17 +102,17 @@ class ScaledKeys:
 def scaled_answers(
     model: PreTrainedModel, fused: FusedKV, layers: tuple[ScaledKeys, ...]
 ) -> Iterator[None]:
-    """Make the model's own forwards of this thread attend to a fused prompt's keys as scaled.
+    """Make the model's own forwards in this thread attend to a fused prompt's keys with scaling.
 
-    Hold the model's lock. Generation behind a prompt then uses the attention that the prompt was
-    fused with; forwards over anything but that prompt's buffer are the ordinary ones.
+    Hold the model's lock. Generation after a prompt then uses the attention that the prompt was
+    fused with. Forwards over any other buffer stay ordinary.
 
     Parameters
     ----------
     fused
         The prompt's buffer.
     layers
-        One for each layer; empty changes nothing.
+        One entry for each layer; empty changes nothing.
     """
     if not layers:
         yield
@@ -138,12 +138,12 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     prompt: tuple[FusedKV, tuple[ScaledKeys, ...]] | None = getattr(_present, "prompt", None)
     layer_index: Any = module.layer_idx
-    # A forward in another thread, or over other keys than those of the prompt: somebody else's.
+    # A forward in another thread, or over keys other than the prompt's, belongs to another caller.
     if prompt is None or not _is_part(key, prompt[0].keys[layer_index]):
         return ordinary(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     num_rows, num_keys = query.shape[2], key.shape[2]
     if attention_mask is None:
-        # Left out where it says no more than that rows see all keys before them.
+        # Left out if it says only that rows see all keys before them.
         allowed = torch.ones(num_rows, num_keys, dtype=torch.bool, device=key.device)
         allowed = allowed.tril(num_keys - num_rows)
     elif attention_mask.dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""Which positions a model has: its own rotary module, its own ALiBi bias, or learned ones."""
+"""A model's positions: its own rotary module, its own ALiBi bias, or learned ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvrag.positions.unrotated import UnrotatedPositions
 
 
 class Positions(Protocol):
-    """Gives a model's tables for any positions."""
+    """Returns a model's tables for any positions."""
 
     def tables(self, positions: torch.Tensor) -> list[RotaryTable]:
         """Return one table per layer for `positions` ``[N]``."""
@@ -37,7 +37,7 @@ def find_positions(hf: PreTrainedModel, family: Family, spec: KVSpec) -> Positio
 
 
 def _alibi(hf: PreTrainedModel) -> Callable[[int], torch.Tensor]:
-    """Return the model's own bias function, as ``[heads, positions]`` of a number of positions."""
+    """Return the model's own bias function, number of positions to ``[heads, positions]``."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor as of_bloom
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor as of_falcon
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor as of_mpt
@@ -46,7 +46,7 @@ def _alibi(hf: PreTrainedModel) -> Callable[[int], torch.Tensor]:
 
     def bias(num_positions: int) -> torch.Tensor:
         if hf.config.model_type == "mpt":
-            # As the model calls it; it leaves out the configuration's own alibi_bias_max.
+            # Called as the model does; it omits the configuration's own alibi_bias_max.
             return cast(torch.Tensor, of_mpt(num_heads, num_positions))[:, 0]  # type: ignore[no-untyped-call]
         build = of_bloom if hf.config.model_type == "bloom" else of_falcon
         ones = torch.ones(1, num_positions, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Memory that leaves the process when it is let go."""
+"""Memory that leaves the process when it is freed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LARGE_BYTES = 1 << 20
 def scratch(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return memory for hidden states ``[num_rows, width]``.
 
-    The C allocator would keep it: after one large block is freed, glibc takes later ones of that
+    The C allocator would keep it. After one large block is freed, glibc takes later blocks of that
     size from its heap and holds them, beside the fused KV that then fills up.
     """
     num_bytes = num_rows * width * dtype.itemsize

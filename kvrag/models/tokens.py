@@ -1,4 +1,4 @@
-"""Text to token ids with their places, as the plain pipeline does it."""
+"""Text to token ids with their places, as in the plain pipeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
-"""First character, and the first behind."""
+"""First character, and the character after the last."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class Tokens:
     Attributes
     ----------
     token_ids
-        Length T.
+        Token ids, length T.
     offsets
-        For each token its first character and the first behind, ``(0, 0)`` for tokens that the
-        tokenizer adds. Length T; empty for a tokenizer that gives none.
+        For each token its first character and its end, ``(0, 0)`` for tokens that the tokenizer
+        adds. Length T; empty for a tokenizer that reports none.
     num_neutralised
-        Control strings that were tokenised as text.
+        Number of control strings that were tokenised as text.
     num_control
-        Control strings that are control tokens, those not counted that the tokenizer adds.
+        Number of control strings that are control tokens, without those that the tokenizer adds.
     """
 
     token_ids: tuple[int, ...]
@@ -40,7 +40,7 @@ class Tokens:
 def encode(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_special_tokens: bool
 ) -> list[Tokens]:
-    """Tokenise texts as the plain pipeline does."""
+    """Tokenise texts as in the plain pipeline."""
     encoded = tokenizer(
         list(texts),
         add_special_tokens=add_special_tokens,
@@ -59,7 +59,7 @@ def encode(
 
 
 def overlaps(spans: Sequence[Span], span: Span) -> bool:
-    """Return whether a span shares a character with one of several, in order and apart."""
+    """Return whether a span shares a character with one of several ordered, disjoint spans."""
     place = bisect_left(spans, span[0], key=lambda one: one[1])
     while place < len(spans) and spans[place][0] < span[1]:
         if spans[place][1] > span[0]:

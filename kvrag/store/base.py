@@ -1,8 +1,8 @@
 """What a store is: immutable records by chunk key.
 
-A store knows nothing of codecs: records are bytes. Every method may block on I/O; all are
-safe to call from several threads. Opening takes at most one round trip, and so does each range
-read: whoever wants layer i + 1 while he computes layer i reads its range in another thread.
+A store knows nothing of codecs: records are bytes. Every method may block on I/O, and all are safe
+to call from several threads. Opening a record takes at most one round trip, and so reads each
+range. To read layer i + 1 while layer i is computed, read its range in another thread.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from kvrag.store.metrics import StoreCounts
 class StoredRecord(Protocol):
     """An opened record.
 
-    It stays readable even if the record is deleted or replaced meanwhile; a store that cannot
-    keep it for its readers refuses with StoreError. Never are other bytes read.
+    It stays readable even if the record is deleted or replaced meanwhile. A store that cannot keep
+    it for its readers raises StoreError. Readers never see another record's bytes.
     """
 
     @property
     def size_bytes(self) -> int: ...
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on.
+        """Fill `buffer` from `offset` to its end.
 
         Raises StoreError when the medium refuses, RecordError when the record ends before the
         buffer is full.
@@ -34,43 +34,43 @@ class StoredRecord(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the record. A record that is garbage-collected closes itself."""
+        """Close the record. A record that is garbage-collected closes itself."""
         ...
 
 
 class Store(Protocol):
-    """Records by key. Raises StoreError for whatever the medium refuses."""
+    """Records by key. Raises StoreError when the medium refuses an operation."""
 
     @property
     def url(self) -> str:
-        """What `kvrag.store.registry.open_store` opens this store with, but for its secrets."""
+        """URL with which `kvrag.store.registry.open_store` opens this store, without secrets."""
         ...
 
     def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record atomically and durably; a key that is present keeps its record."""
+        """Write a record atomically and durably; an existing record stays."""
         ...
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record atomically and durably in place of the one `key` has, if any.
+        """Write a record atomically and durably in place of the existing one, if any.
 
-        Whoever has the old one open goes on reading it.
+        Readers that have the old record open can still read it.
         """
         ...
 
     def open(self, key: ChunkKey) -> StoredRecord | None:
-        """Open a record for reading, or return None where there is none."""
+        """Open a record for reading, or return None if there is none."""
         ...
 
     def contains(self, key: ChunkKey) -> bool: ...
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove a record; say whether there was one."""
+        """Remove a record and return whether there was one."""
         ...
 
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
         """Iterate over all keys with the bytes of their records, in no particular order.
 
-        What is put or deleted meanwhile may appear or not.
+        Records that are put or deleted meanwhile may or may not appear.
         """
         ...
 
@@ -79,29 +79,29 @@ class Store(Protocol):
         ...
 
     def size_bytes(self) -> int:
-        """Bytes held by all records."""
+        """Total size of all records, in bytes."""
         ...
 
     def note_damage(self, key: ChunkKey) -> None:
-        """Be told that what was read of a record was not what had been written.
+        """Report a damaged record: the bytes read are not the bytes written.
 
-        It is counted; a store that has other copies of the record gives up the damaged one.
+        The store counts it. A store that has other copies of the record drops the damaged one.
         """
         ...
 
     def counts(self) -> Sequence[StoreCounts]:
-        """What was counted since the store was opened; of tiers, the fastest first."""
+        """Counts since the store was opened; for tiers, the fastest first."""
         ...
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Remove what interrupted writes left behind at least that long ago; say how many."""
+        """Remove leftovers of interrupted writes of at least that age; return their number."""
         ...
 
     def close(self) -> None: ...
 
 
 def check_range(key: ChunkKey, size_bytes: int, offset: int, num_bytes: int) -> None:
-    """Raise RecordError unless `num_bytes` bytes from `offset` on lie within a record."""
+    """Raise RecordError unless `num_bytes` bytes starting at `offset` lie within a record."""
     if offset < 0 or offset + num_bytes > size_bytes:
         raise RecordError(
             f"record {key}: expected bytes {offset} to {offset + num_bytes}, "

@@ -1,9 +1,9 @@
-"""A circuit breaker: a remote store is not asked again and again while it does not answer.
+"""A circuit breaker: while a remote store does not answer, reads fail at once.
 
 Without it every chunk of a prompt would wait for its own timeout. The breaker starts closed: all
-calls pass. A failure opens it: for a while reads are refused at once. Then it is half-open: one
-read is a trial, whose success closes the breaker. Writes are always tried: whoever writes wants
-to know.
+calls pass. A failure opens it: for a while it refuses reads at once. Then it is half-open: one read
+is a trial, and its success closes the breaker. Writes are always tried, because a writer needs to
+know the outcome.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ LONGEST_PAUSE_SECONDS = 8.0
 
 
 class Breaker:
-    """Lets calls through until one fails, then none for a while, then one as a trial.
+    """Lets calls pass until one fails, then refuses them for a while, then passes one as a trial.
 
     Parameters
     ----------
     name
-        Of what is called, for messages.
+        Name of the guarded service, for messages.
     metrics
-        Where calls that are refused are counted.
+        Counts the refused calls.
     clock
-        Seconds, ever rising.
+        Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Breaker:
         self._close()
 
     def _open(self, num_failures: int) -> None:
-        """Refuse reads for a while, after a call that began with so many failures known."""
+        """Refuse reads for a while. `num_failures` is the count when the failed call began."""
         with self._lock:
-            # Of calls that were under way together the first one tells what there is to tell.
+            # When several calls fail together, only the first one counts.
             if num_failures == self._num_failures:
                 self._num_failures += 1
                 self._pause = min(max(2 * self._pause, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
@@ -80,13 +80,13 @@ class Breaker:
             self._pause = 0.0
 
     def _require_closed(self) -> None:
-        """Return for a call that may pass, a trial included. Raises StoreUnreachableError."""
+        """Return if a call may pass, including a trial. Raises StoreUnreachableError."""
         with self._lock:
             if not self._pause:
                 return
             now = self._clock()
             if now >= self._open_until:
-                # Half-open: this call is the trial; the others wait for what comes of it.
+                # Half-open: this call is the trial; the others wait for its outcome.
                 self._open_until = now + self._pause
                 return
             left = self._open_until - now
@@ -97,13 +97,13 @@ class Breaker:
 
 
 class GuardedStore(StoreWrapper):
-    """A remote store behind a `Breaker`.
+    """A remote store guarded by a `Breaker`.
 
     Parameters
     ----------
     inner
         The remote store.
-    query
+        Its URL options.
         Its options in the URL.
     """
 
@@ -115,27 +115,27 @@ class GuardedStore(StoreWrapper):
 
     @property
     def url(self) -> str:
-        """The inner store's, with its options."""
+        """The inner store's URL with its options."""
         return f"{self.inner.url}?{self._query}" if self._query else self.inner.url
 
     def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record; a key that is present keeps its record."""
+        """Write a record; an existing record stays."""
         with self._breaker.guarding(is_read=False):
             self.inner.put(key, record)
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record in place of the one `key` has."""
+        """Write a record in place of the existing one."""
         with self._breaker.guarding(is_read=False):
             self.inner.replace(key, record)
 
     def open(self, key: ChunkKey) -> StoredRecord | None:
-        """Open a record for reading, or return None where there is none. Raises StoreError."""
+        """Open a record for reading, or return None if there is none. Raises StoreError."""
         with self._breaker.guarding(), self._metrics.timing():
             record = self.inner.open(key)
         return None if record is None else _GuardedRecord(record, self._breaker, self._metrics)
 
     def contains(self, key: ChunkKey) -> bool:
-        """Say whether there is a record of `key`."""
+        """Return whether there is a record for `key`."""
         with self._breaker.guarding():
             return self.inner.contains(key)
 

@@ -1,6 +1,6 @@
-"""What only some stores can do: one protocol for each, and how a caller finds who can.
+"""Optional store capabilities: one protocol for each, and how a caller finds them.
 
-`Store` has what every store does. A caller that wants more asks for just that::
+`Store` has what every store can do. A caller that needs more asks for a capability::
 
     pins = capability(store, Pins)
     if pins is not None:
@@ -25,33 +25,33 @@ class Pins(Protocol):
     """Keeps records that it would otherwise remove."""
 
     def pin(self, keys: Iterable[ChunkKey]) -> None:
-        """Never remove these records, until `unpin` was called as often."""
+        """Protect these records from removal until `unpin` is called as often."""
         ...
 
     def unpin(self, keys: Iterable[ChunkKey]) -> None:
-        """Take a pin back."""
+        """Undo one `pin` of these records."""
         ...
 
 
 @runtime_checkable
 class Limits(Protocol):
-    """Keeps within a number of bytes."""
+    """Limits the total size of its records."""
 
     limit_bytes: int
 
 
 @runtime_checkable
 class Admits(Protocol):
-    """Chooses which copies of other tiers' records it takes."""
+    """Decides which records of other tiers it copies."""
 
     def admits(self, key: ChunkKey, size_bytes: int) -> bool:
-        """Say whether a copy of a record is worth the ones that would have to go for it."""
+        """Return whether a copy of a record is worth the records it would push out."""
         ...
 
 
 @runtime_checkable
 class HasTiers(Protocol):
-    """Is made of several stores, the fastest first."""
+    """Consists of several stores, the fastest first."""
 
     @property
     def tiers(self) -> Sequence[Store]: ...
@@ -59,10 +59,10 @@ class HasTiers(Protocol):
 
 @runtime_checkable
 class LocatesTier(Protocol):
-    """Knows where a record would come from."""
+    """Knows which tier would deliver a record."""
 
     def tier_of(self, key: ChunkKey) -> int:
-        """Return the number of the tier that would deliver a record; nothing is read of it."""
+        """Return the number of the tier that would deliver a record, without reading it."""
         ...
 
 
@@ -71,31 +71,31 @@ class Flushes(Protocol):
     """Writes in the background."""
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until all is written; say whether it is."""
+        """Wait until everything is written; return whether it is."""
         ...
 
 
 @runtime_checkable
 class DerivesKeys(Protocol):
-    """Has a tenant's key."""
+    """Holds a tenant's key."""
 
     def derive(self, purpose: bytes) -> bytes:
-        """Return 32 bytes that follow from the key, others for each purpose."""
+        """Return 32 bytes derived from the key, different for each purpose."""
         ...
 
 
 @runtime_checkable
 class ChecksWritable(Protocol):
-    """Finds out whether it can be written to without writing."""
+    """Checks whether it is writable, without writing."""
 
     def check_writable(self) -> None:
-        """Raise StoreError where no record could be written."""
+        """Raise StoreError if no record could be written."""
         ...
 
 
 @runtime_checkable
 class InFolder(Protocol):
-    """Keeps its records in a folder of this machine, which has room for a list beside them."""
+    """Keeps its records in a local folder, where other files can be kept beside them."""
 
     @property
     def path(self) -> Path: ...
@@ -103,17 +103,17 @@ class InFolder(Protocol):
 
 @runtime_checkable
 class InMemory(Protocol):
-    """Keeps its records in this process: quick to write, and gone when the process ends."""
+    """Keeps its records in this process: fast to write, and gone when the process ends."""
 
     @property
     def is_in_memory(self) -> bool: ...
 
 
 def capability(store: Store, kind: type[Capability]) -> Capability | None:
-    """Return the outermost of a store and those it is wrapped around that has a capability.
+    """Return the outermost of a store and the stores it wraps that has a capability.
 
-    Tiers are not looked into: what one of several tiers can do, their whole need not. Ask each of
-    `tiers_of`.
+    This does not look into tiers: a capability of one tier need not be a capability of the whole.
+    Ask each store of `tiers_of`.
 
     Parameters
     ----------

@@ -1,11 +1,11 @@
-"""Records that only who has the key can read: AES-256-GCM around any store.
+"""Encrypted records: AES-256-GCM around any store.
 
-What is kept under a key is 64 bytes of header (magic ``89 4B 56 45 4E 43 0D 0A``, version, bytes
-of a frame, bytes of the record, salt of 32 bytes, all little-endian, then zeros) and frames: 64 KiB
-of the record each, the last one what is left, every one followed by its tag of 16 bytes. Each
-record has a key of its own (HKDF-SHA256 of the tenant's key over the salt), so a frame's number can
-be its nonce. The chunk key, the header and the frame's number are authenticated with it: frames can
-neither be swapped, nor be moved to another record, nor cut off. A range is read by its frames.
+Each key holds a header of 64 bytes (magic ``89 4B 56 45 4E 43 0D 0A``, version, bytes of a frame,
+bytes of the record, salt of 32 bytes, all little-endian, then zeros), followed by frames. A frame
+is 64 KiB of the record (the last one is what remains) and its tag of 16 bytes. Each record has a
+separate key (HKDF-SHA256 of the tenant's key over the salt), so a frame's number can be its nonce.
+The tag also authenticates the chunk key, the header and the frame's number: nobody can swap frames,
+move them to another record, or cut them off. Reading a range reads the frames that cover it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ HEADER_BYTES = _HEADER.size
 
 
 def read_key(path: str | Path) -> bytes:
-    """Return the key in a file of 64 hexadecimal digits.
+    """Return the key from a file of 64 hexadecimal digits.
 
     Raises
     ------
     ParameterError
-        When the file cannot be read, holds something else, or others than its owner may read it.
+        When the file cannot be read, holds something else, or other users may read it.
     """
     try:
         text = Path(path).read_text(encoding="ascii").strip()
@@ -66,21 +66,21 @@ def read_key(path: str | Path) -> bytes:
 
 
 class EncryptedStore(StoreWrapper):
-    """A store whose records are encrypted; sizes it tells are those that are kept.
+    """A store whose records are encrypted; the sizes it returns are those of the plain records.
 
     Parameters
     ----------
     inner
         Where the encrypted records are kept.
     key
-        32 bytes: a tenant's.
+        A tenant's key, 32 bytes.
     key_file
-        Where the key is from, which becomes part of the URL; "" for nowhere.
+        Path of the key's file, which becomes part of the URL; "" if the key is from no file.
 
     Raises
     ------
     ParameterError
-        When the key is of another length, or the library ``cryptography`` is not installed.
+        When the key has another length, or the library ``cryptography`` is not installed.
     """
 
     def __init__(self, inner: Store, key: bytes, key_file: str = "") -> None:
@@ -96,37 +96,37 @@ class EncryptedStore(StoreWrapper):
 
     @property
     def url(self) -> str:
-        """The inner store's, with the place of the key."""
+        """The inner store's URL with the key's path."""
         url = self.inner.url
         if not self._key_file:
             return url
         return f"{url}{'&' if '?' in url else '?'}key_file={self._key_file}"
 
     def derive(self, purpose: bytes) -> bytes:
-        """Return 32 bytes that follow from the tenant's key, others for each purpose."""
+        """Return 32 bytes derived from the tenant's key, different for each purpose."""
         derived = self._hkdf.HKDF(
             algorithm=self._hashes.SHA256(), length=KEY_BYTES, salt=None, info=purpose
         )
         return bytes(derived.derive(self._key))
 
     def put(self, key: ChunkKey, record: bytes) -> None:
-        """Encrypt and write a record; a key that is present keeps its record."""
+        """Encrypt and write a record; an existing record stays."""
         if not self.inner.contains(key):
             self.inner.put(key, self._encrypt(key, record))
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
-        """Encrypt and write a record in place of the one `key` has."""
+        """Encrypt and write a record in place of the existing one."""
         self.inner.replace(key, self._encrypt(key, record))
 
     def open(self, key: ChunkKey) -> StoredRecord | None:
-        """Open a record for reading, or return None where there is none.
+        """Open a record for reading, or return None if there is none.
 
         Raises
         ------
         RecordError
-            When it is not an encrypted one.
+            When the record is not encrypted.
         StoreError
-            When the store does not deliver it.
+            When the store does not deliver the record.
         """
         record = self.inner.open(key)
         if record is None:
@@ -138,22 +138,22 @@ class EncryptedStore(StoreWrapper):
             raise
 
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
-        """Iterate over keys and the bytes of their records, without what encryption adds."""
+        """Iterate over keys and the bytes of their records, without the encryption overhead."""
         return ((key, _plain_size(size)) for key, size in self.inner.sizes())
 
     def size_bytes(self) -> int:
-        """Bytes held by all records, without what encryption adds."""
+        """Total size of all records in bytes, without the encryption overhead."""
         return sum(size for _, size in self.sizes())
 
     def cipher(self, salt: bytes) -> Any:
-        """Return the cipher of the record with `salt`."""
+        """Return the cipher for the record with `salt`."""
         derived = self._hkdf.HKDF(
             algorithm=self._hashes.SHA256(), length=KEY_BYTES, salt=salt, info=b"kvrag record"
         ).derive(self._key)
         return self._aead.AESGCM(derived)
 
     def decrypt(self, cipher: Any, number: int, frame: memoryview, context: bytes) -> bytes | None:
-        """Return a frame's bytes, or None where it is not what was written."""
+        """Return a frame's plain bytes, or None if they are not the bytes written."""
         try:
             return bytes(cipher.decrypt(_nonce(number), frame, context))
         except self._invalid_tag:

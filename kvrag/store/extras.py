@@ -9,7 +9,7 @@ from kvrag.errors import ParameterError
 
 
 def require(module: str, extra: str) -> Any:
-    """Import a library of an extra. Raises ParameterError where it is not installed."""
+    """Import a library of an extra. Raises ParameterError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""One fetch of a record for all who want it at the same time."""
+"""One fetch of a record, shared by all readers that want it at the same time."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from kvrag.errors import StoreError
 from kvrag.store.base import StoredRecord, check_range
 from kvrag.store.wrapper import room_for
 
-# Read at once at least: a request's price is that of some hundred kilobytes.
+# The least read at once: a request costs as much as some hundred kilobytes.
 _GRANULE_BYTES = 256 << 10
 _MISSING, _COMING, _HERE = range(3)
 
 
 class Fetch:
-    """A record on its way from a slow tier into memory; each byte is asked for once.
+    """A record on its way from a slow tier into memory; each byte is requested once.
 
-    Readers ask for ranges, as they do of any record. A range that another reader is fetching is
-    waited for; if that reader fails, this one tries.
+    Readers ask for ranges, as for any record. If another reader is fetching a range, this one waits
+    for it; if that reader fails, this one tries.
 
     Parameters
     ----------
     key
-        Of the record.
+        The record's key.
     source
         The slow tier's opened record.
     on_complete
-        Called once with all bytes, by the thread that read the last of them.
+        Called once with all bytes, by the thread that reads the last of them.
 
     Raises
     ------
     RecordError
-        When the record says that it is larger than memory.
+        When the record's stated size is larger than memory.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class Fetch:
         buffer[:] = memoryview(self._content)[offset:end]
 
     def join(self) -> None:
-        """Be told of one more reader."""
+        """Add a reader."""
         with self._changed:
             self._num_readers += 1
 
     def leave(self) -> bool:
-        """Be told that a reader has done; the last one lets go of the record. Say if it was it."""
+        """Remove a reader; the last one closes the record. Return whether this was the last."""
         with self._changed:
             self._num_readers -= 1
             is_last = not self._num_readers
@@ -78,7 +78,7 @@ class Fetch:
         return is_last
 
     def _claim(self, granules: range) -> range | None:
-        """Return the next missing granules in a row, now this thread's; None when all are here."""
+        """Claim the next run of missing granules for this thread; None when all are here."""
         with self._changed:
             while True:
                 states = self._states[granules.start : granules.stop]
@@ -132,7 +132,7 @@ class FetchReader:
         fetch.read_into(offset, buffer)
 
     def close(self) -> None:
-        """Let go of the record."""
+        """Leave the fetch."""
         fetch, self._fetch = self._fetch, None
         if fetch is not None:
             self._on_close(fetch)

@@ -1,8 +1,8 @@
 """Records in a folder, packed into segments: a million chunks are a few hundred files.
 
-A record is written behind the last one of a segment and flushed; then its place is noted in
-``records.sqlite``, in one transaction. A process killed at any moment leaves whole records and,
-at worst, bytes that nothing points to.
+A record is appended to the last segment and flushed; then one transaction notes its place in
+``records.sqlite``. A process killed at any moment leaves whole records and, at worst, bytes that
+nothing points to.
 """
 
 from __future__ import annotations
@@ -32,31 +32,30 @@ from kvrag.store.segments import (
 )
 from kvrag.store.wrapper import read_whole
 
-# Of a segment, below which its records are worth moving so that it can be removed.
+# Share of a segment in use below which its records are moved so that it can be removed.
 _LEAST_USED = 0.5
-# Written between two flushes at the most, when many records come at once.
+# Most bytes written between two flushes, when many records are put at once.
 _BATCH_BYTES = 32 << 20
-# Of a look-up whose record is moved between index and segment.
+# Look-ups of a record that is being moved while its place is read from the index.
 _MAX_TRIES = 5
 
 
 class FileStore(CountedStore):
-    """Records in a folder, which is made when the first record is put.
+    """Records in a folder, which is created when the first record is put.
 
-    Files that are not the store's are left alone. Several processes may share the folder.
+    The store leaves other files alone. Several processes may share the folder.
 
     Parameters
     ----------
     path
         The folder.
     segment_bytes
-        After which a segment takes no more records; None means 256 MiB.
+        Size after which a segment takes no more records; None means 256 MiB.
 
     Raises
     ------
     StoreError
-        When there is something at `path` that is not a folder, or it holds an index of records
-        that this version cannot read.
+        When `path` is not a folder, or holds an index of records that this version cannot read.
     """
 
     def __init__(self, path: str | Path, *, segment_bytes: int | None = None) -> None:
@@ -71,19 +70,19 @@ class FileStore(CountedStore):
         self.metrics = StoreMetrics("file")
 
     def check_writable(self) -> None:
-        """Raise StoreError where no record could be written; nothing is written to find out."""
+        """Raise StoreError if no record could be written; this writes nothing to find out."""
         check_writable(self.path)
 
     def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record; when this returns, it has reached the medium.
+        """Write a record; when this returns, the record is on the medium.
 
-        A key that is present keeps its record. Of several puts of one key at the same time
-        one stays, whole.
+        An existing record stays. When several threads or processes put one key at the same time,
+        one of the records stays, whole.
 
         Raises
         ------
         StoreError
-            When it cannot be written; nothing of it is then visible.
+            When the record cannot be written; no part of it is then visible.
         """
         if not self.contains(key):
             self._write([(key, record)])
@@ -94,30 +93,30 @@ class FileStore(CountedStore):
         Raises
         ------
         StoreError
-            When one cannot be written; of those before it, some may be there.
+            When one cannot be written; some of those before it may be there.
         """
         for batch in _batches((key, one) for key, one in records if not self._loose.contains(key)):
             self._write(batch)
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record in place of the one `key` has, if any; readers keep the one they opened.
+        """Write a record in place of the existing one; readers keep the one they opened.
 
         Raises
         ------
         StoreError
-            When it cannot be written; the old one then stays.
+            When it cannot be written; the old record then stays.
         """
         self._write([(key, record)], is_replacing=True)
-        # The new one is found first; the old one must not come back when that is deleted.
+        # The new record is found first; the old one must not come back when the new one is deleted.
         self._loose.delete(key)
 
     def open(self, key: ChunkKey) -> FileRecord | None:
-        """Open a record for reading, or return None where there is none.
+        """Open a record for reading, or return None if there is none.
 
         Raises
         ------
         StoreError
-            When there is one that cannot be opened.
+            When the record exists but cannot be opened.
         """
         try:
             with self.metrics.timing():
@@ -136,20 +135,20 @@ class FileStore(CountedStore):
         return self._index.find(key) is not None or self._loose.contains(key)
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove a record; say whether there was one. Those who have it open keep it.
+        """Remove a record and return whether there was one. Readers that have it open keep it.
 
-        Its room is given back when its segment has no record left, or by `collect_garbage`.
+        Its room is reclaimed when its segment has no record left, or by `collect_garbage`.
         """
         was_loose = self._loose.delete(key)
         place = self._index.find(key)
         if place is None:
             return was_loose
-        # A power cut may bring the record back: it is as good as it was.
+        # A power cut may bring the record back, which does no harm: the record is intact.
         with self._index.writing("delete from", is_durable=False) as writer:
             was_packed = writer.remove(key)
             is_last = self._is_done_with(writer, place.segment)
         if is_last:
-            # Not so the record's bytes: what has been deleted is to stay so when they go.
+            # Before its bytes go the deletion must be durable: the record must not come back.
             with self._index.writing("delete from") as writer:
                 is_last = self._is_done_with(writer, place.segment)
                 if is_last:
@@ -170,16 +169,15 @@ class FileStore(CountedStore):
         return (key for key, _ in self.sizes())
 
     def size_bytes(self) -> int:
-        """Bytes held by all records."""
+        """Total size of all records, in bytes."""
         loose = sum(size for key, size in self._loose.sizes() if self._index.find(key) is None)
         return self._index.size_bytes() + loose
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Remove what killed processes left behind, and give back the room of deleted records.
+        """Remove leftovers of killed processes, and reclaim the room of deleted records.
 
-        Records that still have files of their own are moved into segments, and segments that are
-        more than half unused are written anew without what was deleted. Who has a record open
-        goes on reading it.
+        Records in separate files are moved into segments. Segments that are more than half unused
+        are rewritten without the deleted records. Readers that have a record open keep it.
 
         Parameters
         ----------
@@ -189,7 +187,7 @@ class FileStore(CountedStore):
         Returns
         -------
         int
-            How many files of killed processes were removed.
+            Number of leftover files removed.
 
         Raises
         ------
@@ -202,7 +200,7 @@ class FileStore(CountedStore):
             return num_removed
         self.compact()
         with self._index.writing() as writer:
-            # Whoever makes a segment holds this transaction: a file not in the index is nobody's.
+            # A segment is made only in this transaction: a file not in the index is garbage.
             known = {number for number, _, _ in writer.segments()}
             for number in self._segments.numbers():
                 if number not in known:
@@ -211,7 +209,7 @@ class FileStore(CountedStore):
         return num_removed
 
     def compact(self) -> int:
-        """Write segments anew that are more than half unused; return how many were removed.
+        """Rewrite segments that are more than half unused; return how many were removed.
 
         Raises
         ------
@@ -219,7 +217,7 @@ class FileStore(CountedStore):
             When the medium refuses; no record is lost.
         """
         with self._index.writing() as writer:
-            # The last one is being filled: it is left alone unless nothing in it is needed.
+            # The last segment is being filled: leave it alone unless nothing in it is needed.
             *full, last = writer.segments() or [(0, 1, 1)]
             wasteful = [number for number, end, used in full if used < _LEAST_USED * end]
             if last[2] == 0 and last[0]:
@@ -227,7 +225,7 @@ class FileStore(CountedStore):
         return sum(map(self._move_out_of, wasteful))
 
     def close(self) -> None:
-        """Close the index of records; those opened before stay readable."""
+        """Close the index of records; opened records stay readable."""
         self._index.close()
 
     # -- private -----------------------------------------------------------------------------
@@ -250,7 +248,7 @@ class FileStore(CountedStore):
     ) -> None:
         segment, end = writer.last_segment()
         if segment in (0, avoiding) or end >= self._segment_bytes:
-            # Not the number of a file that a killed process, or a lost index, left behind.
+            # Skip the number of a file that a killed process, or a lost index, left in the folder.
             numbers = self._segments.numbers()
             segment, end = max(writer.next_segment(), *(number + 1 for number in numbers), 1), 0
         places = self._segments.append(segment, end, [record for _, record in records])
@@ -258,7 +256,7 @@ class FileStore(CountedStore):
             writer.set(key, place)
 
     def _is_done_with(self, writer: IndexWriter, segment: int) -> bool:
-        """Say whether a segment is full and holds no record any more."""
+        """Return whether a segment is full and holds no records any more."""
         return segment != writer.last_segment()[0] and writer.is_empty(segment)
 
     def _open_packed(self, key: ChunkKey) -> FileRecord | None:
@@ -271,7 +269,7 @@ class FileStore(CountedStore):
                 file.require(key, place.offset, place.size_bytes)
                 return FileRecord(key, file, place.offset, place.size_bytes, self.metrics)
             if self._index.find(key) == place:
-                # Not moved meanwhile: somebody took the file away.
+                # Not moved: another process removed the file meanwhile.
                 return None
         return None
 
@@ -299,14 +297,14 @@ class FileStore(CountedStore):
     def _move_out_of(self, segment: int) -> bool:
         with self._index.writing() as writer:
             for batch in _batches(self._needed_of(writer, segment)):
-                # Records that came meanwhile may have made it the segment that is being filled.
+                # New records may have made it the segment that is being filled.
                 self._append(writer, batch, avoiding=segment)
             writer.drop_segment(segment)
         self._segments.remove(segment)
         return True
 
     def _needed_of(self, writer: IndexWriter, segment: int) -> Iterator[tuple[ChunkKey, bytes]]:
-        """Yield the records in a segment; what cannot be read any more is nothing to keep."""
+        """Yield the records in a segment that are still readable."""
         file = self._segments.open(segment)
         for key, place in writer.places(segment):
             try:

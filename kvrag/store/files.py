@@ -1,4 +1,4 @@
-"""Files and folders that survive a power cut, and what the system's refusals mean."""
+"""Files and folders that survive a power cut, and remedies for the system's errors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 from kvrag.errors import StoreError
 
-# A name that is a link or a pipe is no file of ours: neither follow it nor wait for it.
+# A link or a pipe is not one of our files: neither follow it nor wait for it.
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-# What the system answers where there is no file: nothing, or something that is not one.
+# Errors of the system that mean "no file": nothing is there, or something that is not a file.
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
 
 _REMEDIES = {
@@ -32,13 +32,13 @@ _REMEDIES = {
 
 
 def store_error(action: str, path: Path, error: OSError) -> StoreError:
-    """Return what the system's refusal of an action on a path means, with a remedy."""
+    """Return the StoreError for the system's refusal of an action on a path, with a remedy."""
     remedy = _REMEDIES.get(error.errno or 0, "check that the folder exists and can be used")
     return StoreError(f"cannot {action} {path}: {error.strerror or error}; {remedy}")
 
 
 def refusal_of(folder: Path, text: str) -> OSError:
-    """Return as the system's what SQLite says of a file in a folder, as far as can be told."""
+    """Return SQLite's message about a folder's file as a system error, as far as possible."""
     code = errno.EIO
     if "full" in text:
         code = errno.ENOSPC
@@ -52,9 +52,9 @@ def refusal_of(folder: Path, text: str) -> OSError:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise StoreError where nothing could be written into a folder, which need not be there yet.
+    """Raise StoreError if `folder`, which need not exist yet, could not be written to.
 
-    Nothing is made or written.
+    Nothing is created or written.
     """
     nearest = folder
     while not nearest.exists():
@@ -71,7 +71,7 @@ def check_writable(folder: Path) -> None:
 
 
 def entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Return what is in a folder; nothing where there is none. Raises StoreError."""
+    """Return a folder's entries; none if it does not exist. Raises StoreError."""
     try:
         with os.scandir(folder) as found:
             return list(found)
@@ -82,7 +82,7 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make `folder` and its parents so that their names, too, survive a power cut."""
+    """Create `folder` and its parents so that their names, too, survive a power cut."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -96,7 +96,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot flush a folder; there the change itself is durable.
+        # Some network file systems cannot flush a folder; there the change is durable anyway.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

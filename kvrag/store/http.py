@@ -1,4 +1,4 @@
-"""Records of another machine's store, over HTTP: the client of ``kvrag serve-kv``."""
+"""Records in another machine's store, over HTTP: the client of ``kvrag serve-kv``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvrag.store.remote import HeadedRecord, Options, RemoteStore, file_path, se
 SCHEMES = ("http", "https")
 DEFAULT_TIMEOUT_SECONDS = 5.0
 
-# The header of most records; a small record whole. It comes with the answer that opens the record.
+# The answer that opens a record brings this much: most records' header, or all of a small record.
 _HEAD_BYTES = 4096
 _PIECE_BYTES = 256 << 10
 _MAX_IDLE = 8
@@ -58,7 +58,7 @@ class HttpRecord(HeadedRecord):
         self._store.read_range(self._key, first, buffer, self._size_bytes, self._tag, self)
 
     def cancel(self) -> None:
-        """Break off what other threads are reading: it is no longer wanted. They get StoreError."""
+        """Abort the reads of other threads, which raise StoreError there."""
         with self._lock:
             self._is_cancelled = True
             for connection in self._reading:
@@ -68,7 +68,7 @@ class HttpRecord(HeadedRecord):
 
     @contextlib.contextmanager
     def reading(self, connection: http.client.HTTPConnection) -> Iterator[None]:
-        """Let `cancel` break off what the block reads."""
+        """Let `cancel` abort what the block reads."""
         with self._lock:
             if self._is_cancelled:
                 self._raise_cancelled()
@@ -88,29 +88,29 @@ class HttpRecord(HeadedRecord):
 
 
 class HttpStore(RemoteStore):
-    """Records behind a server of ``kvrag serve-kv``.
+    """Records on a server of ``kvrag serve-kv``.
 
     Parameters
     ----------
     url
-        ``http://HOST:PORT[/PREFIX]`` or ``https://...``; a prefix where a proxy adds one.
+        ``http://HOST:PORT[/PREFIX]`` or ``https://...``; the prefix is for a proxy that adds one.
     token_file
-        File with the server's token; None takes that of the environment (`TOKEN_VARIABLE`), if any.
+        File with the server's token; None uses the environment's (`TOKEN_VARIABLE`), if any.
     ca
         File of certificates to trust, in PEM format; None trusts those the system trusts.
     timeout_seconds
-        After which a server that sends nothing counts as unreachable.
+        How long a server may send nothing before it counts as unreachable.
     must_answer
-        Raise when it is unreachable now; otherwise it may become reachable later.
+        Raise if the server is unreachable now; otherwise it may become reachable later.
 
     Raises
     ------
     ParameterError
-        When URL, token or certificates cannot be understood.
+        When the URL, token or certificates are invalid.
     StoreUnreachableError
         When the server does not answer.
     StoreError
-        When it refuses the token, or is no server of kvrag's.
+        When the server refuses the token, or is not kvrag's.
     """
 
     options: ClassVar[Options] = {
@@ -148,15 +148,15 @@ class HttpStore(RemoteStore):
                 raise
 
     def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record; a key that is present keeps its record. Raises StoreError."""
+        """Write a record; an existing record stays. Raises StoreError."""
         self._write(key, record, {"If-None-Match": "*"})
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record in place of the one `key` has. Raises StoreError."""
+        """Write a record in place of the existing one. Raises StoreError."""
         self._write(key, record, {})
 
     def open(self, key: ChunkKey) -> HttpRecord | None:
-        """Open a record for reading, or return None where there is none. Raises StoreError."""
+        """Open a record for reading, or return None if there is none. Raises StoreError."""
         try:
             headers = {"Range": f"bytes=0-{_HEAD_BYTES - 1}"}
             with self._asking("GET", f"{RECORDS}/{key}", headers) as answer:
@@ -199,7 +199,7 @@ class HttpStore(RemoteStore):
         rest = b""
         with self._asking("GET", RECORDS) as answer:
             self._require(answer, HTTPStatus.OK)
-            # Not by lines: they end as well where an answer is broken off, and nobody says so.
+            # Not by lines: a broken-off answer, too, ends a line, with no sign of the break.
             while piece := answer.read(_PIECE_BYTES):
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
@@ -214,7 +214,7 @@ class HttpStore(RemoteStore):
         return iter(found)
 
     def close(self) -> None:
-        """Close the connections that wait for their next use."""
+        """Close the idle connections."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -229,7 +229,7 @@ class HttpStore(RemoteStore):
         tag: str,
         record: HttpRecord,
     ) -> None:
-        """Fill `buffer` from the record that had `tag`. Raises StoreError."""
+        """Fill `buffer` from the record if it still has `tag`. Raises StoreError."""
         end = first + buffer.nbytes
         headers = {"Range": f"bytes={first}-{end - 1}", "If-Match": tag}
         with self._asking("GET", f"{RECORDS}/{key}", headers, record=record) as answer:
@@ -277,7 +277,7 @@ class HttpStore(RemoteStore):
         body: bytes | None = None,
         record: HttpRecord | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
-        """Yield the answer to a request; its connection serves again if all of it was read."""
+        """Yield the answer to a request; its connection is reused if all of it was read."""
         connection: http.client.HTTPConnection | None = None
         answer: http.client.HTTPResponse | None = None
         try:
@@ -296,7 +296,7 @@ class HttpStore(RemoteStore):
                     except (ConnectionError, http.client.BadStatusLine):
                         if not is_used:
                             raise
-                        # The server had closed it while it waited here; all requests may repeat.
+                        # The server had closed the idle connection; every request may repeat.
                         connection.close()
                         continue
                     if answer.status == HTTPStatus.UNAUTHORIZED:
@@ -320,7 +320,7 @@ class HttpStore(RemoteStore):
             ) from error
         finally:
             if answer is not None:
-                # A connection that the server ends belongs to its last answer.
+                # A connection that the server closes belongs to its last answer.
                 answer.close()
             if connection is not None:
                 connection.close()
@@ -329,7 +329,7 @@ class HttpStore(RemoteStore):
         """Return a connection, and whether it has been used before."""
         with self._lock:
             if self._process != os.getpid():
-                # Forked since: those are the other process's, which reads its answers from them.
+                # After a fork the connections belong to the other process, which reads from them.
                 others, self._idle, self._process = self._idle, [], os.getpid()
                 for connection in others:
                     connection.close()
@@ -370,7 +370,7 @@ class HttpStore(RemoteStore):
         raise StoreUnreachableError(said)
 
     def _content_range(self, answer: http.client.HTTPResponse) -> tuple[int, int, int]:
-        """Return the first byte that came, the one behind the last, and the record's length."""
+        """Return the range's first byte, the byte after its last, and the record's length."""
         match = _CONTENT_RANGE.fullmatch(answer.getheader("Content-Range", ""))
         if match is None:
             self._refuse_answer(answer, "a range of a record")
@@ -386,7 +386,7 @@ class HttpStore(RemoteStore):
 
 
 def _read_exactly(answer: http.client.HTTPResponse, buffer: memoryview) -> None:
-    """Fill a buffer. Raises StoreUnreachableError where the answer ends before."""
+    """Fill a buffer. Raises StoreUnreachableError if the answer ends too early."""
     num_read = 0
     while num_read < buffer.nbytes:
         found = answer.readinto(buffer[num_read : num_read + _PIECE_BYTES])
@@ -398,7 +398,7 @@ def _read_exactly(answer: http.client.HTTPResponse, buffer: memoryview) -> None:
 
 
 def _parts(url: str) -> tuple[str, str, int, str]:
-    """Return scheme, host, port and prefix of a URL."""
+    """Return a URL's scheme, host, port and prefix."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port

@@ -1,7 +1,7 @@
-"""What `HttpStore` and the server of ``kvrag serve-kv`` say to one another.
+"""The protocol between `HttpStore` and the server of ``kvrag serve-kv``.
 
-Records are resources under ``/v1/records/``, named by their keys, read by ranges (RFC 9110 §14)
-under the tag they had when they were opened (§8.8.3, §13.1.1).
+Records are resources under ``/v1/records/``, named by their keys. Clients read them by ranges (RFC
+9110 §14), under the tag that the record had when it was opened (§8.8.3, §13.1.1).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ ROOT = "/v1"
 RECORDS = "/v1/records"
 
 TOKEN_VARIABLE = "KVRAG_KV_TOKEN"
-"""Environment variable with the token, of the server as of its clients."""
+"""Environment variable with the token, for the server and for its clients."""
 
 
 def read_token(path: str | Path | None) -> str:
-    """Return the token in a file, or without one that of the environment; "" where there is none.
+    """Return the token from a file, or from the environment if `path` is None; "" if there is none.
 
     Raises
     ------
     ParameterError
-        When the file cannot be read or others than its owner may read it, or when the token is
-        empty or holds anything but visible ASCII.
+        When the file cannot be read or other users may read it, or when the token is empty or holds
+        characters other than visible ASCII.
     """
     if path is None:
         token = os.environ.get(TOKEN_VARIABLE, "")

@@ -1,4 +1,4 @@
-"""A store that keeps within a number of bytes: what was used least recently goes first."""
+"""A store with a size limit: it removes the least recently used records first."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from kvrag.store.base import Store, StoredRecord
 from kvrag.store.metrics import StoreCounts, StoreMetrics
 from kvrag.store.wrapper import RecordWrapper, StoreWrapper
 
-# Uses are halved when so many have been counted for each record kept.
+# Use counts are halved after this many uses for each record kept.
 _USES_BEFORE_HALVING = 10
-# Of the limit, removed since room was last given back to the disk.
+# Share of the limit that is removed before the store reclaims disk space.
 _SHARE_BEFORE_CLEANING = 0.25
 
 
 class LimitedStore(StoreWrapper):
-    """A store of at most so many bytes of records.
+    """A store that holds at most `limit_bytes` of records.
 
-    What is pinned, and what this process has open, is never removed. Of a folder, a part of the
-    limit may be taken up again as much by records that were removed, until their room is given
-    back. The limit is kept by each process for the records that it knows of.
+    It never removes records that are pinned or that this process has open. A folder may exceed its
+    limit by deleted records that are not reclaimed yet. Each process applies the limit to the
+    records that it knows of.
 
     Parameters
     ----------
     inner
         The store.
     limit_bytes
-        Of all records.
+        Largest total size of all records.
 
     Raises
     ------
@@ -57,17 +57,17 @@ class LimitedStore(StoreWrapper):
 
     @property
     def url(self) -> str:
-        """The inner store's, with the limit."""
+        """The inner store's URL with the limit."""
         url = self.inner.url
         return f"{url}{'&' if '?' in url else '?'}limit={self.limit_bytes}"
 
     def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record, and remove others for it; a key that is present keeps its record.
+        """Write a record and remove others to make room; an existing record stays.
 
         Raises
         ------
         StoreError
-            When it is larger than the limit, or what is pinned or open leaves no room.
+            When it is larger than the limit, or pinned and open records leave no room.
         """
         if self.inner.contains(key):
             self._use(key, len(record))
@@ -76,14 +76,14 @@ class LimitedStore(StoreWrapper):
             self.inner.put(key, record)
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record in place of the one `key` has. Raises as `put` does."""
+        """Write a record in place of the existing one. Raises as `put` does."""
         with self._room_for(key, len(record)):
             self.inner.replace(key, record)
 
     def open(self, key: ChunkKey) -> StoredRecord | None:
-        """Open a record for reading, or return None where there is none."""
+        """Open a record for reading, or return None if there is none."""
         with self._lock:
-            # Before it is looked up: it must not be removed in between.
+            # Before the lookup: the record must not be removed in between.
             self._open[key] += 1
             self._count_use(key)
         try:
@@ -99,15 +99,15 @@ class LimitedStore(StoreWrapper):
         return _HeldRecord(record, key, self)
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove a record; say whether there was one."""
+        """Remove a record and return whether there was one."""
         self._forget(key)
         return self.inner.delete(key)
 
     def admits(self, key: ChunkKey, size_bytes: int) -> bool:
-        """Say whether a copy of a record is worth the ones that would have to go for it.
+        """Return whether a copy of a record is worth the records it would push out.
 
-        It is where there is room, or where it was asked for at least as often lately as each of
-        them: reading through a large body once does not push out what is in use (TinyLFU,
+        It is if there is room, or if the record was requested lately at least as often as each of
+        them. A single pass over a large corpus then does not push out what is in use (TinyLFU,
         arXiv 1512.00727, with exact counts).
         """
         if size_bytes > self.limit_bytes:
@@ -126,24 +126,24 @@ class LimitedStore(StoreWrapper):
             return needed <= 0
 
     def pin(self, keys: Iterable[ChunkKey]) -> None:
-        """Never remove these records, until `unpin` was called as often."""
+        """Protect these records from removal until `unpin` is called as often."""
         with self._lock:
             self._pins.update(keys)
 
     def unpin(self, keys: Iterable[ChunkKey]) -> None:
-        """Take a pin back."""
+        """Undo one `pin` of these records."""
         with self._lock:
             self._pins.subtract(keys)
             self._pins += Counter()
 
     def counts(self) -> Sequence[StoreCounts]:
-        """Return what was counted so far, evictions among it."""
+        """Return the counts so far, including evictions."""
         own = self._metrics.counts()
         first, *rest = self.inner.counts()
         return (replace(first, evictions=own.evictions, bytes_evicted=own.bytes_evicted), *rest)
 
     def let_go(self, key: ChunkKey) -> None:
-        """Be told that a record opened here was closed, or one being written is there."""
+        """Note that a record opened here was closed, or that one being written is complete."""
         with self._lock:
             self._open[key] -= 1
             if self._open[key] <= 0:
@@ -152,7 +152,7 @@ class LimitedStore(StoreWrapper):
     # -- private -----------------------------------------------------------------------------
 
     def _known(self) -> OrderedDict[ChunkKey, int]:
-        """Return the records there are, the least recently used first; listed at first use."""
+        """Return the records, least recently used first; listed at first use."""
         if self._sizes is None:
             self._sizes = OrderedDict(self.inner.sizes())
             self._total = sum(self._sizes.values())
@@ -169,7 +169,7 @@ class LimitedStore(StoreWrapper):
         self._uses[key] += 1
         self._num_uses += 1
         if self._num_uses > _USES_BEFORE_HALVING * max(len(self._sizes or ()), 100):
-            # What was used once is forgotten, so that the counts stay as few as the records.
+            # Forget records used once, so that there are no more counts than records.
             self._uses = Counter({one: n // 2 for one, n in self._uses.items() if n > 1})
             self._num_uses = self._uses.total()
 
@@ -183,7 +183,7 @@ class LimitedStore(StoreWrapper):
 
     @contextmanager
     def _room_for(self, key: ChunkKey, size_bytes: int) -> Iterator[None]:
-        """Have room for a record while it is written; whoever else writes sees it taken."""
+        """Reserve room for a record while it is written; other writers see the room as taken."""
         size_before = self._make_room(key, size_bytes)
         try:
             yield
@@ -193,13 +193,13 @@ class LimitedStore(StoreWrapper):
                 self._use(key, size_before)
             raise
         else:
-            # Whoever looked for it before it was there has made it forgotten.
+            # A reader that looked for the record before it was there made the list forget it.
             self._use(key, size_bytes)
         finally:
             self.let_go(key)
 
     def _make_room(self, key: ChunkKey, size_bytes: int) -> int | None:
-        """Note a record as one that is there, and open; return the bytes that it had so far."""
+        """Note a record as present and open; return its previous size in bytes."""
         if size_bytes > self.limit_bytes:
             raise StoreError(
                 f"record {key} has {size_bytes} bytes, and {self.url} is limited to "
@@ -234,7 +234,7 @@ class LimitedStore(StoreWrapper):
             if is_wasteful:
                 self._removed_bytes = 0
         if is_wasteful:
-            with suppress(StoreError):  # there will be another time
+            with suppress(StoreError):  # a later write tries again
                 self.inner.collect_garbage()
         return size_before
 

@@ -1,7 +1,7 @@
-"""Records as files of their own: ``FOLDER/ab/abcd...ef.kv``, one a record.
+"""Records as separate files: ``FOLDER/ab/abcd...ef.kv``, one for each record.
 
-So they were written before there were segments. They are read as ever; `FileStore.collect_garbage`
-moves them into segments.
+This is how records were written before there were segments. They can still be read, and
+`FileStore.collect_garbage` moves them into segments.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{40}\.[0-9a-f]{16}\.tmp")
 
 
 class LooseRecords:
-    """The records of a folder that have files of their own.
+    """A folder's records that are separate files.
 
     Parameters
     ----------
     folder
-        The store's.
+        The store's folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def path_of(self, key: ChunkKey) -> Path:
-        """Return where the record of `key` is, if there is one."""
+        """Return the path at which the record of `key` would be."""
         return self._folder / key.digest[:2] / (key.digest + _SUFFIX)
 
     def open(self, key: ChunkKey) -> tuple[int, int] | None:
-        """Return a file descriptor and the size of a record, or None where there is none."""
+        """Return a file descriptor and the size of a record, or None if there is none."""
         path = self.path_of(key)
         try:
             descriptor = os.open(path, READ_FLAGS)
@@ -69,7 +69,7 @@ class LooseRecords:
             raise store_error("look for", path, error) from error
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove a record; say whether there was one. Those who have it open keep it."""
+        """Remove a record and return whether there was one. Readers that have it open keep it."""
         if not self.contains(key):
             return False
         path = self.path_of(key)
@@ -90,7 +90,7 @@ class LooseRecords:
                     yield ChunkKey(match[1]), entry.stat(follow_symlinks=False).st_size
 
     def collect_garbage(self, min_age_seconds: float) -> int:
-        """Remove temporary files of killed processes; say how many. Raises StoreError."""
+        """Remove killed processes' temporary files; return their number. Raises StoreError."""
         newest = time.time() - min_age_seconds
         num_removed = 0
         for entry in self._files():

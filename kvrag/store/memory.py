@@ -1,4 +1,4 @@
-"""Records in this process's memory: for tests, demonstrations and as the fastest tier."""
+"""Records in this process's memory: for tests and demonstrations, and as the fastest tier."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MemoryRecord:
         return self._size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on. Raises RecordError past the end of the record."""
+        """Fill `buffer` starting at `offset`. Raises RecordError past the end of the record."""
         if self._bytes is None:
             raise StoreError(f"record {self._key} in memory: it was closed; open it again")
         check_range(self._key, self._size_bytes, offset, buffer.nbytes)
@@ -37,7 +37,7 @@ class MemoryRecord:
             self._metrics.read(buffer.nbytes)
 
     def close(self) -> None:
-        """Let go of the bytes."""
+        """Release the bytes."""
         self._bytes = None
 
 
@@ -53,19 +53,19 @@ class MemoryStore(CountedStore):
         self.metrics = StoreMetrics("memory")
 
     def put(self, key: ChunkKey, record: bytes) -> None:
-        """Keep a record; a key that is present keeps its record."""
+        """Keep a record; an existing record stays."""
         with self._lock:
             self._records.setdefault(key, bytes(record))
         self.metrics.wrote(len(record))
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
-        """Keep a record in place of the one `key` has, if any."""
+        """Keep a record in place of the existing one, if any."""
         with self._lock:
             self._records[key] = bytes(record)
         self.metrics.wrote(len(record))
 
     def open(self, key: ChunkKey) -> MemoryRecord | None:
-        """Open a record for reading, or return None where there is none."""
+        """Open a record for reading, or return None if there is none."""
         with self._lock:
             record = self._records.get(key)
         if record is None:
@@ -80,12 +80,12 @@ class MemoryStore(CountedStore):
             return key in self._records
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove a record; say whether there was one."""
+        """Remove a record and return whether there was one."""
         with self._lock:
             return self._records.pop(key, None) is not None
 
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
-        """Iterate over the keys present at the time of the call, with their records' bytes."""
+        """Iterate over the keys present at the time of the call, with their records' sizes."""
         with self._lock:
             return iter([(key, len(record)) for key, record in self._records.items()])
 
@@ -95,12 +95,12 @@ class MemoryStore(CountedStore):
             return iter(list(self._records))
 
     def size_bytes(self) -> int:
-        """Bytes held by all records."""
+        """Total size of all records, in bytes."""
         with self._lock:
             return sum(map(len, self._records.values()))
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Return 0: writing to memory leaves nothing behind."""
+        """Return 0: writing to memory leaves no garbage."""
         del min_age_seconds
         return 0
 

@@ -1,4 +1,4 @@
-"""What a store counts while it is used."""
+"""Counts of a store's events."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MISS_DAMAGED = "damaged"
 
 Labels = tuple[tuple[str, str], ...]
 Counts = dict[tuple[str, Labels], float]
-"""Name and labels of a counter to its value."""
+"""Maps a counter's name and labels to its value."""
 MetricsOf = Mapping[str, tuple[str, tuple[str, ...]]]
-"""Name of a counter to what it counts, and the names of its labels."""
+"""Maps a counter's name to its description and the names of its labels."""
 
 _PLACE = ("tier", "store")
 METRICS: MetricsOf = {
     "store_hits": ("Records opened.", _PLACE),
-    "store_misses": ("Records that could not be had or used.", (*_PLACE, "reason")),
+    "store_misses": ("Records not found, not readable or damaged.", (*_PLACE, "reason")),
     "store_read_bytes": ("Bytes of records read.", _PLACE),
     "store_written_bytes": ("Bytes of records written.", _PLACE),
     "store_seconds": ("Seconds of opening and reading records, by all threads.", _PLACE),
@@ -41,19 +41,18 @@ class StoreCounts:
     Attributes
     ----------
     name
-        The store, such as ``file`` or ``redis``.
+        The store's name, such as ``file`` or ``redis``.
     hits
-        Records that were opened.
+        Number of records opened.
     misses
-        Those that could not be had, or turned out to be of no use: reason to number. Reasons are
-        ``absent``, ``unreadable`` (the medium refused) and ``damaged`` (other bytes than were
-        written).
+        Number of failed reads by reason: ``absent``, ``unreadable`` (the medium refused) or
+        ``damaged`` (the bytes are not those written).
     bytes_read, bytes_written
-        Bytes of records.
+        Bytes of records read and written.
     evictions, bytes_evicted
         Records removed to keep within a limit, and their bytes.
     seconds
-        Spent opening and reading records, by all threads.
+        Time spent opening and reading records, by all threads.
     """
 
     name: str
@@ -66,7 +65,7 @@ class StoreCounts:
     seconds: float
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain JSON values."""
+        """Return the counts as JSON values."""
         return asdict(self)
 
 
@@ -76,7 +75,7 @@ class StoreMetrics:
     Parameters
     ----------
     name
-        What the store is called in reports.
+        The store's name in reports.
     """
 
     def __init__(self, name: str) -> None:
@@ -96,7 +95,7 @@ class StoreMetrics:
             self._hits += 1
 
     def miss(self, reason: str) -> None:
-        """Count a record that could not be had."""
+        """Count a record that could not be read, by reason."""
         with self._lock:
             self._misses[reason] += 1
 
@@ -142,28 +141,28 @@ class StoreMetrics:
 
 
 class CountedStore:
-    """What a store with counts of its own says of them.
+    """Base of stores that keep counts.
 
     Attributes
     ----------
     metrics
-        The counts; set by the store.
+        The store's counts; the store sets them.
     """
 
     metrics: StoreMetrics
 
     def note_damage(self, key: ChunkKey) -> None:
-        """Count a record that was not what had been written."""
+        """Count a damaged record."""
         del key
         self.metrics.miss(MISS_DAMAGED)
 
     def counts(self) -> tuple[StoreCounts]:
-        """Return what was counted so far."""
+        """Return the counts so far."""
         return (self.metrics.counts(),)
 
 
 def labelled(counts: Sequence[StoreCounts]) -> Counts:
-    """Return what the tiers of a store have counted, by the names of `METRICS`.
+    """Return the counts of a store's tiers, by the names of `METRICS`.
 
     Labels are ``tier`` (0 is the fastest) and ``store`` (``file``, ``redis``).
     """

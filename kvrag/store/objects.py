@@ -1,8 +1,8 @@
-"""Records as objects in a bucket: Amazon S3 and what speaks like it, Google Cloud, Azure.
+"""Records as objects in a bucket: Amazon S3 and compatible services, Google Cloud, Azure.
 
-One object a record, ``PREFIX/ab/abcd...ef.kv``, read by ranges. An object is written whole or not
-at all, so a writer that is killed leaves nothing. Every range is asked for under the tag that the
-object had when it was opened: bytes of another one are never read.
+Each record is one object, ``PREFIX/ab/abcd...ef.kv``, read by ranges. An object is written whole or
+not at all, so a killed writer leaves nothing. Every range is requested under the tag that the
+object had when it was opened, so readers never see another object's bytes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvrag.store.remote import HeadedRecord, Options, RemoteStore, seconds
 SCHEMES = ("s3", "gs", "az")
 DEFAULT_TIMEOUT_SECONDS = 5.0
 
-# The header of most records; a small record whole. It comes with the answer that opens the record.
+# The answer that opens a record brings this much: most records' header, or all of a small record.
 _HEAD_BYTES = 16 << 10
 _NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{38})\.kv")
 _MAX_RETRIES = 2
-# Whatever the operation, the library tells a missing right only in words.
+# The library reports a missing permission only in words, whatever the operation.
 _REFUSALS = ("403 Forbidden", "401 Unauthorized", "InvalidAccessKeyId", "redential")
 _MOST_TEXT = 300
-# What names the region, the endpoint, and leave to do without TLS, of each kind of bucket.
+# Names of the options for region, endpoint and permission to do without TLS, by kind of bucket.
 _CONFIG = {"s3": "aws_", "gs": "google_", "az": "azure_"}
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
@@ -62,8 +62,8 @@ class ObjectRecord(HeadedRecord):
 class ObjectStore(RemoteStore):
     """Records in a bucket.
 
-    Credentials are found as the provider's own tools find them: in the environment, in the
-    metadata of a machine of the provider's.
+    The store finds credentials where the provider's own tools do: in the environment, or in the
+    metadata of one of the provider's machines.
 
     Parameters
     ----------
@@ -72,20 +72,20 @@ class ObjectStore(RemoteStore):
     endpoint
         URL of another server that speaks the same protocol (MinIO, Ceph, an emulator).
     region
-        Of an S3 bucket; None takes the environment's.
+        Region of an S3 bucket; None takes the environment's.
     timeout_seconds
-        After which a server that sends nothing counts as unreachable.
+        How long a server may send nothing before it counts as unreachable.
     must_answer
-        Raise when it is unreachable now; otherwise it may become reachable later.
+        Raise if the server is unreachable now; otherwise it may become reachable later.
 
     Raises
     ------
     ParameterError
-        When the URL cannot be understood, or the library ``obstore`` is not installed.
+        When the URL is invalid, or the library ``obstore`` is not installed.
     StoreUnreachableError
         When the server does not answer.
     StoreError
-        When it refuses: no such bucket, no permission.
+        When the server refuses: no such bucket, no permission.
     """
 
     options: ClassVar[Options] = {
@@ -127,7 +127,7 @@ class ObjectStore(RemoteStore):
                 client_options={
                     "allow_http": endpoint is not None and endpoint.startswith("http:"),
                     "connect_timeout": timeout,
-                    # Of silence, not of a whole request: a large range on a slow line is fine.
+                    # Limits silence, not a whole request: a large range on a slow line is fine.
                     "read_timeout": timeout,
                     "timeout": timedelta(seconds=60 * timeout_seconds),
                 },
@@ -156,27 +156,27 @@ class ObjectStore(RemoteStore):
                 raise
 
     def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record; a key that is present keeps its record. Raises StoreError.
+        """Write a record; an existing record stays. Raises StoreError.
 
-        Of two puts of one key at the same time either may stay, whole.
+        When two processes put one key at the same time, one of the records stays, whole.
         """
         if not self.contains(key):
             self.replace(key, record)
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record in place of the one `key` has; reading that one on is refused."""
+        """Write a record in place of the existing one; further reads of that one are refused."""
         with self._errors("write to"):
             self._obstore.put(self._bucket, _name_of(key), record)
         self.metrics.wrote(len(record))
 
     def open(self, key: ChunkKey) -> ObjectRecord | None:
-        """Open a record for reading, or return None where there is none. Raises StoreError."""
+        """Open a record for reading, or return None if there is none. Raises StoreError."""
         try:
             with self._errors("read"):
                 try:
                     head, meta = self._get(key, {"range": (0, _HEAD_BYTES)})
                 except self._errors_of.BaseError as error:
-                    # Of an object of no bytes no range can be had.
+                    # An empty object has no range.
                     if not _is_range_refused(error):
                         raise
                     head, meta = b"", self._obstore.head(self._bucket, _name_of(key))
@@ -199,7 +199,7 @@ class ObjectStore(RemoteStore):
         return True
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove a record; say whether there was one. Reading it on is refused."""
+        """Remove a record and return whether there was one. Further reads of it are refused."""
         if not self.contains(key):
             return False
         with contextlib.suppress(_AbsentError), self._errors("delete from"):
@@ -221,10 +221,10 @@ class ObjectStore(RemoteStore):
                     yield ChunkKey(match[2]), meta["size"]
 
     def close(self) -> None:
-        """Do nothing: connections are the library's."""
+        """Do nothing: the library owns the connections."""
 
     def read_range(self, key: ChunkKey, first: int, end: int, tag: str | None) -> bytes:
-        """Return a range of the object that had `tag`. Raises StoreError."""
+        """Return a range of the object if it still has `tag`. Raises StoreError."""
         options: dict[str, Any] = {"range": (first, end)}
         if tag is not None:
             options["if_match"] = tag
@@ -278,11 +278,11 @@ class ObjectStore(RemoteStore):
 
 
 class _AbsentError(StoreError):
-    """There is no such object, or another one than the one that was opened."""
+    """The object does not exist, or is not the one that was opened."""
 
 
 def _check_endpoint(endpoint: str) -> None:
-    """Raise ParameterError for what is no server's URL: the library would panic over it."""
+    """Raise ParameterError for an endpoint that is no server's URL; the library would panic."""
     try:
         parts = urlsplit(endpoint)
         is_server = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -296,7 +296,7 @@ def _check_endpoint(endpoint: str) -> None:
 
 
 def _text_of(error: Exception) -> str:
-    """Return what an error of the library says, in a line, without its innards."""
+    """Return a library error's message as one line, without its internals."""
     return " ".join(str(error).split("\n\nDebug source")[0].split())
 
 

@@ -1,4 +1,4 @@
-"""Which records have yet to be uploaded: a list that survives the process."""
+"""The list of records that are yet to be uploaded; it survives the process."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ CREATE TABLE IF NOT EXISTS pending (
 
 @dataclass(frozen=True)
 class Entry:
-    """A record that is to be uploaded.
+    """A record to be uploaded.
 
     Attributes
     ----------
     number
-        Rising from entry to entry.
+        Rises from entry to entry.
     key
-        The record's.
+        The record's key.
     replaces
-        Whether it is to be put in place of another one.
+        Whether the record replaces another one.
     age_seconds
-        Since it was listed.
+        Time since it was listed.
     """
 
     number: int
@@ -54,7 +54,7 @@ class Outbox:
     Parameters
     ----------
     folder
-        Where the list is, beside the records; made when something is added.
+        Where the list is kept, beside the records; created with the first entry.
 
     Raises
     ------
@@ -71,14 +71,14 @@ class Outbox:
                 connection.execute("SELECT COUNT(*) FROM pending").fetchone()
 
     def add(self, key: ChunkKey, *, replaces: bool) -> bool:
-        """Note, durably, that the record of `key` is to be uploaded; say whether it was not yet.
+        """Note durably that a record is to be uploaded; return whether it was not listed yet.
 
         Parameters
         ----------
         key
-            The record's. If it is listed, what is being uploaded now is no longer enough.
+            The record's key. If it is listed already, the upload under way is no longer enough.
         replaces
-            Whether it is to be put in place of another one.
+            Whether the record replaces another one.
         """
         with self._using() as connection:
             connection.execute("BEGIN IMMEDIATE")
@@ -93,14 +93,14 @@ class Outbox:
         return row is None
 
     def remove(self, key: ChunkKey, number: int | None = None) -> bool:
-        """Forget a record that has been uploaded or deleted; say whether it was listed.
+        """Forget a record that has been uploaded or deleted; return whether it was listed.
 
         Parameters
         ----------
         key
-            The record's.
+            The record's key.
         number
-            Of the entry that was uploaded: one made since stays. None means any.
+            Number of the uploaded entry: a newer entry stays. None means any.
         """
         if not self._path.exists():
             return False
@@ -112,7 +112,7 @@ class Outbox:
             return done.rowcount > 0
 
     def contains(self, key: ChunkKey) -> bool:
-        """Say whether a record is listed."""
+        """Return whether a record is listed."""
         if not self._path.exists():
             return False
         with self._using() as connection:
@@ -160,7 +160,7 @@ class Outbox:
                     connection = sqlite3.connect(
                         self._path, isolation_level=None, check_same_thread=False, timeout=30.0
                     )
-                    # No log beside it: few changes, each of which must last.
+                    # No write-ahead log: there are few changes, and each of them must last.
                     connection.execute("PRAGMA synchronous = FULL")
                     connection.execute(_SCHEMA)
                     self._connection = connection

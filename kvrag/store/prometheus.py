@@ -1,4 +1,4 @@
-"""What stores count, as Prometheus metrics (extra ``metrics``)."""
+"""Store counts as Prometheus metrics (extra ``metrics``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class StoreCollector:
-    """Gives the counts of a store to Prometheus whenever it asks.
+    """Exports a store's counts to Prometheus.
 
     Metrics, each with the labels ``tier`` (0 is the fastest) and ``store`` (``file``, ``redis``):
     ``kvrag_store_hits_total``, ``kvrag_store_misses_total`` (with ``reason``),
@@ -25,7 +25,7 @@ class StoreCollector:
     Parameters
     ----------
     store
-        Whose counts; `Index.store` of an index.
+        The store to export; for an index, `Index.store`.
 
     Examples
     --------
@@ -41,30 +41,30 @@ class StoreCollector:
     def register(self, registry: CollectorRegistry | None = None) -> None:
         """Add the metrics to a registry; None means Prometheus' own.
 
-        One store a registry: a second one would have the same names.
+        Register one store in each registry: a second one would have the same names.
         """
         chosen = self._client.REGISTRY if registry is None else registry
         chosen.register(self)
 
     def unregister(self, registry: CollectorRegistry | None = None) -> None:
-        """Take the metrics out of a registry."""
+        """Remove the metrics from a registry."""
         chosen = self._client.REGISTRY if registry is None else registry
         chosen.unregister(self)
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics as they are now; called by the registry."""
+        """Yield the current metrics; the registry calls this."""
         yield from families(self._core, METRICS, labelled(self._store.counts()))
 
 
 def families(core: Any, metrics: MetricsOf, counts: Counts) -> Iterator[Any]:
-    """Yield counts as Prometheus' metric families.
+    """Yield counts as Prometheus metric families.
 
     Parameters
     ----------
     core
         The module ``prometheus_client.core``.
     metrics
-        What is counted; counts of anything else are left out.
+        Names and descriptions of the metrics; other counts are left out.
     """
     for name, (what, labels) in metrics.items():
         family = core.CounterMetricFamily(f"kvrag_{name}", what, labels=labels)

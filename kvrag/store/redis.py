@@ -1,11 +1,11 @@
 """Records in Redis: shared by machines, gone when Redis forgets them.
 
-A record is split at the ends of its blocks, so that a layer is a value, or a few layers are. One
-value, ``PREFIX:{KEY}``, holds the list of the others and the record's head: opening is one round
-trip, and so is each range. Pieces are written first, with a time to live, and made lasting by the
-script that writes the list: a writer that is killed leaves nothing that Redis does not remove by
-itself, and a reader sees all of a record or nothing. Pieces of a deleted record live on for
-`GRACE_SECONDS`, for those who have it open.
+A record is split at the ends of its blocks, so that each value holds one layer or a few layers. One
+value, ``PREFIX:{KEY}``, holds the list of the others and the record's head. Opening a record is one
+round trip, and reading a range is one. Pieces are written first, with a time to live; the script
+that writes the list makes them lasting. Redis removes whatever a killed writer leaves, and a reader
+sees all of a record or nothing. Pieces of a deleted record live on for `GRACE_SECONDS`, for readers
+that have it open.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ DEFAULT_PREFIX = "kvrag"
 DEFAULT_TIMEOUT_SECONDS = 2.0
 GRACE_SECONDS = 60
 
-# Of pieces until their list is written: longer than any upload takes.
+# Time to live of pieces until their list is written: longer than any upload takes.
 _UPLOAD_SECONDS = 3600
 _MAX_CONNECTIONS = 64
 _PAGE = 1000
 
 
 class RedisRecord:
-    """An opened record of a `RedisStore`; its head is in memory already."""
+    """An opened record of a `RedisStore`; its head is already in memory."""
 
     def __init__(self, store: RedisStore, key: ChunkKey, content: bytes) -> None:
         self._store = store
@@ -80,12 +80,12 @@ class RedisRecord:
         return int(self._size_bytes)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on, in one round trip at the most.
+        """Fill `buffer` starting at `offset`, in at most one round trip.
 
         Raises
         ------
         StoreError
-            When Redis does not deliver, or has removed the record since it was opened.
+            When Redis does not deliver the bytes, or removed the record since it was opened.
         RecordError
             When the record ends before the buffer is full.
         """
@@ -117,7 +117,7 @@ class RedisRecord:
         self._store.metrics.read(buffer.nbytes)
 
     def close(self) -> None:
-        """Do nothing: no connection is held."""
+        """Do nothing: the record holds no connection."""
 
     def _foreign(self, why: str) -> RecordError:
         return RecordError(
@@ -136,20 +136,20 @@ class RedisStore(RemoteStore):
         ``unix://PATH``. Without a password in it, that in the environment's
         ``KVRAG_REDIS_PASSWORD`` is used.
     prefix
-        What all names in Redis begin with; stores of other prefixes are not seen.
+        Prefix of all names in Redis; the store does not see other prefixes' records.
     timeout_seconds
-        After which Redis counts as unreachable, for connecting and for each answer.
+        How long connecting, or an answer, may take before Redis counts as unreachable.
     must_answer
-        Raise when it is unreachable now; otherwise it may become reachable later.
+        Raise if Redis is unreachable now; otherwise it may become reachable later.
 
     Raises
     ------
     ParameterError
-        When the URL cannot be understood, or the library ``redis`` is not installed.
+        When the URL is invalid, or the library ``redis`` is not installed.
     StoreUnreachableError
         When Redis does not answer.
     StoreError
-        When it refuses: a wrong password, a database that it does not have.
+        When Redis refuses: a wrong password, a database that it does not have.
     """
 
     options: ClassVar[Options] = {
@@ -171,7 +171,7 @@ class RedisStore(RemoteStore):
         options: dict[str, Any] = {
             "socket_timeout": timeout_seconds,
             "socket_connect_timeout": timeout_seconds,
-            # Once, since a pooled connection may be that to a server since restarted.
+            # Retry once: a pooled connection may lead to a server that has been restarted since.
             "retry": retry.Retry(backoff.NoBackoff(), 1),
             "max_connections": _MAX_CONNECTIONS,
             "timeout": None,
@@ -205,12 +205,12 @@ class RedisStore(RemoteStore):
                 raise
 
     def name_of(self, key: ChunkKey) -> str:
-        """Return under which name the list of a record's pieces is."""
-        # In braces: a cluster keeps the pieces where the list is, as the scripts need it.
+        """Return the name under which the list of a record's pieces is kept."""
+        # In braces, so that a cluster keeps the pieces with the list, as the scripts require.
         return f"{self._prefix}:{{{key}}}"
 
     def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record; a key that is present keeps its record.
+        """Write a record; an existing record stays.
 
         Durable as far as Redis is (``appendonly``). Raises StoreError when Redis refuses.
         """
@@ -218,18 +218,18 @@ class RedisStore(RemoteStore):
             self._write(key, record, is_replacing=False)
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record in place of the one `key` has; who has that open reads it to its end."""
+        """Write a record in place of the existing one; readers of that one can finish reading."""
         self._write(key, record, is_replacing=True)
 
     def open(self, key: ChunkKey) -> RedisRecord | None:
-        """Open a record for reading, or return None where there is none.
+        """Open a record for reading, or return None if there is none.
 
         Raises
         ------
         StoreError
-            When Redis does not deliver.
+            When Redis does not deliver the record.
         RecordError
-            When something else is kept under its name.
+            When another kind of value is kept under its name.
         """
         try:
             (content,) = self.read([("GET", self.name_of(key))])
@@ -248,7 +248,7 @@ class RedisStore(RemoteStore):
         return bool(self.read([("EXISTS", self.name_of(key))])[0])
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove a record; say whether there was one. Who has it open can finish reading."""
+        """Remove a record and return whether there was one. Its readers can finish reading."""
         with self._errors("delete from"):
             return bool(self._delete(keys=[self.name_of(key)], args=[GRACE_SECONDS]))
 
@@ -260,7 +260,7 @@ class RedisStore(RemoteStore):
         while True:
             ((cursor, names),) = self.read([("SCAN", cursor, "MATCH", glob, "COUNT", _PAGE)])
             found = {key: name for name in names if (key := self._key_of(name)) is not None}
-            # A name may come up twice, and its record may be gone by now.
+            # A name may come up twice, and its record may have been deleted meanwhile.
             new = [key for key in found if key not in seen]
             seen.update(new)
             heads = self.read([("GETRANGE", found[key], 0, LIST.size - 1) for key in new])
@@ -276,7 +276,7 @@ class RedisStore(RemoteStore):
         self._client.connection_pool.disconnect()
 
     def read(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Run reading commands in one round trip. Raises StoreError."""
+        """Run read commands in one round trip. Raises StoreError."""
         if not commands:
             return []
         with self._errors("read"):
@@ -374,7 +374,7 @@ class RedisStore(RemoteStore):
         except KVRagError:
             raise
         except (ValueError, TypeError, LookupError, MemoryError) as error:
-            # The client's parser lets through what a damaged reply makes of it.
+            # The client's parser passes on whatever it makes of a damaged reply.
             raise StoreError(
                 f"cannot {action} {self.url}: what came is no reply of Redis "
                 f"({type(error).__name__}: {error}); look at what lies between"

@@ -1,4 +1,4 @@
-"""How a record lies in Redis: a list of pieces, and the scripts that change it in one step."""
+"""The layout of a record in Redis: a list of pieces, and the scripts that change it in one step."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from kvrag.recordformat import piece_ends
 
 _LEAST_PIECE_BYTES = 64 << 10
 MOST_PIECE_BYTES = 16 << 20
-# What is read with the list: the header of a record, or a small record whole.
+# Bytes read with the list: a record's header, or all of a small record.
 _MOST_HEAD_BYTES = 64 << 10
 _LEAST_HEAD_BYTES = 4096
 
 MAGIC = b"kvr1"
-# magic, generation, record bytes, pieces (the head is the first)
+# magic, generation, record bytes, number of pieces (the head is the first)
 LIST = struct.Struct("<4s16sQI")
 END = struct.Struct("<Q")
 
-# A number of pieces is believed up to 65,536: a foreign value must not keep Redis busy.
+# At most 65,536 pieces are accepted: a foreign value must not keep Redis busy.
 # KEYS: list, then its pieces. ARGV: list, 1 to replace another record, grace in seconds.
-# The same list again is the same call again: its answer got lost on the way to the client.
+# The same list again means that the call is repeated: its answer was lost on the way.
 COMMIT = """
 local function forget(list)
   if not list or string.sub(list, 1, 4) ~= 'kvr1' or #list < 32 then return end
@@ -57,14 +57,14 @@ return 1
 
 
 def split_record(record: bytes) -> list[int]:
-    """Return where the head and the pieces of a record end."""
+    """Return the offsets at which a record's head and pieces end."""
     if len(record) <= _LEAST_HEAD_BYTES:
         return [len(record)]
     ends = piece_ends(record) or (0, len(record))
-    # What is read of a header before its length is known comes with it.
+    # The head includes what is read of a header before its length is known.
     chosen = [min(max(ends[0], _LEAST_HEAD_BYTES), _MOST_HEAD_BYTES)]
     for end in ends[1:]:
-        # Neighbouring blocks share a piece until it is worth a name of its own.
+        # Neighbouring blocks share a piece until it is large enough for a separate name.
         while end - chosen[-1] > MOST_PIECE_BYTES:
             chosen.append(chosen[-1] + MOST_PIECE_BYTES)
         if end - chosen[-1] >= _LEAST_PIECE_BYTES or end == len(record):

@@ -33,7 +33,7 @@ REMOTE: Table[type[RemoteStore]] = Table(
         "https": "kvrag.store.http:HttpStore",
     },
 )
-"""Stores of URLs with ``//``, by scheme."""
+"""Store classes for URLs with ``//``, by scheme."""
 
 _EXPECTED = (
     "a store is file:PATH, file:///PATH, memory:, redis://HOST:PORT/DB, s3://BUCKET/PREFIX, "
@@ -42,7 +42,7 @@ _EXPECTED = (
 
 
 def open_store(url: str, *, must_answer: bool = True) -> Store:
-    """Return the store at `url`.
+    """Open the store at `url`.
 
     Parameters
     ----------
@@ -53,22 +53,22 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
         ``?endpoint=URL&region=NAME&timeout=SECONDS``; ``http://`` and ``https://`` for a server
         of ``kvrag serve-kv``, with ``?token_file=PATH&ca=PATH&timeout=SECONDS``.
 
-        Each takes ``limit=BYTES`` (``20GB``, ``512MiB``), beyond which what was used least
-        recently is removed, and ``key_file=PATH`` of a key with which records are encrypted.
+        Each takes ``limit=BYTES`` (``20GB``, ``512MiB``), beyond which the least recently used
+        records are removed, and ``key_file=PATH``, a file with the key that encrypts records.
 
-        ``tiered:URL|URL|URL`` reads from the first that has a record; writes go to the last one,
-        by way of the ``file:`` before it if there is one.
+        ``tiered:URL|URL|URL`` reads from the first store that has a record. Writes go to the last
+        one, by way of the ``file:`` store before it if there is one.
     must_answer
-        Raise when a remote store is unreachable now; otherwise it may become reachable later.
+        Raise if a remote store is unreachable now; otherwise it may become reachable later.
 
     Raises
     ------
     ParameterError
-        When the URL is of no known kind, or a library for it is not installed.
+        When the kind of URL is unknown, or a library for it is not installed.
     StoreUnreachableError
         When the store does not answer.
     StoreError
-        When it cannot be used.
+        When the store cannot be used.
     """
     check_kind(url)
     scheme, _, rest = url.partition(":")
@@ -88,19 +88,19 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
     kind = store_class(scheme)
     place, _, query = url.partition("?")
     own, common = _parse(url, query, kind.options)
-    # Those that all stores have, their wrappers write into the URL themselves.
+    # The wrappers write the options that all stores have into the URL.
     said = [one for one in query.split("&") if unquote_plus(one.partition("=")[0]) not in _COMMON]
     opened = kind(place, must_answer=must_answer, **own)
     return _wrap(GuardedStore(opened, "&".join(said)), common)
 
 
 def store_class(scheme: str) -> type[RemoteStore]:
-    """Return what opens the URLs of a scheme that is in `REMOTE`.
+    """Return the class that opens URLs of a scheme that is in `REMOTE`.
 
     Raises
     ------
     ParameterError
-        When another distribution registers it, and it cannot be used.
+        When another distribution registers the class, and it cannot be used.
     """
     found = REMOTE[scheme]
     require_subclass(REMOTE, scheme, found, RemoteStore)
@@ -108,7 +108,7 @@ def store_class(scheme: str) -> type[RemoteStore]:
 
 
 def check_kind(url: str) -> None:
-    """Raise ParameterError unless a URL is of a known kind; nothing is opened."""
+    """Raise ParameterError unless the kind of a URL is known; this opens nothing."""
     if not isinstance(url, str):
         raise ParameterError(f"{_EXPECTED}; found {url!r}")
     scheme, colon, rest = url.partition(":")
@@ -159,7 +159,7 @@ def _open_tiers(urls: list[str], must_answer: bool) -> Store:
 
 
 def _require_another(tiers: list[Store]) -> None:
-    """Raise ParameterError when the last tier is one of those before it: a copy would be none."""
+    """Raise ParameterError if the last tier is also an earlier one: copies would be pointless."""
     *others, last = tiers
     place = last.url.partition("?")[0]
     if capability(last, InMemory) is None and place in [
@@ -169,7 +169,7 @@ def _require_another(tiers: list[Store]) -> None:
 
 
 def _wrap(store: Store, options: dict[str, Any]) -> Store:
-    """Put around a store what its common options ask for."""
+    """Wrap a store as its common options ask."""
     if "key_file" in options:
         store = EncryptedStore(store, read_key(options["key_file"]), options["key_file"])
     if "limit" in options:
@@ -178,16 +178,16 @@ def _wrap(store: Store, options: dict[str, Any]) -> Store:
 
 
 def _segment_bytes(options: dict[str, Any]) -> int | None:
-    """Return segments so small that giving back room keeps a folder near its limit."""
+    """Return a segment size so small that reclaiming room keeps a folder near its limit."""
     if "limit" not in options:
         return None
     return int(min(max(options["limit"] // 16, 1 << 20), SEGMENT_BYTES))
 
 
 def _without_options(url: str) -> tuple[str, str]:
-    """Split a path from its options; a question mark may also be part of the path.
+    """Split a path and its options; a question mark may also be part of the path.
 
-    What looks like an option is one, known or not: `limt=1GB` is no part of a folder's name.
+    Text that looks like an option is one, known or not: `limt=1GB` is not part of a folder's name.
     """
     match = re.fullmatch(r"(.*?)\?((?:limit|key_file)=.*)", url, re.DOTALL) or re.fullmatch(
         r"(.*?)\?([A-Za-z_]+=[^/]*)", url, re.DOTALL
@@ -196,7 +196,7 @@ def _without_options(url: str) -> tuple[str, str]:
 
 
 def _parse(url: str, query: str, own: Options) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a store's own options as keyword arguments, and those that all have."""
+    """Return a store's own options as keyword arguments, and the options that all stores have."""
     known = {**own, **_COMMON}
     place = without_password(url).partition("?")[0]
     found: dict[str, Any] = {}
@@ -219,7 +219,7 @@ def _parse(url: str, query: str, own: Options) -> tuple[dict[str, Any], dict[str
 
 
 def parse_bytes(text: str) -> int:
-    """Return a number of bytes: ``20GB``, ``512 MiB``, ``1e9``. Raises ValueError."""
+    """Return the number of bytes in a text: ``20GB``, ``512 MiB``, ``1e9``. Raises ValueError."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(?:([kKMGT])(i?))?B?\s*", text)
     try:
         number = float(match[1]) if match else 0.0
@@ -233,7 +233,7 @@ def parse_bytes(text: str) -> int:
 
 
 def without_password(url: str) -> str:
-    """Return a URL with stars in place of its password, also of one not written as URLs want it."""
+    """Return a URL with stars in place of its password, even if the URL is malformed."""
     return re.sub(r"(://[^/@:|]*):[^|]*@", r"\1:***@", url)
 
 

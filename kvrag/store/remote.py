@@ -1,4 +1,4 @@
-"""What the stores have in common that a URL with ``//`` names: another machine's, as a rule."""
+"""Common base of the stores whose URLs have ``//``, most of them on other machines."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from kvrag.store.base import StoredRecord, check_range
 from kvrag.store.metrics import CountedStore, StoreMetrics
 
 Options = Mapping[str, tuple[str, Callable[[str], Any]]]
-"""Of a URL: name there to the name of an argument, and to what makes it of text (ValueError)."""
+"""Maps an option's name in a URL to an argument's name and a parser (which raises ValueError)."""
 
 
 class RemoteStore(CountedStore, ABC):
-    """A store that `kvrag.store.registry.open_store` opens by its scheme, behind a circuit breaker.
+    """A store that `kvrag.store.registry.open_store` opens by its scheme, with a circuit breaker.
 
     To add one, subclass this and write ``scheme: module:class`` into the table of
     `kvrag.store.registry`, or register it from another distribution as the entry point ``scheme``
-    of the group ``kvrag.stores``. It raises StoreUnreachableError where the other side does not
-    answer, and other StoreErrors for what will not pass by itself.
+    of the group ``kvrag.stores``. It must raise StoreUnreachableError when the other side does not
+    answer, and other StoreErrors for failures that do not pass by themselves.
 
     Parameters
     ----------
     url
         ``scheme://...``, without options.
     must_answer
-        Raise StoreUnreachableError when it is unreachable now; otherwise it may become reachable
-        later.
+        Raise StoreUnreachableError if the store is unreachable now; otherwise it may become
+        reachable later.
     options
-        Those of `options` that the URL has.
+        Values of those `options` that the URL has.
 
     Attributes
     ----------
     options
-        What may stand behind ``?`` in the URL.
+        Options that may follow ``?`` in the URL.
     url
         The URL without a password.
     metrics
-        What it counts.
+        The store's counts.
     """
 
     options: ClassVar[Options] = {}
@@ -51,23 +51,23 @@ class RemoteStore(CountedStore, ABC):
 
     @abstractmethod
     def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record; a key that is present keeps its record."""
+        """Write a record; an existing record stays."""
 
     @abstractmethod
     def replace(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record in place of the one `key` has."""
+        """Write a record in place of the existing one."""
 
     @abstractmethod
     def open(self, key: ChunkKey) -> StoredRecord | None:
-        """Open a record for reading, or return None where there is none."""
+        """Open a record for reading, or return None if there is none."""
 
     @abstractmethod
     def contains(self, key: ChunkKey) -> bool:
-        """Say whether there is a record of `key`."""
+        """Return whether there is a record for `key`."""
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:
-        """Remove a record; say whether there was one."""
+        """Remove a record and return whether there was one."""
 
     @abstractmethod
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
@@ -78,11 +78,11 @@ class RemoteStore(CountedStore, ABC):
         return (key for key, _ in self.sizes())
 
     def size_bytes(self) -> int:
-        """Bytes held by all records."""
+        """Total size of all records, in bytes."""
         return sum(size for _, size in self.sizes())
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Return 0: what interrupted writes leave behind is the other side's to clean up."""
+        """Return 0: the other side cleans up after interrupted writes."""
         del min_age_seconds
         return 0
 
@@ -92,7 +92,7 @@ class RemoteStore(CountedStore, ABC):
 
 
 class HeadedRecord:
-    """An opened record whose head came with the answer that opened it."""
+    """An opened record whose head came with the answer to the opening request."""
 
     def __init__(self, key: ChunkKey, size_bytes: int, head: bytes, metrics: StoreMetrics) -> None:
         self._key = key
@@ -106,12 +106,12 @@ class HeadedRecord:
         return self._size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on, in one request at the most.
+        """Fill `buffer` starting at `offset`, in at most one request.
 
         Raises
         ------
         StoreError
-            When the store does not deliver, or the record was deleted or replaced.
+            When the store does not deliver the bytes, or the record was deleted or replaced.
         RecordError
             When the record ends before the buffer is full.
         """
@@ -123,15 +123,15 @@ class HeadedRecord:
         self._metrics.read(buffer.nbytes)
 
     def close(self) -> None:
-        """Do nothing: connections are the store's."""
+        """Do nothing: the store owns the connections."""
 
     def _fetch(self, first: int, buffer: memoryview) -> None:
-        """Fill a buffer from what is behind the head. Raises as `read_into` does."""
+        """Fill a buffer from the bytes after the head. Raises as `read_into` does."""
         raise NotImplementedError
 
 
 def seconds(text: str) -> float:
-    """Return an option that is a number of seconds. Raises ValueError."""
+    """Return an option's number of seconds. Raises ValueError."""
     try:
         found = float(text)
     except ValueError:
@@ -142,5 +142,5 @@ def seconds(text: str) -> float:
 
 
 def file_path(text: str) -> str:
-    """Return an option that is the path of a file."""
+    """Return an option's file path."""
     return str(Path(text).expanduser().absolute())

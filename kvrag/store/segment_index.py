@@ -1,4 +1,4 @@
-"""Which record is where in the segments: ``records.sqlite``."""
+"""The index of segments, ``records.sqlite``: which record is where."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
 _PAGE = 10_000
-# Of making the file while another process makes it: SQLite then does not wait by itself.
+# Retries when another process is creating the file: SQLite then does not wait by itself.
 _MAX_TRIES = 100
 _WAIT_SECONDS = 0.05
 
 
 class SegmentIndex:
-    """Key to place of all records in segments. Safe to use from several threads and processes.
+    """Maps each key to its record's place. Safe to use from several threads and processes.
 
     Parameters
     ----------
     folder
-        The store's; it and the file are made when the first record is written.
+        The store's folder; it and the file are created when the first record is written.
 
     Raises
     ------
     StoreError
-        When the file is there and cannot be used.
+        When the file exists and cannot be used.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,7 +67,7 @@ class SegmentIndex:
             pass
 
     def find(self, key: ChunkKey) -> Place | None:
-        """Return where the record of `key` is, or None where there is none."""
+        """Return the place of the record of `key`, or None if there is none."""
         with self._reading() as connection:
             if connection is None:
                 return None
@@ -77,7 +77,7 @@ class SegmentIndex:
         return None if row is None else Place(*row)
 
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
-        """Iterate over keys and sizes; a long listing never holds up who writes or reads."""
+        """Iterate over keys and sizes; a long listing never delays readers or writers."""
         last = b""
         while True:
             with self._reading() as connection:
@@ -94,7 +94,7 @@ class SegmentIndex:
             last = rows[-1][0]
 
     def size_bytes(self) -> int:
-        """Return the bytes of all records."""
+        """Return the total size of all records, in bytes."""
         with self._reading() as connection:
             if connection is None:
                 return 0
@@ -104,16 +104,16 @@ class SegmentIndex:
 
     @contextlib.contextmanager
     def writing(self, action: str = "write", *, is_durable: bool = True) -> Iterator[IndexWriter]:
-        """Change the index, in one transaction that no other thread or process shares.
+        """Change the index in one exclusive transaction.
 
-        It is written whole at the end, or not at all when the body raises.
+        All changes are written at the end, or none when the body raises.
 
         Parameters
         ----------
         action
-            What is being done, for the message of an error.
+            The action, for error messages.
         is_durable
-            Flush it to the medium. Without, the latest changes may be undone by a power cut.
+            Flush to the medium. If False, a power cut may undo the latest changes.
 
         Raises
         ------
@@ -151,7 +151,7 @@ class SegmentIndex:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection | None]:
-        """Hold the connection for reading; None where there is no file yet."""
+        """Hold the connection for reading; None if there is no file yet."""
         with self._lock:
             try:
                 if self._stamp is not None and self._stamp != file_stamp(self.path):
@@ -166,7 +166,7 @@ class SegmentIndex:
                 raise self._error("read", error) from error
 
     def _check(self, connection: sqlite3.Connection) -> None:
-        # In one transaction: another process may be making the tables.
+        # In one transaction: another process may be creating the tables.
         connection.execute("BEGIN")
         (num_tables,) = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
         application = connection.execute("PRAGMA application_id").fetchone()[0]
@@ -176,7 +176,7 @@ class SegmentIndex:
             return
         connection.close()
         self._reader = None
-        # Another process is making the file, or was killed while it did.
+        # Another process is creating the file, or was killed while it did.
         if (application, version, num_tables) == (0, 0, 0):
             return
         raise StoreError(
@@ -235,31 +235,31 @@ class IndexWriter:
         self._connection = connection
 
     def contains(self, key: ChunkKey) -> bool:
-        """Say whether the index knows the record of `key`."""
+        """Return whether the index knows the record of `key`."""
         query = "SELECT 1 FROM records WHERE key = ?"
         return self._connection.execute(query, (_blob(key),)).fetchone() is not None
 
     def is_empty(self, segment: int) -> bool:
-        """Say whether no record is in a segment."""
+        """Return whether a segment holds no record."""
         query = "SELECT 1 FROM records WHERE segment = ? LIMIT 1"
         return self._connection.execute(query, (segment,)).fetchone() is None
 
     def next_segment(self) -> int:
-        """Return a number that no segment has had so far."""
+        """Return a segment number that was never used before."""
         row = self._connection.execute(
             "SELECT seq FROM sqlite_sequence WHERE name = 'segments'"
         ).fetchone()
         return 1 + (row[0] if row is not None else 0)
 
     def last_segment(self) -> tuple[int, int]:
-        """Return number and end of the segment that is written to; (0, 0) where there is none."""
+        """Return number and end of the segment being filled; (0, 0) if there is none."""
         row = self._connection.execute(
             "SELECT number, end FROM segments ORDER BY number DESC LIMIT 1"
         ).fetchone()
         return row if row is not None else (0, 0)
 
     def set(self, key: ChunkKey, place: Place) -> None:
-        """Note where a record is, in place of what was noted."""
+        """Note where a record is, replacing its earlier place."""
         self._connection.execute(
             "INSERT INTO segments VALUES (?1, ?2) ON CONFLICT (number) DO UPDATE SET end = ?2",
             (place.segment, place.end),
@@ -270,13 +270,13 @@ class IndexWriter:
         )
 
     def remove(self, key: ChunkKey) -> bool:
-        """Forget a record; say whether there was one."""
+        """Forget a record; return whether there was one."""
         return bool(
             self._connection.execute("DELETE FROM records WHERE key = ?", (_blob(key),)).rowcount
         )
 
     def segments(self) -> list[tuple[int, int, int]]:
-        """Return number, end and bytes still needed of every segment, in order."""
+        """Return each segment's number, end and bytes still in use, in order."""
         return self._connection.execute(
             "SELECT number, end, (SELECT COALESCE(SUM(size), 0) FROM records "
             "WHERE segment = number) FROM segments ORDER BY number"

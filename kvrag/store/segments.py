@@ -1,4 +1,4 @@
-"""Segment files: many records one behind the other, each written once and never moved in place."""
+"""Segment files: many records one after another, each written once and never moved in place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvrag.store.metrics import StoreMetrics
 
 FOLDER_NAME = "segments"
 ALIGNMENT_BYTES = 64
-# A record goes behind the last one until a segment has so many bytes.
+# Records are appended to a segment until it has this many bytes.
 SEGMENT_BYTES = 256 << 20
 
 _MAGIC = b"\x89KVSEG\r\n\x01".ljust(ALIGNMENT_BYTES, b"\0")
@@ -29,7 +29,7 @@ _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a record is: bytes `offset` to `offset + size_bytes` of a segment."""
+    """A record's place: bytes `offset` to `offset + size_bytes` of a segment."""
 
     segment: int
     offset: int
@@ -37,16 +37,16 @@ class Place:
 
     @property
     def end(self) -> int:
-        """Where the next record may begin."""
+        """First byte after the record."""
         return -(-(self.offset + self.size_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class OpenFile:
-    """A file open for reading, shared by its readers and closed with the last of them.
+    """A file open for reading, shared by its readers and closed by the last of them.
 
-    Read with `os.preadv`, not through a mapping: a copy costs the same (`kvrag bench store`), but
-    where the file is cut short or the disk has a defect the system ends a process that touches
-    the mapping, and here it says so.
+    Reads use `os.preadv`, not a memory mapping. A copy costs the same (`kvrag bench store`), but
+    when the file is cut short or the disk has a defect, the system kills a process that touches the
+    mapping, while `os.preadv` returns an error.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -54,7 +54,7 @@ class OpenFile:
         self._descriptor = _Descriptor(descriptor)
 
     def require(self, key: ChunkKey, offset: int, size_bytes: int) -> None:
-        """Raise unless the file holds so many bytes from an offset on: before any room is made.
+        """Raise unless the file has `size_bytes` bytes at `offset`; this allocates nothing.
 
         Raises
         ------
@@ -74,7 +74,7 @@ class OpenFile:
             )
 
     def read_into(self, key: ChunkKey, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with a record's bytes from `offset` of the file on.
+        """Fill `buffer` with a record's bytes starting at `offset` of the file.
 
         Raises
         ------
@@ -98,9 +98,9 @@ class OpenFile:
 
 
 class _Descriptor:
-    """Closes a file descriptor with its last reference.
+    """Closes a file descriptor when its last reference goes.
 
-    Apart from `OpenFile`, since weak references to an object still find it while it is finalised.
+    Separate from `OpenFile`, since weak references to an object still find it during finalisation.
     """
 
     def __init__(self, number: int) -> None:
@@ -114,7 +114,7 @@ class _Descriptor:
 class FileRecord:
     """An opened record of a `FileStore`, read at any offset by any thread.
 
-    It is closed by `close`, or when the last reference to it goes.
+    `close` closes it, or the end of its last reference.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class FileRecord:
         return self._size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on.
+        """Fill `buffer` starting at `offset`.
 
         Raises
         ------
@@ -143,7 +143,7 @@ class FileRecord:
             When the record ends before the buffer is full.
         """
         check_range(self._key, self._size_bytes, offset, buffer.nbytes)
-        file = self._file  # kept by this reference even if another thread closes the record
+        file = self._file  # this reference keeps it open even if another thread closes the record
         if file is None:
             raise StoreError(f"cannot read {self._path}: the record was closed; open it again")
         with self._metrics.timing():
@@ -151,17 +151,17 @@ class FileRecord:
         self._metrics.read(buffer.nbytes)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Release the file."""
         self._file = None
 
 
 class SegmentFiles:
-    """The segments of a folder. Whoever writes holds the index's write transaction.
+    """A folder's segments. Writers hold the index's write transaction.
 
     Parameters
     ----------
     folder
-        Where they are; made when the first one is written.
+        The folder, created with the first segment.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -170,11 +170,11 @@ class SegmentFiles:
         self._lock = threading.Lock()
 
     def path_of(self, segment: int) -> Path:
-        """Return the file of a segment."""
+        """Return the path of a segment's file."""
         return self.folder / f"{segment:08d}.seg"
 
     def open(self, segment: int) -> OpenFile | None:
-        """Return a segment open for reading, or None where it is gone. Raises StoreError."""
+        """Return a segment open for reading, or None if it is gone. Raises StoreError."""
         with self._lock:
             found = self._open.get(segment)
             if found is None:
@@ -189,19 +189,19 @@ class SegmentFiles:
             return found
 
     def append(self, segment: int, end: int, records: list[bytes]) -> list[Place]:
-        """Write records behind byte `end` of a segment, and flush them to the medium.
+        """Write records at byte `end` of a segment, and flush them to the medium.
 
         Parameters
         ----------
         segment
-            Its number. It is made where `end` is 0.
+            The segment's number. The segment is created if `end` is 0.
         end
-            Bytes of it in use; what is behind them is nobody's, and overwritten.
+            Bytes in use. Whatever follows them is garbage and is overwritten.
 
         Raises
         ------
         StoreError
-            When the medium refuses; the segment is then as before.
+            When the medium refuses; the segment is then unchanged.
         """
         path = self.path_of(segment)
         try:
@@ -212,7 +212,7 @@ class SegmentFiles:
                 places = _write_all(descriptor, segment, end, records)
                 os.fsync(descriptor)
             except BaseException:
-                with contextlib.suppress(OSError):  # the room of half a record is given back
+                with contextlib.suppress(OSError):  # reclaim the room of half a record
                     os.ftruncate(descriptor, end)
                     if end == 0:
                         path.unlink(missing_ok=True)
@@ -226,7 +226,7 @@ class SegmentFiles:
         return places
 
     def remove(self, segment: int) -> None:
-        """Remove a segment's file; who reads it goes on. Raises StoreError."""
+        """Remove a segment's file; its readers keep it. Raises StoreError."""
         path = self.path_of(segment)
         try:
             path.unlink(missing_ok=True)
@@ -234,7 +234,7 @@ class SegmentFiles:
             raise store_error("remove", path, error) from error
 
     def numbers(self) -> Iterator[int]:
-        """Iterate over the numbers of the files there are."""
+        """Iterate over the numbers of the existing files."""
         for entry in entries(self.folder):
             match = _NAME.fullmatch(entry.name)
             if match and entry.is_file(follow_symlinks=False):
@@ -251,7 +251,7 @@ def _write_all(descriptor: int, segment: int, end: int, records: list[bytes]) ->
         _write_at(descriptor, end, record)
         places.append(place)
         end = place.end
-    # Aligned to the last byte, so that no record's read ever meets the end of the file.
+    # Aligned up to the last byte, so that no record's read ever reaches the end of the file.
     os.ftruncate(descriptor, end)
     return places
 

@@ -1,8 +1,8 @@
 """A store over HTTP/1.1: what ``kvrag serve-kv`` runs.
 
-aiohttp reads requests and writes answers, asyncio accepts connections and encrypts. What is ours is
-who may stay (`kvrag.store.server_admission`), what may be asked (`kvrag.store.server_requests`) and
-what is answered (`kvrag.store.server_answers`).
+aiohttp reads requests and writes answers; asyncio accepts connections and encrypts. kvrag's part is
+who may stay (`kvrag.store.server_admission`), what may be requested (`kvrag.store.server_requests`)
+and what is answered (`kvrag.store.server_answers`).
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _MAX_THREADS = 32
 
 
 class RecordServer:
-    """Serves the records of a store to who knows the token.
+    """Serves a store's records to clients that know the token.
 
     Parameters
     ----------
     store
-        The store. It is the caller's to close.
+        The store. The caller closes it.
     host, port
         Where to listen; port 0 takes a free one.
     token
-        What requests must bring (``Authorization: Bearer``); "" lets everybody in.
+        Token that requests must send (``Authorization: Bearer``); "" admits everybody.
     is_writable
         Whether records may be written and deleted.
     tls
-        Certificate and key, for HTTPS; None: plain HTTP.
+        Certificate and key, for HTTPS; None means plain HTTP.
     max_connections
-        Connections at the same time that have been let in. One more takes the place of the one that
-        has been idle longest; where none is idle it is answered 503 and closed.
+        Most admitted connections at the same time. One more replaces the connection that has been
+        idle longest; if none is idle, it is answered 503 and closed.
 
     Raises
     ------
     ParameterError
-        When others than this machine could connect, and no token is asked for; or without the
-        extra ``serve``.
+        When other machines could connect and no token is required, or when the extra ``serve`` is
+        not installed.
     OSError
-        When the address cannot be listened on.
+        When the server cannot listen on the address.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class RecordServer:
 
     @property
     def server_port(self) -> int:
-        """The port that is listened on."""
+        """The port on which the server listens."""
         return int(self.server_address[1])
 
     @property
     def url(self) -> str:
-        """What `kvrag.store.registry.open_store` opens on this machine."""
+        """URL for `kvrag.store.registry.open_store` on this machine."""
         host = str(self.server_address[0])
         if host in ("0.0.0.0", "::"):
             host = socket.gethostname()
@@ -117,7 +117,7 @@ class RecordServer:
         return f"{'https' if self._tls else 'http'}://{host}:{self.server_port}"
 
     def counts(self) -> Mapping[str, Any]:
-        """Return answers by status, and the bytes of records in them, so far."""
+        """Return the answers so far by status, and the bytes of records in them."""
         answers = self._answers
         return {"answers": dict(answers.statuses.copy()), "bytes_sent": answers.bytes_sent}
 
@@ -132,14 +132,14 @@ class RecordServer:
             self._has_ended.set()
 
     def stop(self, grace_seconds: float = 10.0) -> None:
-        """Take no more requests, and wait so long for the answers that have begun.
+        """Accept no more requests, and wait up to `grace_seconds` for answers that have begun.
 
         Must not be called by the thread that runs `serve_forever`.
         """
         with self._lock:
             self._grace_seconds = grace_seconds
             if self._loop is None:
-                # Not begun: `serve_forever` will return at once.
+                # Not started yet: `serve_forever` will return at once.
                 self._listener.close()
                 return
             with contextlib.suppress(RuntimeError):  # it has ended by itself
@@ -160,7 +160,7 @@ class RecordServer:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return what makes the faster loop, where there is one."""
+    """Return the factory of the faster event loop, if it is installed."""
     try:
         import uvloop
     except ImportError:  # Windows
@@ -169,7 +169,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def tls_context(certificate: str, key: str | None) -> ssl.SSLContext:
-    """Return what a server encrypts with. Raises ParameterError where the files are of no use."""
+    """Return a server's TLS context. Raises ParameterError if the files are unusable."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:

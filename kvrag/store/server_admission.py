@@ -1,9 +1,9 @@
 """Which connections of ``kvrag serve-kv`` may stay, and for how long.
 
-A connection is a guest until it has sent one whole request that the server lets in. Guests have a
-room of their own, small and soon empty: each must come to its request within `HEAD_SECONDS`, and
-the guest that has waited longest goes when one too many arrives, first among those of the same
-address. Members, who have shown that they may be there, never make room for guests.
+A connection is a guest until it has sent one whole request that the server admits. Guests have a
+small, separate quota that empties fast. Each must complete its request within `HEAD_SECONDS`. When
+there is one guest too many, the one that has waited longest goes, first among guests from the same
+address. Members have shown that they may be there and never make room for guests.
 
 All of it runs in the thread of the server's event loop.
 """
@@ -15,10 +15,10 @@ import ipaddress
 from collections.abc import Callable
 
 HEAD_SECONDS = 10.0
-"""From the connection to the end of its first request's header, TLS included."""
+"""Time from the connection to the end of its first request's header, TLS included."""
 
 IDLE_SECONDS = 30.0
-"""From an answer to the end of the next request's header."""
+"""Time from an answer to the end of the next request's header."""
 
 MAX_GUESTS = 512
 MAX_GUESTS_OF_ADDRESS = 128
@@ -31,7 +31,7 @@ class Connection:
     Parameters
     ----------
     address
-        Of the peer, as `address_of` gives it.
+        The peer's address, as `address_of` returns it.
     drop
         Ends the connection at once, whatever it is doing.
     """
@@ -42,12 +42,12 @@ class Connection:
         self._timer: asyncio.TimerHandle | None = None
 
     def drop_after(self, seconds: float) -> None:
-        """Set the deadline, in place of the one there was."""
+        """Set the deadline, replacing an earlier one."""
         self.keep()
         self._timer = asyncio.get_running_loop().call_later(seconds, self.drop)
 
     def keep(self) -> None:
-        """Take the deadline away."""
+        """Remove the deadline."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -59,12 +59,12 @@ class Admission:
     Parameters
     ----------
     max_members
-        Members at the same time.
+        Most members at the same time.
     """
 
     def __init__(self, max_members: int) -> None:
         self._max_members = max_members
-        # Each in the order in which they began to wait.
+        # Each in the order in which its connections began to wait.
         self._guests: dict[Connection, None] = {}
         self._idle: dict[Connection, None] = {}
         self._busy: set[Connection] = set()
@@ -72,11 +72,11 @@ class Admission:
 
     @property
     def num_busy(self) -> int:
-        """Connections that are being answered."""
+        """Number of connections that are being answered."""
         return len(self._busy)
 
     def enter(self, connection: Connection) -> None:
-        """Take a new connection in as a guest; who waits longest may have to go for it."""
+        """Admit a new connection as a guest; the longest-waiting guest may have to go for it."""
         num_others = self._of_address.get(connection.address, 0)
         if num_others >= MAX_GUESTS_OF_ADDRESS:
             same = (one for one in self._guests if one.address == connection.address)
@@ -88,11 +88,11 @@ class Admission:
         connection.drop_after(HEAD_SECONDS)
 
     def begin(self, connection: Connection) -> bool:
-        """Let a connection's request be answered; False: so many are at it that it must not."""
+        """Admit a connection's request; return False if too many are being answered already."""
         if connection in self._guests and len(self._idle) + len(self._busy) >= self._max_members:
             if not self._idle:
                 return False
-            # Clients open another when one that was idle is gone.
+            # Clients open a new connection when an idle one is gone.
             self._drop(next(iter(self._idle)))
         self._forget(connection)
         self._busy.add(connection)
@@ -112,12 +112,12 @@ class Admission:
         connection.keep()
 
     def drop_oldest_guest(self) -> None:
-        """Make room, if there is a guest."""
+        """End the oldest guest's connection, if there is one."""
         if self._guests:
             self._drop(next(iter(self._guests)))
 
     def drop_waiting(self) -> None:
-        """End all connections but those that are being answered."""
+        """End all connections except those that are being answered."""
         for connection in [*self._guests, *self._idle]:
             self._drop(connection)
 
@@ -128,7 +128,7 @@ class Admission:
             self._drop(connection)
 
     def _drop(self, connection: Connection) -> None:
-        # Its end shows only later, and it must not be chosen twice.
+        # The connection ends only later, and must not be chosen twice.
         self._forget(connection)
         connection.drop()
 
@@ -143,9 +143,9 @@ class Admission:
 
 
 def address_of(host: str) -> str:
-    """Return what counts as one peer: an IPv4 address, or the /64 that one subscriber of IPv6 has.
+    """Return the address that counts as one peer: an IPv4 address, or an IPv6 subscriber's /64.
 
-    Text that is no address counts as it is.
+    Text that is not an address counts as it is.
     """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])

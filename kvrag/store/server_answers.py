@@ -1,7 +1,8 @@
 """Answers of ``kvrag serve-kv``: records, whole or in ranges, and lists of them.
 
-A record is read by ranges; each is asked for under the tag that the record had when it was opened
-(``If-Match``), so bytes of two records are never mixed. `docs/stores.md` describes the requests.
+Clients read a record by ranges. Each range is requested under the tag that the record had when it
+was opened (``If-Match``), so bytes of two records never mix. `docs/stores.md` describes the
+requests.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from kvrag.store.server_requests import RefusedError, asked_range, body_size, ke
 T = TypeVar("T")
 
 SILENCE_SECONDS = 30.0
-"""After which a peer that takes or sends nothing of a body is let go."""
+"""Time after which the server drops a peer that takes or sends no bytes of a body."""
 
 MIN_BODY_BYTES_PER_SECOND = 64 << 10
-"""A record that comes more slowly, `SILENCE_SECONDS` granted, is not waited for."""
+"""The server stops waiting for a record that arrives more slowly, after `SILENCE_SECONDS`."""
 
 _PIECE_BYTES = 512 << 10
-# Records a connection keeps open between two ranges of them.
+# Records that a connection keeps open between reads of two ranges.
 _MAX_OPEN = 8
 _LINES_A_PIECE = 1000
 
 
 class Answers:
-    """What all connections share.
+    """State that all connections share.
 
     Parameters
     ----------
@@ -52,7 +53,7 @@ class Answers:
     is_writable
         Whether records may be written and deleted.
     threads
-        Where the store is asked, since stores block.
+        Runs the store's calls, since they block.
     """
 
     def __init__(self, store: Store, is_writable: bool, threads: Executor) -> None:
@@ -64,7 +65,7 @@ class Answers:
 
 
 class Session:
-    """One connection: answers its requests, and keeps open what it reads."""
+    """One connection: answers its requests, and keeps the records open that it reads."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
@@ -72,7 +73,7 @@ class Session:
         self._work: asyncio.Future[Any] | None = None
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Do what is asked.
+        """Answer a request.
 
         Raises
         ------
@@ -93,7 +94,7 @@ class Session:
             raise RefusedError(HTTPStatus.BAD_GATEWAY, f"the store refuses: {error}") from error
 
     async def close(self) -> None:
-        """Close the records, once nobody reads them."""
+        """Close the records, once no thread reads them."""
         if self._work is not None:
             await asyncio.wait([self._work])
         for _, record in self._open.values():
@@ -121,7 +122,7 @@ class Session:
     # -- private --------------------------------------------------------------------------------
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Ask the store. Who is no longer waited for ends all the same."""
+        """Call the store in a thread. The call finishes even if nobody waits for it any more."""
         future = asyncio.get_running_loop().run_in_executor(self._answers.threads, work)
         self._work = future
         return await asyncio.shield(future)
@@ -163,7 +164,7 @@ class Session:
                     {"Content-Range": f"bytes */{size}", "ETag": tag},
                     ends=False,
                 )
-            # The first piece is read before anything is promised: what fails then is an answer.
+            # Read the first piece before sending a status: a failure can then still be answered.
             return tag, record, asked, _piece(record, first, end if request.method == "GET" else 0)
 
         tag, record, asked, piece = await self._in_thread(read)
@@ -200,21 +201,21 @@ class Session:
             first += len(piece)
             # While one is sent, the next is read.
             reading = asyncio.create_task(self._in_thread(partial(_piece, record, first, end)))
-            # Its failure is nobody's when the peer is gone.
+            # If the peer is gone, nobody needs the failure.
             reading.add_done_callback(lambda done: done.cancelled() or done.exception())
             try:
                 async with asyncio.timeout(SILENCE_SECONDS):
                     await response.write(piece)
                 piece = await reading
             except KVRagError:
-                # All that is left to say it with: the body ends before its promised length.
+                # The only way left to report it: the body ends before its announced length.
                 _break_off(request)
                 return
             finally:
                 reading.cancel()
 
     def _opened(self, key: ChunkKey, wanted: str | None) -> tuple[str, StoredRecord] | None:
-        """Return a record and its tag: the one that is open, if that is the one wanted."""
+        """Return a record and its tag: the open record if it is the one wanted."""
         known = self._open.get(key)
         if known is not None and wanted is not None and known[0] in tags_of(wanted):
             return known
@@ -256,7 +257,7 @@ class Session:
         size = body_size(request)
         key = key_of(request)
         if request.headers.get("Expect", "").lower() == "100-continue":
-            # Only now it is known who sends a body, and that he may.
+            # Only now are the sender and its permission to write known.
             assert request.transport is not None
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         content = await _body(request, size)
@@ -281,7 +282,7 @@ class Session:
 
 
 async def _body(request: web.BaseRequest, size: int) -> bytes:
-    """Return a body that comes at a fair pace. Raises TimeoutError for others."""
+    """Return a body that arrives at a fair pace. Raises TimeoutError otherwise."""
     pieces = []
     async with asyncio.timeout(SILENCE_SECONDS + size / MIN_BODY_BYTES_PER_SECOND):
         while size:
@@ -300,7 +301,7 @@ def _break_off(request: web.BaseRequest) -> None:
 
 
 def _piece(record: StoredRecord, first: int, end: int) -> bytearray:
-    """Read the next bytes of a record; none where it ends."""
+    """Read the next bytes of a record; none at its end."""
     piece = bytearray(max(0, min(_PIECE_BYTES, end - first)))
     if piece:
         record.read_into(first, memoryview(piece))
@@ -312,10 +313,10 @@ def _lines(records: Iterator[tuple[ChunkKey, int]]) -> bytes:
 
 
 def _tag_of(record: StoredRecord) -> str:
-    """Return what tells a record from any other of its key.
+    """Return a tag that distinguishes a record from any other record of its key.
 
-    A record's header has the checksums of all its blocks, an encrypted one's a salt of its own;
-    of other bytes all are read.
+    A record's header has the checksums of all its blocks, and an encrypted one has a random salt.
+    For other bytes the tag covers all of them.
     """
     size = record.size_bytes
     head = bytearray(min(size, MAX_HEADER_BYTES))

@@ -1,4 +1,4 @@
-"""Connections of ``kvrag serve-kv``, from being accepted to their end."""
+"""Connections of ``kvrag serve-kv``, from acceptance to their end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvrag.store.server_answers import Answers, Session
 from kvrag.store.server_requests import MAX_HEADERS, MAX_LINE_BYTES, Gate, RefusedError
 
 _LINGERING_SECONDS = 2.0
-# After a connection could not be taken for want of descriptors.
+# Pause after a connection could not be accepted because no descriptors were left.
 _PAUSE_SECONDS = 0.05
 _LAST_SECONDS = 5.0
 _log = logging.getLogger(__name__)
@@ -25,18 +25,18 @@ _silent = logging.Logger("kvrag.silent", logging.CRITICAL + 1)
 
 
 class Connections(web.Server):
-    """Accepts connections, and answers those that admission lets stay.
+    """Accepts connections, and answers those that admission admits.
 
-    It is made in a running event loop; `run` is to be called once.
+    Create it in a running event loop, and call `run` once.
 
     Parameters
     ----------
     gate, answers
-        What may be asked, and what is answered.
+        Decides which requests are allowed, and answers them.
     tls
-        Certificate and key; None: plain HTTP.
+        Certificate and key; None means plain HTTP.
     max_connections
-        Members of `Admission`.
+        Most members of `Admission`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Connections(web.Server):
             self._handle,
             logger=_silent,
             access_log=None,
-            # Deadlines are admission's.
+            # Admission sets the deadlines.
             keepalive_timeout=1e6,
             max_line_size=MAX_LINE_BYTES,
             max_field_size=MAX_LINE_BYTES,
@@ -72,7 +72,7 @@ class Connections(web.Server):
         listener.close()
 
     async def finish(self, grace_seconds: float) -> None:
-        """Wait so long for the answers that have begun, then end all connections."""
+        """Wait up to `grace_seconds` for answers that have begun, then end all connections."""
         self._admission.drop_waiting()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_seconds):
@@ -118,7 +118,7 @@ class Connections(web.Server):
             if handler.transport is not None:
                 handler.transport.abort()
             else:
-                # TLS is still being agreed on.
+                # The TLS handshake is still under way.
                 task.cancel()
 
         connection = Connection(address, drop)
@@ -141,15 +141,15 @@ class Connections(web.Server):
             await session.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer a request whose header has come whole."""
+        """Answer a request whose header is complete."""
         if request.protocol not in self._known:
-            # It ended while the request was on its way here.
+            # The connection ended while the request was on its way here.
             return web.Response()
         connection, session, _ = self._known[request.protocol]
         try:
             return await self._answer(request, connection, session)
         except (TimeoutError, ConnectionError):
-            # Too slow, or gone: nothing more can be said.
+            # The peer is too slow, or gone: nothing more can be sent.
             connection.drop()
             return web.Response()
         except Exception:

@@ -1,4 +1,4 @@
-"""What may be asked of ``kvrag serve-kv``, read so that no two readers can differ.
+"""Requests to ``kvrag serve-kv``, read so that no two readers can differ.
 
 llhttp, through aiohttp, has refused folded headers, bare line feeds, NUL, white space before a
 colon, several lengths and a length beside chunks by the time a request comes here.
@@ -21,13 +21,13 @@ METHODS = ("GET", "HEAD", "PUT", "DELETE")
 MAX_RECORD_BYTES = 4 << 30
 MAX_HEADERS = 48
 MAX_LINE_BYTES = 4096
-"""Of the request line, of a header's name and value, each."""
+"""Limit for the request line, for a header's name and for its value."""
 
 _RANGE = re.compile(r"bytes=(?:(\d{1,19})-(\d{1,19})?|-(\d{1,19}))", re.ASCII)
 _NAME = re.compile(rf"{RECORDS}/([0-9a-f]{{40}})")
 _PORT = re.compile(r":\d{0,5}", re.ASCII)
 _MAX_LENGTH_DIGITS = 19
-# Whose first value one reader takes, and whose last another.
+# Headers that readers disagree on when repeated: one takes the first value, another the last.
 _ONCE = (
     "Host",
     "Authorization",
@@ -44,7 +44,7 @@ class RefusedError(Exception):
     Attributes
     ----------
     ends
-        Whether the connection ends: so that a body that nobody read is not taken for a request.
+        Whether the connection ends, so that an unread body is not taken for a request.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class RefusedError(Exception):
 
 
 class Gate:
-    """Says of a request whether it may come in.
+    """Decides whether a request is allowed.
 
     Parameters
     ----------
     token
-        What requests must bring; "" lets everybody in who names this machine in ``Host``.
+        Token that requests must send; "" admits every request whose ``Host`` is this machine.
     """
 
     def __init__(self, token: str) -> None:
         self._digest = _digest(token.encode()) if token else b""
 
     def check(self, request: web.BaseRequest) -> None:
-        """Raise RefusedError for who may not ask, and for what can be read in two ways."""
+        """Raise RefusedError for unauthorised requests and for ambiguous ones."""
         headers = request.headers
         repeated = [name for name in _ONCE if len(headers.getall(name, ())) > 1]
         if repeated:
@@ -89,7 +89,7 @@ class Gate:
         if self._digest:
             self._check_token(headers.get("Authorization", ""))
         elif "Host" in headers and not is_loopback(_host(headers["Host"])):
-            # A page of another site whose name was made to lead here (DNS rebinding).
+            # A page of another site whose name was made to resolve to here (DNS rebinding).
             raise RefusedError(
                 HTTPStatus.FORBIDDEN,
                 f"Host is {headers['Host'][:200]!r}: a server without a token answers to "
@@ -109,7 +109,7 @@ class Gate:
             raise RefusedError(HTTPStatus.BAD_REQUEST, "only PUT has a body")
 
     def _check_token(self, authorization: str) -> None:
-        # How long that takes tells nothing about the token.
+        # In constant time, so that the duration tells nothing about the token.
         scheme, _, given = authorization.partition(" ")
         found = _digest(given.strip().encode("utf-8", "surrogateescape"))
         if not (hmac.compare_digest(found, self._digest) and scheme.lower() == "bearer"):
@@ -121,7 +121,7 @@ class Gate:
 
 
 def key_of(request: web.BaseRequest) -> ChunkKey:
-    """Return the record that a path names, as it was sent: nothing in it is decoded."""
+    """Return the key that a path names, as it was sent: nothing in it is decoded."""
     match = _NAME.fullmatch(request.raw_path)
     if match is None:
         raise RefusedError(
@@ -133,11 +133,11 @@ def key_of(request: web.BaseRequest) -> ChunkKey:
 
 
 def body_size(request: web.BaseRequest) -> int:
-    """Return the length of the record that a request brings."""
+    """Return the length of the record that a request sends."""
     length = request.headers.get("Content-Length", "")
     if "Transfer-Encoding" in request.headers or not (length.isascii() and length.isdigit()):
         raise RefusedError(HTTPStatus.LENGTH_REQUIRED, "a record comes with its length")
-    # Of thousands of digits no number is made.
+        # A longer text is refused before it is turned into a number.
     size = int(length) if len(length) <= _MAX_LENGTH_DIGITS else MAX_RECORD_BYTES + 1
     if size > MAX_RECORD_BYTES:
         raise RefusedError(
@@ -147,9 +147,9 @@ def body_size(request: web.BaseRequest) -> int:
 
 
 def asked_range(request: web.BaseRequest, size: int) -> tuple[int, int] | None:
-    """Return the first byte asked for and the one after the last; None: the whole record.
+    """Return the first byte requested and the byte after the last; None for the whole record.
 
-    The second is no larger than the first where the range holds none of the record's bytes.
+    The second is not larger than the first if the range holds none of the record's bytes.
     """
     match = _RANGE.fullmatch(request.headers.get("Range", ""))
     if match is None:
@@ -166,7 +166,7 @@ def tags_of(header: str) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether a name or address is this machine's own, whatever a name server says."""
+    """Return whether a name or address is this machine's own, whatever a name server says."""
     if host.lower() == "localhost":
         return True
     try:
@@ -176,7 +176,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _host(header: str) -> str:
-    """Return the name in a ``Host``, without its port."""
+    """Return the name in a ``Host`` header, without its port."""
     if header.startswith("["):
         name, _, port = header[1:].partition("]")
     else:

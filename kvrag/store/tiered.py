@@ -1,9 +1,9 @@
 """Tiers of stores, the fastest first: memory over disk over a remote store.
 
-Reading asks one tier after the other; what a lower one has is copied to those above it, once
-all of it has been read and its checksums are right. Writing goes to the disk tier, durably, and to
-a list of what is yet to be uploaded; a thread uploads in the background. A process that is killed
-continues with the list when it, or another one, opens the tiers again.
+A read asks one tier after another. A record from a lower tier is copied to the tiers above it, once
+all of it has been read and its checksums match. A write goes to the disk tier, durably, and to a
+list of records to upload; a thread uploads them in the background. After a process is killed, the
+next one that opens the tiers continues with the list.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kvrag.store.metrics import StoreCounts
 from kvrag.store.uploader import Check, Uploader, write_to
 from kvrag.store.wrapper import read_whole
 
-# Copies of records wait for the disk tier in memory: few, and if it cannot follow, none.
+# Copies wait in memory for the disk tier: a few, and none if the tier cannot keep up.
 _MAX_COPIES_WAITING = 8
 
 
 @dataclass(frozen=True, eq=False)
 class _Copy:
-    """A record on its way to tiers that take their time."""
+    """A record on its way to slower tiers."""
 
     key: ChunkKey
     content: bytes
@@ -44,12 +44,12 @@ class TieredStore:
     Parameters
     ----------
     tiers
-        At least one, the fastest first. The last one is where records are at home.
+        At least one store, the fastest first. The last one is the records' home.
     outbox_folder
-        Of the disk tier right above the last one: where the list of what is to be uploaded is
+        Folder of the disk tier right above the last tier, where the list of records to upload is
         kept. None writes to the last tier before `put` returns.
     check
-        What is copied from tier to tier must pass it.
+        Check that a record must pass before it is copied from tier to tier.
 
     Raises
     ------
@@ -70,10 +70,10 @@ class TieredStore:
             raise ParameterError("tiers are at least one store, and two to upload to the last")
         self.tiers = tuple(tiers)
         self._check = check
-        # Looked for once: `admits` is asked with every record that is opened.
+        # Looked up once: `admits` is called for every record that is opened.
         self._admits = [capability(tier, Admits) for tier in self.tiers]
         self._pins = [pins for tier in self.tiers if (pins := capability(tier, Pins)) is not None]
-        # Held while what faster tiers hold of a record changes, never while a slow tier is asked.
+        # Held while the faster tiers' copies of a record change, never while a slow tier is read.
         self._changing = threading.Condition()
         self._fetches: dict[ChunkKey, Fetch] = {}
         self._uploader: Uploader | None = None
@@ -88,7 +88,7 @@ class TieredStore:
 
     @property
     def url(self) -> str:
-        """``tiered:`` and the tiers' own, with ``|`` between them."""
+        """``tiered:`` and the tiers' own URLs, with ``|`` between them."""
         return "tiered:" + "|".join(tier.url for tier in self.tiers)
 
     @property
@@ -97,21 +97,21 @@ class TieredStore:
         return 0 if self._uploader is None else self._uploader.num_pending
 
     def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record durably; a key that is present keeps its record. Raises StoreError."""
+        """Write a record durably; an existing record stays. Raises StoreError."""
         if not self.contains(key):
             self._write(key, record, is_replacing=False)
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record in place of the one `key` has; no tier keeps the old one."""
+        """Write a record in place of the existing one; no tier keeps the old one."""
         self._write(key, record, is_replacing=True)
 
     def open(self, key: ChunkKey) -> StoredRecord | None:
-        """Open a record for reading, or return None where there is none.
+        """Open a record for reading, or return None if there is none.
 
         Raises
         ------
         StoreError, RecordError
-            When no tier has it and one could not be asked.
+            When no tier has the record and at least one tier could not be read.
         """
         refusal: StoreError | RecordError | None = None
         for number, tier in enumerate(self.tiers):
@@ -134,7 +134,7 @@ class TieredStore:
         return None
 
     def contains(self, key: ChunkKey) -> bool:
-        """Say whether a tier has the record; one that cannot be asked has not."""
+        """Return whether a tier has the record; an unreachable tier counts as without it."""
         for tier in self.tiers:
             with contextlib.suppress(StoreError):
                 if tier.contains(key):
@@ -142,9 +142,9 @@ class TieredStore:
         return False
 
     def tier_of(self, key: ChunkKey) -> int:
-        """Return the number of the tier that would deliver a record; nothing is read of it.
+        """Return the number of the tier that would deliver a record, without reading it.
 
-        The last one is not asked: what is in none of the others is there or nowhere.
+        The last tier is not asked: a record in none of the others is there or nowhere.
         """
         for number, tier in enumerate(self.tiers[:-1]):
             with contextlib.suppress(StoreError):
@@ -153,7 +153,7 @@ class TieredStore:
         return len(self.tiers) - 1
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove a record from every tier; say whether there was one."""
+        """Remove a record from every tier; return whether there was one."""
         self._outdate(key)
         if self._uploader is not None:
             self._uploader.forget(key)
@@ -174,11 +174,11 @@ class TieredStore:
         return (key for key, _ in self.sizes())
 
     def size_bytes(self) -> int:
-        """Bytes of all records, each counted once."""
+        """Total size of all records in bytes, each counted once."""
         return sum(size for _, size in self.sizes())
 
     def note_damage(self, key: ChunkKey) -> None:
-        """Give up the copies of a record that are damaged; the tiers below have others."""
+        """Drop the damaged copies of a record; the tiers below have others."""
         for tier in self.tiers[:-1]:
             with contextlib.suppress(StoreError):
                 try:
@@ -193,31 +193,31 @@ class TieredStore:
         self.tiers[-1].note_damage(key)
 
     def counts(self) -> Sequence[StoreCounts]:
-        """Return what was counted so far, the fastest tier first."""
+        """Return the counts so far, the fastest tier first."""
         return tuple(counts for tier in self.tiers for counts in tier.counts())
 
     def pin(self, keys: Iterable[ChunkKey]) -> None:
-        """Never remove these records from any tier that they are in, until `unpin`."""
+        """Protect these records from removal, in every tier that has them, until `unpin`."""
         wanted = list(keys)
         for pins in self._pins:
             pins.pin(wanted)
 
     def unpin(self, keys: Iterable[ChunkKey]) -> None:
-        """Take a pin back."""
+        """Undo one `pin` of these records."""
         wanted = list(keys)
         for pins in self._pins:
             pins.unpin(wanted)
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Remove what interrupted writes left behind in every tier; say how many."""
+        """Remove leftovers of interrupted writes from every tier; return their number."""
         return sum(tier.collect_garbage(min_age_seconds) for tier in self.tiers)
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until all is uploaded; say whether it is. Stops at once when an upload fails."""
+        """Wait until everything is uploaded; return whether it is. Stops when an upload fails."""
         return self._uploader is None or self._uploader.flush(timeout_seconds)
 
     def close(self) -> None:
-        """Upload what can be, and close all tiers; what could not be uploaded stays listed."""
+        """Upload as much as possible, and close all tiers; the rest stays listed."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -231,7 +231,7 @@ class TieredStore:
     # -- reading -----------------------------------------------------------------------------
 
     def _join(self, key: ChunkKey) -> StoredRecord | None:
-        """Return a reader of the fetch that is going on, if there is one."""
+        """Return a reader of the fetch under way, if there is one."""
         with self._changing:
             fetch = self._fetches.get(key)
             if fetch is None:
@@ -240,7 +240,7 @@ class TieredStore:
         return FetchReader(fetch, self._leave)
 
     def _shared(self, key: ChunkKey, record: StoredRecord, number: int) -> StoredRecord:
-        """Return a record such that who else wants it waits for the same bytes."""
+        """Return a record whose other readers wait for the same bytes."""
         above = zip(self.tiers[:number], self._admits[:number], strict=True)
         wanting = [
             tier
@@ -273,17 +273,17 @@ class TieredStore:
                 del self._fetches[fetch.key]
 
     def _give_up(self, tier: Store, key: ChunkKey) -> None:
-        """Remove a tier's copy of a record, which is damaged; those below have others."""
+        """Remove a tier's damaged copy of a record; the tiers below have others."""
         tier.note_damage(key)
         with contextlib.suppress(StoreError, RecordError):
             tier.delete(key)
 
     def _outdate(self, key: ChunkKey) -> None:
-        """Keep nothing of what is being fetched under a key; who reads it reads on."""
+        """Discard the result of a fetch under way; its readers can finish reading."""
         with self._changing:
             self._fetches.pop(key, None)
             self._wanted.pop(key, None)
-            # A copy that is being written would come behind what the caller is about to do.
+            # A copy being written would arrive after the change the caller is about to make.
             self._changing.wait_for(lambda: self._copied_now != key)
 
     def _keep(self, fetch: Fetch, content: bytes, tiers: Sequence[Store]) -> None:
@@ -291,7 +291,7 @@ class TieredStore:
         try:
             self._check(fetch.key, content)
         except RecordError:
-            return  # whoever reads it finds out as well, and says so
+            return  # the reader finds the same damage and reports it
         at_once = [tier for tier in tiers if capability(tier, InMemory) is not None]
         copy = _Copy(fetch.key, content, [tier for tier in tiers if tier not in at_once])
         with self._changing:
@@ -301,7 +301,7 @@ class TieredStore:
                 with contextlib.suppress(StoreError):
                     tier.put(fetch.key, content)
             if copy.tiers:
-                # A copy is a convenience: if its tier cannot follow, there will be a next time.
+                # A copy is optional: if its tier cannot keep up, a later read copies the record.
                 with contextlib.suppress(queue.Full):
                     self._copies.put_nowait(copy)
                     self._wanted[fetch.key] = copy
@@ -315,7 +315,7 @@ class TieredStore:
                 self._copied_now = copy.key
             try:
                 for tier in copy.tiers:
-                    # Whatever there is with this one, the thread lives on for the others.
+                    # Whatever happens with this copy, the thread must serve the others.
                     with contextlib.suppress(Exception):
                         tier.put(copy.key, copy.content)
             finally:

@@ -1,4 +1,4 @@
-"""Records that are on disk already and on their way to a slower store, behind the caller's back."""
+"""Background uploads of records from the disk tier to a slower store."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from kvrag.store.wrapper import read_whole
 
 _FIRST_RETRY_SECONDS = 0.5
 _LONGEST_RETRY_SECONDS = 30.0
-# After which a record that was listed and is not there will never be.
+# Age after which a listed record that is not on disk is given up.
 _ABANDONED_SECONDS = 3600.0
 
 
 Check = Callable[[ChunkKey, bytes], None]
-"""Raises RecordError unless the bytes are the whole record of a key."""
+"""Raises RecordError unless the bytes are a key's whole record."""
 
 
 class Uploader:
-    """Writes records to a disk tier and, by a thread, from there to the store below.
+    """Writes records to a disk tier, and uploads them from there in a thread.
 
     Parameters
     ----------
     disk, home
-        From where to where.
+        The disk tier, and the store to upload to.
     folder
-        Where the list of what is yet to be uploaded is kept.
+        Where the list of records to upload is kept.
     check
-        What is uploaded must pass it.
+        Check that a record must pass before it is uploaded.
 
     Raises
     ------
@@ -53,25 +53,25 @@ class Uploader:
         self._has_failed = False
         self._is_idle = False
         self._version = 1
-        # What has not been uploaded is nowhere else.
+        # A record that has not been uploaded is nowhere but on disk.
         self._pin(*self._outbox.keys())
         self._thread = threading.Thread(target=self._run, name="kvrag-upload", daemon=True)
         self._thread.start()
 
     @property
     def num_pending(self) -> int:
-        """Records that are yet to be uploaded."""
+        """Number of records that are yet to be uploaded."""
         return len(self._outbox.keys())
 
     def write(self, key: ChunkKey, record: bytes, *, is_replacing: bool) -> None:
-        """Write a record to the disk tier, durably, and have it uploaded.
+        """Write a record to the disk tier, durably, and list it for upload.
 
-        One for which there is no room on disk is uploaded at once.
+        A record for which there is no room on disk is uploaded at once.
 
         Raises
         ------
         StoreError
-            When neither store takes it.
+            When neither store takes the record.
         """
         # Listed first: a record that is not listed would never be uploaded.
         self._list(key, is_replacing)
@@ -86,7 +86,7 @@ class Uploader:
                 self.forget(key)
             return
         if not self._outbox.contains(key):
-            # Uploaded already, or taken for one that will never come: by a clock that jumped.
+            # Uploaded already, or given up as lost because a clock jumped.
             self._list(key, is_replacing)
         with self._wake:
             self._version += 1
@@ -94,7 +94,7 @@ class Uploader:
             self._wake.notify_all()
 
     def forget(self, key: ChunkKey, number: int | None = None) -> None:
-        """Take a record from the list: any entry of it, or the one with a number."""
+        """Remove a record from the list: any entry, or only the one with `number`."""
         if self._outbox.remove(key, number) and self._pins is not None:
             self._pins.unpin([key])
 
@@ -108,7 +108,7 @@ class Uploader:
             return self._is_idle
 
     def close(self) -> None:
-        """Upload what can be; what cannot stays listed."""
+        """Upload as much as possible; the rest stays listed."""
         self.flush()
         with self._wake:
             self._is_closing = True
@@ -126,7 +126,7 @@ class Uploader:
                 if self._is_closing:
                     return
                 if version != self._version:
-                    # Something was written: also what was not there yet when it was looked at.
+                    # Something was written: look again at all entries, also those skipped before.
                     number, version, num_refused = 0, self._version, 0
             try:
                 entry = self._outbox.after(number)
@@ -147,13 +147,13 @@ class Uploader:
             pause = min(2 * pause, _LONGEST_RETRY_SECONDS) if has_failed else _FIRST_RETRY_SECONDS
 
     def _is_done_with(self, entry: Entry) -> bool:
-        """Upload a record; say whether it was not refused. Raises StoreError where all would be."""
+        """Upload a record; return False if it was refused. Raises StoreError if all would be."""
         try:
             self._upload(entry)
         except StoreUnreachableError:
             raise
         except Exception:
-            # Whatever this one has: the thread lives on, and the others are not held up.
+            # Whatever happens with this record, the thread must serve the others.
             return False
         return True
 
@@ -165,7 +165,7 @@ class Uploader:
                     content = read_whole(record)
                 self._check(entry.key, content)
         except RecordError:
-            # Nothing to send home: whoever asks for it computes it.
+            # Damaged, so there is nothing to upload: the next reader computes it again.
             self._disk.note_damage(entry.key)
             self._disk.delete(entry.key)
         else:

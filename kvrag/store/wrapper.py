@@ -1,4 +1,4 @@
-"""A store around another one: what it does not change, it hands on."""
+"""Base of stores around another store: it passes on every call that it does not change."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvrag.store.metrics import StoreCounts
 
 
 class StoreWrapper:
-    """Hands every call on to `inner`; subclasses override what they change.
+    """Passes every call on to `inner`; subclasses override what they change.
 
     Attributes
     ----------
     inner
-        The store around which this one is.
+        The wrapped store.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -24,31 +24,31 @@ class StoreWrapper:
 
     @property
     def url(self) -> str:
-        """The inner store's."""
+        """The inner store's URL."""
         return self.inner.url
 
     def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record; a key that is present keeps its record."""
+        """Write a record; an existing record stays."""
         self.inner.put(key, record)
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record in place of the one `key` has."""
+        """Write a record in place of the existing one."""
         self.inner.replace(key, record)
 
     def open(self, key: ChunkKey) -> StoredRecord | None:
-        """Open a record for reading, or return None where there is none."""
+        """Open a record for reading, or return None if there is none."""
         return self.inner.open(key)
 
     def contains(self, key: ChunkKey) -> bool:
-        """Say whether there is a record of `key`."""
+        """Return whether there is a record for `key`."""
         return self.inner.contains(key)
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove a record; say whether there was one."""
+        """Remove a record and return whether there was one."""
         return self.inner.delete(key)
 
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
-        """Iterate over keys and the bytes of their records."""
+        """Iterate over keys and their records' sizes."""
         return self.inner.sizes()
 
     def keys(self) -> Iterator[ChunkKey]:
@@ -56,19 +56,19 @@ class StoreWrapper:
         return self.inner.keys()
 
     def size_bytes(self) -> int:
-        """Bytes held by all records."""
+        """Total size of all records, in bytes."""
         return self.inner.size_bytes()
 
     def note_damage(self, key: ChunkKey) -> None:
-        """Hand on that a record was not what had been written."""
+        """Report a damaged record to the inner store."""
         self.inner.note_damage(key)
 
     def counts(self) -> Sequence[StoreCounts]:
-        """Return what was counted so far."""
+        """Return the counts so far."""
         return self.inner.counts()
 
     def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Remove what interrupted writes left behind."""
+        """Remove leftovers of interrupted writes; return their number."""
         return self.inner.collect_garbage(min_age_seconds)
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class StoreWrapper:
 
 
 class RecordWrapper:
-    """Hands every call on to `inner`, an opened record."""
+    """Passes every call on to `inner`, an opened record."""
 
     def __init__(self, inner: StoredRecord) -> None:
         self.inner = inner
@@ -88,20 +88,20 @@ class RecordWrapper:
         return self.inner.size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on."""
+        """Fill `buffer` starting at `offset`."""
         self.inner.read_into(offset, buffer)
 
     def cancel(self) -> None:
-        """Break off what is being read, where the store can."""
+        """Abort reads under way, if the store can."""
         cancel_reading(self.inner)
 
     def close(self) -> None:
-        """Let go of the record."""
+        """Close the record."""
         self.inner.close()
 
 
 def cancel_reading(record: object) -> None:
-    """Break off what other threads read of an opened record, where its store can; they fail."""
+    """Abort other threads' reads of an opened record, if its store can; they raise StoreError."""
     cancel = getattr(record, "cancel", None)
     if cancel is not None:
         cancel()
@@ -115,12 +115,12 @@ def read_whole(record: StoredRecord) -> bytes:
 
 
 def room_for(record: StoredRecord) -> bytearray:
-    """Return room for all bytes of an opened record.
+    """Return a buffer for all bytes of an opened record.
 
     Raises
     ------
     RecordError
-        When it says that it is larger than memory: what is stored may say anything.
+        When the record's stated size, which may be wrong, is larger than memory.
     """
     try:
         return bytearray(record.size_bytes)

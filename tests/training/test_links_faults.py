@@ -114,7 +114,8 @@ def test_a_file_in_the_folders_place_is_named(tmp_path: Path) -> None:
 def test_a_training_that_diverges_writes_nothing(tmp_path: Path, changed: dict[str, Any]) -> None:
     rates = {"learning_rate": 1e30, "link_learning_rate": 1e30, "warmup_steps": 0}
     trainer = make_trainer(tmp_path, **changed, **rates)
-    with pytest.raises(ParameterError, match="diverged; begin anew with a lower learning rate"):
+    remedy = "diverged; start a new run with a lower learning rate"
+    with pytest.raises(ParameterError, match=remedy):
         trainer.run()
     assert not (tmp_path / FILE_NAME).exists()
 

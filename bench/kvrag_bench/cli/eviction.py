@@ -16,21 +16,25 @@ if TYPE_CHECKING:
 def bench_eviction(
     model: o.BenchModelOption = None,
     random_shape: o.ShapeOption = "qwen2.5-0.5b",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens in the prompt.")] = 4096,
     eviction: Annotated[
-        str, typer.Option(help="Policies, with commas; parameters behind colons.")
+        str, typer.Option(help="Policies, with commas; parameters follow colons.")
     ] = "corm,streaming,h2o,snapkv",
-    steps: Annotated[int, typer.Option(min=1, help="Tokens decoded; the median counts.")] = 32,
+    steps: Annotated[
+        int,
+        typer.Option(min=1, help="Tokens decoded; the median counts.", rich_help_panel=o.TUNING),
+    ] = 32,
     sharpness: Annotated[
         float,
         typer.Option(
-            help="Without --model: what queries are multiplied by, so that random weights attend "
-            "to some keys more than to others."
+            help="Without --model: factor of the queries, so that random weights attend "
+            "to some keys more than to others.",
+            rich_help_panel=o.TUNING,
         ),
     ] = 1.0,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Eviction: keys kept, memory, and a decode step over the full cache's."""
+    """Measure the keys and memory that eviction keeps, and a decode step over the full cache's."""
     names = lists.names(eviction, "--eviction")
     from kvrag.cli.opening import quiet_libraries
     from kvrag_bench.eviction import EvictionBenchOptions, run_eviction_bench

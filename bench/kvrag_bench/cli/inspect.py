@@ -55,7 +55,7 @@ def inspect(
 ) -> None:
     """Show where reused KV is off, what policies repair, and what the question attends to.
 
-    With --eviction, which tokens stay in memory while the answer is written.
+    With --eviction, show which tokens stay in memory while the answer is written.
     """
     from kvrag.cli.opening import quiet_libraries
     from kvrag.eviction.registry import make_eviction

@@ -41,6 +41,7 @@ def bench_load(
         typer.Option(
             help="What is computed again. Default: deviation, of the controller boundary.",
             show_default=False,
+            rich_help_panel=o.TUNING,
         ),
     ] = None,
     ratios: Annotated[
@@ -49,18 +50,31 @@ def bench_load(
             help="Shares that a policy which takes one recomputes, with commas. Default: "
             "0,0.05,0.15, of the controller 0,0.02,0.05,0.1,0.15,0.3.",
             show_default=False,
+            rich_help_panel=o.TUNING,
         ),
     ] = None,
     floor: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Least share that the controller may take.")
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Least share that the controller may take.",
+            rich_help_panel=o.TUNING,
+        ),
     ] = 0.02,
     threads: Annotated[
-        int, typer.Option(min=1, max=MAX_LOAD_THREADS, help="Chunks read at the same time.")
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_LOAD_THREADS,
+            help="Chunks read at the same time.",
+            rich_help_panel=o.TUNING,
+        ),
     ] = LOAD_THREADS,
     repeats: o.RepeatsOption = 5,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Time to first token over a throttled store: loading hidden, and the share it allows."""
+    """Time the first token over a throttled store: hidden loading, and the share auto takes."""
     chosen = lists.names(parts, "--parts")
     unknown = [part for part in chosen if part not in _PARTS]
     if unknown:

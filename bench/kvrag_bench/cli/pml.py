@@ -15,18 +15,25 @@ def bench_pml(
     random_shape: o.ShapeOption = "qwen2.5-0.5b",
     modules: Annotated[int, typer.Option(min=1, help="Modules that the prompt imports.")] = 6,
     module_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each module.")] = 500,
-    text_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt's own text.")] = 30,
+    text_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of the prompt's own text.", rich_help_panel=o.TUNING)
+    ] = 30,
     policy: o.PolicyOption = "none",
     ratio: Annotated[
         float, typer.Option(help="Share that a policy which takes one recomputes.")
     ] = 0.15,
     batch: Annotated[
-        int, typer.Option(min=1, help="Prompts answered together, for their peak memory.")
+        int,
+        typer.Option(
+            min=1,
+            help="Prompts answered together, for their peak memory.",
+            rich_help_panel=o.TUNING,
+        ),
     ] = 8,
     repeats: o.RepeatsOption = 3,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Prompt markup: encoding a schema over plain prefill of it, and time to first token."""
+    """Time prompt markup: encoding a schema over its plain prefill, and the first token."""
     from kvrag.cli.opening import quiet_libraries
     from kvrag_bench.pml import PMLBenchOptions, run_pml_bench
 

@@ -35,24 +35,27 @@ def bench_quality(
     context: Annotated[
         str,
         typer.Option(
-            help="What to encode chunks behind, with commas: none, document, neighbours (as in "
+            help="Contexts to encode chunks with, with commas: none, document, neighbours (see "
             "'kvrag ingest'). With any but none, carried-over questions are also asked without "
-            "their predecessor."
+            "their predecessor.",
+            rich_help_panel=o.TUNING,
         ),
     ] = "none",
     compress: Annotated[
         str,
         typer.Option(
             help="How to store chunks, with commas: none, kvzip:RATE, drop:RATE, anchors:RATE "
-            "(as in 'kvrag ingest'). Compressed ones are judged with policy none."
+            "(as in 'kvrag ingest'). Compressed ones are judged with policy none.",
+            rich_help_panel=o.TUNING,
         ),
     ] = "none",
     eviction: Annotated[
         str,
         typer.Option(
             help="What to forget while answers are written, with commas: none, corm, streaming, "
-            "h2o, snapkv, parameters behind colons (as in 'kvrag query'). With none among them "
-            "the others are also compared with it."
+            "h2o, snapkv, parameters follow colons (see 'kvrag query'). With none among them "
+            "the others are also compared with it.",
+            rich_help_panel=o.TUNING,
         ),
     ] = "none",
     links: Annotated[
@@ -63,20 +66,26 @@ def bench_quality(
             help="Link tokens ('kvrag train links'): judge every policy without and with them. "
             "Default: links.safetensors of the model's folder, where it has one.",
             show_default=False,
+            rich_help_panel=o.TUNING,
         ),
     ] = None,
     questions: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Ask only the first so many. Default: all; 1,000 generated ones.",
+            help="Number of questions, from the first. Default: all; 1,000 if generated.",
             show_default=False,
         ),
     ] = None,
     max_tokens: o.MaxTokensOption = 16,
-    seed: Annotated[int, typer.Option(help="Seed of the generated questions.")] = 2024,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the generated questions.", rich_help_panel=o.TUNING)
+    ] = 2024,
     documents: Annotated[
-        int, typer.Option(min=1, max=6, help="Chunks of a generated question.")
+        int,
+        typer.Option(
+            min=1, max=6, help="Chunks of a generated question.", rich_help_panel=o.TUNING
+        ),
     ] = 5,
     picture: Annotated[
         Path | None,
@@ -86,7 +95,7 @@ def bench_quality(
     device: o.DeviceOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """How much quality each policy and codec keeps of full prefill, on the same prompts."""
+    """Measure the share of full prefill's quality that each policy and codec keeps."""
     names = lists.names(policies, "--policies")
     shares = lists.shares(ratios, "--ratios")
     stored = lists.names(codecs, "--codecs")

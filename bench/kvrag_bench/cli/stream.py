@@ -17,19 +17,27 @@ def bench_stream(
     codec: Annotated[str, typer.Option(help="How the context is stored.")] = "stream:2",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of the context.")] = 10,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each, at least.")] = 170,
-    ttft: Annotated[float, typer.Option(help="Seconds to the first token aimed at.")] = 1.0,
-    traces: Annotated[int, typer.Option(min=1, help="Random traces of 0.1 to 10 Gb/s.")] = 40,
-    step: Annotated[float, typer.Option(help="Seconds for which a link keeps its speed.")] = 0.1,
-    seed: Annotated[int, typer.Option(help="Of the first trace, and of the text.")] = 0,
+    ttft: Annotated[float, typer.Option(help="Target time to first token, in seconds.")] = 1.0,
+    traces: Annotated[
+        int, typer.Option(min=1, help="Random traces of 0.1 to 10 Gb/s.", rich_help_panel=o.TUNING)
+    ] = 40,
+    step: Annotated[
+        float,
+        typer.Option(help="Seconds for which a link keeps its speed.", rich_help_panel=o.TUNING),
+    ] = 0.1,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the first trace and of the text.", rich_help_panel=o.TUNING)
+    ] = 0,
     repeats: o.RepeatsOption = 5,
     time_scale: Annotated[
-        float, typer.Option(help="How many times as long everything takes as in the paper.")
+        float, typer.Option(help="Factor of all times over the paper's.", rich_help_panel=o.TUNING)
     ] = 2.0,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Deadlines met over a shaped TCP connection: adaptive, at fixed levels, knowing the trace.
+    """Count deadlines met over a shaped link: adaptive, at fixed levels, knowing the trace.
 
-    Link and machine are scaled to CacheGen's setting; sizes and errors are those of kvrag-tiny.
+    The link and the machine are scaled to CacheGen's setting; sizes and errors are
+    those of kvrag-tiny.
     """
     from kvrag.cli.opening import quiet_libraries
     from kvrag_bench.stream.measure import StreamOptions, measure_streaming

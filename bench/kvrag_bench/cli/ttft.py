@@ -32,7 +32,7 @@ def bench_ttft(
     repeats: o.RepeatsOption = 3,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Time to first token: plain prefill over kvrag, and the floor this machine allows."""
+    """Compare time to first token with plain prefill, and with the floor this machine allows."""
     lengths = lists.numbers(chunk_tokens, "--chunk-tokens")
     names = lists.names(policies, "--policies")
     from kvrag.cli.opening import quiet_libraries
@@ -65,12 +65,15 @@ def bench_ingest(
         str, typer.Option(help="Tokens of the chunks, in turn, with commas.")
     ] = "100,250,500",
     batch_sizes: Annotated[
-        str, typer.Option(help="Batch sizes of plain prefill; the best counts.")
+        str,
+        typer.Option(
+            help="Batch sizes of plain prefill; the best counts.", rich_help_panel=o.TUNING
+        ),
     ] = "1,2,4,8",
     repeats: o.RepeatsOption = 3,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Indexing throughput over the model's own batched prefill."""
+    """Compare indexing throughput with the model's own batched prefill."""
     lengths = lists.numbers(chunk_tokens, "--chunk-tokens")
     sizes = lists.numbers(batch_sizes, "--batch-sizes")
     from kvrag.cli.opening import quiet_libraries

@@ -31,10 +31,17 @@ def bench_vllm(
         str, typer.Option(help="Tokens of the chunks in a prompt of speed, with commas.")
     ] = "2000,4000",
     repeats: o.RepeatsOption = 3,
-    shuffled_queries: Annotated[int, typer.Option(min=2, help="Queries of shuffled.")] = 100,
-    steady_queries: Annotated[int, typer.Option(min=400, help="Queries of steady.")] = 1000,
+    shuffled_queries: Annotated[
+        int, typer.Option(min=2, help="Queries of shuffled.", rich_help_panel=o.TUNING)
+    ] = 100,
+    steady_queries: Annotated[
+        int, typer.Option(min=400, help="Queries of steady.", rich_help_panel=o.TUNING)
+    ] = 1000,
     document_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of each document of shuffled and steady.")
+        int,
+        typer.Option(
+            min=1, help="Tokens of each document of shuffled and steady.", rich_help_panel=o.TUNING
+        ),
     ] = 250,
     as_json: o.JsonOption = False,
 ) -> None:

@@ -4,7 +4,7 @@ Source: the scheme of the code published with CacheGen (SIGCOMM 2024), which has
 paper's deltas nor its offline tables: every token of a layer and kind is divided by its greatest
 magnitude over all channels and cut into a fixed number of bins (keys 32 in the first third of the
 layers and 16 in the others, values 32 in the first sixteenth and 16 in the others), and each
-channel of each layer is arithmetic-coded with a table of its own, counted on the chunk and shipped
+channel of each layer is arithmetic-coded with a separate table, counted on the chunk and stored
 with it.
 
 The baseline is counted in its favour: an ideal arithmetic coder (the chunk's own entropy), tables

@@ -52,7 +52,7 @@ class Contender:
 
 
 def native(load: list[SymbolMatrix], isa: str, threads: int) -> Contender:
-    """Return kvrag's coder with one instruction set; checks that it gives back the load."""
+    """Return kvrag's coder with one instruction set; checks that it decodes the load exactly."""
     payloads = [
         encode_rows(
             m.model,

@@ -1,8 +1,8 @@
 """Keys and values of a text encoder: real weights, though no decoder would reuse them.
 
 The embedding model that comes with kvrag is a trained transformer of six layers, so its keys and
-values over real text tell how codecs do where no language model is at hand. BERT has no RoPE:
-they are position-free as they are (positions are added to the embeddings).
+values over real text show how codecs do if no language model is available. BERT has no RoPE: its
+keys are position-free already (positions are added to the embeddings).
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Meter:
         self._entropy = None if missing else (self._entropy or 0.0) + (entropy or 0.0)
 
     def point(self) -> Point:
-        """Return the mean over all that was added."""
+        """Return the mean over everything added."""
         energy = self._energy.clamp(min=1e-30)
         return Point(
             bits=self._num_bits / self._num_elements,
@@ -189,5 +189,5 @@ def _lossless_entropy(coder: LevelCoder, kv: ChunkKV) -> float:
 
 
 def bytes_per_token(spec: KVSpec, bits: float) -> float:
-    """Return bytes a token at so many bits an element."""
+    """Return the bytes per token at `bits` per element."""
     return bits / 8 * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim

@@ -29,7 +29,7 @@ def run_codec_bench(
         Before anything is measured where a package of the extra ``bench`` is missing; later where
         texts are too few or chunks too long for a source.
     ModelLoadError, UnsupportedModelError
-        When a source's model cannot be had.
+        When a source's model is not available.
     """
     if "speed" in options.parts:
         check_contenders()

@@ -71,7 +71,7 @@ def make_source(
     ParameterError
         When the data file is broken or too small, or chunks are too long for the model.
     ModelLoadError, UnsupportedModelError
-        When the model cannot be had.
+        When the model is not available.
     """
     model: EncoderKV | KVModel = EncoderKV() if name == MINILM else KVModel.load(name)
     if isinstance(model, EncoderKV):

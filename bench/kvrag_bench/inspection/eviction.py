@@ -32,11 +32,11 @@ class EvictionInspection:
     tokens
         N texts of one prompt token each.
     kept
-        For each layer and key head the tokens that it holds behind the prompt, ascending.
+        The tokens that each layer and key head holds after the prompt, ascending.
     answer, full_answer
-        Greedy, with eviction and with the full cache.
+        Greedy answers, with eviction and with the full cache.
     report
-        Behind the answer.
+        The eviction's report after the answer.
     """
 
     question: str
@@ -64,7 +64,7 @@ def inspect_eviction(
 ) -> EvictionInspection:
     """Look at what a policy keeps of the prompt of one question.
 
-    All of the prompt is computed, so that nothing but eviction is seen.
+    The whole prompt is computed, so that the result shows only eviction.
 
     Parameters
     ----------

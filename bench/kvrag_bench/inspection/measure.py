@@ -29,11 +29,11 @@ class Inspection:
     tokens
         N texts of one token each.
     spans
-        First token and the one behind the last of each reused stretch, in prompt order.
+        First token and end of each reused stretch, in prompt order.
     key_deviation, value_deviation
-        ``[L][N]``: distance between stored and full-prefill KV over the latter's length.
+        ``[L][N]``: distance between stored and full-prefill KV, divided by the latter's length.
     picked
-        Policy to the positions it computed again, in the second layer.
+        Maps each policy to the positions that it recomputed in the second layer.
     rank_correlation
         L - 1 Spearman correlations between the value deviations of neighbouring layers over
         reused tokens, from layers 0 and 1 on; None where a layer has no deviation (CacheBlend
@@ -42,8 +42,8 @@ class Inspection:
         L ratios: variance of the difference between neighbouring tokens over the variance of the
         values themselves, within channels of the chunks' own KV (CacheGen §5.1, insight 1).
     attention
-        ``[L][spans + 1]``: attention of the tokens behind the last chunk, mean over heads, on
-        each stretch and, last, on everything else.
+        ``[L][spans + 1]``: attention of the tokens after the last chunk, mean over heads, to
+        each stretch and, last, to everything else.
     """
 
     question: str
@@ -102,7 +102,7 @@ def inspect_question(
     options = QualityOptions(policies=policies, ratios=(ratio,))
     for contestant in contestants(options) if policies else ():
         picks = fill(model, layout, opener, contestant.policy_for(lambda: deviation)).picks
-        # Behind the first layer: in it, a policy may compute everything to choose by.
+        # After the first layer: in that one, a policy may compute everything in order to choose.
         picked[contestant.policy] = tuple(picks[min(1, len(picks) - 1)].tolist())
     values = deviation.values.numpy()
     chunks = model.prefill(
@@ -147,7 +147,7 @@ def _attention(model: KVModel, layout: Layout) -> tuple[tuple[float, ...], ...]:
     config = model.hf.config
     with model.lock, torch.no_grad():
         original = config._attn_implementation
-        config._attn_implementation = "eager"  # the only one that hands out its weights
+        config._attn_implementation = "eager"  # the only one that returns its weights
         try:
             weights = model.hf(input_ids=fed, output_attentions=True, use_cache=False).attentions
         finally:

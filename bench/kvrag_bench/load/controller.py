@@ -26,7 +26,7 @@ class ControllerOptions:
     Attributes
     ----------
     prompt
-        What is loaded.
+        The prompt that is loaded.
     gigabytes_per_second
         Speeds of the store.
     policy, ratios
@@ -76,7 +76,7 @@ class ControllerRow:
     best_ratio, best_seconds
         The fastest of all shares that keep quality.
     over_best
-        Of both, round by round: the median of their ratios.
+        Median over the rounds of the ratio of both.
     """
 
     policy: str

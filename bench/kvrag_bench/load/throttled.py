@@ -1,4 +1,4 @@
-"""A store that delivers so many bytes a second."""
+"""A store with a limited number of bytes per second."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Line:
         self._lock = threading.Lock()
 
     def carry(self, num_bytes: int) -> None:
-        """Return when these bytes have been carried, behind those of whoever came before."""
+        """Wait until these bytes have been carried, after those of earlier callers."""
         with self._lock:
             begin = max(self._free_at, time.perf_counter())
             self._free_at = until = begin + num_bytes / self._bytes_per_second

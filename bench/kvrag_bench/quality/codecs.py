@@ -61,7 +61,7 @@ def prefill_sample(
     on_progress: Callable[[str], None] = lambda _: None,
     compression: str = NO_COMPRESSION,
 ) -> list[ChunkKV]:
-    """Return the KV of texts spread evenly over `texts`, each computed behind the prefix alone."""
+    """Return the KV of texts spread evenly over `texts`, each computed after only the prefix."""
     chosen_compression = parse_compression(compression)
     compressor = None if chosen_compression is None else Compressor(model, chosen_compression)
     prefix = model.default_prefix_ids()

@@ -36,9 +36,9 @@ from kvrag_bench.quality.rows import OVERALL, Judgement, QualityRow, TextScores,
 from kvrag_corpus import generate_corpus
 
 LINKED = " + links"
-"""Behind a policy's name where link tokens stand behind the chunks."""
+"""Suffix of a policy's label when link tokens follow the chunks."""
 
-# Of texts that codecs are fitted to: some 5,000 tokens.
+# Characters of text that codecs are fitted to: about 5,000 tokens.
 _LEAST_CHARACTERS_TO_FIT = 20_000
 
 
@@ -53,23 +53,23 @@ class QualityOptions:
     data
         ``"generated"`` or the path of a data set (`load_questions`).
     policies, ratios
-        Each policy is judged at each ratio; ``none`` once, and so are those that say themselves
-        what they spend (``query:ratio=0.1``, ``boundary:tokens=8``).
+        Each policy is judged at each ratio, except that ``none`` and policies that state their own
+        budget (``query:ratio=0.1``, ``boundary:tokens=8``) are judged once.
     codecs
-        Chunks are stored through each.
+        Codecs that store the chunks.
     contexts
-        Chunks are encoded behind each (`kvrag.ingest.contexts`). With any but ``none``, generated
-        carried-over questions are asked once more without the predecessor: a type of its own,
-        left out of the overall figures.
+        Contexts that chunks are encoded after (`kvrag.ingest.contexts`). With any except ``none``,
+        generated carried-over questions are asked once more without the predecessor, as a separate
+        type that is left out of the overall figures.
     compressions
-        Chunks are stored as each says (`kvrag.fusion.compression.spec`). Those with any but
-        ``none`` are judged with policy ``none`` alone: nothing of them can be computed again.
+        How chunks are stored (`kvrag.fusion.compression.spec`). All except ``none`` are judged only
+        with policy ``none``, since their rows cannot be recomputed.
     num_questions
-        The first so many; None takes them all (1,000 generated ones).
+        Number of questions, from the first; None takes all (1,000 generated ones).
     max_tokens
-        Tokens of an answer at the most.
+        Most tokens in an answer.
     use_chat_template
-        Ask through the model's chat template where it has one.
+        Ask through the model's chat template if it has one.
     seed, num_documents
         Of generated questions.
     device
@@ -78,8 +78,8 @@ class QualityOptions:
         Each is judged with what every one of them leaves while answers are written
         (`kvrag.eviction.registry`); ``none`` keeps the full cache.
     links
-        Link tokens: a file of them, or ``"off"``; None takes those that lie in the model's folder.
-        Where there are any, each policy but ``oracle`` is judged without and with them.
+        Link tokens: a file, or ``"off"``; None takes those in the model's folder. If there are any,
+        each policy except ``oracle`` is judged without and with them.
     """
 
     model: str | KVModel = "kvrag-tiny"
@@ -101,8 +101,10 @@ class QualityOptions:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A policy at a ratio over a codec, chunks encoded behind a context and stored compressed or
-    whole, with links or without, answered from all keys or from what an eviction leaves.
+    """A policy at a ratio over a codec, with the other choices that a figure depends on.
+
+    Chunks are encoded after a context and stored compressed or whole, with or without links.
+    Answers use all keys or those that an eviction leaves.
     """
 
     policy: str
@@ -120,11 +122,11 @@ class Contestant:
 
     @property
     def label(self) -> str:
-        """The policy's name, and whether link tokens stand behind the chunks."""
+        """The policy's name, marked if link tokens follow the chunks."""
         return self.policy + LINKED if self.linked else self.policy
 
     def policy_for(self, deviation: Callable[[], TrueDeviation]) -> Repair:
-        """Return the policy, at the ratio; `deviation` is asked for by ``oracle`` alone."""
+        """Return the policy at the ratio; only ``oracle`` calls `deviation`."""
         if self.policy == ORACLE:
             assert self.ratio is not None
             return Repair(OraclePolicy(self.ratio, deviation()))
@@ -191,9 +193,9 @@ def run_quality_bench(
 ) -> list[QualityRow]:
     """Judge every policy and codec against full prefill, on the same prompts.
 
-    Token ids are those of the plain pipeline, the same for all. The reference answers greedily
-    by the model's own forward; each contestant's distributions are taken behind the reference's
-    tokens, and its own greedy answer is scored as the reference's is.
+    Token ids are the plain pipeline's, the same for all. The reference answers greedily with the
+    model's own forward. Each contestant's distributions are taken after the reference's tokens, and
+    its own greedy answer is scored as the reference's is.
 
     Parameters
     ----------
@@ -322,8 +324,8 @@ def _links(options: QualityOptions, model: KVModel) -> LinkTokens | None:
 def _texts_to_fit(options: QualityOptions, judged: list[str]) -> list[str]:
     """Return what codecs are fitted to: texts that are not judged, where there are enough.
 
-    Of generated questions documents of another split; of a file the texts of its other questions,
-    and only if those are few what is judged itself, as an index is fitted to its own documents.
+    For generated questions these are documents of another split. For a file they are the texts of
+    its other questions; if those are few, the judged texts too, as an index is fitted to its own.
     """
     if options.data == GENERATED:
         corpus = generate_corpus(options.seed, "train", 500, options.num_documents)

@@ -36,11 +36,11 @@ def load_questions(
         ``"generated"`` for the corpus generator's test split, or the path of a file
         (`read_questions`).
     num_questions
-        The first so many; None takes all of a file, and 1,000 generated ones.
+        Number of questions, from the first; None takes all of a file, and 1,000 generated ones.
     seed, num_documents
-        Of the generated set: its seed, and the chunks a question is given.
+        Seed of the generated set, and the number of chunks that a question is given.
     with_left_out
-        Ask carried-over questions of the generated set once more without their predecessor, behind
+        Ask carried-over questions of the generated set once more without their predecessor, after
         all others.
 
     Raises

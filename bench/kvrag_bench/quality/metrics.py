@@ -9,12 +9,12 @@ from kvrag.tune.exact_match import normalise_answer
 
 
 def strict_match(given: str, answers: Sequence[str]) -> float:
-    """Return 1 when the text is an accepted answer, letter by letter, else 0."""
+    """Return 1 if the text is an accepted answer, letter by letter, otherwise 0."""
     return float(given.strip() in {answer.strip() for answer in answers})
 
 
 def substring_match(given: str, answers: Sequence[str]) -> float:
-    """Return 1 when an accepted answer stands, as whole words, in the text, else 0."""
+    """Return 1 if an accepted answer occurs, as whole words, in the text, otherwise 0."""
     padded = f" {normalise_answer(given)} "
     wanted = [normalise_answer(answer) for answer in answers]
     return float(any(answer and f" {answer} " in padded for answer in wanted))

@@ -77,7 +77,7 @@ class OraclePolicy(RecomputePolicy):
 def fill(
     model: KVModel, layout: Layout, open_kv: OpenKV, policy: Repair | RecomputePolicy
 ) -> FusedPrompt:
-    """Fuse a prompt into a buffer of its own."""
+    """Fuse a prompt into a separate buffer."""
     num_tokens = len(layout.token_ids)
     buffer = FusedKV(model.spec, num_tokens, num_tokens, model.device)
     return fuse(model, layout, open_kv, policy, buffer)

@@ -109,16 +109,16 @@ class QualityRow:
     num_left_out
         Questions of the type whose prompt does not fit the model's context.
     context
-        What the chunks were encoded behind (`kvrag.ingest.contexts`).
+        Context that the chunks were encoded after (`kvrag.ingest.contexts`).
     compression
         How they were stored as fewer rows (`kvrag.fusion.compression.spec`).
     document_match, reference_document_match
-        Exact match by what the documents answer, where the prompt does not; None where it does.
+        Exact match with the documents' answer, if the prompt's differs; None if it does not.
     eviction
-        What was forgotten behind the prompt, from the answer's second token on
+        Policy that evicted keys after the prompt, from the answer's second token on
         (`kvrag.eviction.registry`).
     kept_share
-        Keys that it left of the prompts', mean over questions.
+        Share of the prompts' keys that it kept, mean over questions.
     full_cache_difference, full_cache_low, full_cache_high
         `exact_match` less that of the same policy with the full cache, and its 95 % paired
         bootstrap interval; None where that did not take part.

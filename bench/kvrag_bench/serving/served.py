@@ -27,12 +27,12 @@ QUESTION_TOKENS = 24
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """What is served.
+    """Options of the served model and its workloads.
 
     Attributes
     ----------
     shape
-        Of the random model, a name in `kvrag_bench.shapes.SHAPES`.
+        Shape of the random model, a name in `kvrag_bench.shapes.SHAPES`.
     context_tokens
         Tokens of the chunks in a prompt whose time to first token is measured.
     num_chunks
@@ -73,7 +73,7 @@ class Served:
     Parameters
     ----------
     index
-        Of the documents.
+        Index of the documents.
     transport
         The way to the engine.
     """
@@ -84,7 +84,7 @@ class Served:
         self.transport = transport
 
     def add(self, num_texts: int, num_tokens: int, name: str) -> list[str]:
-        """Index texts of so many tokens each, one chunk a text, and return them."""
+        """Index texts of `num_tokens` each, one chunk for each text, and return them."""
         first = zlib.crc32(name.encode()) % 10_000  # seeds that other calls do not have
         texts = [
             random_text(self.index.model, num_tokens, seed=first * 1000 + number)
@@ -96,7 +96,7 @@ class Served:
         return texts
 
     def prompt(self, texts: Sequence[str], number: int = 0) -> str:
-        """Return a prompt of texts and a question of its own."""
+        """Return a prompt of the texts and a unique question."""
         question = random_text(self.index.model, QUESTION_TOKENS, seed=900_000 + number)
         return "\n\n".join([*texts, question])
 
@@ -135,7 +135,7 @@ def serving(options: ServingOptions, say: Callable[[str], None]) -> Iterator[Ser
     """
     # Memory is measured, and the cache emptied, in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # vLLM writes its log where the figures go, unless it is told otherwise.
+    # By default vLLM writes its log where the figures go.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as scratch:
         folder = Path(scratch)

@@ -28,11 +28,11 @@ class SpeedRow:
     plain_seconds, seconds
         Time to first token, from the prompt's text on: computed by vLLM, and fused, medians.
     fuse_seconds
-        Of `seconds`, loading and fusing.
+        Part of `seconds` spent on loading and fusing.
     speedup
-        Of both, round by round: the median of their ratios.
+        Median over the rounds of the ratio of both.
     cpu_speedup
-        The same of the processor time that they took, which others on the machine do not lengthen.
+        The same for their processor time, which other programs on the machine do not lengthen.
     """
 
     policy: str

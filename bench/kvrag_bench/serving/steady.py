@@ -22,15 +22,15 @@ class SteadyRow:
     num_queries
         Queries.
     hit_rate
-        Of the document tokens in the prompts behind the first pass over the documents, those that
-        came from the store.
+        Share of the prompts' document tokens, after the first pass over the documents, that came
+        from the store.
     first_seconds, last_seconds
-        Median time to first token of the first 100 queries behind that pass, and of the last 100.
+        Median time to first token of the first 100 queries after that pass, and of the last 100.
     drift
-        By which share the last 100 took longer than the first 100, each query's time taken over
-        that of a short prompt which vLLM computed right behind it: machines drift as well.
+        How much longer the last 100 took than the first 100, as a share. Each query's time is
+        divided by that of a short prompt that vLLM computed right after it: machines drift as well.
     resident_bytes, growth
-        Resident memory at the end, and by which share it grew since the first 200 queries.
+        Resident memory at the end, and its growth as a share since the first 200 queries.
     """
 
     num_queries: int

@@ -23,7 +23,7 @@ _LONGEST_SECONDS = 0.3
 
 @dataclass(frozen=True)
 class CrashRow:
-    """What was left by processes that were killed.
+    """The records that killed processes left.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class CrashRow:
         Records whose `put` had returned and that are gone (of ``write-behind``: not uploaded
         after the next start either; of ``eviction``: none counts, they may go).
     num_beyond
-        Of ``eviction``: times more was found than the limit and one record.
+        For ``eviction``: times that more was found than the limit and one record.
     """
 
     kind: str

@@ -1,7 +1,7 @@
 """What clients of `kvrag serve-kv` get while others hold connections and send next to nothing.
 
-The server runs in a process of its own, as users start it, and so do those who drip. Quiet and
-disturbed spells alternate, so that a machine that drifts drifts for both.
+The server runs in a separate process, as users start it. The dripping clients do too. Quiet and
+disturbed spells alternate, so that a machine's drift affects both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvrag_bench.store.records import key_number
 
 SPELL_SECONDS = 0.5
 DRIP_SECONDS = 1.0
-"""Between two bytes of one who drips; who was sent away comes again then."""
+"""Pause between two bytes of a dripping client, or before a dropped client connects again."""
 
 # For connections that come or go all at once.
 _SETTLING_SECONDS = 0.2
@@ -87,11 +87,11 @@ def measure_drip(
     Parameters
     ----------
     folder
-        Where the store is put.
+        Folder of the store.
     num_clients
         Clients that disturb.
     rounds
-        Of each case.
+        Rounds of each case.
     command
         Starts the server; options follow.
     """

@@ -27,14 +27,14 @@ _NUM_LOOKUPS = 2000
 
 @dataclass(frozen=True)
 class MillionRow:
-    """What so many chunks cost.
+    """Costs of a catalog and store with that many chunks.
 
     Attributes
     ----------
     num_chunks, num_files, size_bytes
         Chunks, files of the store, and bytes of catalog and store.
     build_seconds
-        To make both, all at once.
+        Time to make both in one go.
     open_seconds
         Catalog, store and the first look-up, by a fresh object each; the pages may be in memory.
     lookup_seconds, slowest_lookup_seconds
@@ -54,7 +54,7 @@ class MillionRow:
 def measure_million(
     folder: Path, num_chunks: int, on_progress: Callable[[str], None]
 ) -> MillionRow:
-    """Make a catalog and a store, open them anew, and look chunks up."""
+    """Make a catalog and a store, open them again, and look chunks up."""
     started = time.perf_counter()
     path = folder / "catalog.sqlite"
     with closing(Catalog.create(path)) as catalog:

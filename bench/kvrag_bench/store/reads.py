@@ -28,13 +28,13 @@ class ReadRow:
     Attributes
     ----------
     store
-        Its URL, without a password.
+        The store's URL, without a password.
     num_records, size_bytes
         What was read in each round.
     read_bytes_per_second, checked_bytes_per_second
-        Of the store, without and with comparing checksums; medians of rounds.
+        The store's rates, without and with comparing checksums; medians of rounds.
     copy_bytes_per_second
-        Of copying the same bytes out of a mapping of a plain file, layer by layer.
+        Rate of copying the same bytes out of a mapping of a plain file, layer by layer.
     share
         The median over the rounds of the store's rate over the copy's in the same round.
     open_seconds
@@ -64,7 +64,7 @@ class ReadersRow:
     num_wrong
         Reads that gave other bytes than were written, or an error.
     bytes_per_second
-        Of all threads together.
+        Rate of all threads together.
     """
 
     store: str
@@ -91,7 +91,7 @@ def measure_reads(
         plain.write_bytes(b"".join(record_number(n, layer_bytes) for n in range(num_records)))
         keys = [key_number(number) for number in range(num_records)]
         size_bytes = plain.stat().st_size
-        # As large as all that is read: each layer of a prompt has a place of its own.
+        # As large as everything read: each layer of a prompt has a separate place.
         buffer = np.zeros(size_bytes, dtype=np.uint8)
         seconds = []
         with plain.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as m:

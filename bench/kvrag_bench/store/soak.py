@@ -16,7 +16,7 @@ from kvrag.ingest.index import Index
 
 _NUM_DOCUMENTS = 60
 _CHUNKS_PER_QUERY = 3
-# Of all queries: until then caches and the allocator's pools fill.
+# Share of queries until which caches and the allocator's pools fill.
 _WARM_SHARE = 0.2
 
 
@@ -29,8 +29,8 @@ class SoakRow:
     num_queries, seconds
         Prompts of three chunks fused and answered with one token, and the time.
     memory_bytes, memory_growth_bytes
-        Resident memory at the end, freed memory given back to the system, and how much more that
-        is than after the first fifth.
+        Resident memory at the end, with freed memory returned to the system, and its growth since
+        the first fifth.
     num_files, num_files_growth
         Open file descriptors likewise.
     num_misses

@@ -1,4 +1,4 @@
-"""A context in a store behind a shaped link, and what each way of loading it loses."""
+"""A context in a store that is reached over a shaped link, and each loading method's losses."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def stored_context(
 
 
 def _texts(model: KVModel, num_chunks: int, chunk_tokens: int, seed: int) -> tuple[list[str], str]:
-    """Return documents of about so many tokens, more than the prompt's, and a question."""
+    """Return documents of about `chunk_tokens` each, more than the prompt's, and a question."""
     wanted = 3 * num_chunks  # the codec is fitted to more than what is streamed
     encode = model.tokenizer.backend_tokenizer.encode
     texts: list[str] = []

@@ -2,8 +2,8 @@
 
 The link and this machine are scaled to CacheGen's setting (Mistral-7B, 622 MB of 8-bit KV, A40, 3
 Gb/s), so that every part takes a multiple, `time_scale`, of the time that it takes there. A gigabit
-is so many bytes that the context's own 8-bit records take 1.66 s at 3 Gb/s, times that. Computing
-is really done, and followed by sleep: so many rows take their share of a plain prefill that takes
+is the number of bytes at which the context's own 8-bit records take 1.66 s at 3 Gb/s, times that.
+Rows are really computed, then followed by sleep: they take their share of a plain prefill that is
 1.71 times as long as those 8-bit records, the least favourable end of the paper's figures (text
 takes 3.1 to 4.7 times as long as CacheGen, 8-bit 1.67 to 1.81 times). Decoding is not slowed, since
 the shipped model is so small that its prefill takes a hundredth of the time, for each number of its
@@ -195,11 +195,11 @@ class _Bench:
         self.decoding_share = median(decoded) / self._text_seconds
 
     def compute_seconds(self, num_rows: float) -> float:
-        """Return what computing so many rows takes on the slowed machine."""
+        """Return the time to compute `num_rows` on the slowed machine."""
         return self._text_seconds * num_rows / self._num_rows
 
     def in_planes(self, chunk_id: str, context_ids: tuple[int, ...]) -> EncodedChunk | None:
-        """Open a chunk's own record behind the link."""
+        """Open a chunk's own record over the link."""
         return self._remote.open_kv(chunk_id, context_ids)
 
     def in_eight_bit(self, chunk_id: str, context_ids: tuple[int, ...]) -> EncodedChunk | None:

@@ -11,7 +11,7 @@ from kvrag_bench.stream.trace import Trace
 
 
 class GivenPlan(StreamPlan):
-    """Streams so many planes of each chunk, whatever the link does."""
+    """Streams a given number of planes for each chunk, whatever the link does."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class GivenPlan(StreamPlan):
 
 
 def given_plan(given: Sequence[int]) -> Callable[[Sequence[ChunkSize], ComputeSeconds], StreamPlan]:
-    """Return what makes a plan of so many planes for each chunk."""
+    """Return a function that makes a plan with the given number of planes for each chunk."""
     return partial(GivenPlan, given)
 
 

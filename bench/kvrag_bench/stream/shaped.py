@@ -1,6 +1,6 @@
-"""A TCP connection as fast as a trace says, and a server of records behind it.
+"""A TCP connection at the speed of a trace, and a server of records that it leads to.
 
-Both run in a process of their own, so that what they do takes no time from who is measured.
+Both run in a separate process, so that they take no time from the measured process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TokenBucket:
             self._trace, self._started, self._free_at = trace, time.monotonic(), 0.0
 
     def carry(self, num_bytes: int) -> None:
-        """Return when so many bytes have been carried."""
+        """Wait until `num_bytes` have been carried."""
         with self._lock:
             started = self._started
             begin = max(self._free_at, time.monotonic() - started - _BURST_SECONDS, 0.0)

@@ -12,7 +12,7 @@ FASTEST_GBPS = 10.0
 
 @dataclass(frozen=True)
 class Trace:
-    """Rates that follow one another, each for the same time, over and over again.
+    """Rates that follow each other, each for the same time, over and over again.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class Trace:
     step_seconds: float
 
     def finish(self, begin: float, num_bytes: float) -> float:
-        """Return when so many bytes have been carried that began to be at `begin`."""
+        """Return when `num_bytes` have been carried if they start at `begin`."""
         now, left = begin, num_bytes
         while True:
             step = math.floor(now / self.step_seconds)

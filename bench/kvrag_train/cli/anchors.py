@@ -19,7 +19,7 @@ def train_anchors(
     rates: Annotated[
         str,
         typer.Option(
-            help="Shares of a chunk's rows to be left out, with commas: one model for all."
+            help="Shares of a chunk's rows to leave out, with commas; one model serves all."
         ),
     ] = "0.5,0.75",
     loss: t.LossOption = "labels",
@@ -33,17 +33,25 @@ def train_anchors(
             help="Peak rate of the model's weights. Default: 1e-3, for small models; the KVLink "
             "paper has 5e-6 for 1 to 8 billion parameters.",
             show_default=False,
+            rich_help_panel=o.TUNING,
         ),
     ] = None,
     anchor_learning_rate: Annotated[
-        float, typer.Option(help="Peak rate of the anchors' own embeddings.")
+        float,
+        typer.Option(help="Peak rate of the anchors' own embeddings.", rich_help_panel=o.TUNING),
     ] = 5e-3,
     plain_share: Annotated[
         float,
-        typer.Option(help="Share of plain prompts, so that the model stays good at them."),
+        typer.Option(
+            help="Share of plain prompts, so that the model stays good at them.",
+            rich_help_panel=o.TUNING,
+        ),
     ] = 0.3,
     keep_order: Annotated[
-        bool, typer.Option("--keep-order", help="Do not shuffle the documents of a file.")
+        bool,
+        typer.Option(
+            "--keep-order", help="Do not shuffle the documents of a file.", rich_help_panel=o.TUNING
+        ),
     ] = False,
     evaluate_every: t.EvaluateEveryOption = 100,
     evaluate_questions: t.EvaluateQuestionsOption = 300,
@@ -53,11 +61,12 @@ def train_anchors(
     gradient_checkpointing: t.CheckpointingOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Train a model to write a chunk into few anchors, whose KV alone is stored.
+    """Train a model to write a chunk into few anchors, and store only their KV.
 
     Writes a model folder with anchors.safetensors into --out, beside log.jsonl and
-    checkpoint.safetensors. Started again, a run goes on. 'kvrag ingest --model DIR --compress
-    anchors:0.5' uses it; 'kvrag train links --model DIR --anchors 0.5,0.75' trains links on it.
+    checkpoint.safetensors. If you start it again, the run continues. 'kvrag ingest --model DIR
+    --compress anchors:0.5' uses the model; 'kvrag train links --model DIR --anchors
+    0.5,0.75' trains links on it.
     """
     from kvrag_train.links.options import LinkTrainingOptions
 

@@ -16,12 +16,12 @@ def train_links(
     out: t.RunOption,
     model: o.NamedModelOption = "kvrag-tiny",
     data: t.TrainingDataOption = "generated",
-    links: Annotated[int, typer.Option(min=1, max=256, help="Link tokens behind each chunk.")] = 5,
+    links: Annotated[int, typer.Option(min=1, max=256, help="Link tokens after each chunk.")] = 5,
     mode: Annotated[
         str,
         typer.Option(
-            help="tuned: the whole model learns, and comes out as a folder with its links. frozen: "
-            "the model stays as it is, and so does every chunk stored with it."
+            help="tuned: train the whole model, and write it to a folder with its links. frozen: "
+            "leave the model, and every chunk stored with it, as they are."
         ),
     ] = "tuned",
     way: Annotated[
@@ -31,14 +31,15 @@ def train_links(
             "values) or adapter (low-rank additions to link, question and answer rows). "
             "Default: adapter.",
             show_default=False,
+            rich_help_panel=o.TUNING,
         ),
     ] = None,
     anchors: Annotated[
         str | None,
         typer.Option(
             metavar="RATES",
-            help="Train on chunks stored as anchors, at these rates, with commas: those of a model "
-            "that 'kvrag train anchors' wrote, or new ones. Default: chunks stored whole.",
+            help="Train on chunks stored as anchors, at these rates, with commas: the anchors of a "
+            "model from 'kvrag train anchors', or new ones. Default: chunks stored whole.",
             show_default=False,
         ),
     ] = None,
@@ -47,7 +48,8 @@ def train_links(
         bool,
         typer.Option(
             "--teacher-answers",
-            help="Distil along what the untouched model answers itself: labels are not looked at.",
+            help="Distil along the untouched model's own answers, without labels.",
+            rich_help_panel=o.TUNING,
         ),
     ] = False,
     steps: t.StepsOption = 400,
@@ -60,14 +62,24 @@ def train_links(
             help="Peak rate of the model's weights or the adapter's. Default: 1e-3 tuned, 2e-3 "
             "frozen, for small models; the KVLink paper has 5e-6 for 1 to 8 billion parameters.",
             show_default=False,
+            rich_help_panel=o.TUNING,
         ),
     ] = None,
     link_learning_rate: Annotated[
-        float, typer.Option(help="Peak rate of the links' own embeddings, or keys and values.")
+        float,
+        typer.Option(
+            help="Peak rate of the links' own embeddings, or keys and values.",
+            rich_help_panel=o.TUNING,
+        ),
     ] = 5e-3,
     rank: Annotated[
         int | None,
-        typer.Option(min=1, help="Rank of the adapter. Default: 16.", show_default=False),
+        typer.Option(
+            min=1,
+            help="Rank of the adapter. Default: 16.",
+            show_default=False,
+            rich_help_panel=o.TUNING,
+        ),
     ] = None,
     plain_share: Annotated[
         float | None,
@@ -75,14 +87,16 @@ def train_links(
             help="Share of plain prompts in tuned training, so that the model stays good at them. "
             "Default: 0.3.",
             show_default=False,
+            rich_help_panel=o.TUNING,
         ),
     ] = None,
     keep_order: Annotated[
         bool,
         typer.Option(
             "--keep-order",
-            help="Do not shuffle the documents of a file. Generated ones stand in a random order "
+            help="Do not shuffle the documents of a file. Generated ones have a random order "
             "in which a continuation follows its predecessor.",
+            rich_help_panel=o.TUNING,
         ),
     ] = False,
     evaluate_every: t.EvaluateEveryOption = 100,
@@ -93,10 +107,10 @@ def train_links(
     gradient_checkpointing: t.CheckpointingOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Train link tokens, which give reused chunks the view of one another that they lack.
+    """Train link tokens, which give reused chunks the view of each other that they lack.
 
     Writes log.jsonl, checkpoint.safetensors and links.safetensors into --out, and in mode tuned
-    the model. Started again, a run goes on.
+    the model. If you start it again, the run continues.
     """
     from kvrag.errors import ParameterError
     from kvrag_train.links.options import LinkTrainingOptions

@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
+from kvrag.cli import options as o
+
 RunOption = Annotated[
-    Path, typer.Option("--out", metavar="DIR", help="Folder of the run; one is continued.")
+    Path, typer.Option("--out", metavar="DIR", help="Folder of the run; an existing run continues.")
 ]
 TrainingDataOption = Annotated[
     str,
@@ -22,22 +24,40 @@ LossOption = Annotated[
     typer.Option(help="labels, or distill: the untouched model's full prefill is the teacher."),
 ]
 StepsOption = Annotated[int, typer.Option(min=1, help="Optimizer steps.")]
-WarmupOption = Annotated[int, typer.Option(min=0, help="Steps over which the rate rises.")]
-RowsOption = Annotated[int, typer.Option(min=1, help="Sets of documents a step.")]
-QuestionsOption = Annotated[int, typer.Option(min=1, help="Questions about each set, at the most.")]
-EvaluateEveryOption = Annotated[
-    int, typer.Option(min=1, help="Steps between scores on questions held out.")
+WarmupOption = Annotated[
+    int, typer.Option(min=0, help="Steps over which the rate rises.", rich_help_panel=o.TUNING)
 ]
-EvaluateQuestionsOption = Annotated[int, typer.Option(min=1, help="How many of them.")]
-TrainingSeedOption = Annotated[int, typer.Option(help="Of everything random.")]
+RowsOption = Annotated[
+    int, typer.Option(min=1, help="Sets of documents in each step.", rich_help_panel=o.TUNING)
+]
+QuestionsOption = Annotated[
+    int,
+    typer.Option(min=1, help="Most questions about each set.", rich_help_panel=o.TUNING),
+]
+EvaluateEveryOption = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Steps between scores on questions held out.", rich_help_panel=o.TUNING
+    ),
+]
+EvaluateQuestionsOption = Annotated[
+    int, typer.Option(min=1, help="Number of those questions.", rich_help_panel=o.TUNING)
+]
+TrainingSeedOption = Annotated[
+    int, typer.Option(help="Seed of everything random.", rich_help_panel=o.TUNING)
+]
 PrecisionOption = Annotated[
     str,
-    typer.Option(help="Of arithmetic: float32, bfloat16, or auto: bfloat16 on GPUs that have it."),
+    typer.Option(
+        help="Arithmetic: float32, bfloat16, or auto (bfloat16 on GPUs that have it).",
+        rich_help_panel=o.TUNING,
+    ),
 ]
 CheckpointingOption = Annotated[
     bool,
     typer.Option(
         "--gradient-checkpointing",
         help="Keep less for the backward pass and compute layers twice; not with an adapter.",
+        rich_help_panel=o.TUNING,
     ),
 ]

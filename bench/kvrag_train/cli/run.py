@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def run(options: LinkTrainingOptions, as_json: bool) -> None:
-    """Train, in as many processes as were launched; the main one says what came of it."""
+    """Train, in as many processes as were launched; the main one prints the result."""
     from kvrag.cli.opening import quiet_libraries
     from kvrag_train.links.processes import launched
     from kvrag_train.links.trainer import train_links
@@ -30,7 +30,7 @@ def run(options: LinkTrainingOptions, as_json: bool) -> None:
 
 
 def _print_scores(trainer: LinkTrainer, scores: dict[str, float], as_json: bool) -> None:
-    """Print where a finished run's result lies, and what it scores on questions held out."""
+    """Print the path of a finished run's result, and its scores on held-out questions."""
     path = trainer.result_path
     if as_json:
         what = "links" if trainer.header.num_links else "anchors"

@@ -1,9 +1,9 @@
 """Prompts as tensors: documents to encode alone, and the rows that are computed over them.
 
-The rows are those of question time: documents are found and laid out as the engine does it, and
-each is encoded behind the shared prefix. Questions about the same documents share a row of the
-batch: behind what all prompts begin with stand their tails and answers, none sees another, and
-each has the positions that it would have alone.
+The rows are those of question time: the engine's code finds and lays out documents, and each is
+encoded after the shared prefix. Questions about the same documents share a row of the batch: after
+the common beginning of all prompts come their tails and answers. None sees another, and each has
+the positions that it would have alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvrag_train.links.data import LinkItem
 
 _PADDING = -1
 NOBODY = -2
-"""Segment of rows of stored KV that are padding: no query is of it."""
+"""Segment of padding rows of stored KV: no query belongs to it."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +39,25 @@ class LinkBatch:
     Attributes
     ----------
     chunk_ids, chunk_positions
-        ``[C, W]``: prefix and document, padded at the end, and the positions where each stands
-        in its prompt (the prefix right before the document).
+        ``[C, W]``: prefix and document, padded at the end, and their positions in the prompt (the
+        prefix right before the document).
     chunk_blocks, chunk_slots
-        ``[C, W]``: blocks and slots as in `AnchoredRows`, where documents are stored as anchors
-        (positions are then those behind the prefix alone); None where they are stored whole.
+        ``[C, W]``: blocks and slots as in `AnchoredRows`, if documents are stored as anchors
+        (positions are then those after only the prefix); None if they are stored whole.
     stored
         ``[B, D]``: which of the C * W rows are the row's stored KV, in prompt order.
     stored_positions, stored_segments
         ``[B, D]``: their positions; 0, or `NOBODY` for padding.
     input_ids
-        ``[B, Q]``: tokens of the rows that are computed; of links 0.
+        ``[B, Q]``: tokens of the computed rows; 0 for links.
     link_rows
         ``[B, Q]``: a link's row in the table, -1 elsewhere.
     positions, segments
-        ``[B, Q]``: positions; 0 for what all questions of the row share, else the question's
-        number, -1 for padding.
+        ``[B, Q]``: positions; 0 for tokens that all questions of the row share, otherwise the
+        question's number, -1 for padding.
     targets, question_ids
-        ``[B, Q]``: the next token where it belongs to an answer, else `IGNORED`; the question of
-        the batch, else -1.
+        ``[B, Q]``: the next token if it belongs to an answer, otherwise `IGNORED`; the question's
+        index in the batch, otherwise -1.
     types
         The type of each question.
     """
@@ -80,7 +80,7 @@ class LinkBatch:
 
 @dataclass(frozen=True)
 class _Asked:
-    """An item tokenised: what its prompts share, laid out, and the tails."""
+    """A tokenised item: the common part of its prompts, laid out, and the tails."""
 
     layout: Layout
     chunks: Mapping[str, Chunk]
@@ -94,11 +94,11 @@ class Packer:
     Parameters
     ----------
     model
-        Whose tokenizer and shared prefix are used.
+        Provides the tokenizer and the shared prefix.
     header
-        The links laid behind documents.
+        The links after documents.
     rates
-        Compression rates that anchors are trained for.
+        Compression rates that anchors are trained at.
     """
 
     def __init__(self, model: KVModel, header: LinksHeader, rates: Sequence[float] = ()) -> None:
@@ -122,10 +122,10 @@ class Packer:
         items
             At least one.
         linked
-            Documents encoded alone and links behind them; False leaves them to the rows that are
-            computed, without links: plain prompts.
+            Documents are encoded alone, with links after them; False computes their rows in the
+            prompt, without links: plain prompts.
         answers
-            Tokens to take as the answers of all questions, ends included; None: the items' own.
+            Answer tokens for all questions, ends included; None: the items' own.
         compression
             ``anchors`` at one of the rates: documents are stored as their anchors.
         """
@@ -161,8 +161,8 @@ class Packer:
                 row.put_question(tail, answer, len(item.layout.token_ids), number)
                 number += 1
         if linked and not chunks:
-            # Nothing was found, so nobody sees it; but processes that share a model take one way
-            # through it, whatever falls to each.
+            # Nothing was found, so no query sees it. But processes that share a model must all
+            # run the same layers, whatever their rows are.
             chunks.append(([*self._prefix, 0], 0))
             if compression is not None:
                 laid = anchored_rows(self._prefix, (0,), compression, self._rates)
@@ -210,9 +210,9 @@ class Packer:
         (tokens,) = encode(tokenizer, [first.text], first.add_special_tokens)
         matches = matcher.find(first.text) if linked else ()
         layout = lay_out(tokens, matches, chunks, self._prefix)
-        # The last token of a prompt is its own: what is said behind it is learned there.
+        # A prompt's last token is not shared: the tokens after it are learned there.
         shared = min(_common_length(prompts), *(len(prompt) - 1 for prompt in prompts))
-        # A question that quotes a document is computed: what it asks stands in one prompt only.
+        # A question that quotes a document is computed, because it is in one prompt only.
         spans = tuple(span for span in layout.spans if span.prompt_end <= shared)
         layout = Layout(layout.token_ids[:shared], spans, layout.prefix_length, layout.has_prefix)
         if compression is not None:

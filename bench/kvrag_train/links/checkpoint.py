@@ -1,4 +1,4 @@
-"""Where a run stands, in one file: what run it is, its weights, the optimizer's moments."""
+"""A run's checkpoint, in one file: which run it is, its weights, the optimizer's moments."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint of whole tensors, atomically.
 
-    Of several processes all call this, so that each gives its parts of the tensors.
+    All processes of a run call this, so that each gives its parts of the tensors.
 
     Parameters
     ----------
     path
         The file.
     run
-        What a run must have in common with this one to go on from it: JSON values.
+        What a run must share with this one in order to continue it: JSON values.
     step
-        Steps taken.
+        Number of steps taken.
     trained
-        What is trained, by name; the optimizer's parameters.
+        The trained tensors by name, which are the optimizer's parameters.
     optimizer
-        AdamW.
+        The AdamW optimizer.
     is_main
         Whether this is the process that writes.
 
@@ -58,7 +58,7 @@ def save_checkpoint(
         if not gathered.isfinite().all():
             raise ParameterError(
                 f"training: after {step} steps {name} is no longer finite: the training has "
-                "diverged; begin anew with a lower learning rate"
+                "diverged; start a new run with a lower learning rate"
             )
         found = {"weight": gathered}
         for moment in _MOMENTS:
@@ -66,7 +66,7 @@ def save_checkpoint(
                 found[moment] = whole(optimizer.state[weight][moment])
         if is_main:
             for kind, tensor in found.items():
-                # The device of one process may have no room for all that its part is of.
+                # One process's device may have no room for the whole tensor.
                 tensors[f"{kind}/{name}"] = tensor.cpu().contiguous()
     if not is_main:
         return
@@ -97,7 +97,7 @@ def load_checkpoint(
     except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
         raise ParameterError(
             f"{path}: no checkpoint that can be read ({type(error).__name__}: {error}); delete it "
-            "to begin anew"
+            "to start a new run"
         ) from error
 
 
@@ -140,13 +140,13 @@ def _copy(file: Any, path: Path, name: str, target: torch.Tensor) -> None:
         if tensor is None or not all_finite(tensor):
             raise ParameterError(
                 f"{path}: {name} of shape {shape}, expected finite numbers of shape "
-                f"{list(target.shape)}; delete it to begin anew"
+                f"{list(target.shape)}; delete it to start a new run"
             )
         part.copy_(tensor)
 
 
 def _without_shared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of what lies in memory of another: safetensors writes no shared memory."""
+    """Return copies of tensors that share another's memory: safetensors writes no shared memory."""
     seen: set[int] = set()
     found = {}
     for name, tensor in tensors.items():

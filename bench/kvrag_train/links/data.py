@@ -1,4 +1,4 @@
-"""What links are trained on: prompts over documents, and their answers."""
+"""Training data for links: prompts over documents, and their answers."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from kvrag_train.curriculum import STAGES, choose_prompt, sample_items
 from kvrag_train.evaluate import corpus_items
 from kvrag_train.prompts import CHAT_USER
 
-# Of a file's questions, those that are never trained on: one of ten, at most so many.
+# Share of a file's questions that are never trained on, and their greatest number.
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 10, 500
 
 
 @dataclass(frozen=True)
 class LinkItem:
-    """Documents, and prompts that ask about them: all begin alike, and differ behind them.
+    """Documents, and prompts that ask about them: all begin alike, and differ after them.
 
     Attributes
     ----------
     texts
-        The documents, normalised, as they stand in every prompt.
+        The documents, normalised, as every prompt has them.
     prompts
         At least one.
     answers
-        What is to be said behind each, its leading blank included.
+        The answer after each prompt, including its leading blank.
     types
-        What each question needs, as the data set has it.
+        What each question needs, as the data set says.
     """
 
     texts: tuple[str, ...]
@@ -49,11 +49,11 @@ class LinkItem:
 
 
 class Source(Protocol):
-    """Where items come from."""
+    """A source of items."""
 
     @property
     def digest(self) -> str:
-        """Of all that items are made of."""
+        """Digest of everything that the items are made of."""
         ...
 
     def draw(self, rng: Random, num_rows: int, num_questions: int) -> list[LinkItem]:
@@ -61,20 +61,20 @@ class Source(Protocol):
         ...
 
     def held_out(self, num_questions: int) -> list[LinkItem]:
-        """Return items that are never drawn, of about so many prompts in all."""
+        """Return items that are never drawn, of about `num_questions` prompts in all."""
         ...
 
 
 class GeneratedSource:
     """The corpus generator's training split, as kvrag-tiny was trained on it.
 
-    Documents stand in a random order in which a continuation follows its predecessor; a file's
-    continuation says "she" of whom the chunk before has named.
+    Documents have a random order in which a continuation follows its predecessor; a file's
+    continuation says "she" for the person that the chunk before named.
     """
 
     @property
     def digest(self) -> str:
-        """The generator's name: it makes the same of every seed."""
+        """The generator's name: for each seed it always makes the same items."""
         return GENERATED
 
     def draw(self, rng: Random, num_rows: int, num_questions: int) -> list[LinkItem]:
@@ -106,7 +106,7 @@ def _of_corpus(item: Item) -> LinkItem:
 class FileSource:
     """Questions of a data set in MuSiQue or LongBench layout.
 
-    Documents are shuffled anew each time (KVLink §4.1: a model trained on the order of relevance
+    Documents are shuffled again each time (KVLink §4.1: a model trained on the order of relevance
     looks only at the front), except where `keep_order` says that their order matters.
 
     Parameters
@@ -115,16 +115,16 @@ class FileSource:
         All of them; those whose documents are all too short to be found are left out, and one in
         ten of the others is held out.
     tokenizer
-        Whose chat template the prompts go through, where it has one.
+        Its chat template renders the prompts, if it has one.
     keep_order
-        Leave documents where the data set has them.
+        Keep the data set's order of documents.
     answer_prefix
-        What stands between prompt and answer; None: nothing in a chat, else a blank.
+        Text between prompt and answer; None: nothing in a chat, otherwise a blank.
 
     Attributes
     ----------
     digest
-        Of all questions.
+        Digest of all questions.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class FileSource:
         ]
 
     def draw(self, rng: Random, num_rows: int, num_questions: int) -> list[LinkItem]:
-        """Return items of groups drawn by chance."""
+        """Return items of randomly drawn groups."""
         items = []
         for group in rng.choices(self._groups, k=num_rows):
             asked = rng.sample(group, min(len(group), num_questions))
@@ -174,7 +174,7 @@ class FileSource:
         return items
 
     def held_out(self, num_questions: int) -> list[LinkItem]:
-        """Return the questions held out, in the data set's order of documents."""
+        """Return the held-out questions, in the data set's order of documents."""
         return [self._item([q], q.texts) for q in self._held_out[:num_questions]]
 
     def _item(self, asked: Sequence[JudgedQuestion], texts: Iterable[str]) -> LinkItem:

@@ -1,4 +1,4 @@
-"""What makes training of large models fit: bfloat16 arithmetic, and layers computed twice."""
+"""Saving memory in the training of large models: bfloat16, and layers computed twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRECISIONS = (AUTO, "float32", "bfloat16")
 
 
 def chosen_precision(precision: str, device: torch.device) -> str:
-    """Return the precision to compute in: of ``"auto"`` bfloat16 where the device is made for it.
+    """Return the precision to compute in; ``"auto"`` is bfloat16 if the device is made for it.
 
     A CPU has it as a type, and is seldom faster with it: there ``"auto"`` is float32.
     """

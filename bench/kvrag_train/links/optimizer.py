@@ -1,4 +1,4 @@
-"""How weights move: AdamW as KVLink §4.1 has it, a rate that rises and falls, gradients clipped."""
+"""The optimizer: KVLink §4.1's AdamW, a rate that rises and falls, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvrag_train.links.options import LinkTrainingOptions
 from kvrag_train.links.processes import Processes
 from kvrag_train.links.sharding import whole
 
-# What is looked up by rows, and moves in large steps.
+# Parameters that are looked up by rows, and learn at a higher rate.
 _TABLES = frozenset({"links/embeddings", "links/keys", "links/values", "links/anchors"})
 
 
 def new_optimizer(
     trained: Mapping[str, nn.Parameter], options: LinkTrainingOptions
 ) -> torch.optim.Optimizer:
-    """Return AdamW over what is trained, by name; ``"rate"`` of each group is its peak rate."""
+    """Return AdamW over the parameters, by name; ``"rate"`` of each group is its peak rate."""
     groups = [
         {"params": [w for name, w in trained.items() if (name in _TABLES) is own], "rate": rate}
         for own, rate in ((True, options.link_learning_rate), (False, options.rate))

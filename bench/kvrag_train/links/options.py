@@ -1,4 +1,4 @@
-"""What one training of links is made of."""
+"""The options of one training run of links."""
 
 from __future__ import annotations
 
@@ -26,56 +26,56 @@ class LinkTrainingOptions:
     Attributes
     ----------
     out
-        Folder of the run and of what comes out of it.
+        Folder of the run and of its results.
     model
         Folder or name of the model.
     data
         ``"generated"`` or a file (`load_questions`).
     num_links
-        K; 0 where only anchors are trained.
+        K; 0 if only anchors are trained.
     anchor_rates
         Compression rates of anchors (`kvrag.fusion.compression.anchors`) that documents are stored
-        as, drawn evenly, one a step; empty: documents are stored whole. Anchors that lie in the
-        model's folder are gone on from; mode ``frozen`` leaves them as they are.
+        as, drawn evenly, one for each step; empty: documents are stored whole. Training continues
+        with anchors in the model's folder; mode ``frozen`` leaves them as they are.
     max_documents
-        Documents of a prompt that have links.
+        Most documents of a prompt that have links.
     mode
         ``"tuned"``: the whole model learns. ``"frozen"``: it stays as it is.
     way
-        Of mode ``frozen``: ``"embeddings"``, ``"kv"`` or ``"adapter"`` (see `LinksHeader`).
+        Trained by ``frozen``: ``"embeddings"``, ``"kv"`` or ``"adapter"`` (see `LinksHeader`).
     loss
         ``"labels"``: cross-entropy of the answers. ``"distill"``: KL to the untouched model's full
         prefill of the same prompt without links, along the answers.
     teacher_answers
-        Of ``"distill"``: along what that model answers itself, so that no labels are needed.
+        Whether ``"distill"`` follows that model's own answers, so that no labels are needed.
     answer_tokens
-        Tokens of such an answer at the most.
+        Most tokens in such an answer.
     rank
-        Of the adapter.
+        Rank of the adapter.
     steps, warmup_steps
-        Optimizer steps; over the first, the rate rises. A run may be continued with more steps: the
-        rate then falls as if these had been asked for from the first.
+        Optimizer steps; the rate rises over the first. A run may continue with more steps: the
+        rate then falls as if the run had begun with that number.
     rows, questions
-        Rows of documents a step, and questions about each at the most.
+        Rows of documents in each step, and most questions about each.
     plain_share
         Share of the rows that are plain prompts, so that a tuned model stays as good at them;
         frozen ones cannot change.
     learning_rate
-        Of the model's weights or the adapter's; None: 1e-3 tuned, 2e-3 frozen.
+        Peak rate of the model's weights or the adapter's; None: 1e-3 tuned, 2e-3 frozen.
     link_learning_rate
-        Of the links' own embeddings or keys and values.
+        Peak rate of the links' own embeddings or keys and values.
     seed
-        Of everything random.
+        Seed of everything random.
     evaluate_every, evaluate_questions, save_every
-        In steps.
+        Steps between evaluations, held-out questions asked, and steps between checkpoints.
     keep_order
         Do not shuffle a file's documents.
     answer_prefix
         See `FileSource`.
     device
-        Where to train; None means the CPU.
+        Device to train on; None means the CPU.
     precision
-        Of arithmetic: ``"float32"``, ``"bfloat16"``, or ``"auto"``: bfloat16 on GPUs that have it.
+        Arithmetic: ``"float32"``, ``"bfloat16"``, or ``"auto"`` (bfloat16 on GPUs that have it).
         A tuned model's weights and the optimizer stay in float32.
     gradient_checkpointing
         Keep less for the backward pass and compute layers twice; not with way ``"adapter"``.
@@ -158,7 +158,7 @@ class LinkTrainingOptions:
                 "training: anchors alone are trained with their model, in mode 'tuned'"
             )
         if self.gradient_checkpointing and self.way == "adapter":
-            # An adapter acts while the forward runs; layers computed again behind it would lack it.
+            # An adapter acts during the forward; layers recomputed after it would lack the adapter.
             raise ParameterError(
                 "training: gradient_checkpointing goes with modes and ways without an adapter; "
                 "leave it out, or choose another way"
@@ -173,11 +173,11 @@ class LinkTrainingOptions:
 
     @property
     def num_plain_rows(self) -> int:
-        """Rows of a step that are plain prompts."""
+        """Number of plain prompts among a step's rows."""
         return round(self.plain_share * self.rows) if self.mode == "tuned" else 0
 
     def identity(self) -> dict[str, object]:
-        """Return which options a run must have in common with the one that it continues."""
+        """Return the options that a run must share with the one that it continues."""
         names = [
             *("model", "data", "num_links", "max_documents", "mode", "way", "loss", "rank"),
             *("rows", "questions", "plain_share", "rate", "link_learning_rate", "seed"),

@@ -1,4 +1,4 @@
-"""What training learns beside a model, or instead of it: links, their adapter, anchors."""
+"""The parameters trained beside a model, or instead of it: links, their adapter, anchors."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from kvrag.models.kv_model import KVModel
 
 
 class LinkParameters(nn.Module):
-    """What is trained beside the model, or instead of it.
+    """The parameters trained beside the model, or instead of it.
 
     Parameters
     ----------
     model
-        The model; its own embeddings say how large new ones are.
+        The model; its own embeddings set the size of new ones.
     header
-        What to make.
+        The links to make.
     rank
-        Of the adapter in way ``adapter``.
+        Rank of the adapter in way ``adapter``.
     seed
-        Of the random beginning.
+        Seed of the initial values.
     anchors
-        Anchors to go on from; None: there are none. Learned with the model, or left as they are.
+        Anchors to continue with; None: there are none. Learned with the model, or left as they are.
     """
 
     def __init__(
@@ -120,14 +120,14 @@ def first_anchors(
     Parameters
     ----------
     checked
-        Whether to see that they belong to the model's weights.
+        Whether to check that they belong to the model's weights.
 
     Raises
     ------
     AnchorsError
         When they belong to another model, or are damaged.
     ParameterError
-        When they are of other rates.
+        When their rates differ.
     """
     if not rates:
         return None

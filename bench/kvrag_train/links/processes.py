@@ -1,4 +1,4 @@
-"""The processes of one run: each takes its share of every step, and all come to the same weights.
+"""A run's processes: each takes its share of every step, and all reach the same weights.
 
 `accelerate launch` or `torchrun` starts them; a command that neither has started is alone.
 """
@@ -28,13 +28,13 @@ class Processes:
     Attributes
     ----------
     index, count
-        Which one this is, of how many.
+        This process's number, and the number of processes.
     device
-        Its own; None where it is alone, and the options name one.
+        This process's device; None if it is alone, and the options name one.
     is_sharded
         Whether each holds a part of the model's weights only (FSDP).
     frees_layers
-        Where they do, whether a layer's weights are let go between forward and backward.
+        Whether sharding processes free a layer's weights between forward and backward.
     """
 
     index: int = 0
@@ -133,15 +133,15 @@ def launched(device: str | None) -> Iterator[Processes]:
     try:
         yield processes
     except RuntimeError as error:
-        # Of its own kind from NCCL, from gloo of none.
+        # NCCL raises its own type of error, gloo a plain RuntimeError.
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise KVRagError(
                 f"training: process {processes.index} of {processes.count} has lost another one "
-                "(what that one said tells why); start again to go on from the last checkpoint: "
+                "(its message says why); start again to continue from the last checkpoint: "
                 f"{error}"
             ) from error
         raise
-    # Of those alone who have done all: one that failed is to end, and waits for nobody.
+    # Only finished processes wait for each other: a failed one must end and waits for none.
     if processes.count > 1:
         processes.wait()
         dist.destroy_process_group()

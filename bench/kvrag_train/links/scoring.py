@@ -15,7 +15,7 @@ from kvrag_train.links.student import Student
 from kvrag_train.model import questions_right
 
 _ROWS = 16
-"""Of a batch, in each process."""
+"""Rows of a batch in each process."""
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def score(
     """Return exact match by type of question: linked, and of plain prompts; where documents are
     stored as anchors, linked for each rate.
 
-    Each answer token is predicted behind the right ones, which is exact match of greedy decoding.
+    Each answer token is predicted after the right ones, which is exact match of greedy decoding.
     """
     ways: list[tuple[str, bool, Compression | None]] = [
         (f"{ANCHORS}:{rate:g}/linked", True, Compression(ANCHORS, rate)) for rate in rates
@@ -57,6 +57,6 @@ def score(
 
 
 def right(logits: torch.Tensor, batch: LinkBatch) -> torch.Tensor:
-    """Return of each question of a batch whether all of its answer comes out, bool."""
+    """Return for each question of a batch whether its whole answer is right, bool."""
     wanted = batch.targets != IGNORED
     return questions_right(logits.cpu(), batch.targets[wanted], batch.question_ids[wanted])

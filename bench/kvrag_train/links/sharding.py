@@ -1,8 +1,8 @@
 """A model of which each process holds a part: weights, gradients and moments (FSDP).
 
 Source: Rajbhandari et al., arXiv 1910.02054 (stage 3), as torch's ``fully_shard`` does it: layer by
-layer, weights are gathered before a forward or backward and let go behind it. It does so in hooks
-on modules, which look at inputs and outputs; what a student runs has two ways around them.
+layer, weights are gathered before a forward or backward and freed after it. It does so in hooks on
+modules, which look at inputs and outputs; a student's computation bypasses them in two ways.
 
 - K/V of documents leave their layer through a cache, and gradients come back through them, for the
   last layer through them alone. Here a layer's K/V are therefore among its outputs while the hooks
@@ -28,7 +28,7 @@ from kvrag.models.families import find_family
 from kvrag_train.links.processes import Processes
 
 Running = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
-"""Calls what it is given, while the weights that it needs are at hand."""
+"""Calls its argument while the weights that it needs are available."""
 
 
 def shard(hf: PreTrainedModel, processes: Processes, *, learns: bool, precision: str) -> Running:
@@ -82,7 +82,7 @@ class _Root(nn.Module):
 
 
 def _receive(module: nn.Module, processes: Processes) -> None:
-    """Put the main process's weights into a module, but for what is shared already.
+    """Put the main process's weights into a module, except for those already shared.
 
     A layer at a time, so that no process but that one ever holds more of them.
     """

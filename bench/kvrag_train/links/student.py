@@ -1,4 +1,4 @@
-"""The model with links as it is at question time, so that gradients flow through it.
+"""The model with links, computed as at question time but with gradients.
 
 Documents are encoded alone, at the positions of their prompt, and everything else is computed over
 their keys and values in one forward (KVLink §3.2-3.3): what the fuser does with stored KV.

@@ -24,15 +24,15 @@ class Teacher:
     Parameters
     ----------
     student
-        Runs the model as it was.
+        Runs the untrained model.
     packer
-        Makes its batches.
+        Makes the teacher's batches.
     end
         The token that ends an answer.
     answer_tokens
-        Tokens of an answer of its own at the most.
+        Most tokens of a teacher's own answer.
     processes
-        That ask their teachers at the same time.
+        Processes that ask their teachers at the same time.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Teacher:
 
     @torch.no_grad()
     def answers(self, items: Sequence[LinkItem]) -> list[list[int]]:
-        """Return what it answers greedily, ends included."""
+        """Return the greedy answers, ends included."""
         end = self._end
         num_questions = sum(len(item.prompts) for item in items)
         answers: list[list[int]] = [[] for _ in range(num_questions)]
         for _ in range(self._answer_tokens - 1):
             open_ones = [i for i, answer in enumerate(answers) if answer[-1:] != [end]]
-            # A process whose questions are answered goes on until those of all are.
+            # A process with finished answers continues until all processes have theirs.
             if not self._processes.total([len(open_ones)])[0]:
                 break
             # What stands last is what is predicted; it is fed to nobody.

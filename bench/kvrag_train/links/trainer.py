@@ -1,4 +1,4 @@
-"""One run: links, and with them a model or not, from first step to last."""
+"""One training run, from first step to last: links, with or without their model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOG = "log.jsonl"
 
 
 class _Counts(NamedTuple):
-    """What came of some items: their loss, summed, and how many of everything there were."""
+    """Results of some items: their summed loss, and their counts."""
 
     lost: float = 0.0
     tokens: float = 0
@@ -56,14 +56,14 @@ class LinkTrainer:
     options
         What to train; a folder that holds a checkpoint of the same run is continued.
     model, source
-        To use instead of what `options` name. A model given is trained itself in mode ``tuned``.
+        Replace those that `options` name. A model given is trained itself in mode ``tuned``.
     processes
         Those that train together, each with a trainer of the same options (`launched`).
 
     Raises
     ------
     ParameterError
-        For data that cannot be read, a folder that holds another run, or processes without work.
+        When data cannot be read, a folder holds another run, or a process has no work.
     ModelLoadError, UnsupportedModelError
     """
 
@@ -204,9 +204,9 @@ class LinkTrainer:
         if not math.isfinite(lost):
             raise ParameterError(
                 f"training: the loss of step {self.step} is {lost}: the "
-                "training has diverged; begin anew with a lower learning rate"
+                "training has diverged; start a new run with a lower learning rate"
             )
-        # Gradients are averaged, and the loss is one over all tokens, whoever has them.
+        # Gradients are averaged, and the loss is one over all tokens, whichever process has them.
         num_tokens = sum(found.tokens for found in counts)
         total = torch.stack([loss for loss, _ in learned]).sum() * self.processes.count / num_tokens
         total.backward()  # type: ignore[no-untyped-call]
@@ -335,7 +335,7 @@ class LinkTrainer:
 
 
 def _load(options: LinkTrainingOptions, processes: Processes) -> KVModel:
-    """Load a model of its own: weights that change must not be anyone else's."""
+    """Load a separate model: its weights change, so no one else may share them."""
     dtype = torch.float32 if options.mode == "tuned" else None
     device = options.device if processes.device is None else str(processes.device)
     # One that is shared may have no room on one device; its parts go there.
