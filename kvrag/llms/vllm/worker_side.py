@@ -245,7 +245,7 @@ class WorkerSide:
 
 
 def _use_all_cores() -> None:
-    """Let this thread run on all of the process's cores, not only on the one inherited from vLLM."""
+    """Let this thread run on all of the process's cores, not only on the one it inherits."""
     if PROCESS_CORES:
         # A core may no longer be available; fusing is then slower, but works.
         with suppress(OSError):
