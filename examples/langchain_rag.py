@@ -1,10 +1,10 @@
-"""A LangChain chain whose retrieved documents cost nothing to read again.
+"""A LangChain chain that reuses the stored KV of its retrieved documents.
 
     python examples/langchain_rag.py [MODEL]
 
-The chain is LangChain's own; only its retriever and its language model come from kvrag. MODEL is
-a folder or hub name of a Hugging Face decoder; by default the small model that comes with kvrag,
-so that this runs offline in seconds.
+The chain is plain LangChain; only its retriever and its language model come from kvrag. MODEL is
+a folder or hub name of a Hugging Face decoder. The default is the small model included in kvrag,
+so the example runs offline in seconds.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvrag.retrievers.langchain import KVRagRetriever
 DOCUMENTS = Path(__file__).parent / "documents"
 QUESTION = "Where did Stikidy go to school?"
 
-logging.disable_progress_bar()  # Transformers' own, for each model it loads
+logging.disable_progress_bar()  # Transformers shows one for each model that it loads
 
 
 def join(documents: list[Document]) -> str:
-    # Without this the prompt would hold the repr of the documents, and no chunk's own text.
+    # Without this, the prompt would contain the documents' repr instead of the chunks' text.
     return "\n\n".join(document.page_content for document in documents)
 
 
@@ -51,7 +51,7 @@ def main(model: str = "kvrag-tiny") -> None:
             print(piece, end="", flush=True)
         print()
 
-        # Every answer says what the engine did.
+        # Every answer reports what the engine did.
         result = llm.generate_prompt([prompt.invoke(QUESTION)])
         details = result.generations[0][0].generation_info or {}
         for source in details["sources"]:

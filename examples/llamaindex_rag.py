@@ -1,10 +1,10 @@
-"""A LlamaIndex query engine whose retrieved nodes cost nothing to read again.
+"""A LlamaIndex query engine that reuses the stored KV of its retrieved nodes.
 
     python examples/llamaindex_rag.py [MODEL]
 
-The query engine is LlamaIndex's own; only its retriever and its language model come from kvrag.
-MODEL is a folder or hub name of a Hugging Face decoder; by default the small model that comes
-with kvrag, so that this runs offline in seconds.
+The query engine is plain LlamaIndex; only its retriever and its language model come from kvrag.
+MODEL is a folder or hub name of a Hugging Face decoder. The default is the small model included in
+kvrag, so the example runs offline in seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvrag.retrievers.llamaindex import KVRagRetriever
 DOCUMENTS = Path(__file__).parent / "documents"
 QUESTION = "Where did Stikidy go to school?"
 
-logging.disable_progress_bar()  # Transformers' own, for each model it loads
+logging.disable_progress_bar()  # Transformers shows one for each model that it loads
 
 
 def main(model: str = "kvrag-tiny") -> None:
@@ -33,9 +33,9 @@ def main(model: str = "kvrag-tiny") -> None:
         with kvrag.Index.create(path, model=model, chunk_tokens=64) as index:
             index.add([DOCUMENTS])
 
-        # Not a chat model here: the template below is a prompt to be completed.
+        # Not used as a chat model: the template below is a prompt to complete.
         llm = KVRagLLM(index=path, max_tokens=24, is_chat_model=False)
-        # LlamaIndex cuts nodes that do not fit; let it count as the model does.
+        # LlamaIndex cuts nodes that do not fit; let it count tokens as the model does.
         Settings.tokenizer = llm.token_ids
         engine = RetrieverQueryEngine.from_args(
             KVRagRetriever(path, k=4),
@@ -49,7 +49,7 @@ def main(model: str = "kvrag-tiny") -> None:
         for node in response.source_nodes:
             print(f"  from {Path(node.metadata['source']).name}, score {node.score:.2f}")
 
-        # Every answer of the model itself says what the engine did.
+        # Every answer that comes straight from the model reports what the engine did.
         context = "\n\n".join(node.text for node in response.source_nodes)
         usage = llm.complete(f"{context}\n\nQuestion: {QUESTION}\nAnswer:").raw["usage"]
         print(f"  {usage['cached_tokens']} of {usage['prompt_tokens']} prompt tokens reused")

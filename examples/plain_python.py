@@ -1,9 +1,9 @@
-"""Index a folder of text files and ask about it: kvrag alone, no framework.
+"""Index a folder of text files and ask about it, with kvrag alone and no framework.
 
     python examples/plain_python.py [MODEL]
 
-MODEL is a folder or hub name of a Hugging Face decoder; by default the small model that comes
-with kvrag, so that this runs offline in seconds.
+MODEL is a folder or hub name of a Hugging Face decoder. The default is the small model included in
+kvrag, so the example runs offline in seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import kvrag
 DOCUMENTS = Path(__file__).parent / "documents"
 QUESTION = "Where did Stikidy go to school?"
 
-logging.disable_progress_bar()  # Transformers' own, for each model it loads
+logging.disable_progress_bar()  # Transformers shows one for each model that it loads
 
 
 def main(model: str = "kvrag-tiny") -> None:
@@ -27,10 +27,10 @@ def main(model: str = "kvrag-tiny") -> None:
         tempfile.TemporaryDirectory() as folder,
         kvrag.Index.create(Path(folder) / "index", model=model, chunk_tokens=64) as index,
     ):
-        # Once, offline: every chunk's KV is computed and stored.
+        # Once, offline: compute and store the KV of every chunk.
         index.add([DOCUMENTS])
 
-        # At each question: any prompt that contains chunks of the index reuses their KV.
+        # For each question: any prompt that contains chunks of the index reuses their KV.
         chunks = [hit.chunk.text for hit in index.search(QUESTION, k=4)]
         prompt = "\n\n".join([*chunks, f"Question: {QUESTION}\nAnswer:"])
         engine = kvrag.KVEngine(index)

@@ -1,8 +1,8 @@
-"""Code generation from a project's files, a module for each (Prompt Cache §6, its first use).
+"""Generate code from a project's files, one module for each (Prompt Cache §6, first use case).
 
     python examples/pml_code.py [MODEL]
 
-The small model that comes with kvrag writes no useful code; the example shows what is computed.
+The small model included in kvrag writes no useful code; the example shows what is computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TASKS = (
     "<prompt schema='code'><book.py/><store.py/><user.py/>Let a User buy a Book.</prompt>",
 )
 
-logging.disable_progress_bar()  # Transformers' own, for each model it loads
+logging.disable_progress_bar()  # Transformers shows one for each model that it loads
 
 
 def main(model: str = "kvrag-tiny") -> None:
@@ -31,7 +31,7 @@ def main(model: str = "kvrag-tiny") -> None:
         kvrag.Index.create(Path(folder) / "index", model=model) as index,
     ):
         pml = PMLEngine(kvrag.KVEngine(index))
-        # Once: the files' KV. A file that changes is computed again, the others are not.
+        # Once: compute the files' KV. If a file changes, only that file is computed again.
         encoded = pml.encode(SCHEMA)
         print(f"{encoded.num_tokens} tokens of files encoded")
         for task in TASKS:

@@ -1,4 +1,4 @@
-"""Personalisation: traits that exclude each other, answered as one batch (its second use).
+"""Personalise by traits that exclude each other, in one batch (second use case in Prompt Cache).
 
 python examples/pml_learner.py [MODEL]
 """
@@ -18,7 +18,7 @@ from kvrag.pml.engine import PMLEngine
 SCHEMA = Path(__file__).parent / "pml" / "learner.xml"
 LEARNERS = (("elementary", "visual"), ("high-school", "visual"), ("university", "reader"))
 
-logging.disable_progress_bar()  # Transformers' own, for each model it loads
+logging.disable_progress_bar()  # Transformers shows one for each model that it loads
 
 
 def main(model: str = "kvrag-tiny") -> None:
@@ -32,7 +32,7 @@ def main(model: str = "kvrag-tiny") -> None:
             f"<prompt schema='learner'><{level}/><{way}/>What is a fraction?</prompt>"
             for level, way in LEARNERS
         ]
-        # Modules that several prompts import are in memory once.
+        # A module that several prompts import is in memory once.
         report = generate_batch(pml, prompts, max_tokens=16).report
         print(
             f"{report.num_prompts} prompts of {report.num_tokens} tokens: "

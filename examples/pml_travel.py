@@ -1,4 +1,4 @@
-"""A travel plan with parameters, written as a Python function (Prompt Cache's third use).
+"""A travel plan with parameters, as a Python function (third use case in Prompt Cache).
 
 python examples/pml_travel.py [MODEL]
 """
@@ -16,7 +16,7 @@ import kvrag
 from kvrag.pml.engine import PMLEngine
 from kvrag.pml.program import Length, prompt, schema_of
 
-logging.disable_progress_bar()  # Transformers' own, for each model it loads
+logging.disable_progress_bar()  # Transformers shows one for each model that it loads
 
 
 @prompt

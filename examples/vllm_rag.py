@@ -1,9 +1,9 @@
-"""A LangChain chain answered by vLLM, unpatched, from the stored KV of the retrieved documents.
+"""A LangChain chain with unpatched vLLM, which reuses the stored KV of the retrieved documents.
 
     python examples/vllm_rag.py [MODEL]
 
-Needs vLLM in the environment (docs/vllm.md says how, also without a GPU). MODEL is a folder or
-hub name of a Hugging Face decoder; by default the small model that comes with kvrag.
+It needs vLLM (docs/vllm.md explains how to install it, also without a GPU). MODEL is a folder or
+hub name of a Hugging Face decoder. The default is the small model included in kvrag.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
 def join(documents: list[Document]) -> str:
-    # Without this the prompt would hold the repr of the documents, and no chunk's own text.
+    # Without this, the prompt would contain the documents' repr instead of the chunks' text.
     return "\n\n".join(document.page_content for document in documents)
 
 
@@ -39,14 +39,14 @@ def main(model: str = "kvrag-tiny") -> None:
         with kvrag.Index.create(path, model=model, chunk_tokens=64) as index:
             index.add([DOCUMENTS])
 
-        # With base_url="http://127.0.0.1:8000/v1" a server that `kvrag serve` has started answers.
+        # With base_url="http://127.0.0.1:8000/v1", a server started by `kvrag serve` answers.
         llm = KVRagVLLM(index=path, max_tokens=24, engine_args={"enforce_eager": True})
         prompt = {
             "context": KVRagRetriever(index=path, k=4) | join,
             "question": RunnablePassthrough(),
         } | PromptTemplate.from_template("{context}\n\nQuestion: {question}\nAnswer:")
 
-        # One batch: vLLM fuses and answers the prompts side by side.
+        # One batch: vLLM fuses and answers the prompts together.
         result = llm.generate_prompt([prompt.invoke(question) for question in QUESTIONS])
         for question, (generation,) in zip(QUESTIONS, result.generations, strict=True):
             report = (generation.generation_info or {})["report"]

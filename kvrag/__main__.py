@@ -1,4 +1,4 @@
-"""`python -m kvrag`: what launchers of several processes start."""
+"""`python -m kvrag`: the entry point for launchers that start several processes."""
 
 from kvrag.cli.main import run
 

@@ -1,7 +1,7 @@
-"""What callers hand in, checked before it is used: a wrong value is told by its name.
+"""Checks of callers' arguments. Each error names the argument that is wrong.
 
-Whole numbers and numbers of other libraries (NumPy's, say) are taken for what they are; a bool is
-no number, and what is no number or not finite is refused.
+Numbers of other libraries, such as NumPy's, are accepted. A bool is not a number here; NaN and
+infinity are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvrag.errors import ParameterError
 
 
 def whole(value: Any, name: str, least: int | None = None, most: int | None = None) -> int:
-    """Return a whole number; ParameterError where it is none, or out of range."""
+    """Return `value` as an int; raise ParameterError if it is not a whole number in range."""
     try:
         if isinstance(value, bool) or getattr(value, "ndim", False):
             raise TypeError
@@ -38,14 +38,14 @@ def number(
     *,
     above: float | None = None,
 ) -> float:
-    """Return a finite number; ParameterError where it is none, or out of range.
+    """Return `value` as a float; raise ParameterError if it is not a finite number in range.
 
     Parameters
     ----------
     least, most
-        Bounds that it may reach.
+        Inclusive bounds.
     above
-        A bound that it may not reach.
+        An exclusive lower bound.
     """
     expected = f"a number{_range(least, most)}"
     if above is not None:
@@ -63,14 +63,14 @@ def number(
 
 
 def flag(value: Any, name: str) -> bool:
-    """Return True or False; ParameterError for anything else."""
+    """Return `value`; raise ParameterError if it is not True or False."""
     if not isinstance(value, bool):
         raise _refused(name, value, "True or False")
     return value
 
 
 def text(value: Any, name: str) -> str:
-    """Return a text; ParameterError where it is none, or holds what UTF-8 cannot."""
+    """Return `value`; raise ParameterError if it is not a string that UTF-8 can encode."""
     if not isinstance(value, str):
         raise _refused(name, value, "a text")
     try:
@@ -78,24 +78,24 @@ def text(value: Any, name: str) -> str:
     except UnicodeEncodeError as error:
         raise ParameterError(
             f"{name} is not valid Unicode: character {error.start} is half of a surrogate pair, or "
-            "a byte that was no text; give it encoded as UTF-8"
+            "a byte that was not text; encode it as UTF-8"
         ) from error
     return value
 
 
 def texts(value: Any, name: str) -> list[str]:
-    """Return several texts; ParameterError for a single one, or where one of them is none."""
+    """Return `value` as a list of strings; raise ParameterError if it is not several strings."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise _refused(name, value, "several texts, such as a list of them")
     found = list(value)
     for one in found:
         if not isinstance(one, str):
-            raise ParameterError(f"{name} holds {_shown(one)}: expected texts alone")
+            raise ParameterError(f"{name} holds {_shown(one)}: expected texts only")
     return found
 
 
 def path(value: Any, name: str) -> Path:
-    """Return a path; ParameterError where it is none."""
+    """Return `value` as a `Path`; raise ParameterError if it is not a path."""
     if isinstance(value, bytes) or not isinstance(value, str | os.PathLike):
         raise _refused(name, value, "a path")
     if "\0" in str(value):

@@ -1,8 +1,8 @@
 """Documents, chunks and the identity of a chunk's KV.
 
-A `Document` is what a loader yields, a `Chunk` is a stretch of one document with its token
-ids, and a `ChunkKey` names the KV of that chunk under one model. Two chunks with the same
-token ids under the same model share one key, hence one stored record.
+A loader yields a `Document`. A `Chunk` is a stretch of one document with its token ids. A
+`ChunkKey` names the KV of that chunk under one model. Two chunks with the same token ids under
+the same model share one key, and so one stored record.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from kvrag.errors import ParameterError
 KEY_FORMAT_VERSION = 1
 _DIGEST_BYTES = 20
 _CONTEXT = "context"
-# What may be combining marks: no letters, digits or ASCII.
+# Long runs of characters that may be combining marks: neither letters, digits nor ASCII.
 _LONG_RUN = re.compile(r"[^\w\x00-\x7f]{64,}")
 _HEX_KEY = re.compile(r"[0-9a-f]{40}")
 
 
 def normalise_text(text: str) -> str:
-    r"""Return the text as it is hashed, tokenised and handed to frameworks.
+    r"""Return the text as it is hashed, tokenised and passed to frameworks.
 
-    NFC, line ends as ``\n``, outer whitespace stripped: the form in which prompt builders
-    hand a chunk on, so that it can be found again in the rendered prompt.
+    NFC, line ends as ``\n``, outer whitespace stripped. Prompt builders pass a chunk on in this
+    form, so it can be found again in the rendered prompt.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if not text.isascii():
@@ -41,8 +41,8 @@ def normalise_text(text: str) -> str:
 def _order_marks(run: re.Match[str]) -> str:
     """Return a run of combining marks in canonical order, which NFC then keeps.
 
-    Python's own NFC sorts marks by insertion, in a time that grows with the square of their
-    number: 160 KB of them take seconds.
+    Python's own NFC sorts marks by insertion, in time quadratic in their number: 160 KB of them
+    take seconds.
     """
     ordered: list[str] = []
     marks: list[str] = []
@@ -64,24 +64,24 @@ def content_hash(text: str) -> str:
 
 
 def chunk_id_of(source: str, ordinal: int, text: str) -> str:
-    """Return the identity of a chunk within an index: a digest of all that it is."""
-    # With its length in front of the source, no two sources and texts flatten to the same string.
+    """Return the identity of a chunk within an index: a digest of source, ordinal and text."""
+    # The length before the source keeps two different inputs from flattening to the same string.
     return content_hash(f"{len(source)}\0{source}{ordinal}\0{text}")
 
 
 @dataclass(frozen=True)
 class Document:
-    """One source document, as a loader yields it.
+    """One source document, from a loader.
 
     Attributes
     ----------
     source
-        Where it came from: an absolute path (``path#row`` for rows of a table) or the id
-        given by a framework. Unique within an index.
+        The origin: an absolute path (``path#row`` for rows of a table) or the id that a framework
+        gave. Unique within an index.
     text
-        Its whole text, not yet normalised. What is no text is refused where it is indexed.
+        The whole text, not yet normalised. Indexing refuses anything that is not text.
     metadata
-        Plain JSON values shown beside answers.
+        Plain JSON values, shown with answers.
     """
 
     source: str
@@ -104,12 +104,12 @@ class Chunk:
     token_starts
         For each token, the offset of its first character in `text`. Length T.
     source, ordinal
-        The document it was cut from and its place in it, from 0.
+        The document that it was cut from, and its place there, counted from 0.
     metadata
-        The document's metadata, with what the chunker adds (heading, page).
+        The document's metadata, plus what the chunker adds (heading, page).
     contexts
-        For each record of its KV the token ids that stand between the shared prefix and the chunk
-        while it is encoded, and whose own KV is not stored. At least one, often just ``()``.
+        One entry for each record of the chunk's KV: the token ids between the shared prefix and the
+        chunk while it is encoded. Their own KV is not stored. At least one, often just ``()``.
     """
 
     chunk_id: str
@@ -122,7 +122,7 @@ class Chunk:
     contexts: tuple[tuple[int, ...], ...] = ((),)
 
     def encodings(self) -> Iterator[Chunk]:
-        """Yield the chunk once for each of its records, with the context of that one alone."""
+        """Yield the chunk once for each of its records, with only that record's context."""
         for context_ids in self.contexts:
             yield replace(self, contexts=(context_ids,))
 
@@ -142,7 +142,7 @@ class ChunkKey:
 
 
 def is_key(text: object) -> bool:
-    """Say whether a text is the name of a chunk's KV."""
+    """Return whether `text` has the form of a `ChunkKey`."""
     return isinstance(text, str) and _HEX_KEY.fullmatch(text) is not None
 
 
@@ -161,19 +161,18 @@ def chunk_key(
     Parameters
     ----------
     tenant_salt
-        1 to 64 bytes that key the hash: who does not know them can neither compute nor probe
-        another tenant's keys.
+        1 to 64 bytes that key the hash. Without them, nobody can compute or probe a tenant's keys.
     model_fingerprint, tokenizer_fingerprint
         Digests of weights with config, and of the tokenizer.
     prefix_ids
-        Token ids of the shared prefix the chunk was encoded behind.
+        Token ids of the shared prefix that the chunk was encoded after.
     token_ids
         The chunk's own token ids.
     context_ids
-        Token ids between the two while it was encoded; none give the key of the chunk alone.
+        Token ids between the two during encoding. Without any, the key is that of the chunk alone.
     options
         Settings that change the stored KV (pruning, link or anchor model). The codec is not
-        one of them: it is recorded beside the key, so that a recode keeps the name.
+        among them: it is recorded separately, so that a recode keeps the key.
 
     Raises
     ------
@@ -197,7 +196,7 @@ def chunk_key(
     altering = {name: value.encode() for name, value in (options or {}).items()}
     if _CONTEXT in altering:
         raise ParameterError(
-            f"chunk key: the option {_CONTEXT!r} would pass for context_ids; name it otherwise"
+            f"chunk key: the option name {_CONTEXT!r} is reserved for context_ids; use another one"
         )
     if context_ids:
         altering[_CONTEXT] = struct.pack(f"<{len(context_ids)}q", *context_ids)

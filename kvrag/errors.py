@@ -1,7 +1,7 @@
-"""The exception tree. Every error that a user can meet is one of these::
+"""The exception tree. Every error that a user can see is one of these::
 
     KVRagError
-    ├── ParameterError            a value is outside what it may be (also a ValueError)
+    ├── ParameterError            a caller gave a value that is not allowed (also a ValueError)
     ├── PromptTooLongError        prompt and answer exceed the model's context window
     ├── DocumentError             a document cannot be read
     ├── PMLError                  prompt markup is wrong: file, line, column
@@ -11,16 +11,16 @@
     ├── IndexFormatError          the index is damaged or of another version
     ├── IndexMismatchError        the index was made with another model, tokenizer or embedding
     ├── IndexLockedError          another process writes to the index
-    ├── RecordError               stored bytes are no valid record
+    ├── RecordError               stored bytes are not a valid record
     ├── StoreError                a store cannot be used
     │   └── StoreUnreachableError     it does not answer, but may later
-    ├── ProfileError              a codec profile is missing, damaged or foreign
-    ├── LinksError                link tokens are missing, damaged or foreign
-    ├── AnchorsError              anchors are missing, damaged or foreign
+    ├── ProfileError              a codec profile is missing, damaged or of another model
+    ├── LinksError                link tokens are missing, damaged or of another model
+    ├── AnchorsError              anchors are missing, damaged or of another model
     ├── EngineVersionError        a serving engine is missing or of an untested version
     └── EngineError               a serving engine refused, or does not answer
 
-Each message says what went wrong, where, what was expected, what was found, and how to mend it.
+Each message says what went wrong, where, what was expected, what was found, and how to fix it.
 Errors about stored bytes never reach a user at question time: kvrag counts them and prefills
 that span instead.
 """
@@ -33,23 +33,23 @@ class KVRagError(Exception):
 
 
 class ParameterError(KVRagError, ValueError):
-    """A value given by the caller is outside what it may be (a ratio of 1.5, a policy unknown)."""
+    """The caller gave a value that is not allowed (a ratio of 1.5, an unknown policy)."""
 
 
 class UnsupportedModelError(KVRagError):
-    """The model lacks something fusion needs; the message names what is missing."""
+    """The model lacks something that fusion needs; the message names what is missing."""
 
 
 class ModelLoadError(KVRagError):
-    """The model or its tokenizer could not be loaded from the place given."""
+    """The model or its tokenizer could not be loaded from the given path or name."""
 
 
 class PromptTooLongError(KVRagError):
-    """The prompt plus the tokens asked for exceed the model's context window."""
+    """The prompt plus the requested answer exceed the model's context window."""
 
 
 class DocumentError(KVRagError):
-    """A document cannot be read: missing, empty, of an unknown kind, wrongly encoded."""
+    """A document cannot be read: it is missing, empty, of an unknown type or wrongly encoded."""
 
 
 class ParserError(KVRagError):
@@ -57,36 +57,36 @@ class ParserError(KVRagError):
 
 
 class RecordError(KVRagError):
-    """Stored bytes are no valid record: foreign, truncated, flipped, oversized, too new."""
+    """Stored bytes are not a valid record: foreign, truncated, corrupt, oversized or too new."""
 
 
 class StoreError(KVRagError):
-    """A store cannot be used: unreachable, read-only, full."""
+    """A store cannot be used: it is unreachable, read-only or full."""
 
 
 class StoreUnreachableError(StoreError):
-    """A store does not answer, or not in time; it may do so again later."""
+    """A store does not answer in time; it may recover later."""
 
 
 class ProfileError(KVRagError):
-    """A codec profile is missing, damaged, or of another model than the one it is used with."""
+    """A codec profile is missing, damaged, or was fitted to another model."""
 
 
 class LinksError(KVRagError):
-    """Link tokens are missing, damaged, or of another model than the one they are used with."""
+    """Link tokens are missing, damaged, or were trained for another model."""
 
 
 class AnchorsError(KVRagError):
-    """Anchors are missing, damaged, or of another model or compression than asked for."""
+    """Anchors are missing, damaged, or were trained for another model or compression."""
 
 
 class PMLError(KVRagError):
-    """Prompt markup is wrong; the message begins with the place.
+    """Prompt markup is wrong; the message begins with file, line and column.
 
     Attributes
     ----------
     file, line, column
-        Where, both counted from 1.
+        Where the problem is; line and column are counted from 1.
     """
 
     def __init__(self, message: str, file: str, line: int, column: int) -> None:
@@ -97,15 +97,15 @@ class PMLError(KVRagError):
 
 
 class IndexNotFoundError(KVRagError):
-    """There is no index in the folder given."""
+    """There is no index in the given folder."""
 
 
 class IndexFormatError(KVRagError):
-    """The folder holds an index of another version, or something that is not an index."""
+    """The folder holds a damaged index, one of another version, or no index at all."""
 
 
 class IndexMismatchError(KVRagError):
-    """The index was made with another model, tokenizer, embedding or key than the one given."""
+    """The index was made with a different model, tokenizer, embedding or key."""
 
 
 class IndexClosedError(KVRagError):
@@ -117,8 +117,8 @@ class IndexLockedError(KVRagError):
 
 
 class EngineVersionError(KVRagError):
-    """A serving engine is missing, or of a version that kvrag was not tested with."""
+    """A serving engine is missing, or kvrag was not tested with its version."""
 
 
 class EngineError(KVRagError):
-    """A serving engine refused a request, does not answer, or is set up for something else."""
+    """A serving engine refused a request, does not answer, or has an unsuitable setup."""

@@ -1,4 +1,4 @@
-"""What KV is, in three shapes, and the glossary of axes used everywhere.
+"""The classes that hold KV, and the glossary of axes used everywhere.
 
 Axes
 ----
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The element types that KV may have, by the names users and index files give them."""
+"""The element types that KV may have, by their names in options and index files."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class KVSpec:
     Attributes
     ----------
     num_layers, num_kv_heads, head_dim
-        L, H and D; equal for keys and values and for all layers.
+        L, H and D. They are the same for all layers, and for keys and values.
     dtype
         Element type of the model's KV: float32, bfloat16 or float16.
     """
@@ -81,11 +81,11 @@ class FusedKV:
     spec
         Shape and type.
     num_tokens
-        N, the tokens the prompt occupies.
+        N, the tokens of the prompt.
     capacity
-        C, room for the prompt and for the tokens to be generated.
+        C, room for the prompt and the tokens to be generated.
     device
-        Where the buffer lives.
+        The device of the buffer.
     storage
         Memory to use instead of allocating: one-dimensional, of the spec's dtype, at least
         `storage_elements` long. Its contents are overwritten.
@@ -107,8 +107,8 @@ class FusedKV:
     ) -> None:
         num_elements = self.storage_elements(spec, capacity)
         if storage is None:
-            # A tensor made in inference mode could not be written outside it, and this memory is
-            # used again for later prompts.
+            # Later prompts reuse this memory, perhaps outside inference mode, where a tensor that
+            # was made in it could not be written.
             with torch.inference_mode(False):
                 storage = torch.empty(num_elements, dtype=spec.dtype, device=device)
         self.spec = spec
@@ -121,11 +121,11 @@ class FusedKV:
 
     @staticmethod
     def storage_elements(spec: KVSpec, capacity: int) -> int:
-        """Return the elements a buffer of that capacity needs."""
+        """Return how many elements a buffer of that capacity needs."""
         return 2 * spec.num_layers * spec.num_kv_heads * capacity * spec.head_dim
 
     def release(self) -> None:
-        """Let go of the memory: the buffer cannot be read or written any more."""
+        """Free the memory. The buffer cannot be read or written afterwards."""
         self.storage = self.storage.new_empty(0)
         self.keys, self.values = [], []
 

@@ -1,6 +1,6 @@
-"""Methods that users name by strings: ``name:key=value:key=value``, and what their fields may hold.
+"""Methods that users name by strings, ``name:key=value:key=value``, and checks of their fields.
 
-A method is a frozen dataclass of its parameters with a class attribute ``name``.
+A method is a frozen dataclass of its parameters, with a class attribute ``name``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from kvrag.errors import ParameterError
 
-# What a parameter may be, by the first word of its field's type.
+# The types that a parameter accepts, for each word in its field's annotation.
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (numbers.Integral,),
     "float": (numbers.Real,),
@@ -27,21 +27,21 @@ _EXPECTED = {"int": "a whole number", "float": "a number", "str": "a word"}
 
 
 def parse_spec(spec: str, kind: str, *known: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """Return the name in a spec, and the parameters behind it.
+    """Return the name and the parameters in a spec.
 
     Parameters
     ----------
     spec
-        Such as ``"gradual:spread=0.8:on=k"``, or as reports name a method (`describe`).
+        Such as ``"gradual:spread=0.8:on=k"``, or the output of `describe`.
     kind
-        What the method is called in messages, such as ``"policy"``.
+        The word for such a method in messages, such as ``"policy"``.
     known
-        The names there are.
+        The names that exist.
 
     Raises
     ------
     ParameterError
-        For an unknown name, a setting without a value, or one said twice.
+        For an unknown name, a setting without a value, or one that is given twice.
     """
     if not isinstance(spec, str):
         raise ParameterError(f"{kind} {spec!r}: expected a name; known: {_names(known)}")
@@ -55,25 +55,25 @@ def parse_spec(spec: str, kind: str, *known: Collection[str]) -> tuple[str, dict
         if not equals:
             raise ParameterError(f"{kind} {spec!r}: expected PARAMETER=VALUE, found {setting!r}")
         if key in given:
-            raise ParameterError(f"{kind} {spec!r} says its {key} twice; leave one out")
+            raise ParameterError(f"{kind} {spec!r} gives {key} twice; remove one")
         given[key] = _value(text)
     return name, given
 
 
 def check_fields(method: Any, kind: str) -> None:
-    """Raise ParameterError where a plain field of a method holds another type than it says."""
+    """Raise ParameterError if a plain field of a method does not hold its annotated type."""
     for field in fields(method):
         # A string where its module postpones annotations.
         kind_of = field.type.__name__ if isinstance(field.type, type) else str(field.type)
         kinds = kind_of.split(" | ")
         value = getattr(method, field.name)
-        # Of fields that hold more than a plain value each method knows itself.
+        # Methods check fields of other types themselves.
         if not _TYPES.keys() >= set(kinds):
             continue
         accepted = tuple(one for kind in kinds for one in _TYPES[kind])
         if isinstance(value, bool) or not isinstance(value, accepted):
             raise ParameterError(
-                f"{kind} {method.name!r}: {field.name}={value!r} is not what it takes: expected "
+                f"{kind} {method.name!r}: {field.name}={value!r} has the wrong type: expected "
                 f"{_EXPECTED[kinds[0]]}"
             )
 

@@ -1,13 +1,13 @@
-"""What is known by name: what kvrag brings, and what other distributions register.
+"""Classes by name: kvrag's own, and those that other distributions register.
 
-Another distribution registers a name with an entry point of one of these groups:
+Another distribution registers a name with an entry point in one of these groups:
 
 - ``kvrag.stores``: the scheme of a URL, naming a subclass of `kvrag.store.remote.RemoteStore`;
 - ``kvrag.policies``: a policy, naming a subclass of `kvrag.fusion.policies.base.RecomputePolicy`;
-- ``kvrag.codecs``: a codec without a profile, naming a class that is made without arguments and
-  has the protocol `kvrag.codec.base.Codec`.
+- ``kvrag.codecs``: a codec without a profile, naming a class that takes no arguments and has the
+  protocol `kvrag.codec.base.Codec`.
 
-They are looked for only where a name is none of kvrag's own: those cannot be replaced.
+kvrag looks there only for names that it does not define itself, so its own cannot be replaced.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class Table(Mapping[str, T], Generic[T]):
-    """Names to classes, each imported when it is asked for.
+    """A mapping from names to classes. Each class is imported on first use.
 
     Parameters
     ----------
     group
-        Of the entry points with which other distributions register theirs.
+        The group of entry points where other distributions register their classes.
     built_in
-        kvrag's own: name to ``module:class``, as entry points are written.
+        kvrag's own classes: name to ``module:class``, the notation of entry points.
     """
 
     def __init__(self, group: str, built_in: Mapping[str, str]) -> None:
@@ -41,14 +41,14 @@ class Table(Mapping[str, T], Generic[T]):
         self._registered: dict[str, EntryPoint] = {}
 
     def __getitem__(self, name: str) -> T:
-        """Return what a name stands for.
+        """Return the class with a name.
 
         Raises
         ------
         KeyError
-            When nothing has that name.
+            If no class has that name.
         ParameterError
-            When several distributions register it, or what it names cannot be imported.
+            If several distributions register the name, or the class cannot be imported.
         """
         if name in self.built_in:
             module, _, attribute = self.built_in[name].partition(":")
@@ -88,7 +88,7 @@ class Table(Mapping[str, T], Generic[T]):
         ) from cause
 
     def _find(self, name: str) -> EntryPoint | None:
-        """Return the entry point of a name. Raises ParameterError where there are several."""
+        """Return the entry point of a name. Raises ParameterError if there are several."""
         if name not in self._registered:
             points = {point.value: point for point in registered(self.group) if point.name == name}
             if len(points) > 1:
@@ -103,7 +103,7 @@ class Table(Mapping[str, T], Generic[T]):
 
 
 def registered(group: str) -> list[EntryPoint]:
-    """Return the entry points of a group, of all distributions that are installed."""
+    """Return the entry points of a group, from all installed distributions."""
     from importlib.metadata import entry_points  # most runs need none
 
     return list(entry_points(group=group))
@@ -116,6 +116,6 @@ def described(point: EntryPoint) -> str:
 
 
 def require_subclass(table: Table[Any], name: str, found: object, base: type[Any]) -> None:
-    """Raise ParameterError unless what a name of a table stands for is a subclass of `base`."""
+    """Raise ParameterError unless `found`, the entry `name` of a table, is a subclass of `base`."""
     if not (isinstance(found, type) and issubclass(found, base)):
         table.refuse(name, f"a subclass of {base.__module__}.{base.__qualname__}", repr(found))

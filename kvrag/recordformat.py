@@ -1,7 +1,7 @@
-"""Where the blocks of a record are, and whether they are whole.
+"""Where the blocks of a record are, and whether they are intact.
 
-The part of the byte format (`docs/format.md`) that stores need as well as codecs: stores split
-records at the ends of blocks, and check what comes from afar before they keep it.
+This is the part of the byte format (`docs/format.md`) that both stores and codecs need. Stores
+split records at the ends of blocks, and check what comes over a network before they keep it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUM_BLOCKS_OFFSET = 84
 
 
 def piece_ends(record: bytes | memoryview) -> tuple[int, ...]:
-    """Return where the header and each block of a record end; nothing for any other bytes."""
+    """Return where the header and each block of a record end; () for other bytes."""
     try:
         entries = _entries(memoryview(record))
     except ValueError:
@@ -40,15 +40,15 @@ def piece_ends(record: bytes | memoryview) -> tuple[int, ...]:
 
 
 def check_record(key: ChunkKey, record: bytes | memoryview) -> None:
-    """Raise RecordError unless `record` is whole: its key, its length and every checksum.
+    """Raise RecordError unless key, length and every checksum of `record` are right.
 
-    What the blocks hold is the codec's to judge.
+    The codec checks what the blocks hold.
     """
     view = memoryview(record)
     try:
         entries = _entries(view)
         if bytes(view[24:44]).hex() != key.digest:
-            raise ValueError("it names another key")
+            raise ValueError("the header names another key")
         header_bytes = entries[0][0]
         end = header_bytes - CHECKSUM.size
         (expected,) = CHECKSUM.unpack_from(view, end)
@@ -60,22 +60,22 @@ def check_record(key: ChunkKey, record: bytes | memoryview) -> None:
                 raise ValueError(f"the checksum of block {number} differs")
     except ValueError as error:
         raise RecordError(
-            f"record {key}: expected a whole record of format version {FORMAT_VERSION}, found "
-            f"{len(record)} bytes of which {error}; delete it and ingest its document again"
+            f"record {key}: expected an intact record of format version {FORMAT_VERSION}, found "
+            f"{len(record)} bytes: {error}; delete it and ingest its document again"
         ) from error
 
 
 def _entries(view: memoryview) -> list[tuple[int, int, int]]:
     """Return the block index. Raises ValueError unless its blocks fill the record in order."""
     if len(view) < FIXED.size:
-        raise ValueError("there are too few for a header")
+        raise ValueError("too few for a header")
     magic, version, header_bytes, record_bytes, _ = _START.unpack_from(view)
     if magic != MAGIC:
-        raise ValueError("the first are not a record's")
+        raise ValueError("they do not begin as a record does")
     if version != FORMAT_VERSION:
         raise ValueError(f"the header is of format version {version}")
     if record_bytes != len(view):
-        raise ValueError(f"the header promises {record_bytes}")
+        raise ValueError(f"the header says {record_bytes}")
     (num_blocks,) = _NUM_BLOCKS.unpack_from(view, _NUM_BLOCKS_OFFSET)
     end_of_index = FIXED.size + num_blocks * BLOCK.size
     least = end_of_index + CHECKSUM.size

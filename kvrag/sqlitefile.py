@@ -1,4 +1,4 @@
-"""SQLite files in write-ahead mode, also encrypted, also where their folder cannot be written."""
+"""SQLite files in write-ahead mode, plain or encrypted, also in read-only folders."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any
 from kvrag.errors import ParameterError
 
 FileStamp = tuple[tuple[int, int, int] | None, ...]
-"""Inode, size and time of a file and of its write-ahead log, None where there is none."""
+"""Inode, size and modification time of a file and of its write-ahead log; None for a missing one.
+"""
 
 
 def library(key: bytes | None) -> Any:
-    """Return the module that opens a file: `sqlite3`, or with a key SQLCipher's, of equal use.
+    """Return the module that opens a file: `sqlite3`, or SQLCipher's if there is a key.
 
-    Its errors are its own: catch ``library(key).Error``.
+    Both have the same interface, but separate exceptions: catch ``library(key).Error``.
 
     Raises
     ------
     ParameterError
-        When there is a key and SQLCipher is not installed.
+        If there is a key and SQLCipher is not installed.
     """
     if key is None:
         return sqlite3
@@ -35,7 +36,7 @@ def library(key: bytes | None) -> Any:
 
 
 def unlock(connection: Any, key: bytes | None) -> None:
-    """Give a new connection its file's key of 32 bytes; None for a file that is not encrypted."""
+    """Set the file's key of 32 bytes on a new connection; None for a file without encryption."""
     if key is not None:
         connection.execute("PRAGMA cipher_log_level = NONE")  # errors are raised
         connection.execute(f"PRAGMA key = \"x'{key.hex()}'\"")
@@ -49,13 +50,13 @@ def connect(path: Path, key: bytes | None = None) -> tuple[sqlite3.Connection, F
     path
         The file.
     key
-        32 bytes with which it is encrypted (SQLCipher 4); None where it is not.
+        The 32 bytes that it is encrypted with (SQLCipher 4); None for a file without encryption.
 
     Returns
     -------
     connection, stamp
         `stamp` is None for a connection that sees what others write. Otherwise SQLite reads the
-        file as if it never changed, and the connection is good as long as `file_stamp` is equal.
+        file as if it never changed, and the connection is valid as long as `file_stamp` is equal.
     """
     sql = library(key)
     connection = sql.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
@@ -64,8 +65,8 @@ def connect(path: Path, key: bytes | None = None) -> tuple[sqlite3.Connection, F
         unlock(connection, key)
         connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
     except sql.OperationalError:
-        # Who may not write the folder cannot make the WAL's shared memory. Where it is missing,
-        # nobody has the file open at the moment; somebody else may at any later one.
+        # In a read-only folder, SQLite cannot create the WAL's shared memory. If that is missing,
+        # no process has the file open now, but one may open it at any later moment.
         connection.close()
         stamp = file_stamp(path)
         connection = sql.connect(
@@ -84,7 +85,7 @@ def connect(path: Path, key: bytes | None = None) -> tuple[sqlite3.Connection, F
 
 
 def file_stamp(path: Path) -> FileStamp:
-    """Return what changes whenever another process writes to the file."""
+    """Return a stamp that changes whenever another process writes to the file."""
     return tuple(map(_stamp, (path, path.with_name(path.name + "-wal"))))
 
 

@@ -39,7 +39,7 @@ def test_another_key() -> None:
 @pytest.mark.parametrize("content", [b"", b"x", b"x" * 500, make_record()[:-64], make_record() * 2])
 def test_what_is_no_record(content: bytes) -> None:
     assert piece_ends(content) == ()
-    with pytest.raises(RecordError, match="expected a whole record of format version 2"):
+    with pytest.raises(RecordError, match="expected an intact record of format version 2"):
         check_record(KEY, content)
 
 

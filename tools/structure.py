@@ -42,6 +42,7 @@ _SAYS = {
     "store": "where bytes are kept",
     "eviction": "forgetting while answering",
     "models": "Hugging Face decoders",
+    "weights": "GGUF files, models by name",
     "positions": "rotary and other positions",
     "native": "compiled kernels",
 }

@@ -31,7 +31,7 @@ bool is_packed(const A& array) {
   return true;
 }
 
-// Patches outside the numbers, or out of order, are refused: they come out of records.
+// Patches outside the numbers, or out of order, are refused: they come from records.
 Numbers make_numbers(const AnyMatrix& matrix, const std::optional<Floats1>& shrink,
                      const std::optional<Patches>& patches) {
   Numbers numbers{};

@@ -1,5 +1,5 @@
-// What the bindings share. They are thin: arguments arrive checked by kvrag/native, so what is
-// checked here is only what memory safety needs.
+// Shared parts of the bindings. They are thin: kvrag/native checks arguments, so the bindings check
+// only what memory safety needs.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,4 @@
-// Up to 32 tokens of rows that are channels already: scale, turn around, place.
+// Up to 32 tokens of rows that are channels already: scale, transpose, place.
 #pragma once
 
 #include "numbers.h"

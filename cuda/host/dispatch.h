@@ -1,4 +1,4 @@
-// Which of the instruction sets' kernels run.
+// Chooses the instruction set's kernels.
 #pragma once
 
 #include <string>
@@ -8,13 +8,13 @@
 
 namespace kvrag::host {
 
-// Those this processor can run, slowest first.
+// The kernels that this processor can run, slowest first.
 std::vector<const Kernels*> available_kernels();
 
-// Those in use: the fastest, unless `use_kernels` said otherwise.
+// The kernels in use: the fastest, unless `use_kernels` chose others.
 const Kernels& kernels();
 
-// Use those of that name from now on; false where there are none.
+// Use the kernels of that name from now on; false if there are none.
 bool use_kernels(const std::string& name);
 
 }  // namespace kvrag::host

@@ -107,7 +107,7 @@ struct Avx2 {
     next += 2 * __builtin_popcount(mask);
   }
 
-  // Not below 2^31 in general, which the signed conversion cannot do in one step.
+  // In two steps, since the signed conversion cannot handle values of 2^31 and more.
   static __m256 to_float(__m256i value) {
     const __m256 high = _mm256_cvtepi32_ps(_mm256_srli_epi32(value, 16));
     const __m256 low = _mm256_cvtepi32_ps(_mm256_and_si256(value, _mm256_set1_epi32(0xffff)));
@@ -128,7 +128,7 @@ struct Avx2 {
     const __m256i emit = _mm256_andnot_si256(_mm256_cmpgt_epi32(frequency, top), active);
     const u32 mask = bits(emit);
     // The words go to the upper end of a register, so that one plain store puts them right
-    // below those already written; what it writes below them is overwritten later.
+    // below the previous words. What it writes below them is overwritten later.
     const __m256i packed =
         _mm256_and_si256(_mm256_permutevar8x32_epi32(x, order(kLaneTables.pack_high[mask])),
                          _mm256_set1_epi32(0xffff));
@@ -138,8 +138,8 @@ struct Avx2 {
     next -= 2 * __builtin_popcount(mask);
     const __m256i state = _mm256_blendv_epi8(x, _mm256_srli_epi32(x, rans::kWordBits), emit);
 
-    // The quotient is below 2^20, so its estimate in float is off by at most one; the
-    // remainder tells which way.
+    // The quotient is below 2^20, so its estimate in float is off by at most one. The
+    // remainder shows in which direction.
     __m256i quotient =
         _mm256_cvttps_epi32(_mm256_div_ps(to_float(state), _mm256_cvtepi32_ps(frequency)));
     __m256i remainder = _mm256_sub_epi32(state, _mm256_mullo_epi32(quotient, frequency));

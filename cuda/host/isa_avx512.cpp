@@ -90,7 +90,7 @@ struct Avx512 {
     const __mmask16 emit = _mm512_mask_cmpge_epu32_mask(
         active, _mm512_srli_epi32(x, 32 - rans::kProbabilityBits), frequency);
     // The words go to the upper end of a register, so that one plain store puts them right
-    // below those already written; what it writes below them is overwritten later.
+    // below the previous words. What it writes below them is overwritten later.
     const u32 count = static_cast<u32>(__builtin_popcount(emit));
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i rotated = _mm512_permutexvar_epi32(
@@ -100,8 +100,8 @@ struct Avx512 {
     next -= 2 * count;
     const __m512i state = _mm512_mask_srli_epi32(x, emit, x, rans::kWordBits);
 
-    // The quotient is below 2^20, so its estimate in float is off by at most one; the
-    // remainder tells which way.
+    // The quotient is below 2^20, so its estimate in float is off by at most one. The
+    // remainder shows in which direction.
     const __m512i estimate = _mm512_cvttps_epi32(
         _mm512_div_ps(_mm512_cvtepu32_ps(state), _mm512_cvtepi32_ps(frequency)));
     __m512i remainder = _mm512_sub_epi32(state, _mm512_mullo_epi32(estimate, frequency));

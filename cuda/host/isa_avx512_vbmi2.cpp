@@ -1,13 +1,13 @@
 // AVX-512 with VBMI and VBMI2 (Ice Lake, Zen 4 and later): decoding without gathers.
 //
 // A gather of 16 entries takes as long as all other work on 16 lanes. Here one register holds 16
-// bits of all 32 lanes: the states are two of them, upper and lower halves, so that renormalising
-// is one comparison, one move and one expansion for all lanes, and the multiplication needs 16
-// bits only. Symbols are found in tables that fit registers, where a class's do; the slots'
-// tables in memory serve the others.
+// bits of all 32 lanes. The states are two registers, the upper and lower halves. So renormalising
+// is one comparison, one move and one expansion for all lanes, and the multiplication needs only
+// 16 bits. If a class's tables fit into registers, symbols are found there; otherwise in the slots'
+// tables in memory.
 //
-// One symbol of a lane depends on the one before it, and a step takes far longer than its
-// instructions do. So several streams are decoded side by side.
+// Each symbol of a lane depends on the one before it, and the latency of a step is far longer than
+// its instructions take. So several streams are decoded in parallel.
 #include <immintrin.h>
 
 #include <cstring>
@@ -48,15 +48,15 @@ __m512i odd_words(__m512i low, __m512i high) {
   return _mm512_permutex2var_epi16(low, odd, high);
 }
 
-// Upper and lower halves of 32 states, and the place of the next word.
+// Upper and lower halves of 32 states, and where the next word is.
 struct Lanes {
   __m512i high;
   __m512i low;
   const u8* next;
 };
 
-// What a slot says: `index` is the symbol, or whatever `symbols` of the row makes it of;
-// `scaled` is 16 times the frequency.
+// The contents of a slot. `index` is the symbol, or what `symbols` of the row maps to it; `scaled`
+// is 16 times the frequency.
 struct Found {
   __m512i index;
   __m512i scaled;
@@ -78,7 +78,7 @@ struct BucketRow {
     const __m512i at_end =
         _mm512_add_epi16(_mm512_min_epu16(slot, words(kWidth - 1)),
                          _mm512_subs_epu16(slot, words(rans::kNumSlots - kWidth)));
-    // Bytes, of which the upper ones are no numbers.
+    // Bytes; the upper ones are unused.
     const __m512i ends =
         _mm512_maskz_permutex2var_epi8(0x5555555555555555u, _mm512_load_si512(table_.ends), at_end,
                                        _mm512_load_si512(table_.ends + 64));
@@ -105,7 +105,7 @@ struct BucketRow {
   const BucketTable& table_;
 };
 
-// Rows with contexts, all of whose tables are digits'.
+// Rows with contexts, if all their tables are digits' tables.
 struct DigitRow {
   static constexpr bool kHasContexts = true;
   static constexpr bool kMayBeCertain = false;
@@ -122,8 +122,8 @@ struct DigitRow {
 
   Found find(__m512i slot, __m256i contexts) const {
     const __m512i context = _mm512_cvtepu8_epi16(contexts);
-    // Below 0, and so beyond all slots, where the symbol begins after this slot: signs tell the
-    // symbol, and the least of them is the distance to its beginning.
+    // Differences are below 0, so beyond all slots as unsigned, for symbols that begin after this
+    // slot. The signs give the symbol, and the least difference is the distance to its beginning.
     const __m512i from_second = _mm512_sub_epi16(slot, _mm512_permutexvar_epi16(context, second_));
     const __m512i from_third = _mm512_sub_epi16(slot, _mm512_permutexvar_epi16(context, third_));
     const __m512i leaf =
@@ -176,7 +176,7 @@ struct SlotRow {
   const u32* table_;
 };
 
-// Take the symbols that were found out of the states of the `active` lanes, and refill.
+// Pop the symbols that were found from the states of the `active` lanes, and refill.
 template <bool kMasked, bool kMayBeCertain>
 KVRAG_INLINE void pop(Lanes& lanes, const Found& found, __mmask32 active) {
   // frequency * (state >> 12) + offset, state >> 12 being 16 times the upper half and the 4
@@ -190,12 +190,12 @@ KVRAG_INLINE void pop(Lanes& lanes, const Found& found, __mmask32 active) {
   high = _mm512_mask_sub_epi16(high, carry, high, _mm512_set1_epi16(-1));
   if constexpr (kMasked || kMayBeCertain) {
     __mmask32 changed = active;
-    // Who takes a certain symbol keeps its state.
+    // A lane with a certain symbol keeps its state.
     if constexpr (kMayBeCertain) changed &= _mm512_test_epi16_mask(found.scaled, found.scaled);
     low = _mm512_mask_mov_epi16(lanes.low, changed, low);
     high = _mm512_mask_mov_epi16(lanes.high, changed, high);
   }
-  // No lane that stays as it is has an upper half of 0.
+  // A lane that stays unchanged never has an upper half of 0.
   const __mmask32 refill = _mm512_testn_epi16_mask(high, high);
   lanes.high = _mm512_mask_mov_epi16(high, refill, low);
   lanes.low = _mm512_mask_expand_epi16(low, refill, _mm512_loadu_si512(lanes.next));
@@ -228,13 +228,13 @@ class Cursor {
   u8* symbols_of(u64 ahead) const {
     return stream->symbols + static_cast<i64>(row + ahead) * stream->row_stride;
   }
-  // nullptr where there are none.
+  // nullptr if there are none.
   const u8* contexts_of(u64 ahead) const {
     return stream->contexts + static_cast<i64>(row + ahead) * stream->context_stride;
   }
 
-  // Make sure that `kBytesAtOnce` may be read from `next` on, which is that of `lanes` unless
-  // these are elsewhere for now.
+  // Make sure that `kBytesAtOnce` may be read from `next` on. `next` is that of `lanes`, unless the
+  // caller holds it elsewhere.
   void look_ahead(const u8*& next) {
     if (__builtin_expect(end_ - next < i64{kBytesAtOnce}, 0)) near_end(next);
   }
@@ -252,7 +252,7 @@ class Cursor {
   Lanes lanes;
 
  private:
-  // Where fewer are left, the rest moves into a buffer with zeros behind it.
+  // If fewer are left, the rest is copied to a buffer with zeros after it.
   __attribute__((noinline)) void near_end(const u8*& next) {
     if (!in_tail_) {
       const u64 rest = static_cast<u64>(end_ - next);
@@ -281,7 +281,7 @@ __mmask32 first_lanes(u64 count) {
   return static_cast<__mmask32>(count >= 32 ? kAllLanes : (u64{1} << count) - 1);
 }
 
-// `count` tokens of one row of each stream, kPair where it is not kMasked.
+// Decode `count` tokens of one row of each stream; kPair tokens unless kMasked.
 template <class Row, u32 kStreams, bool kMasked>
 KVRAG_INLINE void decode_pair(Lanes* lanes, const Row* rows, const u8* const* contexts,
                               u8* const* out, u64 token, u64 count) {
@@ -319,7 +319,7 @@ KVRAG_INLINE void decode_pair(Lanes* lanes, const Row* rows, const u8* const* co
   }
 }
 
-// The next `num_rows` rows of each stream.
+// Decode the next `num_rows` rows of each stream.
 template <class Row, u32... kIndex>
 __attribute__((noinline)) void decode_rows(Cursor* const* cursors, u64 num_rows) noexcept {
   constexpr u32 kStreams = sizeof...(kIndex);
@@ -366,7 +366,7 @@ void decode_rows(Cursor* const* cursors, u64 count, u64 num_rows) noexcept {
   }
 }
 
-// How a row can be decoded. Without contexts, the later ways serve where the earlier ones do.
+// How a row can be decoded. Without contexts, later ways work wherever earlier ones do.
 enum Way : i32 { kBuckets0, kBuckets1, kBuckets2, kBuckets3, kSlots, kDigits, kContextSlots };
 static_assert(kBuckets3 == BucketTable::kMostCorrections, "one way for each");
 
@@ -382,7 +382,7 @@ Way way_of(const Cursor& cursor, u64 ahead) {
   return corrections <= kBuckets3 ? static_cast<Way>(corrections) : kSlots;
 }
 
-// The latest of the ways of several streams.
+// The latest of several streams' ways.
 Way common_way(const Cursor* const* cursors, u64 count, u64 ahead) {
   Way found = way_of(*cursors[0], ahead);
   for (u64 i = 1; i < count; ++i) {
@@ -392,7 +392,7 @@ Way common_way(const Cursor* const* cursors, u64 count, u64 ahead) {
   return found;
 }
 
-// The next rows of each stream, as many as are open to one way.
+// Decode the next rows of each stream, as many as can be decoded in one way.
 void decode_run(Cursor* const* cursors, u64 count) noexcept {
   u64 most = cursors[0]->rows_left();
   for (u64 i = 1; i < count; ++i) most = least(most, cursors[i]->rows_left());
@@ -430,7 +430,7 @@ void decode_streams(const DecodeStream* streams, u64 count, Damage* damage) noex
       if (from_memory(way_of(cursors[i], 0))) slow[num_slow++] = cursors + i;
     }
     if (num_open == 0) break;
-    // Those that need memory first, alone: the others would wait for it with them.
+    // Streams that need memory come first, alone; otherwise the others would wait with them.
     if (num_slow != 0) {
       decode_run(slow, num_slow);
     } else {
@@ -444,7 +444,7 @@ void decode_streams(const DecodeStream* streams, u64 count, Damage* damage) noex
 
 }  // namespace
 
-// All but decoding is AVX-512's.
+// Everything except decoding is the same as for AVX-512.
 const Kernels& avx512_vbmi2() {
   static const Kernels found = [] {
     Kernels kernels = kAvx512;

@@ -14,8 +14,8 @@
 namespace kvrag::host {
 namespace {
 
-// Byte shuffles made of the lanes' permutations: `expand` puts word k of the next four into
-// the low half of a lane and zero into its high half, `pack_high` collects low halves.
+// Byte shuffles for the lanes' permutations. `expand` puts one of the next four words into the low
+// half of a lane and zero into its high half; `pack_high` collects low halves.
 struct Shuffles {
   alignas(16) u8 expand[16][16];
   alignas(8) u8 pack_high[16][8];
@@ -118,14 +118,14 @@ struct Neon {
     const uint32x4_t emit = vandq_u32(vcgeq_u32(top, frequency), active);
     const u32 mask = bits(emit);
     // The words go to the upper end of a register, so that one plain store puts them right
-    // below those already written; what it writes below them is overwritten later.
+    // below the previous words. What it writes below them is overwritten later.
     const uint8x8_t packed = vqtbl1_u8(vreinterpretq_u8_u32(x), vld1_u8(kShuffles.pack_high[mask]));
     vst1_u8(next - 8, packed);
     next -= 2 * __builtin_popcount(mask);
     const uint32x4_t state = vbslq_u32(emit, vshrq_n_u32(x, rans::kWordBits), x);
 
-    // The quotient is below 2^20, so its estimate in float is off by at most one; the
-    // remainder tells which way.
+    // The quotient is below 2^20, so its estimate in float is off by at most one. The
+    // remainder shows in which direction.
     uint32x4_t quotient = vcvtq_u32_f32(vdivq_f32(vcvtq_f32_u32(state), vcvtq_f32_u32(frequency)));
     uint32x4_t remainder = vmlsq_u32(state, quotient, frequency);
     const uint32x4_t over = vcltzq_s32(vreinterpretq_s32_u32(remainder));

@@ -1,5 +1,5 @@
-// Kernels in plain C++: the fallback everywhere, and the text to read first. Vectors of four
-// floats are in every 64-bit processor, and elsewhere the compiler takes them apart.
+// Kernels in plain C++: the fallback for all processors, and the file to read first. Every 64-bit
+// processor has vectors of four floats; for others the compiler splits them.
 #define KVRAG_FLOATS 4  // in a register
 #define KVRAG_TOKENS 4  // whose sums fit the registers, two vectors each
 #define KVRAG_UNROLL
@@ -21,26 +21,26 @@ struct Scalar {
   static Register zero() { return 0; }
   static Register offsets(const u8* contexts, u32 bits) { return u32{*contexts} << bits; }
 
-  // Take one symbol out of every lane, in lane order.
+  // Pop one symbol from every lane, in lane order.
   static void pop(Register& x, const u32* table, Register offsets, const u8*& next, u8* out) {
     const u32 entry = table[rans::slot_of(x) + offsets];
     *out = rans::symbol_of(entry);
     const u32 state = rans::pop(x, entry);
     u16 word;
     std::memcpy(&word, next, sizeof word);
-    // Both outcomes are computed: which lanes refill is close to a coin toss.
+    // No branch: whether a lane refills is almost random.
     const bool refill = rans::needs_word(state);
     x = refill ? rans::with_word(state, word) : state;
     next += refill ? 2 : 0;
   }
 
-  // The same for the first `count` lanes; the others stay as they are.
+  // The same for the first `count` lanes; the others stay unchanged.
   static void pop_first(Register& x, u32, const u32* table, Register offsets, const u8*& next,
                         u8* out) {
     pop(x, table, offsets, next, out);
   }
 
-  // Put one symbol into every lane, in reverse lane order; false where it cannot be coded.
+  // Push one symbol to every lane, in reverse lane order; false if it cannot be coded.
   static bool push(Register& x, const u32* table, Register offsets, u8*& next, const u8* in) {
     const u32 entry = table[*in + offsets];
     if (entry == 0) return false;

@@ -1,4 +1,4 @@
-// What every instruction set provides: one table of functions each, chosen at run time.
+// The kernels that every instruction set provides, as a table of functions, chosen at run time.
 #pragma once
 
 #include "kvrag/common.h"
@@ -25,8 +25,8 @@ struct DecodeStream {
   u64 num_tokens;
 };
 
-// One stream to encode. Words are written downwards from `end`; below them there must be room
-// for one word a symbol and `kEncodeSlack` bytes more, which vector stores may touch.
+// One stream to encode. Words are written downwards from `end`. Below it there must be room for
+// one word a symbol, and for `kEncodeSlack` more bytes that vector stores may overwrite.
 struct EncodeStream {
   u8* end;
   const u32* tables;  // [num_classes, 256]
@@ -41,8 +41,8 @@ struct EncodeStream {
 
 constexpr u64 kEncodeSlack = 64;
 
-// Whole numbers [num_rows, tokens of the chunk], as symbols or, where those are nullptr, values;
-// patches are sorted by token, then row.
+// Whole numbers [num_rows, tokens of the chunk]: symbols, or values if those are nullptr. Patches
+// are sorted by token, then row.
 struct Numbers {
   const u8* symbols;
   const i16* values;
@@ -55,9 +55,9 @@ struct Numbers {
   u64 num_patches;
 };
 
-// Where tokens first_token to first_token + num_tokens go: out [num_heads, num_tokens, head_dim]
-// with strides in elements, rotated by tables [num_tokens, at least num_rotated / 2] unless
-// num_rotated is 0.
+// The destination of tokens first_token to first_token + num_tokens: out [num_heads, num_tokens,
+// head_dim], strides in elements. Unless num_rotated is 0, tokens are rotated by tables
+// [num_tokens, at least num_rotated / 2].
 struct Placement {
   void* out;
   ElementType type;
@@ -79,7 +79,7 @@ struct Transform {
   const float* mean;   // [num_heads, head_dim]
 };
 
-// The rows are channels; each factor may be nullptr.
+// Rows that are channels; each factor may be nullptr.
 struct Channels {
   const float* row_scale;    // [num_rows]
   const float* token_scale;  // [tokens of the chunk]
@@ -87,11 +87,11 @@ struct Channels {
   i64 addend_stride;
 };
 
-// Tokens a kernel takes at once, and as many as share one pass over a basis.
+// How many tokens a kernel takes at once, and how many share one pass over a basis.
 constexpr u64 kTileTokens = 32;
 constexpr u64 kPanelTokens = 8;
 
-// Floats of scratch the tile kernels need.
+// Floats of scratch that the tile kernels need.
 constexpr u64 transform_scratch(u64 num_rows, u64 head_dim) {
   const u64 panels = kTileTokens * num_rows;
   const u64 rows = (kTileTokens / kPanelTokens + 1) * num_rows;
@@ -101,13 +101,13 @@ constexpr u64 channels_scratch(u64 head_dim) { return 2 * kTileTokens * head_dim
 
 struct Kernels {
   const char* name;
-  // Decode `count` streams of one payload, 1 to `streams_at_once`; one Damage each.
+  // Decode `count` streams of one payload, 1 to `streams_at_once`; one Damage for each.
   void (*decode)(const DecodeStream* streams, u64 count, Damage* damage) noexcept;
   u64 streams_at_once;
-  // Returns the first byte of the words and fills `states` [32], or nullptr where a symbol of
-  // frequency 0 was met.
+  // Returns the first byte of the words and fills `states` [32]; nullptr for a symbol of
+  // frequency 0.
   u8* (*encode)(const EncodeStream&, u32* states) noexcept;
-  // Write tokens [begin, end) of the placement, at most kTileTokens; scratch is aligned to 64.
+  // Write tokens [begin, end) of the placement, at most kTileTokens. Scratch is aligned to 64.
   void (*transform)(const Numbers&, const Transform&, const Placement&, u64 begin, u64 end,
                     float* scratch) noexcept;
   void (*channels)(const Numbers&, const Channels&, const Placement&, u64 begin, u64 end,

@@ -1,14 +1,14 @@
-// Permutations that spread consecutive words over the lanes of a mask, or pack lanes back, for
-// instruction sets without an instruction for it.
+// Permutations that spread consecutive words over the lanes of a mask, or pack lanes again, for
+// instruction sets without such an instruction.
 #pragma once
 
 #include "kvrag/common.h"
 
 namespace kvrag::host {
 
-// For each mask of `kWidth` lanes, one index a lane:
-// `expand`: the how-manieth set lane it is (anything for lanes that are not set);
-// `pack_high`: its source when the set lanes are packed, in order, into the highest lanes.
+// For each mask of `kWidth` lanes, one index for each lane:
+// `expand`: the lane's rank among the set lanes (any value for lanes that are not set);
+// `pack_high`: the lane's source if the set lanes are packed, in order, into the highest lanes.
 template <u32 kWidth>
 struct LaneTables {
   alignas(64) u8 expand[1u << kWidth][kWidth];

@@ -8,7 +8,7 @@
 
 namespace kvrag::host {
 
-// Frequencies [num_classes, num_symbols] that have been checked, and what is made of them.
+// Checked frequencies [num_classes, num_symbols], and the tables made from them.
 class Model {
  public:
   Model(const u16* frequencies, u64 num_classes, u32 num_symbols)

@@ -114,7 +114,7 @@ std::tuple<i64, i64> first_uncodable(const Model& model, const Bytes& symbols,
 }  // namespace
 
 NB_MODULE(_native, m) {
-  // A traceback that outlives the interpreter holds what its frames did; that is no leak of ours.
+  // A traceback that outlives the interpreter keeps objects alive. That is not a leak of ours.
   nb::set_leak_warnings(false);
   m.doc() = "kvrag's compiled kernels; use kvrag.native, which checks what it passes on.";
   nb::class_<Model>(m, "Model")

@@ -6,8 +6,8 @@
 
 namespace kvrag::host {
 
-// Eight numbers of one row from one token on; `count` says how many there are, the others are
-// zero. False where all are zero, which `points` then may not tell.
+// Read eight numbers of one row, from one token on. Only `count` exist; the others are zero.
+// Returns false if all are zero; `points` is then undefined.
 static inline bool read_points(const Numbers& numbers, u64 row, u64 token, u64 count,
                                Floats8& points) {
   Ints8 found;
@@ -40,7 +40,7 @@ static inline bool read_points(const Numbers& numbers, u64 row, u64 token, u64 c
   return true;
 }
 
-// First patch whose token is not below `token`.
+// The first patch whose token is not below `token`.
 static inline u64 first_patch(const Numbers& numbers, u64 token) {
   return reconstruct::first_patch(numbers.patch_tokens, numbers.num_patches, token);
 }

@@ -13,7 +13,7 @@
 namespace kvrag::host {
 namespace {
 
-// Below this a second thread costs more than it brings.
+// Below this, a second thread costs more than it saves.
 constexpr u64 kSymbolsPerThread = 1 << 15;
 
 u32 useful_threads(u64 num_symbols, u32 threads) {
@@ -37,7 +37,7 @@ const u8* contexts_from(const Rows<Symbol>& rows, u64 row) {
   return rows.contexts + static_cast<i64>(row) * rows.context_stride;
 }
 
-// Append the streams of `job`, or say why its index cannot be right.
+// Append the streams of `job`, or return why its index is invalid.
 Failure split(const DecodeJob& job, std::vector<DecodeStream>& streams) {
   const Rows<u8>& rows = job.rows;
   const u64 most = std::max<u64>(rows.num_rows, 1);
@@ -71,7 +71,7 @@ struct Group {
   u64 count;
 };
 
-// Streams to decode side by side: of one job, at most `most`, and no more than one thread's share.
+// Streams to decode in parallel: of one job, at most `most`, and at most one thread's share.
 std::vector<Group> group_streams(const std::vector<u64>& first_stream, u64 most, u32 threads) {
   const u64 share = (first_stream.back() + threads - 1) / threads;
   const u64 size = std::clamp<u64>(share, 1, most);

@@ -1,4 +1,4 @@
-// Payloads: several streams behind an index of their sizes. kvrag/rans.h describes the bytes.
+// Payloads: several streams after an index of their sizes. kvrag/rans.h describes the bytes.
 #pragma once
 
 #include <vector>
@@ -7,8 +7,8 @@
 
 namespace kvrag::host {
 
-// The matrix a payload holds: symbols [num_rows, num_tokens], one class a row, and, unless it
-// is nullptr, contexts [num_rows, num_tokens].
+// The matrix in a payload: symbols [num_rows, num_tokens], one class for each row, and contexts
+// [num_rows, num_tokens] unless they are nullptr.
 template <class Symbol>
 struct Rows {
   Symbol* symbols;
@@ -28,7 +28,7 @@ struct DecodeJob {
   Rows<u8> rows;
 };
 
-// What is wrong with a payload; `stream` counts from 0 where the damage is in one.
+// What is wrong with a payload; `stream` is the damaged stream's number, if one is.
 struct Failure {
   Damage damage = Damage::none;
   u64 stream = 0;
@@ -36,12 +36,11 @@ struct Failure {
   u64 found = 0;
 };
 
-// Decode all jobs on up to `threads` threads; one Failure a job. The output of a job that
-// failed is garbage. Every class plus context must be one of its
-// model's.
+// Decode all jobs on up to `threads` threads; return one Failure for each. The output of a job
+// that failed is garbage. Every class plus context must be a class of the job's model.
 std::vector<Failure> decode_payloads(const std::vector<DecodeJob>& jobs, u32 threads);
 
-// Return the payload, or nothing where a symbol has frequency 0.
+// Return the payload, or nothing if a symbol has frequency 0.
 std::vector<u8> encode_payload(const Rows<const u8>& rows, const u32* tables, u64 num_streams,
                                u32 threads);
 

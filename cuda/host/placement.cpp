@@ -9,11 +9,11 @@
 namespace kvrag::host {
 namespace {
 
-// Multiplications below which a second thread costs more than it brings.
+// With fewer multiplications, a second thread costs more than it saves.
 constexpr u64 kWorkPerThread = 1 << 21;
 
-// Grows to what the largest tile of this thread needed, and stays: allocating anew for every
-// call would touch fresh pages each time.
+// Grows to the size of this thread's largest tile, and is kept: allocating for every call would
+// touch fresh pages each time.
 float* scratch(u64 num_floats) {
   thread_local std::unique_ptr<float[]> storage;
   thread_local u64 capacity = 0;

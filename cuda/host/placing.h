@@ -1,4 +1,4 @@
-// The end of every reconstruction: rotate one token's channels, round them, put them in place.
+// The last step of every reconstruction: rotate one token's channels, round them, store them.
 #pragma once
 
 #include "kernels.h"

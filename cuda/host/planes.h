@@ -1,4 +1,4 @@
-// Refinement of many numbers; kvrag/reconstruct.h says what it is.
+// Refinement of many numbers; kvrag/reconstruct.h describes it.
 #pragma once
 
 #include "kernels.h"

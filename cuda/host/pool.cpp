@@ -36,7 +36,7 @@ class Pool {
     wake_.notify_all();
     task.work();
     std::unique_lock lock(mutex_);
-    // Tickets nobody took are void: all indices have been handed out.
+    // Tickets that no thread took are void: all indices are taken.
     tickets_.erase(std::remove(tickets_.begin(), tickets_.end(), &task), tickets_.end());
     done_.wait(lock, [&task] { return task.helpers == 0; });
   }
@@ -73,8 +73,8 @@ class Pool {
   u32 num_threads_ = 0;
 };
 
-// Never destroyed: its threads may still wait when the process ends. A fork leaves the threads
-// behind, so a child makes a pool of its own.
+// Never destroyed: its threads may still wait when the process ends. A forked child has none of the
+// threads, so it makes a new pool.
 Pool& pool() {
   static std::mutex mutex;
   static Pool* current = nullptr;

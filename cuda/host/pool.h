@@ -8,8 +8,8 @@
 namespace kvrag::host {
 
 // Run `body(0)` to `body(count - 1)`, each once, on the calling thread and up to `threads - 1`
-// others; returns when all are done. `body` must not throw. Calls may come from several threads
-// at a time and share the waiting ones; a call never waits for a thread that serves another.
+// others; return when all are done. `body` must not throw. Several threads may call this at the
+// same time and share the idle threads. A call never waits for a thread that serves another call.
 void parallel_for(u64 count, u32 threads, const std::function<void(u64)>& body);
 
 }  // namespace kvrag::host

@@ -1,8 +1,8 @@
-// The walk over one stream, the same for every instruction set. `Simd` supplies a register of
-// `kWidth` lanes and what is done with it; see isa_scalar.cpp for the plainest one.
+// Coding of one stream, the same for every instruction set. `Simd` supplies a register of `kWidth`
+// lanes and its operations; isa_scalar.cpp has the simplest one.
 //
-// Included by the isa_*.cpp only, each compiled with flags of its own: everything here is
-// `static` for the reason given in kvrag/common.h.
+// Only the isa_*.cpp include this file. Each is compiled with its own flags, so everything here is
+// `static`, as kvrag/common.h explains.
 #pragma once
 
 #include <cstring>
@@ -15,7 +15,7 @@ namespace kvrag::host {
 constexpr u32 kVectorBytes = 2 * rans::kNumLanes;  // the most a vector of lanes can consume
 constexpr u32 kSymbolBits = 8;
 
-// Where each lane's table begins, counted in entries from that of the row's class.
+// Where each lane's table begins, in entries after the start of the row's class.
 template <class Simd, bool kContexts>
 static typename Simd::Register table_offsets(const u8* contexts, u64 place,
                                              u32 entries_bits) noexcept {
@@ -38,8 +38,8 @@ static Damage decode_rows(const DecodeStream& stream) noexcept {
   Register x[kCount];
   for (u32 i = 0; i < kCount; ++i) x[i] = Simd::load(states + i * Simd::kWidth);
 
-  // A vector may look 64 bytes ahead. Where fewer are left, the rest moves into a buffer with
-  // room behind it; `last` is the furthest place from which a vector may start.
+  // A vector may read 64 bytes ahead. If fewer are left, the rest is copied to a buffer with room
+  // after it. `last` is the last place from which a vector may start.
   const u8* next = stream.bytes + rans::kStateBytes;
   const u8* end = stream.bytes + stream.size_bytes;
   const u8* last = end - next >= i64{kVectorBytes} ? end - kVectorBytes : next - 1;

@@ -1,5 +1,5 @@
-// Tables small enough for vector registers, which are looked up by permutations instead of loads:
-// for instruction sets that permute bytes and words across a whole register.
+// Tables small enough for vector registers. Permutations replace loads, on instruction sets that
+// permute bytes and words across a whole register.
 #pragma once
 
 #include <vector>
@@ -8,12 +8,12 @@
 
 namespace kvrag::host {
 
-// What follows from a slot for a model of 2 to 64 symbols of nonzero frequency. They are numbered
-// from 0 on; a slot's number is how many of the later ones begin at or before it.
+// Finds the symbol of a slot, for a class with 2 to 64 symbols of nonzero frequency. These are
+// numbered from 0; a slot's number is how many symbols after the first begin at or before it.
 //
-// Slots fall into buckets of 64. The ends of a bell are many narrow symbols, so the first and the
-// last bucket count for each of their slots. Between them a bucket knows of the first symbol that
-// begins within it, and each further one takes a comparison.
+// Slots are grouped into buckets of 64. The ends of a bell curve have many narrow symbols, so the
+// first and the last bucket have a count for each slot. Each bucket between them stores the first
+// symbol that begins within it; each further one takes a comparison.
 struct alignas(64) BucketTable {
   static constexpr u32 kSymbols = 64;
   static constexpr u32 kBuckets = 64;
@@ -21,9 +21,10 @@ struct alignas(64) BucketTable {
   static constexpr i32 kMostCorrections = 3;
 
   // kWidth times the count at the bucket's first slot, plus the distance from where a symbol
-  // begins within it to its end. The place of a slot within the bucket added, the upper bits count.
+  // begins within it to its end. After adding a slot's place in the bucket, the upper bits are the
+  // count.
   u16 middle[kBuckets];
-  // Counts of the first bucket, and, added to these, of the last one; the index is
+  // Counts of the first bucket, then of the last one added to these. The index is
   // min(slot, 63) + max(slot - 4032, 0).
   u8 ends[2 * kWidth];
   u16 scaled[kSymbols];  // 16 times the frequency
@@ -33,8 +34,8 @@ struct alignas(64) BucketTable {
   i32 corrections;  // comparisons; beyond kMostCorrections where the model has no such table
 };
 
-// Tables of 2 or 3 symbols, a few numbers for each class, so that the tables of several contexts
-// fill one register. They end with enough for a register to be read from any class.
+// Tables of 2 or 3 symbols: a few numbers for each class, so that the tables of several contexts
+// fit into one register. They are padded so that a register can be read from any class on.
 struct DigitTables {
   static constexpr u32 kContexts = 8;
   static constexpr u32 kLeaves = 4;  // of a class; numbered 3, 1, 0 in the order of the symbols
@@ -46,7 +47,7 @@ struct DigitTables {
   const u8* run;      // [num_classes]: how many from this one on have such tables, to kContexts
 };
 
-// All tables that streams are decoded with.
+// All tables for decoding streams.
 struct DecodeTables {
   const u32* slots;            // [num_classes, 4096]
   const BucketTable* buckets;  // [num_classes]

@@ -1,8 +1,8 @@
 // Inverse transform of up to 32 tokens.
 //
-// The tile's points are laid out in panels of 8 tokens, one line of 8 floats a row, without the
-// rows that are zero in all 8: at low rates most are, and they cost nothing from there on. Then,
-// for each head and panel, channels accumulate in registers over the panel's rows.
+// The tile's points are laid out in panels of 8 tokens, one line of 8 floats for each row. Rows
+// that are zero in all 8 tokens, which most are at low rates, are left out and cost nothing
+// further. Then, for each head and panel, channels accumulate in registers over the panel's rows.
 #pragma once
 
 #include "numbers.h"
@@ -18,8 +18,8 @@ struct Panel {
   u64 count;
 };
 
-// kVectors vectors of channels for kTokens tokens. `basis` and `mean` point at the first
-// channel, `out` at the first token's; their rows are `head_dim` apart.
+// Compute kVectors vectors of channels for kTokens tokens. `basis` and `mean` point to the first
+// channel, `out` to that of the first token; their rows are `head_dim` apart.
 template <u32 kWidth, u32 kVectors, u32 kTokens>
 static inline void multiply(const Panel& panel, u32 first_token, const float* basis,
                             const float* mean, u64 head_dim, float* out) {
@@ -53,7 +53,7 @@ static inline void multiply_panel(const Panel& panel, const float* basis, const 
   }
 }
 
-// All channels of one head.
+// Compute all channels of one head.
 static inline void multiply_head(const Panel& panel, const float* basis, const float* mean,
                                  u64 head_dim, float* out) {
   constexpr u32 kWidth = KVRAG_FLOATS;

@@ -1,5 +1,5 @@
-// Vectors of floats in the compilers' own notation, as wide as the instruction set's registers.
-// KVRAG_FLOATS is set by the isa_*.cpp.
+// Vectors of floats, with the compilers' vector extension, as wide as the instruction set's
+// registers. The isa_*.cpp set KVRAG_FLOATS.
 #pragma once
 
 #include <cstring>

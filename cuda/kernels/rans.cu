@@ -1,8 +1,8 @@
-// The coder on a GPU: one warp a stream, one thread a lane, so that a vector of 32 symbols is
-// one step of a warp. kvrag/rans.h describes the bytes; they are those of the host's coder.
+// The coder on a GPU: one warp for each stream, one thread for each lane. So a vector of 32
+// symbols is one step of a warp. kvrag/rans.h describes the bytes, which equal the host coder's.
 //
-// Blocks may be of any multiple of 32 threads. Scalars are 64 bits wide, as the launcher passes
-// Python's integers.
+// Blocks may have any multiple of 32 threads. Scalars are 64 bits wide, since the launcher passes
+// Python's integers so.
 #include "kvrag/rans.h"
 
 using namespace kvrag;
@@ -15,11 +15,11 @@ __device__ u64 warp_index() {
   return (u64{blockIdx.x} * blockDim.x + threadIdx.x) / rans::kNumLanes;
 }
 
-// Lanes below this one that are set in `mask`.
+// The number of lanes below this one that are set in `mask`.
 __device__ u32 rank_in(u32 mask, u32 lane) { return __popc(mask & ((1u << lane) - 1)); }
 
-// Index of a symbol's table. A class beyond the model's, which only damage can bring, is its
-// last: kernels do not read past the tables.
+// Index of a symbol's table. A class beyond the model's, which only damage can cause, becomes the
+// last one, so that kernels do not read past the tables.
 __device__ u64 table_index(u32 row_class, const u8* context, u64 token, u64 num_classes) {
   const u64 wanted = u64{row_class} + (context == nullptr ? 0 : context[token]);
   return wanted < num_classes ? wanted : num_classes - 1;
@@ -27,9 +27,9 @@ __device__ u64 table_index(u32 row_class, const u8* context, u64 token, u64 num_
 
 }  // namespace
 
-// Decode the streams whose bytes lie from offsets[i] to offsets[i + 1]: even numbers, at least
-// 128 apart, which the caller has checked. Writes what is wrong with each stream to `damage`.
-// `contexts` may be null.
+// Decode the streams; stream i has the bytes from offsets[i] to offsets[i + 1]. The caller has
+// checked that offsets are even and at least 128 apart. Writes a code of damage for each stream to
+// `damage`. `contexts` may be null.
 extern "C" __global__ void rans_decode(const u8* payload, const u64* offsets, u64 num_streams,
                                        const u32* tables, u64 num_classes, const u16* classes,
                                        const u8* contexts, i64 context_stride, u8* symbols,
@@ -37,7 +37,7 @@ extern "C" __global__ void rans_decode(const u8* payload, const u64* offsets, u6
   const u64 stream = warp_index();
   const u32 lane = threadIdx.x % rans::kNumLanes;
   if (stream >= num_streams) return;
-  // States lie at multiples of 2, so they are read in halves.
+  // States are aligned to 2 bytes only, so they are read in halves.
   const u16* states = reinterpret_cast<const u16*>(payload + offsets[stream]);
   u32 state = states[2 * lane] | u32{states[2 * lane + 1]} << 16;
   const u16* words = states + 2 * rans::kNumLanes;
@@ -78,9 +78,9 @@ extern "C" __global__ void rans_decode(const u8* payload, const u64* offsets, u6
   if (lane == 0) damage[stream] = static_cast<i32>(found);
 }
 
-// Encode the streams backwards. Stream i may use the words of its rows in `scratch`
-// [num_rows * num_tokens], from whose end it writes downwards; `states` [num_streams, 32] and
-// `num_words` [num_streams] say what there is, or -1 where a symbol has frequency 0.
+// Encode the streams backwards. Stream i uses the words of its rows in `scratch`
+// [num_rows * num_tokens] and writes downwards from their end. It leaves its states in `states`
+// [num_streams, 32] and its length in `num_words` [num_streams], or -1 if a symbol has frequency 0.
 extern "C" __global__ void rans_encode(const u8* symbols, i64 row_stride, const u16* classes,
                                        const u8* contexts, i64 context_stride, const u32* tables,
                                        u64 num_classes, u64 num_streams, u64 num_rows,
@@ -125,8 +125,8 @@ extern "C" __global__ void rans_encode(const u8* symbols, i64 row_stride, const 
   if (lane == 0) num_words[stream] = -next;
 }
 
-// Move what rans_encode left into a payload: stream i to offsets[i], even numbers. The index
-// before the streams is the caller's. One block a stream, or fewer.
+// Copy the results of rans_encode into a payload, stream i to offsets[i]. Offsets are even. The
+// caller writes the index before the streams. The grid has at most one block for each stream.
 extern "C" __global__ void rans_pack(const u16* scratch, const u32* states, const u64* offsets,
                                      u64 num_streams, u64 num_rows, u64 num_tokens, u8* payload) {
   for (u64 stream = blockIdx.x; stream < num_streams; stream += gridDim.x) {

@@ -1,9 +1,8 @@
-// Reconstruction on a GPU. kvrag/reconstruct.h holds the arithmetic of one element; the sum over
-// rows is left to the library of matrix products: `dequantise`, product, `place`.
+// Reconstruction on a GPU. kvrag/reconstruct.h has the arithmetic of one element. A library
+// computes the sum over rows as a matrix product, between `dequantise` and `place`.
 //
-// Types of elements are codes: of numbers 0 for symbols (u8) and 1 for i16, of floats
-// ElementType's. Scalars are 64 bits wide, as the launcher passes Python's integers. Strides
-// count elements.
+// Element types are codes: for numbers 0 is symbols (u8) and 1 is i16; for floats see ElementType.
+// Scalars are 64 bits wide, since the launcher passes Python's integers so. Strides count elements.
 #include "kvrag/reconstruct.h"
 
 using namespace kvrag;
@@ -33,7 +32,7 @@ __device__ u64 thread_index() { return u64{blockIdx.x} * blockDim.x + threadIdx.
 
 __device__ u64 num_threads() { return u64{gridDim.x} * blockDim.x; }
 
-// Where [num_heads, num_tokens, head_dim] goes, and the tables of the tokens' positions.
+// The destination of [num_heads, num_tokens, head_dim], and the tables of the tokens' positions.
 struct Target {
   const float* cos;
   i64 cos_stride;
@@ -46,12 +45,12 @@ struct Target {
   i64 token_stride;
 };
 
-// A row's units of work: its rotated pairs of channels, then the channels that pass.
+// A row's units of work: its rotated pairs of channels, then the channels that are not rotated.
 __device__ u64 num_units(const Target& target, u64 head_dim) {
   return head_dim - target.num_rotated / 2;
 }
 
-// Write one unit of the row whose channels `channel(d)` gives.
+// Write one unit of the row whose channels are `channel(d)`.
 template <class Channel>
 __device__ void place_unit(const Target& target, u64 head, u64 token, u64 unit,
                            const Channel& channel) {
@@ -78,7 +77,8 @@ constexpr u64 kTile = 32;
 
 }  // namespace
 
-// Write the points of tokens first_token on, [num_rows, num_tokens], rows `out_stride` apart.
+// Write the points of tokens from first_token on, [num_rows, num_tokens]. Rows are `out_stride`
+// apart.
 extern "C" __global__ void dequantise(const void* numbers, i64 number_type, i64 row_stride,
                                       const float* shrink, u64 num_rows, u64 first_token,
                                       u64 num_tokens, void* out, i64 out_type, i64 out_stride) {
@@ -92,7 +92,7 @@ extern "C" __global__ void dequantise(const void* numbers, i64 number_type, i64 
   }
 }
 
-// Replace points of what `dequantise` wrote.
+// Replace points that `dequantise` has written.
 extern "C" __global__ void patch(const u32* rows, const u32* tokens, const float* values,
                                  u64 num_patches, u64 num_rows, u64 first_token, u64 num_tokens,
                                  void* out, i64 out_type, i64 out_stride) {
@@ -104,8 +104,8 @@ extern "C" __global__ void patch(const u32* rows, const u32* tokens, const float
   }
 }
 
-// Add the mean to channels [num_heads, num_tokens, head_dim] float32, contiguous, rotate, round
-// and put them in place. `mean` may be null; `num_rotated` 0 does not rotate.
+// Add the mean to channels [num_heads, num_tokens, head_dim], float32 and contiguous; rotate, round
+// and place them. `mean` may be null. With `num_rotated` 0, nothing is rotated.
 extern "C" __global__ void place(const float* channels, const float* mean, u64 num_heads,
                                  u64 num_tokens, u64 head_dim, const float* cos, i64 cos_stride,
                                  const float* sin, i64 sin_stride, u64 num_rotated, void* out,
@@ -123,11 +123,11 @@ extern "C" __global__ void place(const float* channels, const float* mean, u64 n
   }
 }
 
-// Rows that are channels already, num_heads * head_dim of them: scale, add, turn around, place.
-// Factors may be null; token_scale and addend are of the whole chunk, whose token first_token is
-// the first to be written. One block takes 32 tokens of one head, and turns them around in
-// shared memory of 32 * (head_dim + 1) floats, which keeps a warp's columns in different banks.
-// Blocks are of a multiple of 32 threads; the grid is (tiles, heads).
+// Place rows that are channels already, num_heads * head_dim of them: scale, add, transpose, place.
+// Factors may be null. token_scale and addend belong to the whole chunk; its token first_token is
+// written first. One block takes 32 tokens of one head, and transposes them in shared memory of
+// 32 * (head_dim + 1) floats, which keeps a warp's columns in different banks. Blocks have a
+// multiple of 32 threads; the grid is (tiles, heads).
 extern "C" __global__ void channels(const void* numbers, i64 number_type, i64 row_stride,
                                     const float* shrink, const float* row_scale,
                                     const float* token_scale, const float* addend,

@@ -1,5 +1,5 @@
-"""The command line, one command a file. Nothing here is imported by the rest of kvrag.
+"""The command line: one file for each command. The rest of kvrag imports nothing from here.
 
-Modules of this layer import torch, the engine and the index inside the commands only, so that
-`kvrag --help` stays quick.
+Modules of this layer import torch, the engine and the index only inside the commands, so that
+`kvrag --help` stays fast.
 """

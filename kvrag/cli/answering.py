@@ -1,4 +1,4 @@
-"""One question, from retrieval to the report under its answer; shared by query, chat and demo."""
+"""Answer one question, from retrieval to the report, for query, chat and demo."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from kvrag.engine.engine import KVEngine
     from kvrag.ingest.index import Index
 
-_SNIPPET_CHARACTERS = 200  # more than fits a line, which is cut where the terminal ends
-# A model without a chat template may go on to invent the next question.
+_SNIPPET_CHARACTERS = 200  # more than a terminal's line, which cuts the rest
+# A model without a chat template may continue with a next question that it invents.
 _PLAIN_STOP = ("\nQuestion:",)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How answers are made; `None` leaves a value to the engine."""
+    """Parameters of the answers; `None` means the engine's default."""
 
     top_k: int
     max_tokens: int
@@ -42,18 +42,18 @@ class Settings:
 
 @dataclass(frozen=True)
 class Retrieved:
-    """A prompt built around the chunks found for a question.
+    """A prompt built from a question and the chunks found for it.
 
     Attributes
     ----------
     question, prompt
-        What was asked, and the text or messages made of it and the chunks.
+        The question, and the text or messages built from it and the chunks.
     stop
         Strings that end the answer.
     chunk_ids
         The chunks in the prompt.
     seconds
-        Embedding the question and searching.
+        Time to embed the question and search the index.
     """
 
     question: str
@@ -65,14 +65,14 @@ class Retrieved:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A question, its answer, and how long finding its chunks took."""
+    """A question, its answer, and the time to find its chunks."""
 
     question: str
     answer: Answer
     retrieval_seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, the answer's text under ``answer``."""
+        """Return plain JSON values, with the answer's text under ``answer``."""
         fields = self.answer.to_dict()
         text = fields.pop("text")
         return {
@@ -84,14 +84,14 @@ class Outcome:
 
 
 def make_engine(index: Index, settings: Settings) -> KVEngine:
-    """Return the engine for these settings, which are checked before any model is loaded.
+    """Return an engine with these settings; check them before any model is loaded.
 
     Raises
     ------
     ParameterError
-        For a value out of range, an unknown policy, or a parameter the policy does not have.
+        When a value is out of range, or the policy or one of its parameters is unknown.
     LinksError
-        For a file of links that cannot be read.
+        When the links file cannot be read.
     """
     from kvrag.engine.engine import KVEngine
     from kvrag.engine.sampling import Sampling
@@ -110,7 +110,7 @@ def make_engine(index: Index, settings: Settings) -> KVEngine:
 
 
 def converses(index: Index, settings: Settings) -> bool:
-    """Say whether the model is asked through its chat template, or else with a plain prompt."""
+    """Return whether prompts use the model's chat template; otherwise they are plain text."""
     return settings.use_chat_template and bool(getattr(index.tokenizer, "chat_template", None))
 
 
@@ -120,7 +120,7 @@ def retrieve(
     settings: Settings,
     history: Sequence[tuple[str, str]] = (),
 ) -> Retrieved:
-    """Search the index and build the prompt; `history` is shown to chat models only."""
+    """Search the index and build the prompt; only chat prompts include `history`."""
     started = time.perf_counter()
     hits = index.search(question, settings.top_k)
     seconds = time.perf_counter() - started
@@ -140,8 +140,8 @@ def _why_nothing(index: Index) -> str:
         if not any(index.catalog.counts()):
             return "the index is empty"
     return (
-        "all that the index holds is damaged and left out ('kvrag verify --repair' or 'kvrag "
-        "ingest' mends it)"
+        "everything in the index is damaged and left out (run 'kvrag verify --repair' or 'kvrag "
+        "ingest' to repair it)"
     )
 
 
@@ -151,7 +151,7 @@ def answer(
     settings: Settings,
     on_text: Callable[[str], None] = lambda _text: None,
 ) -> Outcome:
-    """Answer from the prompt, handing each piece of text to `on_text` as it comes."""
+    """Answer the prompt, and pass each piece of text to `on_text` as it is generated."""
     from kvrag.engine.request import Request
 
     request = Request(
@@ -176,7 +176,7 @@ def answer(
 
 
 def print_below(outcome: Outcome) -> None:
-    """Print the sources and the one-line report under an answer that was streamed."""
+    """Print the sources and the one-line report below a streamed answer."""
     out = console.out()
     for number, source in enumerate(outcome.answer.sources, start=1):
         line = f"  [{number}] {_source_line(source)}"
@@ -185,7 +185,7 @@ def print_below(outcome: Outcome) -> None:
 
 
 def report_line(answer: Answer) -> str:
-    """Return the time to the first token, then the engine's own line."""
+    """Return one line: the time to the first token, then the engine's report."""
     return f"first token {console.format_seconds(answer.ttft_seconds)} | {answer.report.one_line()}"
 
 

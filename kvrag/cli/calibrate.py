@@ -1,4 +1,4 @@
-"""`kvrag calibrate`: measure what each policy loses with a model, for policy ``auto``."""
+"""`kvrag calibrate`: measure each policy's quality loss with a model, for policy ``auto``."""
 
 from __future__ import annotations
 
@@ -21,34 +21,39 @@ def calibrate(
         str | None,
         typer.Option(
             help="Questions with answers: a JSON file in MuSiQue layout or a JSONL file in "
-            "LongBench layout. Default: questions that quote the index, judged by how well the "
-            "answers agree with full prefill's.",
+            "LongBench layout. Default: questions that quote the index; their answers are compared "
+            "with those of full prefill.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
     ] = None,
-    questions: Annotated[int, typer.Option(min=1, help="Questions to ask.")] = 200,
+    questions: Annotated[int, typer.Option(min=1, help="Number of questions to ask.")] = 200,
     chunks: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Chunks of a prompt; with --data the data says.",
+            help="Chunks in each prompt; with --data, the data sets it.",
             rich_help_panel=o.RESEARCH,
         ),
     ] = 5,
     policies: Annotated[
         str,
-        typer.Option(help="Policies to measure, with commas.", rich_help_panel=o.RESEARCH),
+        typer.Option(help="Policies to measure, comma-separated.", rich_help_panel=o.RESEARCH),
     ] = _POLICIES,
     ratios: Annotated[
         str,
         typer.Option(
-            help="Shares of reused tokens to recompute, with commas.", rich_help_panel=o.RESEARCH
+            help="Shares of reused tokens to recompute, comma-separated.",
+            rich_help_panel=o.RESEARCH,
         ),
     ] = "0.03,0.05,0.1,0.15,0.3",
     max_tokens: Annotated[
         int,
-        typer.Option("--max-tokens", help="Longest answer, in tokens.", rich_help_panel=o.RESEARCH),
+        typer.Option(
+            "--max-tokens",
+            help="Maximum length of the answer, in tokens.",
+            rich_help_panel=o.RESEARCH,
+        ),
     ] = 16,
     model: o.ModelOption = None,
     store: o.StoreOption = None,
@@ -56,11 +61,12 @@ def calibrate(
     device: o.DeviceOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Measure what each policy loses and costs with the index's model, and loading from its store.
+    """Measure each policy's quality loss and cost with the index's model, and the store's speed.
 
-    The result is kept with the index. 'kvrag query --policy auto' then takes, for each prompt, the
-    cheapest policy that loses under 1 %, or the best one that '--ratio' and 'auto:ttft=SECONDS'
-    allow; and of those that hide behind loading the one that loses least.
+    The result is saved in the index. 'kvrag query --policy auto' then picks a policy for each
+    prompt: the cheapest one that loses under 1 %, or the best one that '--ratio' and
+    'auto:ttft=SECONDS' allow. If several policies finish while KV loads, it picks the one that
+    loses least.
     """
     named = tuple(lists.names(policies, "policies"))
     shares = lists.shares(ratios, "ratios")
@@ -105,15 +111,15 @@ def _print(found: Calibration) -> None:
         )
     console.out().print(table)
     console.write(
-        f"{found.measure} over {found.num_questions:,} questions from {found.data}, kept with the "
+        f"{found.measure} over {found.num_questions:,} questions from {found.data}, saved in the "
         "index\n"
     )
     if found.loading is None:
-        console.write("loading: not measured, the store delivered nothing\n")
+        console.write("loading: not measured, the store returned no records\n")
     else:
         for tier in found.loading.tiers:
             console.write(
                 f"loading from {tier.store}: "
-                f"{console.format_seconds(tier.seconds_per_record)} a chunk and "
-                f"{console.format_seconds(1000 * tier.seconds_per_token)} a thousand tokens\n"
+                f"{console.format_seconds(tier.seconds_per_record)} per chunk plus "
+                f"{console.format_seconds(1000 * tier.seconds_per_token)} per thousand tokens\n"
             )

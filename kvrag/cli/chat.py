@@ -1,4 +1,4 @@
-"""`kvrag chat`: a conversation, with retrieval at every turn."""
+"""`kvrag chat`: a conversation, with retrieval for each question."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from kvrag.ingest.index import Index
 
 _PROMPT = "> "
-_HELP = "Ask away. /new forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
+_HELP = (
+    "Type a question. /new clears the conversation, Ctrl-C stops an answer, /quit or Ctrl-D exits."
+)
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,17 @@ def chat(
         int,
         typer.Option(
             min=0,
-            help="Earlier turns shown to the model (needs a chat template); 0 for none.",
+            help="Earlier turns to include in the prompt (needs a chat template); 0 for none.",
             rich_help_panel=o.TUNING,
         ),
     ] = 0,
     no_chat: o.NoChatOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Talk with the index; each question retrieves again. Questions come line by line from stdin.
+    """Ask several questions in a conversation; each question searches the index again.
 
-    With --json nothing is shown until the end, when all turns are printed as one document.
-    Questions from a pipe that could not be answered make the exit code 1.
+    Questions are read from stdin, one per line. With --json, all turns are printed as one document
+    at the end. When stdin is not a terminal and a question fails, the exit code is 1.
     """
     from kvrag.cli.answering import Settings, converses, make_engine
     from kvrag.cli.opening import open_index, warm_up
@@ -87,14 +89,14 @@ def chat(
         engine = make_engine(opened, settings)
         if history and not converses(opened, settings):
             raise ParameterError(
-                f"--history {history}: {opened.config.model} is asked with a plain prompt here, "
-                "which has no place for earlier turns; leave the option out"
+                f"--history {history}: {opened.config.model} gets a plain prompt here, "
+                "which cannot include earlier turns; leave the option out"
             )
         warm_up(opened)
         turns = _converse(opened, engine, settings, history, quiet=as_json)
     if as_json:
         console.print_json({"turns": [turn.to_dict() for turn in turns]})
-    # A person who types has seen the error and gone on.
+    # An interactive user has seen the error already.
     if not sys.stdin.isatty() and any(isinstance(turn, _Refused) for turn in turns):
         raise typer.Exit(EXIT_FAILURE)
 
@@ -105,7 +107,7 @@ def _converse(
     from kvrag.cli.answering import print_below
 
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # A line of bytes that are no text is one bad question, not the end of them all.
+        # A line that is not valid text fails as one question and does not end the conversation.
         sys.stdin.reconfigure(errors="surrogateescape")
     turns: list[Outcome | _Refused] = []
     remembered: list[tuple[str, str]] = []
@@ -116,7 +118,7 @@ def _converse(
             break
         if question == "/new":
             remembered.clear()
-            console.note("forgotten")
+            console.note("conversation cleared")
             continue
         if question.startswith("/"):
             console.note(_HELP)
@@ -145,7 +147,7 @@ def _turn(
     *,
     quiet: bool,
 ) -> Outcome | _Refused | None:
-    """Answer one question; None when it was interrupted."""
+    """Answer one question; return None if the user interrupts it."""
     from kvrag.cli.answering import answer, retrieve
 
     while True:
@@ -170,12 +172,12 @@ def _turn(
 
 
 def _as_text(line: str) -> str:
-    """Return a line with the bytes in it that are no text written out in hexadecimal."""
+    """Return a line with its undecodable bytes written in hexadecimal."""
     return line.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _read_question() -> str | None:
-    """Return the next question stripped, None at the end of input."""
+    """Return the next question, stripped, or None at the end of input."""
     if not sys.stdin.isatty():
         line = sys.stdin.readline()
         return line.strip() if line else None
@@ -184,7 +186,7 @@ def _read_question() -> str | None:
     try:
         if sys.stdout.isatty():
             return input(_PROMPT).strip()
-        print(_PROMPT, end="", file=sys.stderr, flush=True)  # stdout holds the result alone
+        print(_PROMPT, end="", file=sys.stderr, flush=True)  # stdout is for results only
         return input().strip()
     except EOFError:
         print(file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The checks of `kvrag doctor`; each looks at one thing and returns findings, never raises."""
+"""The checks of `kvrag doctor`. Each one examines one thing, returns findings and never raises."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvrag.plugins import described, registered
 
 Status = Literal["ok", "note", "warning", "problem"]
 
-# Lower bounds of pyproject.toml; a test holds the two together.
+# The lower bounds in pyproject.toml; a test compares the two.
 MINIMUM_VERSIONS = {
     "torch": (2, 6),
     "transformers": (5, 16),
@@ -43,12 +43,12 @@ _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at.
+    """The result of one check.
 
     Attributes
     ----------
     name, status, detail
-        What was looked at, how it is, and what was seen.
+        What was checked, its status, and what was found.
     remedy
         What to do about it; empty when nothing needs doing.
     """
@@ -60,7 +60,7 @@ class Finding:
 
 
 def check_all(index: Path | None, model: str | None, store: str | None = None) -> list[Finding]:
-    """Run every check; the index and the model only where they are given."""
+    """Run every check; check the index and the model only if they are given."""
     findings = [*_versions(), *_optional_packages(), *_plugins(), *_processor(), _offline()]
     findings.append(_disk(index if index is not None else Path.cwd()))
     reference = model
@@ -108,7 +108,7 @@ def _optional_packages() -> Iterator[Finding]:
 
 
 def _plugins() -> Iterator[Finding]:
-    """Look at what other distributions register."""
+    """Check what other distributions register."""
     from kvrag.codec.names import LEVELS, PLAIN
     from kvrag.codec.registry import get_codec
     from kvrag.fusion.policies.registry import POLICIES, parameters_of
@@ -123,7 +123,7 @@ def _plugins() -> Iterator[Finding]:
         for point in registered(group):
             if point.name in own:
                 detail = f"{described(point)} is ignored: the name is kvrag's own"
-                yield Finding(group, "warning", detail, "have its distribution take another name")
+                yield Finding(group, "warning", detail, "rename it in its distribution")
                 continue
             try:
                 check(point.name)
@@ -144,7 +144,7 @@ def _processor() -> Iterator[Finding]:
     num_threads = torch.get_num_threads()
     detail = f"torch uses {num_threads} threads on {num_cores} cores"
     if num_threads > num_cores:
-        remedy = f"set OMP_NUM_THREADS={num_cores}: more threads than cores wait for one another"
+        remedy = f"set OMP_NUM_THREADS={num_cores}: more threads than cores slow each other down"
         yield Finding("threads", "warning", detail, remedy)
     else:
         yield Finding("threads", "ok", detail)
@@ -174,7 +174,9 @@ def _offline() -> Finding:
     forced = [name for name in _OFFLINE_VARIABLES if os.environ.get(name, "0") not in ("", "0")]
     if forced:
         return Finding("network", "ok", f"never used ({', '.join(forced)} is set)")
-    return Finding("network", "ok", "used only for a model named by hub name and not yet cached")
+    return Finding(
+        "network", "ok", "used only to download a model given by hub name and not cached"
+    )
 
 
 def _disk(place: Path) -> Finding:
@@ -184,13 +186,13 @@ def _disk(place: Path) -> Finding:
     free = shutil.disk_usage(existing).free
     detail = f"{console.format_bytes(free)} free at {existing}"
     if free < _LOW_DISK_BYTES:
-        remedy = "make room, or put the index on another disk; `kvrag gc` frees unused records"
+        remedy = "free space, or move the index to another disk; `kvrag gc` deletes unused records"
         return Finding("disk", "warning", detail, remedy)
     return Finding("disk", "ok", detail)
 
 
 def _index(path: Path, store: str | None) -> tuple[list[Finding], str | None]:
-    """Return findings about the index and the model reference recorded in it."""
+    """Return findings about the index, and the model reference that it records."""
     from kvrag.ingest.index import Index
 
     try:
@@ -212,7 +214,7 @@ def _index(path: Path, store: str | None) -> tuple[list[Finding], str | None]:
             reference = str(index.config.model)
         if not os.access(path, os.W_OK):
             remedy = "give yourself write access to ingest into it"
-            findings.append(Finding("index", "warning", "read-only: questions work", remedy))
+            findings.append(Finding("index", "warning", "read-only: queries work", remedy))
         return findings, reference
     except (KVRagError, OSError) as error:
         remedy = f"kvrag ingest PATH... --index {path}"
@@ -220,7 +222,7 @@ def _index(path: Path, store: str | None) -> tuple[list[Finding], str | None]:
 
 
 def _model(reference: str) -> Finding:
-    """Load the model's tokenizer and weights and ask whether kvrag can serve it."""
+    """Load the model's tokenizer and weights, and check that kvrag supports it."""
     try:
         from kvrag.cli.opening import quiet_libraries
         from kvrag.models.kv_model import KVModel
@@ -234,6 +236,6 @@ def _model(reference: str) -> Finding:
     detail = (
         f"{model.name}: {model.hf.config.model_type}, {spec.num_layers} layers, "
         f"{str(spec.dtype).removeprefix('torch.')}, {model.max_positions:,} positions, "
-        f"{console.format_bytes(spec.bytes_per_token)} of KV a token"
+        f"{console.format_bytes(spec.bytes_per_token)} of KV per token"
     )
     return Finding("model", "ok", detail)

@@ -1,4 +1,4 @@
-"""`kvrag choose-store`: the cheapest store from which an index's KV comes in time."""
+"""`kvrag choose-store`: choose the cheapest store that loads an index's KV fast enough."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 def choose_store(
     index: o.IndexOption,
     stores: Annotated[
-        str, typer.Option(metavar="URL|URL", help="The stores to choose from (quote them).")
+        str, typer.Option(metavar="URL|URL", help="Stores to choose from (quote the list).")
     ],
     prices: Annotated[
         Path | None,
         typer.Option(
-            help="Table of what stores cost. Default: prices.toml of the index, written with "
-            "examples where it is missing.",
+            help="File of store prices. Default: prices.toml in the index; if it is missing, it is "
+            "created with example prices.",
             show_default=False,
         ),
     ] = None,
@@ -33,26 +33,27 @@ def choose_store(
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Share of quality that may be lost, as for 'auto'.",
+            help="Quality that may be lost, as a share, as for 'auto'.",
             rich_help_panel=o.RESEARCH,
         ),
     ] = 0.01,
     reads: Annotated[
         float,
         typer.Option(
-            min=0.0, help="How often a chunk is read in a month.", rich_help_panel=o.RESEARCH
+            min=0.0, help="Number of reads of a chunk per month.", rich_help_panel=o.RESEARCH
         ),
     ] = 30.0,
     move: Annotated[
-        bool, typer.Option("--move", help="Move the index's KV there, and record it.")
+        bool, typer.Option("--move", help="Move the index's KV to the chosen store.")
     ] = False,
     model: o.ModelOption = None,
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Choose the cheapest store whose loading hides behind what is computed again anyway.
+    """Choose the cheapest store that loads KV no slower than the model recomputes tokens.
 
-    Each store is measured; what computing costs is known from 'kvrag calibrate'.
+    It measures each store; if all are slower, it chooses the fastest. Run 'kvrag calibrate' first:
+    it measures what recomputing costs.
     """
     from kvrag.cli.opening import open_index
     from kvrag.ingest.config import write_atomically
@@ -63,8 +64,8 @@ def choose_store(
     urls = stores.split("|")
     if any(not url or url.startswith(("tiered:", "memory:")) for url in urls):
         raise ParameterError(
-            "--stores: give stores that last, not tiers of them, with | between them; memory may "
-            "be a tier before the one chosen"
+            "--stores: expected persistent stores with | between them, no tiers and no memory; "
+            "memory may be a tier before the chosen store"
         )
     for url in urls:
         check_kind(url)
@@ -72,7 +73,7 @@ def choose_store(
         path = prices or opened.path / FILE_NAME
         if prices is None and not path.exists():
             write_atomically(path, EXAMPLES.encode())
-            console.note(f"{path} holds example prices: edit them to yours")
+            console.note(f"{path} contains example prices: replace them with yours")
         table = read_prices(path)
         moved = None
         with console.progress("measuring") as say:
@@ -90,10 +91,10 @@ def choose_store(
     _print(found)
     if moved is not None:
         size = console.format_bytes(moved.size_bytes)
-        lost = f", {moved.num_lost:,} could not be had" if moved.num_lost else ""
+        lost = f", {moved.num_lost:,} could not be read" if moved.num_lost else ""
         console.write(
-            f"moved: {moved.num_records:,} records ({size}), {moved.num_present:,} were there"
-            f"{lost}; 'kvrag calibrate' measures anew what loading costs\n"
+            f"moved: {moved.num_records:,} records ({size}), {moved.num_present:,} already "
+            f"there{lost}; run 'kvrag calibrate' to measure loading again\n"
         )
 
 

@@ -1,4 +1,4 @@
-"""A command whose options are also settings, and some of them settings only."""
+"""Commands whose options can also be given as settings, some of them only as settings."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _FOUND = "kvrag.settings"
 
 
 class Command(TyperCommand):
-    """A command that looks for values in `kvrag.toml` and behind ``--set`` as well."""
+    """A command that also takes option values from `kvrag.toml` and from ``--set``."""
 
     keys: Mapping[str, s.Key]
 
-    # Typer names the types of contexts and commands differently from version to version.
+    # Typer's names for the types of contexts and commands differ between versions.
     def get_params(self, ctx: Any) -> Any:
-        """Return the parameters, ``--help`` beside what every command has."""
+        """Return the parameters, with ``--help`` in the panel of the shared options."""
         params = super().get_params(ctx)
         params[-1].rich_help_panel = _PANEL  # type: ignore[attr-defined]
         return params
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help, with the keys that are no options below."""
+        """Write the help, followed by the keys that are settings only."""
         more = sorted(key.name for key in self.keys.values() if key.panel == RESEARCH)
         if more:
             named = " ".join(_place(ctx))
@@ -45,7 +45,7 @@ class Command(TyperCommand):
         super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line, with settings in place of defaults."""
+        """Parse the command line; settings replace the options' defaults."""
         self._tell_settings(ctx, args)
         given, _, _ = self.make_parser(ctx).parse_args(list(args))
         if not given.get("help") and not ctx.resilient_parsing:
@@ -56,7 +56,7 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def _tell_settings(self, ctx: Any, args: list[str]) -> None:
-        """Say how an option that is a setting only is given."""
+        """Fail with the right spelling if a setting is written as an option."""
         for arg in args:
             if arg == "--":
                 break
@@ -81,7 +81,7 @@ class Command(TyperCommand):
             if name not in pairs and given.get(self.keys[name].parameter) is None
         ]
         if file is not None and not file.is_named and used:
-            # Nobody asked for it by name.
+            # The user did not name this file, so report what it sets.
             print(console.harmless(f"{file.path}: {', '.join(used)}"), file=sys.stderr)
 
 
@@ -91,15 +91,16 @@ def make_command(name: str, function: Callable[..., Any], settings: Mapping[str,
     Parameters
     ----------
     name
-        Of the command.
+        The command's name.
     function
-        Options in its panel `RESEARCH` are settings only: ``--help`` names them below the others.
+        The function to call. Its options in panel `RESEARCH` are settings only: ``--help`` lists
+        just their names, below the other options.
     settings
-        Arguments of `typer.Typer.command`.
+        Arguments for `typer.Typer.command`.
     """
     command = _as_command(name, guarded(function), cls=Command, **settings)
     assert isinstance(command, Command)
-    # A paragraph a line: a terminal may be narrower than the source.
+    # One line for each paragraph, since a terminal may be narrower than the source.
     command.help = "\n\n".join(
         " ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n")
     )
@@ -122,7 +123,7 @@ def _shared(
         typer.Option(
             s.SET,
             metavar="KEY=VALUE",
-            help="Set any option by its name, or a key below; repeatable.",
+            help="Set an option by its name, or a key listed below; repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -131,12 +132,12 @@ def _shared(
         typer.Option(
             "--config",
             metavar="FILE",
-            help=f"File of settings. Default: {s.VARIABLE}, or {s.FILE_NAME} here.",
+            help=f"Settings file. Default: the path in {s.VARIABLE}, or {s.FILE_NAME} here.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Options of every command."""
+    """Define the options that every command has."""
 
 
 def _as_command(name: str, function: Callable[..., Any], **settings: Any) -> Any:
@@ -153,18 +154,18 @@ def _put_into_panel(parameter: Any, panel: str) -> None:
 
 
 def _place(ctx: Any) -> tuple[str, ...]:
-    """Return a command's name, after those of the groups it is in."""
+    """Return a command's name, preceded by the names of its groups."""
     return () if ctx.parent is None else (*_place(ctx.parent), ctx.info_name)
 
 
 def settings_file(context: typer.Context) -> s.SettingsFile | None:
-    """Return the file of settings that was read for this command."""
+    """Return the settings file that was read for this command."""
     found: s.SettingsFile | None = context.meta.get(_FILE)
     return found
 
 
 def given(context: typer.Context, *parameters: str) -> list[str]:
-    """Return those given on the command line, as they were written: ``--k``, ``--set seed=1``."""
+    """Return which ones the command line gives, as written there: ``--k``, ``--set seed=1``."""
     found = []
     for parameter in parameters:
         source = context.get_parameter_source(parameter)

@@ -1,4 +1,4 @@
-"""`kvrag config`: the settings in force, and where each was given."""
+"""`kvrag config`: show the settings in use, and where each was given."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def config(
         list[str] | None,
         typer.Argument(
             metavar="COMMAND",
-            help="A command, such as 'query' or 'pml run': show its options, those that --help "
-            "leaves out too.",
+            help="Command to describe, such as 'query' or 'pml run': shows all its options, also "
+            "those that --help omits.",
             show_default=False,
         ),
     ] = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Show the file of settings that is in force; with a COMMAND, all that can be set for it."""
+    """Show the settings file in use; with a COMMAND, show everything that can be set for it."""
     file = settings_file(context)
     if command:
         keys = _keys(context, command)
@@ -43,7 +43,9 @@ def config(
     if command:
         _print(rows)
     elif file is None:
-        console.note("no kvrag.toml is here, and neither --config nor KVRAG_CONFIG names one")
+        console.note(
+            "no kvrag.toml is in this folder, and neither --config nor KVRAG_CONFIG is given"
+        )
     else:
         console.write(f"{console.harmless(_whole(file.path))}\n")
         for row in rows:
@@ -81,7 +83,7 @@ def _row(key: Key, given: Setting | None) -> dict[str, Any]:
 
 
 def _rows(file: SettingsFile | None) -> list[dict[str, Any]]:
-    """Return all that a file says, of all commands first."""
+    """Return every setting in a file, starting with those for all commands."""
     if file is None:
         return []
     return [

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-# A table written to a pipe is read by a program or kept in a file: no line is cut to fit.
+# A program reads a table from a pipe, or a file keeps it, so no line is cut to fit.
 _PIPE_WIDTH = 240
 
 SECONDS_BETWEEN_LINES = 5.0
-"""Between two lines of progress where stderr is no terminal."""
+"""Seconds between two progress lines when stderr is not a terminal."""
 
-# Control characters but tab and line feed: escape sequences can rewrite a screen or its title.
+# Control characters except tab and line feed: escape sequences can rewrite a screen or its title.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -34,35 +34,35 @@ def out() -> Console:
 
 
 def err() -> Console:
-    """Return the console for what accompanies a result."""
+    """Return the console for everything except results."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False)
 
 
 def write(text: str) -> None:
-    """Write text to stdout at once, untouched by markup or wrapping."""
+    """Write text to stdout and flush it, without markup or wrapping."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def stream(text: str) -> None:
-    """Write a piece of an answer to stdout at once."""
+    """Write a piece of an answer to stdout and flush it, with control characters replaced."""
     write(harmless(text))
 
 
 def harmless(text: str) -> str:
-    """Return text from a model or a document without what a terminal would obey."""
+    """Replace control characters, which a terminal would obey, in a model's or document's text."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class AnswerText:
-    """Writes an answer to stdout as it comes, without the blank that it begins with.
+    """Writes an answer to stdout as it is generated, without its leading whitespace.
 
     Parameters
     ----------
     quiet
-        Write nothing: the answer is printed elsewhere.
+        Write nothing, because the answer is printed elsewhere.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -77,7 +77,7 @@ class AnswerText:
         self._begun = self._begun or bool(piece)
 
     def end(self) -> None:
-        """End the line; say so where the model said nothing, since that looks like a failure."""
+        """End the line; report an empty answer, which would otherwise look like a failure."""
         if self._quiet:
             return
         if self._begun:
@@ -88,7 +88,7 @@ class AnswerText:
 
 def note(text: str) -> None:
     """Write one dim line to stderr."""
-    # Not wrapped: a command or a path in it can be copied whole.
+    # Not wrapped, so that commands and paths in it can be copied whole.
     err().print(text, style="dim", markup=False, soft_wrap=True)
 
 
@@ -100,14 +100,14 @@ def working(what: str) -> Iterator[None]:
 
 
 class Lines:
-    """Progress where no terminal is: a line on stderr every few seconds, none of short work."""
+    """Progress without a terminal: a line on stderr every few seconds, and none for short work."""
 
     def __init__(self) -> None:
         self._due = time.monotonic() + SECONDS_BETWEEN_LINES
         self._last = ""
 
     def update(self, text: str) -> None:
-        """Write the text if it is another one, and the last line was long enough ago."""
+        """Write the text if it has changed and the last line is old enough."""
         if text != self._last and time.monotonic() >= self._due:
             self._last = text
             self._due = time.monotonic() + SECONDS_BETWEEN_LINES
@@ -116,17 +116,17 @@ class Lines:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """Show what long work is at, on stderr: a spinner on a terminal, elsewhere `Lines`.
+    """Show progress of long work on stderr: a spinner on a terminal, otherwise `Lines`.
 
     Parameters
     ----------
     what
-        Shown first.
+        The first text to show.
 
     Yields
     ------
     update
-        Is told whenever there is something new to say.
+        A function that shows another text.
     """
     stderr = err()
     if not stderr.is_terminal:
@@ -139,12 +139,12 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def print_json(value: object) -> None:
-    """Print one JSON document, the whole of stdout."""
+    """Print one JSON document, the only output on stdout."""
     write(json.dumps(plain(value), ensure_ascii=False, indent=2) + "\n")
 
 
 def plain(value: object) -> Any:
-    """Return `value` as JSON values: dataclasses become objects, paths strings, tuples lists."""
+    """Return `value` as JSON types: dataclasses as objects, paths as strings, tuples as lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         as_dict = getattr(value, "to_dict", None)
         if callable(as_dict):
@@ -166,7 +166,7 @@ def count(number: int, noun: str) -> str:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Return a size a person reads: ``1.4 MiB``."""
+    """Return a size for people to read: ``1.4 MiB``."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -176,7 +176,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration a person reads: ``840 us``, ``12.3 ms``, ``1.24 s``, ``3 min 05 s``."""
+    """Return a duration for people to read: ``840 us``, ``12.3 ms``, ``1.24 s``, ``3 min 05 s``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
@@ -188,14 +188,14 @@ def format_seconds(seconds: float) -> str:
 
 
 def short_path(source: str) -> str:
-    """Return `source` as it is, or relative to the working directory where that is shorter."""
+    """Return `source`, relative to the working directory if that is shorter."""
     if not os.path.isabs(source):  # noqa: PTH117  (a source may be any text)
         return source
     return min(os.path.relpath(source), source, key=len)
 
 
 def print_fields(values: Mapping[str, Any]) -> None:
-    """Print a flat document as two aligned columns, names as a person would say them."""
+    """Print a flat mapping as two aligned columns, with readable names."""
     from rich.table import Table
     from rich.text import Text
 
@@ -203,7 +203,7 @@ def print_fields(values: Mapping[str, Any]) -> None:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in values.items():
-        # Text, since a path or a message may hold what would pass for markup.
+        # Text, since a path or a message may contain what looks like markup.
         label, shown = _field(name, value)
         table.add_row(label, Text(harmless(shown)))
     out().print(table)
@@ -220,7 +220,7 @@ def _field(name: str, value: Any) -> tuple[str, str]:
     if isinstance(value, int):
         return label, f"{value:,}"
     if isinstance(value, float):
-        # In digits: 3,123 says more than 3.12e+03.
+        # Plain digits: 3,123 is easier to read than 3.12e+03.
         return label, f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     if isinstance(value, list):
         return label, "\n".join(map(str, value)) or "none"

@@ -1,4 +1,4 @@
-"""`kvrag demo`: a folder of text files indexed and asked about, next to plain prefill."""
+"""`kvrag demo`: index a folder of text files, ask about it, and compare with plain prefill."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _NOTHING = "(an empty answer)"
 
 @dataclass(frozen=True)
 class DemoQuestion:
-    """A question and the answers that count as right (none: nobody judges)."""
+    """A question and the answers that count as right; without any, no answer is judged."""
 
     question: str
     answers: tuple[str, ...]
 
     def is_right(self, text: str) -> bool | None:
-        """Say whether `text` gives one of the answers; None when none is known."""
+        """Return whether `text` contains one of the right answers; None if there are none."""
         if not self.answers:
             return None
         return any(f" {_words(answer)} " in f" {_words(text)} " for answer in self.answers)
@@ -70,14 +70,14 @@ class DemoRow:
 def demo(
     documents: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Text files to index.", show_default="those shipped"),
+        typer.Option(metavar="DIR", help="Text files to index.", show_default="the included ones"),
     ] = None,
     questions: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help='JSON list of {"question": ..., "answers": [...]}.',
-            show_default="those shipped",
+            show_default="the included ones",
         ),
     ] = None,
     model: Annotated[
@@ -86,28 +86,28 @@ def demo(
     device: o.DeviceOption = None,
     top_k: o.TopKOption = 5,
     chunk_tokens: Annotated[
-        int, typer.Option(help="Longest chunk, in tokens.", rich_help_panel=o.TUNING)
+        int, typer.Option(help="Maximum length of a chunk, in tokens.", rich_help_panel=o.TUNING)
     ] = 64,
     ratio: o.RatioOption = None,
     num_questions: Annotated[
-        int, typer.Option("--num-questions", "-n", min=1, help="How many questions to ask.")
+        int, typer.Option("--num-questions", "-n", min=1, help="Number of questions to ask.")
     ] = 8,
     repeats: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Times each answer is made; the median time counts.",
+            help="Number of runs for each answer; the median time is reported.",
             rich_help_panel=o.RESEARCH,
         ),
     ] = 3,
     keep: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep the index there, for `kvrag chat`."),
+        typer.Option(metavar="DIR", help="Keep the index in this folder, for 'kvrag chat'."),
     ] = None,
     no_chat: o.NoChatOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Index a few documents and answer questions about them, with plain prefill beside it.
+    """Index a few documents, answer questions about them, and compare with plain prefill.
 
     Each question is answered three ways from the same tokens: by plain prefill, by kvrag, and
     by reusing KV without any repair (policy none).
@@ -141,7 +141,7 @@ def demo(
             warm_up(index)
             if not as_json:
                 _print_header(index, model, folder)
-            answer_three_ways(index, engine, asked[0], settings)  # pays for what is set up once
+            answer_three_ways(index, engine, asked[0], settings)  # warm-up: pays the one-time costs
             for question in asked:
                 row = median_of_rows(
                     [answer_three_ways(index, engine, question, settings) for _ in range(repeats)]
@@ -157,7 +157,7 @@ def demo(
         return
     _print_summary(summary)
     if keep is not None:
-        console.note(f"the index stays: kvrag chat --index {keep}")
+        console.note(f"the index is kept: kvrag chat --index {keep}")
 
 
 def read_questions(path: Path) -> list[DemoQuestion]:
@@ -182,14 +182,14 @@ def read_questions(path: Path) -> list[DemoQuestion]:
             '[{"question": "...", "answers": ["..."]}]'
         ) from error
     if not found:
-        raise ParameterError(f"{path} holds no question")
+        raise ParameterError(f"{path} contains no questions")
     return found
 
 
 def answer_three_ways(
     index: Index, engine: KVEngine, asked: DemoQuestion, settings: Settings
 ) -> DemoRow:
-    """Retrieve once, then answer by plain prefill, by kvrag and by unrepaired reuse."""
+    """Retrieve once, then answer with plain prefill, with kvrag and with unrepaired reuse."""
     from kvrag.cli.answering import answer, retrieve
     from kvrag.cli.plain import answer_plainly
 
@@ -206,7 +206,7 @@ def answer_three_ways(
 
 
 def median_of_rows(rows: Sequence[DemoRow]) -> DemoRow:
-    """Return the first of several rows of one question, with the median times to first token."""
+    """Return the first of one question's rows, with the median times to first token."""
     first = rows[0]
     plain = statistics.median(row.plain.ttft_seconds for row in rows)
     fused = statistics.median(row.kvrag.answer.ttft_seconds for row in rows)
@@ -220,7 +220,7 @@ def median_of_rows(rows: Sequence[DemoRow]) -> DemoRow:
 
 
 def summarise(rows: Sequence[DemoRow]) -> list[dict[str, Any]]:
-    """Return one line a way of answering: how many right, median time to the first token."""
+    """Return, for each way of answering, the right answers and the median time to first token."""
     ways = {
         "plain prefill": [(r.asked.is_right(r.plain.text), r.plain.ttft_seconds) for r in rows],
         "kvrag": [
@@ -242,7 +242,7 @@ def summarise(rows: Sequence[DemoRow]) -> list[dict[str, Any]]:
 
 
 def _shipped(name: str) -> Path:
-    """Return a file of the demo: beside the package in a checkout, shared data when installed."""
+    """Return a demo file, from the checkout or from the shared data of an installation."""
     for folder in (_CHECKOUT / "examples", Path(sysconfig.get_path("data")) / "share" / "kvrag"):
         if (folder / name).exists():
             return folder / name
@@ -306,15 +306,15 @@ def _print_summary(summary: Sequence[dict[str, Any]]) -> None:
     out.print(table)
     if summary[0]["median_ttft_seconds"] < _TOO_QUICK_SECONDS:
         out.print(
-            "A prompt this short is prefilled in no time by a model this small; "
-            "`kvrag bench ttft` measures a larger one.",
+            "A model this small prefills a prompt this short almost instantly; "
+            "`kvrag bench ttft` measures a larger model.",
             style="dim",
             soft_wrap=True,
         )
 
 
 def _judged(asked: DemoQuestion, text: str) -> str:
-    """Return the answer behind its mark, and what was expected where it is wrong."""
+    """Return the answer after its mark, and the expected answer if it is wrong."""
     right = asked.is_right(text)
     said = _escape(text) or f"[dim]{_NOTHING}[/]"
     expected = "" if right is not False else f" [dim](right: {_escape(asked.answers[0])})[/]"

@@ -1,4 +1,4 @@
-"""`kvrag doctor`: what this machine and an index are, what is wrong, and how to mend it."""
+"""`kvrag doctor`: check this machine and an index, and explain how to fix problems."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def doctor(
         typer.Option(
             "--model",
             "-m",
-            help="Folder or hub name of a model to look at, or 'kvrag-tiny'. Default: the index's.",
+            help="Model to check: folder, hub name or 'kvrag-tiny'. Default: the index's model.",
             show_default=False,
         ),
     ] = None,
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Look over versions, processor, disk, index and model; exit 1 when something is wrong."""
+    """Check versions, processor, disk, index and model; exit 1 if there is a problem."""
     from rich.table import Table
     from rich.text import Text
 
     from kvrag.cli.checkup import check_all
 
-    with console.working("looking around"):
+    with console.working("checking"):
         findings = check_all(index, model, store)
     failed = any(finding.status == "problem" for finding in findings)
     if as_json:

@@ -1,4 +1,4 @@
-"""One clear line for whatever goes wrong, and the exit code: 1, or 130 on interrupt."""
+"""One clear line for each error, and the exit code: 1, or 130 on interrupt."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ R = TypeVar("R")
 
 def fail(message: str) -> typer.Exit:
     """Print `message` as an error and return the exit to raise."""
-    # Messages quote files of others.
+    # Messages may quote files that others wrote.
     text = console.harmless(" ".join(message.split())) or "no message was given"
     print(f"error: {text}", file=sys.stderr)
     return typer.Exit(EXIT_FAILURE)
 
 
 def guarded(command: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a command so that a user sees a sentence where a program would see a traceback."""
+    """Wrap a command so that an error prints one sentence, not a traceback."""
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -47,7 +47,7 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
             if os.environ.get(DEBUG_VARIABLE):
                 raise
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
-                raise  # The reader of stdout has left: not worth a word.
+                raise  # The reader of stdout has closed the pipe: nothing to report.
             raise fail(_describe(error)) from None
 
     return wrapper

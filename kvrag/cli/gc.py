@@ -1,4 +1,4 @@
-"""`kvrag gc`: free what no chunk needs any more."""
+"""`kvrag gc`: delete what no chunk needs any more."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def gc(
         bool,
         typer.Option(
             "--shared",
-            help="Also delete from a store outside the index's folder all that this index does "
-            "not need, even what other indexes put there.",
+            help="In a store outside the index's folder, also delete everything that this index "
+            "does not need, including the records of other indexes.",
         ),
     ] = False,
     store: o.StoreSetting = None,

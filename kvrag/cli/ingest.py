@@ -1,4 +1,4 @@
-"""`kvrag ingest`: documents in, an index out."""
+"""`kvrag ingest`: create or update an index from documents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DEFAULT_COMPRESSION = "none"
 
 @dataclass(frozen=True)
 class _Settings:
-    """What an index is made with; None means the default, or whatever the index has."""
+    """What an index is created with; None means the default, or the existing index's value."""
 
     embedding: str | None
     codec: str | None
@@ -44,17 +44,15 @@ class _Settings:
 
 
 def ingest(
-    paths: Annotated[
-        list[str], typer.Argument(metavar="PATH", help="Files and folders of documents.")
-    ],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Files and folders to index.")],
     index: o.IndexOption,
     model: Annotated[
         str | None,
         typer.Option(
             "--model",
             "-m",
-            help="Folder or hub name of a Hugging Face decoder, or 'kvrag-tiny' (new index: "
-            f"{_DEFAULT_MODEL}).",
+            help="Folder or hub name of a Hugging Face decoder, or 'kvrag-tiny'. Default for a new "
+            f"index: {_DEFAULT_MODEL}.",
             show_default=False,
         ),
     ] = None,
@@ -63,7 +61,7 @@ def ingest(
     embedding: Annotated[
         str | None,
         typer.Option(
-            help=f"Embedding for retrieval (new index: {_DEFAULT_EMBEDDING}).",
+            help=f"Embedding for retrieval. Default for a new index: {_DEFAULT_EMBEDDING}.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -71,7 +69,8 @@ def ingest(
     chunk_tokens: Annotated[
         int | None,
         typer.Option(
-            help=f"Longest chunk, in tokens (new index: {_DEFAULT_CHUNK_TOKENS}).",
+            help="Maximum length of a chunk, in tokens. Default for a new index: "
+            f"{_DEFAULT_CHUNK_TOKENS}.",
             show_default=False,
         ),
     ] = None,
@@ -79,7 +78,7 @@ def ingest(
         str | None,
         typer.Option(
             help="How KV is stored: raw, lossless, cachegen:1 to cachegen:4, transform:BITS or "
-            f"stream:BITS (new index: {_DEFAULT_CODEC}).",
+            f"stream:BITS. Default for a new index: {_DEFAULT_CODEC}.",
             show_default=False,
         ),
     ] = None,
@@ -87,8 +86,8 @@ def ingest(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Type of the model's weights and of its KV: float32, bfloat16 or float16 (new "
-            "index: the checkpoint's own).",
+            help="Type of the model's weights and KV: float32, bfloat16 or float16. Default for a "
+            "new index: the checkpoint's type.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -96,9 +95,9 @@ def ingest(
     context: Annotated[
         str | None,
         typer.Option(
-            help="Text the model reads before a chunk when it encodes it: none, document (earlier "
-            "text of its document) or neighbours (stores a second record as well, encoded after "
-            f"the chunk before; new index: {_DEFAULT_CONTEXT}).",
+            help="Text that the model reads before each chunk it encodes: none, document (earlier "
+            "text of the same document) or neighbours (also stores a second record, encoded after "
+            f"the previous chunk). Default for a new index: {_DEFAULT_CONTEXT}.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -106,7 +105,7 @@ def ingest(
     context_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Most tokens of --context document (new index: 256).",
+            help="Maximum tokens of --context document. Default for a new index: 256.",
             rich_help_panel=o.RESEARCH,
             show_default=False,
         ),
@@ -114,10 +113,10 @@ def ingest(
     compress: Annotated[
         str | None,
         typer.Option(
-            help="Store fewer rows of KV than a chunk has tokens: kvzip:RATE (each head keeps what "
-            "it needs to say the chunk again), drop:RATE (leave out the tokens that say least) or "
-            "anchors:RATE (those of 'kvrag train anchors'), RATE the share left out, or none (new "
-            f"index: {_DEFAULT_COMPRESSION}).",
+            help="Store KV for only a part of each chunk's tokens: kvzip:RATE (each head keeps "
+            "what it needs to repeat the chunk), drop:RATE (leaves out the least informative "
+            "tokens), anchors:RATE (uses anchors from 'kvrag train anchors') or none. RATE is the "
+            f"share left out. Default for a new index: {_DEFAULT_COMPRESSION}.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -125,9 +124,9 @@ def ingest(
     control_tokens: Annotated[
         str | None,
         typer.Option(
-            help="The model's control strings, such as <|im_end|>, in documents: neutralise (read "
-            "them as text, in prompts as well), refuse (leave such documents out) or keep (new "
-            "index: neutralise for chat models, keep for others).",
+            help="How to treat the model's control strings, such as <|im_end|>, in documents: "
+            "neutralise (read them as text, in prompts too), refuse (leave out such documents) or "
+            "keep. Default for a new index: neutralise for chat models, keep for others.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -136,7 +135,7 @@ def ingest(
         str,
         typer.Option(
             metavar="BYTES",
-            help="Larger files are left out, and those that give more text.",
+            help="Leave out files that are larger or contain more text.",
             rich_help_panel=o.TUNING,
         ),
     ] = "50MB",
@@ -144,7 +143,7 @@ def ingest(
         float,
         typer.Option(
             metavar="SECONDS",
-            help="Files that take longer to parse are left out.",
+            help="Leave out files that take longer to parse.",
             rich_help_panel=o.RESEARCH,
         ),
     ] = 60.0,
@@ -152,7 +151,7 @@ def ingest(
         str,
         typer.Option(
             metavar="BYTES",
-            help="Files that take more memory to parse are left out (kept on Linux).",
+            help="Leave out files that need more memory to parse (checked on Linux only).",
             rich_help_panel=o.RESEARCH,
         ),
     ] = "1GiB",
@@ -160,8 +159,9 @@ def ingest(
         list[str] | None,
         typer.Option(
             metavar="SUFFIX=MODULE:FUNCTION",
-            help="What reads another kind of files, or one of ours in another way, as in "
-            ".pptx=slides:load: takes a path and bytes, yields kvrag.Document. Once for each.",
+            help="Function that reads files with this suffix, such as .pptx=slides:load. It takes "
+            "a path and bytes, yields kvrag.Document objects, and overrides a built-in loader for "
+            "the suffix. Repeatable.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -170,21 +170,21 @@ def ingest(
         bool,
         typer.Option(
             "--force",
-            help="Read every file again, also one that looks as it was.",
+            help="Read every file again, even if it looks unchanged.",
             rich_help_panel=o.TUNING,
         ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done, write nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be done; write nothing.")
     ] = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Read documents, compute the KV of their chunks once, and store it in an index.
 
-    Runs again at the cost of what changed: files that stayed the same take no model time,
-    changed and vanished ones are replaced. A run that was killed is completed by the next.
-    A file that cannot be read, or not within the limits, is left out with its reason; the
-    others are indexed, and the exit code is 1.
+    Run it again after the documents change. Unchanged files take no model time; changed files are
+    replaced, and deleted files are removed from the index. If a run is killed, the next one
+    completes it. A file that cannot be read within the limits is reported and left out; the others
+    are indexed, and the exit code is 1.
     """
     from kvrag.cli.opening import quiet_libraries
     from kvrag.cli.progress import IngestBar
@@ -198,10 +198,10 @@ def ingest(
     from kvrag.models.control import check_control_tokens
     from kvrag.store.registry import without_password
 
-    # All before an index is made for nothing.
+    # Check everything before an index is created.
     for path in paths:
         if not path.strip():
-            # As a path it would be the working directory, with everything in it.
+            # An empty path would mean the working directory, with everything in it.
             raise ParameterError("PATH is empty: give a file or a folder")
         resolve_path(path)
     limits = _limits(max_file_size, parse_seconds, parse_memory)
@@ -211,8 +211,8 @@ def ingest(
             parser.start()
     if store is not None and store.split("|")[-1].startswith("memory:"):
         raise ParameterError(
-            f"--store {without_password(store)}: this process's memory is gone when the command "
-            "ends; give a store that lasts, with memory as a tier before it"
+            f"--store {without_password(store)}: memory is lost when the command ends; give a "
+            "persistent store, with memory as a tier before it"
         )
     quiet_libraries()
     if codec is not None:
@@ -228,7 +228,7 @@ def ingest(
         scratch_folder = Path(scratch) if dry_run else None
         opened = _open_or_create(index, model, device, store, settings, given, scratch_folder)
         with opened, IngestBar(opened.path) as bar:
-            check_lasting(opened.store)  # also of an index that was made elsewhere
+            check_lasting(opened.store)  # also for an index that was created elsewhere
             report = opened.add(
                 paths,
                 dry_run=dry_run,
@@ -243,7 +243,7 @@ def ingest(
         _print_report(report)
     if not (report.added or report.changed or report.unchanged or report.failed):
         console.note(
-            "no file of a known kind was found (hidden ones are not looked at); known are "
+            "no file of a known type was found (hidden files are skipped); known types: "
             + " ".join(sorted({*SUFFIXES, *loaders}))
         )
     if not report.ok:
@@ -298,7 +298,7 @@ def _print_report(report: IngestReport) -> None:
         work += f"\nchunks are stored compressed: {report.compression}"
     if report.num_context_tokens:
         tokens = console.count(report.num_context_tokens, "token")
-        work += f"\n{tokens} of context beside them, not stored"
+        work += f"\n{tokens} of context computed with them, not stored"
     if report.control_strings:
         num_strings = sum(report.control_strings.values())
         work += (
@@ -323,14 +323,14 @@ def _open_or_create(
     profile: Profile | None,
     scratch: Path | None,
 ) -> Index:
-    """Open the index at `path`, or make one; a dry run makes it in `scratch`, to be thrown away."""
+    """Open the index at `path`, or create it; a dry run creates it in `scratch` instead."""
     from kvrag.ingest.index import Index
 
     try:
         opened = Index.open(path, model=model, device=device, store=store, mend=not scratch)
     except IndexNotFoundError:
         if model is None:
-            console.note(f"no --model given: the index is made with the embedded {_DEFAULT_MODEL}")
+            console.note(f"no --model given: the new index uses the included {_DEFAULT_MODEL}")
         return Index.create(
             scratch / "index" if scratch is not None else path,
             model=model or _DEFAULT_MODEL,
@@ -356,8 +356,8 @@ def _open_or_create(
             )
         if profile is not None and profile.hash != opened.config.profile:
             raise ParameterError(
-                f"the index at {path} is there already, --profile is for a new one: leave it out, "
-                "or use 'kvrag recode --profile'"
+                f"the index at {path} exists already, and --profile is for a new index: leave it "
+                "out, or use 'kvrag recode --profile'"
             )
         for name, wanted in asdict(settings).items():
             recorded = getattr(opened.config, name)
@@ -376,10 +376,10 @@ def _open_or_create(
 
 
 def _check_model(opened: Index, model: str) -> None:
-    """Raise unless a model is the index's, also where there will be nothing to compute with it."""
+    """Raise an error if a model is not the index's, even if nothing will be computed with it."""
     from kvrag.models.loading import resolve_model
 
-    # The recorded place needs no look at the weights, which are checked when they are loaded.
+    # The recorded model is not loaded here: its weights are checked when they are loaded.
     if resolve_model(model) == opened.config.model or model == opened.config.model:
         _ = opened.tokenizer
     else:
@@ -388,5 +388,5 @@ def _check_model(opened: Index, model: str) -> None:
 
 
 def _as_folder(value: str | int) -> str:
-    """Return how an index records an embedding that was given as a folder."""
+    """Return an embedding's folder in the form that an index records."""
     return str(Path(str(value)).expanduser().resolve())

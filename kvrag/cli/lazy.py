@@ -1,4 +1,4 @@
-"""Groups of commands that import a command's module only when it is called or described."""
+"""Groups of commands that import a command's module only to run it or to show its help."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from kvrag.cli.command import make_command
 from kvrag.cli.failures import EXIT_USAGE
 
 ADD_ONS = {"kvrag_bench": "bench", "kvrag_train": "train"}
-"""Packages that other distributions bring, and the extras that install them."""
+"""Packages of other distributions, and the extras that install them."""
 
 
 class LazyGroup(TyperGroup):
-    """A group that knows its commands by name; the values come from `lazy_group`."""
+    """A group that knows only its commands' names; `lazy_group` sets the class attributes."""
 
     places: ClassVar[Mapping[str, str]]
     settings: ClassVar[Mapping[str, Mapping[str, Any]]]
 
-    # Typer names the types of contexts and commands differently from version to version.
+    # Typer's names for the types of contexts and commands differ between versions.
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        # Listed, and suggested for a typing error; `get_command` says what they are.
+        # Names to list, and to suggest after a typing error; `get_command` returns the commands.
         self.commands: Any = {**dict.fromkeys(self.places), **self.commands}
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command, imported now if it was not yet; None when there is none."""
+        """Return a command, importing its module if needed; return None if there is none."""
         place = self.places.get(cmd_name)
         if place is None:
             return super().get_command(ctx, cmd_name)
@@ -48,7 +48,7 @@ class LazyGroup(TyperGroup):
 
 
 def _absent(name: str, extra: str) -> Any:
-    """Return what stands for a command whose package is not installed, and says so."""
+    """Return a command that only reports that its package is not installed."""
     install = f"pip install 'kvrag[{extra}]'"
 
     def say() -> None:
@@ -67,14 +67,14 @@ def _absent(name: str, extra: str) -> Any:
 def lazy_group(
     places: Mapping[str, str], settings: Mapping[str, Mapping[str, Any]] | None = None
 ) -> type[LazyGroup]:
-    """Return a class of groups for `typer.Typer(cls=...)`.
+    """Return a group class for `typer.Typer(cls=...)`.
 
     Parameters
     ----------
     places
-        For each command's name the ``module:name`` of its function, or of its `typer.Typer`; a
+        The ``module:name`` of each command's function or `typer.Typer`, by command name; a
         module without a dot is below `kvrag.cli`.
     settings
-        For a command's name what `typer.Typer.command` is to be told of it.
+        Arguments for `typer.Typer.command`, by command name.
     """
     return type("Commands", (LazyGroup,), {"places": places, "settings": settings or {}})

@@ -1,4 +1,4 @@
-"""`kvrag ls`: the documents of an index."""
+"""`kvrag ls`: list the documents of an index."""
 
 from __future__ import annotations
 

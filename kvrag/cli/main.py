@@ -1,4 +1,4 @@
-"""The entry point `kvrag`: commands are registered here and live one a file."""
+"""The entry point `kvrag`: registers the commands, each of which has its own file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import kvrag
-from kvrag.cli.failures import DEBUG_VARIABLE
+from kvrag.cli.failures import DEBUG_VARIABLE, guarded
 from kvrag.cli.lazy import lazy_group
 
 _COMMANDS = {
@@ -36,8 +36,14 @@ _COMMANDS = {
     "bench": "kvrag_bench.cli:app",
     "train": "kvrag_train.cli:app",
 }
+_MODELS_COMMANDS = {
+    "list": "models:list_models",
+    "pull": "models:pull",
+    "convert": "models:convert",
+    "rm": "models:rm",
+}
 _PML_COMMANDS = {"check": "pml:check", "encode": "pml:encode", "run": "pml:run"}
-# What it does not know itself it hands on to vLLM.
+# `serve` passes options that it does not know to vLLM.
 _SETTINGS = {
     "serve": {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 }
@@ -70,7 +76,7 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Answer questions over your documents from KV computed once, at indexing."""
+    """Answer questions about your documents from KV that is computed once, at indexing."""
     if debug:
         os.environ[DEBUG_VARIABLE] = "1"
 
@@ -79,16 +85,29 @@ app.add_typer(
     typer.Typer(
         cls=lazy_group(_PML_COMMANDS),
         no_args_is_help=True,
-        help="Prompts written as reusable modules.",
+        help="Check, encode and run prompts written as reusable modules.",
     ),
     name="pml",
 )
 
 
+_models = typer.Typer(cls=lazy_group(_MODELS_COMMANDS), invoke_without_command=True)
+app.add_typer(_models, name="models")
+
+
+@_models.callback()
+def models(context: typer.Context) -> None:
+    """Models by name, and GGUF files: list, install, convert, remove."""
+    if context.invoked_subcommand is None:
+        from kvrag.cli.models import list_models
+
+        guarded(list_models)()
+
+
 def run() -> None:
     """Run the command line and exit with its code."""
     for stream in (sys.stdout, sys.stderr):
-        # Names of files may be bytes that are no text: they are shown escaped.
+        # File names may contain bytes that are not text: they are shown escaped.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     app()

@@ -1,4 +1,4 @@
-"""Names like the one that was not found, for messages."""
+"""Suggestions for a name that was not found, for messages."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ _MOST = 3
 
 
 def like(name: str, known: Iterable[str]) -> str:
-    """Return " (is it ...?)", or "" where nothing is alike."""
+    """Return " (is it ...?)" with similar names, or "" if there are none."""
     return suggestion(alike(name, known))
 
 
 def alike(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names that are most like one, best first."""
+    """Return the known names that are most similar to one, best first."""
     return difflib.get_close_matches(name, list(known), n=_MOST)
 
 
 def suggestion(found: Sequence[str]) -> str:
-    """Return " (is it ...?)" with the first of these names, or "" where there are none."""
+    """Return " (is it ...?)" with the first of these names, or "" if there are none."""
     return f" (is it {' or '.join(map(repr, found[:_MOST]))}?)" if found else ""
 
 
 def beside(path: Path) -> list[str]:
-    """Return the names in a path's folder, none where it cannot be read."""
+    """Return the names in a path's folder, or none if it cannot be read."""
     try:
         return sorted(entry.name for entry in path.absolute().parent.iterdir())
     except OSError:

@@ -1,4 +1,4 @@
-"""Opening an index and what it needs, with a word on stderr for what takes long."""
+"""Open an index and load what it needs, with a note on stderr during slow steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def open_index(
 
 
 def open_catalog(path: Path, store: str | None = None) -> Index:
-    """Open an index for what needs no model: nothing of the model's libraries is imported."""
+    """Open an index for work that needs no model; no model library is imported."""
     return _open(path, store=store)
 
 
@@ -44,7 +44,7 @@ def _open(path: Path, **given: Any) -> Index:
 
 
 def warm_up(index: Index) -> None:
-    """Load model, embedding and matcher, so that no answer's time contains their loading."""
+    """Load model, embedding and matcher, so that no answer's time includes loading them."""
     with console.working("loading the model"):
         _ = index.model
         index.embedding.embed(["warm-up"])

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-# The panels of --help. An entry of the last is a setting, not an option (`kvrag.cli.settings`).
+# The panels of --help. Options of the last panel are settings only (`kvrag.cli.settings`).
 EVERYDAY = "Everyday"
 TUNING = "Tuning"
 RESEARCH = "Research"
@@ -15,7 +15,7 @@ RESEARCH = "Research"
 
 def _folder(text: str) -> Path:
     if not text.strip():
-        # As a path it would be the working directory.
+        # An empty path would mean the working directory.
         raise typer.BadParameter("expected a folder, found an empty path")
     return Path(text)
 
@@ -41,7 +41,7 @@ ModelOption = Annotated[
         "--model",
         "-m",
         help="Folder or hub name of a Hugging Face decoder, or 'kvrag-tiny'. "
-        "Default: the one the index was made with.",
+        "Default: the index's model.",
         rich_help_panel=TUNING,
         show_default=False,
     ),
@@ -57,14 +57,14 @@ DeviceOption = Annotated[
 CodecOption = Annotated[
     str,
     typer.Option(
-        help="How KV is stored: raw, lossless, cachegen:1 to cachegen:4, or transform:BITS or "
-        "stream:BITS with any number of bits per element."
+        help="How KV is stored: raw, lossless, cachegen:1 to cachegen:4, transform:BITS or "
+        "stream:BITS, where BITS is any number of bits per element."
     ),
 ]
 ProfileOption = Annotated[
     Path | None,
     typer.Option(
-        help="File of a codec profile ('kvrag profile --out'). Default: one is fitted.",
+        help="File of a codec profile, from 'kvrag profile --out'. Default: fit a new one.",
         rich_help_panel=TUNING,
         show_default=False,
     ),
@@ -74,10 +74,10 @@ StoreOption = Annotated[
     typer.Option(
         "--store",
         metavar="URL",
-        help="Where KV is kept: file:PATH, redis://HOST/DB, s3://BUCKET/PREFIX, gs://, az://, "
-        "http://HOST:PORT ('kvrag serve-kv'), or tiered:URL|URL; any URL may end with "
+        help="Where KV is stored: file:PATH, redis://HOST/DB, s3://BUCKET/PREFIX, gs://, az://, "
+        "http://HOST:PORT ('kvrag serve-kv'), or tiered:URL|URL. Any URL may end with "
         "'?limit=20GB'. "
-        "Default: the index's own.",
+        "Default: the index's own store.",
         show_default=False,
     ),
 ]
@@ -85,8 +85,8 @@ StoreSetting = Annotated[
     str | None,
     typer.Option(
         "--store",
-        help="URL of the index's store in place of the one recorded, such as one with "
-        "'key_file=PATH' of a key that has moved.",
+        help="Store URL to use instead of the recorded one, for example with 'key_file=PATH' after "
+        "the key file has moved.",
         rich_help_panel=RESEARCH,
         show_default=False,
     ),
@@ -94,20 +94,21 @@ StoreSetting = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document and nothing else.")
 ]
-TopKOption = Annotated[int, typer.Option("-k", min=1, help="Chunks to retrieve.")]
+TopKOption = Annotated[int, typer.Option("-k", min=1, help="Number of chunks to retrieve.")]
 PolicyOption = Annotated[
     str,
     typer.Option(
-        help="How reused chunks are repaired: none, boundary (first tokens of each chunk), seam "
-        "(first and last), deviation (tokens whose KV is furthest off), gradual (the same, chosen "
-        "on every layer), query (tokens the question looks at), two_stage (looked at and off), "
-        "random, or auto (by 'kvrag calibrate'). Parameters follow colons: query:depth=0.5."
+        help="Which tokens of reused chunks are recomputed: none, boundary (the first of each "
+        "chunk), seam (first and last), deviation (those whose KV deviates most), gradual (the "
+        "same, chosen again on every layer), query (those the question attends to), two_stage "
+        "(attended to and deviating), random, or auto (uses the results of 'kvrag calibrate'). "
+        "Parameters follow colons: query:depth=0.5."
     ),
 ]
 RatioOption = Annotated[
     float | None,
     typer.Option(
-        help="Share of reused tokens that is recomputed, 0 to 1; of 'auto' the greatest.",
+        help="Share of reused tokens to recompute, 0 to 1; for 'auto', the maximum.",
         show_default=False,
     ),
 ]
@@ -115,7 +116,7 @@ BoundaryTokensOption = Annotated[
     int | None,
     typer.Option(
         "--boundary-tokens",
-        help="In place of 'ratio', tokens that 'boundary' and 'seam' recompute of each chunk.",
+        help="Tokens of each chunk that 'boundary' and 'seam' recompute, instead of 'ratio'.",
         rich_help_panel=RESEARCH,
         show_default=False,
     ),
@@ -125,9 +126,9 @@ EvictionOption = Annotated[
     typer.Option(
         "--eviction",
         metavar="POLICY",
-        help="What to forget while the answer is written: corm (keys that no recent query needs), "
-        "streaming (all but the first and last), h2o or snapkv (what is looked at least). "
-        "Parameters follow colons: corm:window=256:recent=256. Default: nothing.",
+        help="Which KV to drop while the answer is generated: corm (keys that no recent query "
+        "needs), streaming (all but the first and last tokens), h2o or snapkv (tokens with the "
+        "least attention). Parameters follow colons: corm:window=256:recent=256. Default: none.",
         rich_help_panel=TUNING,
         show_default=False,
     ),
@@ -137,8 +138,8 @@ LinksOption = Annotated[
     typer.Option(
         "--links",
         metavar="FILE|off",
-        help="File of link tokens ('kvrag train links'), which are put after each reused chunk, or "
-        "'off'. Default: links.safetensors in the model's folder, if it is there.",
+        help="File of link tokens, from 'kvrag train links', to insert after each reused chunk, or "
+        "'off'. Default: links.safetensors in the model's folder, if it exists.",
         rich_help_panel=TUNING,
         show_default=False,
     ),
@@ -148,8 +149,8 @@ TTFTOption = Annotated[
     typer.Option(
         "--ttft",
         metavar="SECONDS",
-        help="Time to first token to stream stored KV towards: as much of each chunk is loaded as "
-        "there is time for. Default: all of it.",
+        help="Target time to the first token: kvrag loads as much of each chunk as it can in that "
+        "time. Default: load everything.",
         rich_help_panel=TUNING,
         show_default=False,
     ),
@@ -164,26 +165,28 @@ BenchModelOption = Annotated[
 ShapeOption = Annotated[
     str, typer.Option(help="Without --model: random weights in the shape of this model.")
 ]
-QuestionTokensOption = Annotated[int, typer.Option(min=1, help="Tokens of the question.")]
-RepeatsOption = Annotated[int, typer.Option(min=1, help="Runs; the median counts.")]
-MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
+QuestionTokensOption = Annotated[int, typer.Option(min=1, help="Tokens in the question.")]
+RepeatsOption = Annotated[int, typer.Option(min=1, help="Number of runs; the median is reported.")]
+MaxTokensOption = Annotated[
+    int, typer.Option("--max-tokens", help="Maximum length of the answer, in tokens.")
+]
 TemperatureOption = Annotated[
     float,
     typer.Option(
-        help="0 takes the likeliest token; above, tokens are drawn.", rich_help_panel=TUNING
+        help="0 always takes the likeliest token; higher values sample.", rich_help_panel=TUNING
     ),
 ]
 SeedOption = Annotated[
     int | None,
     typer.Option(
-        help="Makes drawn answers repeatable.", rich_help_panel=RESEARCH, show_default=False
+        help="Makes sampled answers repeatable.", rich_help_panel=RESEARCH, show_default=False
     ),
 ]
 NoChatOption = Annotated[
     bool,
     typer.Option(
         "--no-chat",
-        help="A plain prompt even where the model has a chat template.",
+        help="Use a plain prompt even if the model has a chat template.",
         rich_help_panel=RESEARCH,
     ),
 ]

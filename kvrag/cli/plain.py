@@ -1,7 +1,7 @@
-"""The same prompt answered without kvrag: Transformers prefills every token, then decodes.
+"""Answer a prompt without kvrag: Transformers prefills every token, then decodes.
 
-The loop is written out rather than asked of the engine with ``reuse=False``: what kvrag is
-compared with has to be the model's own forward over its own cache, not kvrag's rows.
+The loop does not use the engine with ``reuse=False``, because the baseline has to be the model's
+own forward pass over its own cache, not over kvrag's rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlainAnswer:
-    """Text and waiting times of plain prefill; greedy."""
+    """The text and the times of a greedy answer by plain prefill."""
 
     text: str
     prompt_tokens: int
@@ -33,20 +33,20 @@ def answer_plainly(
     stop: Sequence[str] = (),
     on_text: Callable[[str], None] = lambda _text: None,
 ) -> PlainAnswer:
-    """Prefill `token_ids` with the model's own forward and decode greedily.
+    """Prefill `token_ids` with the model's own forward pass, and decode greedily.
 
     Parameters
     ----------
     model
         The model that also answers through kvrag.
     token_ids
-        Exactly the ids that the fused prompt has.
+        The ids of the fused prompt.
     max_tokens
-        Longest answer.
+        Maximum length of the answer.
     stop
         Strings that end the answer.
     on_text
-        Given each piece of text as it comes.
+        Called with each piece of text as it is generated.
     """
     import torch
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from kvrag.pml.layout import SchemaLayout
     from kvrag.pml.schema import Schema
 
-FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A schema.")]
-PromptArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A prompt.")]
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A schema file.")]
+PromptArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A prompt file.")]
 SchemaOption = Annotated[
-    Path, typer.Option("--schema", "-s", metavar="FILE", help="The prompt's schema.")
+    Path, typer.Option("--schema", "-s", metavar="FILE", help="The prompt's schema file.")
 ]
 
 
@@ -29,14 +29,14 @@ def check(
         typer.Option(
             "--model",
             "-m",
-            help="Lay the schema out with this model's tokenizer as well: its folder, hub name or "
+            help="Also lay the schema out with the tokenizer of this model: folder, hub name or "
             "'kvrag-tiny'.",
             show_default=False,
         ),
     ] = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Check a schema; with a model, say where its modules stand."""
+    """Check a schema; with a model, show the positions of its modules."""
     from kvrag.pml.parser import parse_schema
 
     schema = parse_schema(file)
@@ -92,7 +92,7 @@ def encode(
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Compute and store the KV of a schema's modules, those not yet stored."""
+    """Compute and store the KV of the schema's modules that are not stored yet."""
     from kvrag.cli.opening import open_index
     from kvrag.engine.engine import KVEngine
     from kvrag.pml.engine import PMLEngine
@@ -133,7 +133,7 @@ def run(
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Answer a prompt; modules that were not encoded are computed and counted."""
+    """Answer a prompt; modules that are not encoded yet are computed and reported."""
     from kvrag.cli.answering import report_line
     from kvrag.cli.opening import open_index
     from kvrag.engine.engine import KVEngine

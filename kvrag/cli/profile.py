@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 def profile(
     index: o.IndexOption,
     codec: Annotated[
-        str, typer.Option(help="What to fit: transform, transform:BITS, cachegen or lossless.")
+        str, typer.Option(help="Codec to fit: transform, transform:BITS, cachegen or lossless.")
     ] = "transform",
     tokens: Annotated[
         int,
         typer.Option(
             min=256,
-            help="Tokens of the sample, taken evenly from the index.",
+            help="Tokens in the sample, taken evenly from the index.",
             rich_help_panel=o.RESEARCH,
         ),
     ] = 16_384,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write the profile here too, for other indexes of the same model."),
+        typer.Option(help="Also write the profile to this file, for other indexes of the model."),
     ] = None,
     model: o.ModelOption = None,
     device: o.DeviceOption = None,
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Fit a codec's bases and probability tables, and keep them with the index.
+    """Fit a codec's bases and probability tables, and save them in the index.
 
-    The index goes on being written as before; `kvrag recode --profile` uses the profile, as does
-    `kvrag ingest --profile` for a new index of the same model.
+    The index keeps its codec and its KV. To use the profile, run 'kvrag recode --profile', or
+    'kvrag ingest --profile' for a new index of the same model.
     """
     from kvrag.cli.opening import open_index
 

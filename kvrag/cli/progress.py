@@ -1,4 +1,4 @@
-"""What `kvrag ingest` shows meanwhile, on stderr: an estimate, then tokens/s and time left."""
+"""The progress of `kvrag ingest` on stderr: an estimate, then tokens/s and time left."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class IngestBar:
-    """A context manager whose `update` is handed to `Index.add` as `on_progress`.
+    """A context manager; pass its `update` to `Index.add` as `on_progress`.
 
     Parameters
     ----------
     place
-        Folder the index is in, to tell how much room there is.
+        The index's folder, for the free space on its disk.
     """
 
     def __init__(self, place: Path) -> None:
@@ -52,7 +52,7 @@ class IngestBar:
         self._bar.stop()
 
     def update(self, progress: IngestProgress) -> None:
-        """Show how far ingestion is; say once, before anything is written, what it will take."""
+        """Show the progress; show an estimate once, before anything is written."""
         if progress.stage == "read":
             done, total = progress.num_documents_done, progress.num_documents
             detail = f"{done:,} of {total:,} documents"

@@ -1,4 +1,4 @@
-"""The prompts that `query` and `chat` build around the chunks retrieved."""
+"""The prompts that `query` and `chat` build from retrieved chunks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Messages = list[dict[str, str]]
 
 
 def reading_order(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return chunks by document, best document first, each document's chunks as it has them.
+    """Return chunks by document: best document first, each document's chunks in its order.
 
     Parameters
     ----------
     chunks
-        Best first. A chunk that says only "she" or "the company" is understood when what it
-        continues stands before it.
+        Best first. A chunk that says only "she" or "the company" makes sense after the text that
+        it continues.
     """
     rank: dict[str, int] = {}
     for chunk in chunks:
@@ -25,7 +25,7 @@ def reading_order(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def plain_prompt(question: str, texts: Sequence[str]) -> str:
-    """Return the chunks, a blank line between them, and the question to be completed."""
+    """Return the chunks with blank lines between them, then the question to complete."""
     return "\n\n".join([*texts, f"Question: {question}\nAnswer:"])
 
 
@@ -37,10 +37,10 @@ def chat_messages(
     Parameters
     ----------
     question, texts
-        The question and the chunks retrieved for it; they share the last user message.
+        The question and its retrieved chunks; together they are the last user message.
     history
-        Earlier questions and answers, oldest first, without their chunks: those are
-        retrieved again when they matter.
+        Earlier questions and answers, oldest first, without their chunks: chunks that matter
+        are retrieved again.
     """
     messages: Messages = []
     for earlier_question, answer in history:

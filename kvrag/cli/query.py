@@ -1,4 +1,4 @@
-"""`kvrag query`: one question, one answer."""
+"""`kvrag query`: answer one question."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvrag.engine.engine import KVEngine
 
 
-# They say how reused KV is repaired and how tokens are drawn: plain prefill does neither.
+# They set how reused KV is repaired and how tokens are sampled; plain prefill does neither.
 _NOT_PLAIN = (
     *("policy", "ratio", "boundary_tokens", "eviction", "links", "ttft"),
     *("temperature", "seed"),
@@ -43,12 +43,12 @@ def query(
     seed: o.SeedOption = None,
     plain: Annotated[
         bool,
-        typer.Option("--plain", help="Answer by plain prefill instead, greedily, to compare."),
+        typer.Option("--plain", help="Answer by plain prefill instead, greedily, for comparison."),
     ] = False,
     no_chat: o.NoChatOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Answer one question from the index, with its sources and a report."""
+    """Answer one question from the index, and show the sources and a report."""
     from kvrag.cli.answering import Settings, answer, make_engine, print_below, retrieve
     from kvrag.cli.opening import open_index, warm_up
     from kvrag.errors import ParameterError

@@ -20,10 +20,10 @@ def recode(
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Write all stored KV again with another codec; questions are answered meanwhile.
+    """Rewrite all stored KV with another codec; the index keeps answering questions meanwhile.
 
-    What is stored exactly (raw, lossless) is coded from the store; KV that was stored with loss
-    is computed again by the model. A run that was killed is completed by the next.
+    KV that is stored exactly (raw, lossless) is read from the store; the model computes KV that is
+    stored with loss again. If a run is killed, the next one completes it.
     """
     from kvrag.cli.opening import open_index
     from kvrag.ingest.profiles import read_profile

@@ -1,4 +1,4 @@
-"""`kvrag rm`: documents out of an index."""
+"""`kvrag rm`: remove documents from an index."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def rm(
         typer.Argument(
             metavar="SOURCE",
             help="Documents as 'kvrag ls' shows them, files, folders, or patterns such as "
-            "'notes/*.md' or 'notes/**/*.md' (quote them; * stays within a folder, ** does not).",
+            "'notes/*.md' or 'notes/**/*.md' (quote them; * stays in one folder, ** does not).",
         ),
     ],
     index: o.IndexOption,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be removed, remove nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be removed; remove nothing.")
     ] = False,
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Remove documents from the index; exit 1 when a SOURCE matches none.
+    """Remove documents from the index; exit 1 if a SOURCE matches none.
 
-    The files themselves stay: a later 'kvrag ingest' of their folder brings them back. The stored
-    KV goes with the next 'kvrag gc'.
+    The files themselves stay, so a later 'kvrag ingest' of their folder adds them again. The next
+    'kvrag gc' deletes their stored KV.
     """
     from kvrag.cli.opening import open_catalog
 
     if any(not one.strip() for one in sources):
-        # As a path it would be the working directory, with everything in it.
+        # An empty path would mean the working directory, with everything in it.
         raise ParameterError("SOURCE is empty: give a document, file, folder or pattern")
     with open_catalog(index, store) as opened:
         rows = {row.source: row for row in opened.documents()}
@@ -76,24 +76,24 @@ def rm(
     if num_damaged:
         fail(
             f"{console.count(num_damaged, 'damaged row')} of the index could not be compared, and "
-            "may be of such documents: run 'kvrag verify --repair', then this command again"
+            "may belong to such documents: run 'kvrag verify --repair', then this command again"
         )
     if unmatched or num_damaged:
         raise typer.Exit(EXIT_FAILURE)
 
 
 def matching_sources(pattern: str, sources: Iterable[str]) -> list[str]:
-    """Return the sources that a name, file, folder or pattern means.
+    """Return the sources that a name, file, folder or pattern matches.
 
-    A name is taken literally before it is taken for a pattern, and relative ones are also looked
-    for in the working directory. A file, or a pattern that matches it, means all documents that
-    were read from it. In a pattern ``*``, ``?`` and ``[...]`` stay within a folder; ``**`` is any
-    number of folders.
+    A name is matched literally before it is matched as a pattern, and a relative name is also
+    looked up in the working directory. A file, or a pattern that matches it, means all documents
+    that were read from it. In a pattern ``*``, ``?`` and ``[...]`` stay within one folder; ``**``
+    matches any number of folders.
     """
     if not pattern.strip():
         return []
     known = list(sources)
-    # Not resolved, but normalised: what a user sees in `kvrag ls` is relative to where they are.
+    # Normalised without resolving links: `kvrag ls` shows paths relative to the working directory.
     spellings = dict.fromkeys((pattern, os.path.abspath(pattern), os.path.realpath(pattern)))  # noqa: PTH100
     for name in spellings:
         stem = name.rstrip("/")
@@ -104,7 +104,7 @@ def matching_sources(pattern: str, sources: Iterable[str]) -> list[str]:
         one
         for one in known
         if any(
-            # A relative pattern means what lies below the working directory, wherever ** leads.
+            # A relative pattern matches only below the working directory, even with **.
             name.startswith("/") == spelling.startswith("/")
             and _matches(name.split("/"), spelling.split("/"))
             for spelling in spellings
@@ -114,7 +114,7 @@ def matching_sources(pattern: str, sources: Iterable[str]) -> list[str]:
 
 
 def _names(source: str) -> tuple[str, ...]:
-    """Return a document's source, and the file that it is a part of (``table.csv#3``)."""
+    """Return a document's source, and the file that it is part of (for ``table.csv#3``)."""
     folder, slash, name = source.rpartition("/")
     file, number, _ = name.rpartition("#")
     return (source, f"{folder}{slash}{file}") if number and file else (source,)
@@ -133,7 +133,7 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _alike(name: str, sources: Iterable[str]) -> list[str]:
-    """Return names of documents like one that was not found, each as `kvrag rm` would take it."""
+    """Return documents' names similar to one that was not found, as `kvrag rm` accepts them."""
     shown = sorted(map(console.short_path, sources))
     ends = {one: os.path.basename(one) for one in shown}  # noqa: PTH119  (a source may be any text)
     end = os.path.basename(name.rstrip("/"))  # noqa: PTH119

@@ -1,4 +1,4 @@
-"""`kvrag search`: the chunks found for a question, and nothing answered."""
+"""`kvrag search`: show the chunks found for a question, without answering it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def search(
     top_k: o.TopKOption = o.DEFAULT_TOP_K,
     sparse: Annotated[
         bool,
-        typer.Option("--sparse", help="Search by words (BM25) instead; no model is loaded."),
+        typer.Option("--sparse", help="Search by words (BM25) instead; loads no model."),
     ] = False,
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,

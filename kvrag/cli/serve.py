@@ -1,4 +1,4 @@
-"""`kvrag serve`: an index behind vLLM's OpenAI-compatible server."""
+"""`kvrag serve`: serve an index with vLLM's OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def serve(
     policy: o.PolicyOption = DEFAULT_POLICY,
     ratio: o.RatioOption = None,
     boundary_tokens: o.BoundaryTokensOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     artefacts: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Store of prompts fused beforehand. Default: a folder in the index's own.",
+            help="Store of prompts fused in advance. Default: a folder in the index's folder.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -35,7 +35,7 @@ def serve(
         bool,
         typer.Option(
             "--only-asked",
-            help="Look for chunks only in prompts whose client says so.",
+            help="Look for chunks only in prompts whose client asks for it.",
             rich_help_panel=o.TUNING,
         ),
     ] = False,
@@ -43,18 +43,18 @@ def serve(
         bool,
         typer.Option(
             "--any-version",
-            help="Take versions of vLLM that were not tested.",
+            help="Accept untested versions of vLLM.",
             rich_help_panel=o.RESEARCH,
         ),
     ] = False,
     show: Annotated[
-        bool, typer.Option("--show", help="Print the vllm command and start nothing.")
+        bool, typer.Option("--show", help="Print the vllm command; start nothing.")
     ] = False,
 ) -> None:
-    """Serve an index with vLLM: prompts are answered from the stored KV of the chunks in them.
+    """Serve an index with vLLM, which reuses the stored KV of the chunks in each prompt.
 
-    Clients of the OpenAI API need no change. Options that are not listed here go to 'vllm serve'
-    (--max-model-len, --api-key, ...).
+    Clients of the OpenAI API need no change. Options that are not listed here are passed to 'vllm
+    serve' (--max-model-len, --api-key, ...).
     """
     from kvrag.llms.vllm.options import serve_command
     from kvrag.llms.vllm.settings import ConnectorSettings
@@ -77,6 +77,6 @@ def serve(
         return
     if os.name == "posix":
         sys.stdout.flush()
-        # In this process's place: signals and exit code are the server's own.
+        # vLLM replaces this process, so that signals and the exit code are the server's.
         os.execv(command[0], command)
     raise typer.Exit(subprocess.run(command, check=False).returncode)

@@ -1,4 +1,4 @@
-"""`kvrag serve-kv`: the records of a store, for other machines."""
+"""`kvrag serve-kv`: serve the records of a store to other machines."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def serve_kv(
     context: typer.Context,
     index: o.OtherIndexOption = None,
     store: o.StoreOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
     ] = DEFAULT_PORT,
     token_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="File with the token that clients must bring; others may not read it. Default: "
-            f"the environment's {TOKEN_VARIABLE}; without one, only 127.0.0.1 is served.",
+            help="File with the token that clients must send; other users may not read it. "
+            f"Default: the variable {TOKEN_VARIABLE}. Without a token, only 127.0.0.1 is served.",
             show_default=False,
         ),
     ] = None,
@@ -38,7 +38,7 @@ def serve_kv(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Certificate in PEM format, to serve HTTPS.",
+            help="Certificate in PEM format, for HTTPS.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -47,19 +47,19 @@ def serve_kv(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Its key. Default: in the file of the certificate.",
+            help="Key of the certificate. Default: the one in the certificate's file.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
     ] = None,
     writable: Annotated[
-        bool, typer.Option("--writable", help="Let clients write and delete records, too.")
+        bool, typer.Option("--writable", help="Let clients also write and delete records.")
     ] = False,
     max_connections: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Connections that are let in at the same time; who is idle makes room for others.",
+            help="Maximum number of connections; idle ones are closed to make room for new ones.",
             rich_help_panel=o.RESEARCH,
         ),
     ] = MAX_CONNECTIONS,
@@ -74,17 +74,17 @@ def serve_kv(
     from kvrag.store.registry import missing_folders, open_store, without_password
 
     if len(asked := given(context, "index", "store")) == 1:
-        # What the file of settings says of the other is for other commands.
+        # A value for the other one in the settings file is meant for other commands.
         index, store = (index, None) if "index" in asked[0] else (None, store)
     if store is not None and index is not None:
-        raise ParameterError("--index and --store: each says what is served; leave one out")
+        raise ParameterError("--index and --store: both name what to serve; leave one out")
     if store is not None and not writable:
-        # A folder made for a typing error would be served, and be empty.
+        # After a typing error, an empty folder would be created and served.
         for folder in missing_folders(store):
             raise ParameterError(
                 f"--store {without_password(store)}: there is no folder {folder}"
                 f"{names.like(folder.name, names.beside(folder))}; name one that exists, or give "
-                "--writable to begin with an empty one"
+                "--writable to start with an empty one"
             )
     url = store or _store_of(index)
     opened = open_store(url)
@@ -116,7 +116,7 @@ def serve_kv(
 
 def _store_of(index: Path | None) -> str:
     if index is None:
-        raise ParameterError("what is to be served? Give --index DIR, or --store URL")
+        raise ParameterError("nothing to serve: give --index DIR, or --store URL")
     from kvrag.ingest.config import KV_FOLDER, IndexConfig
 
     folder = index.expanduser().resolve()
@@ -124,7 +124,7 @@ def _store_of(index: Path | None) -> str:
 
 
 def _until_told(server: RecordServer) -> None:
-    """Serve until the process is asked to end; answers that have begun are finished."""
+    """Serve until SIGTERM or SIGINT arrives, and finish the answers that have begun."""
     told = threading.Event()
     before = {
         number: signal.signal(number, lambda *_: told.set())

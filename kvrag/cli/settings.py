@@ -1,7 +1,8 @@
-"""Options given in a file ``kvrag.toml`` or behind ``--set``, for every command.
+"""Options given in a file ``kvrag.toml`` or with ``--set``, for every command.
 
-The command line goes before ``--set``, ``--set`` before the file, the file before the default. A
-setting that would do nothing is an error: an unknown command or key, or a value of another type.
+The command line overrides ``--set``, ``--set`` overrides the file, and the file overrides the
+default. A setting that has no effect is an error: an unknown command or key, or a value of the
+wrong type.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ VARIABLE = "KVRAG_CONFIG"
 SET = "--set"
 
 COMMON = ("index", "model", "device", "store")
-"""What a file may say outside its tables: it holds for every command that has the option."""
+"""Keys that a file may set outside its tables, for every command that has the option."""
 
 HARMLESS = frozenset(
     {
@@ -36,9 +37,10 @@ HARMLESS = frozenset(
         *("sparse", "temperature", "ttft"),
     }
 )
-"""What a file may say that nobody named: who wrote the folder's documents may have left it there.
+"""Keys that a file may set even if the user did not name it.
 
-None of these names a place, an address, a model or code, or lifts a guard; `index` is checked.
+The author of the folder's documents may have left it there. None of these keys names a path, an
+address, a model or code, or disables a check; `index` is checked.
 """
 
 _MAX_BYTES = 1_000_000
@@ -48,24 +50,24 @@ _NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 @dataclass(frozen=True)
 class Key:
-    """An option as settings name it: without dashes before it, ``max-tokens``.
+    """An option under its name in settings, without leading dashes: ``max-tokens``.
 
     Attributes
     ----------
     name, parameter
-        Its name, and that of the command's parameter.
+        Its name, and the name of the command's parameter.
     kind
         `bool`, `int`, `float`, `str` or `Path`.
     is_list
-        It may be given more than once.
+        Whether it may be given more than once.
     panel
-        The panel of ``--help`` in which it stands, or would stand.
+        Its panel in ``--help``, even if the panel is hidden.
     least, most
-        Its range; None is open.
+        Its range; None means no limit.
     parse
-        Raises `typer.BadParameter` for a value that it refuses.
+        A function that raises `typer.BadParameter` for an invalid value.
     default, text
-        Its default (None where there is none), and its help.
+        Its default (None if it has none), and its help text.
     """
 
     name: str
@@ -81,7 +83,7 @@ class Key:
 
     @property
     def expected(self) -> str:
-        """What a value has to be, in words."""
+        """A description of the values that it accepts."""
         if self.kind is bool:
             return "true or false"
         if self.kind not in _NUMBERS:
@@ -93,19 +95,19 @@ class Key:
         return noun if self.least is None else f"{noun} from {self.least:g}"
 
     def accepts(self, value: object) -> bool:
-        """Say whether a value is of this key's type, and in its range."""
+        """Return whether a value has this key's type and is in its range."""
         if self.is_list:
             return isinstance(value, list) and all(isinstance(one, str) for one in value)
         if self.kind is bool:
             return isinstance(value, bool)
         if self.kind not in _NUMBERS:
-            # An empty path would be the working directory.
+            # An empty path would mean the working directory.
             return isinstance(value, str) and (self.kind is not Path or bool(value.strip()))
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         if self.kind is int and not isinstance(value, int):
             return False
-        # Written so that NaN is outside of every range.
+        # Written so that NaN is outside every range.
         return (self.least is None or value >= self.least) and (
             self.most is None or value <= self.most
         )
@@ -124,16 +126,16 @@ Settings = Mapping[str, Setting]
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """A file that was read and checked.
+    """A settings file that was read and checked.
 
     Attributes
     ----------
     path
-        Of the file.
+        The file's path.
     is_named
-        Its user named it, or else it was found in the working directory.
+        Whether the user named it; otherwise it was found in the working directory.
     common, tables
-        What it says of all commands by key, and what of each: ``("bench", "ttft")``.
+        The settings for all commands by key, and those for each command: ``("bench", "ttft")``.
     """
 
     path: Path
@@ -142,13 +144,13 @@ class SettingsFile:
     tables: Mapping[tuple[str, ...], Settings]
 
     def of(self, place: tuple[str, ...], keys: Mapping[str, Key]) -> dict[str, Setting]:
-        """Return what it says of a command, by key."""
+        """Return the settings for a command, by key."""
         common = {name: one for name, one in self.common.items() if name in keys}
         return {**common, **self.tables.get(place, {})}
 
 
 def keys_of(command: Any, function: Callable[..., Any]) -> dict[str, Key]:
-    """Return the options of a command by key, from its function's annotations."""
+    """Return a command's options by key, from its function's annotations."""
     hints = typing.get_type_hints(function, include_extras=True)
     keys = {}
     for parameter in command.params:
@@ -175,7 +177,7 @@ def keys_of(command: Any, function: Callable[..., Any]) -> dict[str, Key]:
 
 
 def check(keys: Mapping[str, Key], command: str, name: str, value: object, origin: str) -> Setting:
-    """Return a setting of a command, or raise ParameterError that says where it is wrong."""
+    """Return a setting for a command; raise ParameterError if the command does not accept it."""
     key = keys.get(name)
     if key is None:
         raise ParameterError(
@@ -193,7 +195,7 @@ def check(keys: Mapping[str, Key], command: str, name: str, value: object, origi
 
 
 def from_pairs(pairs: Sequence[str], keys: Mapping[str, Key], command: str) -> dict[str, Setting]:
-    """Return what ``--set KEY=VALUE`` says of a command, by key."""
+    """Return the settings that ``--set KEY=VALUE`` gives for a command, by key."""
     found: dict[str, Setting] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
@@ -219,13 +221,13 @@ def from_pairs(pairs: Sequence[str], keys: Mapping[str, Key], command: str) -> d
 
 
 def find_file(named: Path | None) -> tuple[Path, bool] | None:
-    """Return the file of settings and whether its user named it, or None where there is none."""
+    """Return the settings file and whether the user named it, or None if there is no file."""
     if named is not None:
         return named.expanduser(), True
     if given := os.environ.get(VARIABLE):
         path = Path(given).expanduser()
         if not path.is_absolute():
-            # It would be trusted in whatever folder its user stands.
+            # A relative path would be trusted in every working directory.
             raise ParameterError(f"{VARIABLE}={given}: expected an absolute path")
         return path, True
     found = Path(FILE_NAME)
@@ -233,19 +235,19 @@ def find_file(named: Path | None) -> tuple[Path, bool] | None:
 
 
 def read_file(named: Path | None, root: Any, context: Any) -> SettingsFile | None:
-    """Read the file of settings, and check everything in it.
+    """Read the settings file, and check everything in it.
 
     Parameters
     ----------
     named
         The file, or None to look for it (`find_file`).
     root, context
-        The group of all commands, and a context in which to ask it for them.
+        The group of all commands, and a context for looking them up.
 
     Raises
     ------
     ParameterError
-        Where it cannot be read, or says something that would do nothing.
+        When it cannot be read, or when a setting in it has no effect.
     """
     place = find_file(named)
     if place is None:
@@ -273,7 +275,7 @@ def read_file(named: Path | None, root: Any, context: Any) -> SettingsFile | Non
         if not is_named:
             _check_harmless(name, key, setting, path)
         if name == "index" or (key is not None and key.kind is Path):
-            # As a path in the file means it, wherever its reader stands.
+            # A path in the file is relative to the file, not to the working directory.
             setting = Setting(str(path.parent / Path(setting.value).expanduser()), origin)
         (common if command is None else tables.setdefault(tuple(table), {}))[name] = setting
     return SettingsFile(path, is_named, common, tables)
@@ -299,8 +301,8 @@ def _entries(
                 )
             if name not in COMMON:
                 raise ParameterError(
-                    f"{origin()}: {name!r} holds for no command{names.like(name, COMMON)}; outside "
-                    f"of tables expected {', '.join(COMMON)}; an option of one command belongs in "
+                    f"{origin()}: {name!r} is no key for all commands{names.like(name, COMMON)}; "
+                    f"expected {', '.join(COMMON)} outside tables; one command's option belongs in "
                     "its table, such as [query]"
                 )
             yield here, value, None
@@ -315,7 +317,7 @@ def _entries(
         if hasattr(command, "list_commands"):
             yield from _entries(value, command, context, path, lines, here)
         elif not hasattr(command, "keys"):
-            # It stands for one that another distribution brings.
+            # A placeholder for a command of another distribution.
             raise ParameterError(f"{origin()}: 'kvrag {' '.join(here)}': {command.help}")
         else:
             for key, setting in value.items():
@@ -337,7 +339,7 @@ def _text(path: Path) -> str:
 
 
 def _lines(text: str) -> dict[tuple[str, ...], int]:
-    """Return the line of each table and key, which `tomllib` does not tell."""
+    """Return the line of each table and key, which `tomllib` does not report."""
     found: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
     for number, line in enumerate(text.splitlines(), start=1):
@@ -356,7 +358,7 @@ def _parts(dotted: str) -> tuple[str, ...]:
 
 
 def _origin(path: Path, lines: Mapping[tuple[str, ...], int], place: Sequence[str]) -> str:
-    # For an inline table the line of the table; for one made by dotted keys that of the first.
+    # A key in an inline table gets the table's line; a table of dotted keys gets the first key's.
     for length in range(len(place), 0, -1):
         if line := lines.get(tuple(place[:length])):
             return f"{path}:{line}"
@@ -366,10 +368,10 @@ def _origin(path: Path, lines: Mapping[tuple[str, ...], int], place: Sequence[st
 
 
 def _check_harmless(name: str, key: Key | None, setting: Setting, path: Path) -> None:
-    """Raise ParameterError for what a file that nobody named may not say."""
+    """Raise ParameterError for a setting that is allowed only in a file that the user named."""
     remedy = (
-        f"{path} was found, not named: if you trust it, name it with --config {path}, or with "
-        f"{VARIABLE} and its whole path"
+        f"{path} was found, not named: if you trust it, name it with --config {path}, or set "
+        f"{VARIABLE} to its absolute path"
     )
     if name == "index":
         problem = _foreign_index(Path(setting.value).expanduser(), path.absolute().parent)
@@ -379,13 +381,13 @@ def _check_harmless(name: str, key: Key | None, setting: Setting, path: Path) ->
             )
     elif name not in HARMLESS or (key is not None and key.kind is Path):
         raise ParameterError(
-            f"{setting.origin}: {name!r} can name a place, a model or code, or lift a guard; "
+            f"{setting.origin}: {name!r} can name a path, a model or code, or disable a check; "
             f"{remedy}"
         )
 
 
 def _foreign_index(index: Path, folder: Path) -> str:
-    """Return what an index leads to outside of a folder, "" where it stays within."""
+    """Return why an index leads outside a folder, or "" if it does not."""
     from kvrag.ingest import config
 
     index = (folder / index).resolve()
@@ -395,7 +397,7 @@ def _foreign_index(index: Path, folder: Path) -> str:
         return ""
     made = config.IndexConfig.load(index)
     if made.store:
-        return f"it keeps its KV elsewhere, in {made.store}"
+        return f"its KV is elsewhere, in {made.store}"
     if Path(made.embedding).name != made.embedding:
         return f"its embedding is in {made.embedding}"
     return ""

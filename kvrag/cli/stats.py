@@ -1,4 +1,4 @@
-"""`kvrag stats`: what an index holds, in numbers."""
+"""`kvrag stats`: show an index's contents and counters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 def stats(
     index: o.IndexOption, store: o.StoreSetting = None, as_json: o.JsonOption = False
 ) -> None:
-    """Show the numbers of an index: what it holds, and what was counted while it was used.
+    """Show what an index holds, and the counters of its use.
 
-    Counts are those of all processes: each adds its own every half minute and when it closes the
-    index.
+    The counters cover all processes: each process adds its counts every half minute and when it
+    closes the index.
     """
     from kvrag.cli.opening import open_catalog
     from kvrag.ingest.counting import read_kept
@@ -51,7 +51,7 @@ def _print_counted(counted: KeptCounts) -> None:
 
 
 def _rows(counts: Counts) -> Iterator[tuple[str, str]]:
-    """Yield a line for each counter, its last label's values side by side; of stores one a tier."""
+    """Yield a line for each counter, or for each tier of a store, with the values of its labels."""
     lines: dict[str, list[str]] = {}
     for (name, labels), value in sorted(counts.items()):
         values = dict(labels)

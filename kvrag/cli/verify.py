@@ -1,4 +1,4 @@
-"""`kvrag verify`: read every record of an index and every row of its catalog, and check them."""
+"""`kvrag verify`: read and check every record of an index and every row of its catalog."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def verify(
         bool,
         typer.Option(
             "--repair",
-            help="Compute missing and damaged records anew, and read documents again whose rows in "
-            "the catalog are damaged.",
+            help="Compute missing and damaged records again, and read documents again if their "
+            "rows in the catalog are damaged.",
         ),
     ] = False,
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Check every stored record and every row of the catalog; exit 1 when something is wrong."""
+    """Check every stored record and every row of the catalog; exit 1 if there is a problem."""
     from kvrag.cli.opening import open_index
 
     with (
@@ -61,13 +61,13 @@ def _print_report(report: VerifyReport) -> None:
     for text in report.not_healed:
         console.stream(f"lost: {console.harmless(text)}\n")
     if report.ok:
-        repaired = f", {report.num_repaired:,} records computed anew" if report.problems else ""
-        mended = ", the catalog mended" if report.catalog_problems else ""
+        repaired = f", {report.num_repaired:,} records computed again" if report.problems else ""
+        mended = ", the catalog repaired" if report.catalog_problems else ""
         console.write(f"sound{repaired}{mended}\n")
     elif report.is_healed:
-        console.write("The catalog is sound again, without what is lost.\n")
+        console.write("The catalog is repaired, but the lost entries are gone.\n")
     else:
         console.write(
-            "Nothing is answered from what is damaged. A chunk whose KV is damaged is prefilled; "
-            "one whose rows are damaged may not be found until `kvrag verify --repair` mends it.\n"
+            "No answer uses damaged data. A chunk whose KV is damaged is prefilled; a chunk whose "
+            "rows are damaged may not be found until `kvrag verify --repair` repairs it.\n"
         )

@@ -1,4 +1,4 @@
-"""Which rows get how many bits: the steps of the quantiser, and the levels of a profile."""
+"""Bit allocation: the quantiser's step for each row, at each level of a profile."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ MAX_LEVELS = 16
 
 
 class Allocation(Protocol):
-    """Steps for rows, in one or more levels from fine to coarse or the other way round."""
+    """Steps for rows, in one or more levels, ordered from fine to coarse or the reverse."""
 
     name: ClassVar[str]
 
     def level_names(self) -> tuple[str, ...]:
-        """Return what the levels are called on the command line, in the order of the profile."""
+        """Return the levels' names on the command line, in the order of the profile."""
         ...
 
     def target_bits(self, level: int) -> float | None:
-        """Return the bits per element a level must have, or None where its steps are fixed."""
+        """Return the bits per element that a level must have; None if its steps are fixed."""
         ...
 
     def relative_steps(self, level: int, layers: torch.Tensor, num_layers: int) -> torch.Tensor:
-        """Return float32 ``[R]``: what each row's unit is multiplied by.
+        """Return float32 ``[R]``: the factor for each row's unit.
 
         Parameters
         ----------
@@ -38,7 +38,7 @@ class Allocation(Protocol):
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """CacheGen's: steps grow from the first third of the layers to the last.
+    """CacheGen's allocation: steps grow from the first third of the layers to the last.
 
     Source: CacheGen (SIGCOMM 2024, section 5.2): errors in early layers hurt more, so their bins
     are finer: 0.5, 1 and 1.5 at the default level, here in units of the quantiser's scale.
@@ -46,9 +46,9 @@ class LayerGroups:
     Attributes
     ----------
     bins
-        Step of each third.
+        The step of each third.
     factors
-        What they are multiplied by at each level, finest first.
+        The bins' factor at each level, finest first.
     """
 
     name: ClassVar[str] = "layer_groups"
@@ -78,16 +78,16 @@ class LayerGroups:
 
 @dataclass(frozen=True)
 class RateDistortion:
-    """Reverse water-filling: one step for all rows, found so that a level has the bits asked for.
+    """Reverse water-filling: one step for all rows, chosen so that a level has the requested bits.
 
-    Where errors of all rows count alike, equal distortion in every row that is coded, and no bits
-    for rows that vary less than that, is the least distortion at a rate (Cover and Thomas, 10.3.3).
-    Rows whose numbers all round to 0 are left out of the record.
+    If errors in all rows count alike, distortion at a given rate is least when every coded row has
+    equal distortion and rows that vary less get no bits (Cover and Thomas, 10.3.3). The record
+    omits rows whose numbers all round to 0.
 
     Attributes
     ----------
     bits
-        Target of each level, in bits per element of KV, tables and headers left out.
+        The target of each level, in bits per element of KV, without tables and headers.
     """
 
     name: ClassVar[str] = "rate_distortion"
@@ -100,7 +100,7 @@ class RateDistortion:
                 f"found {self.bits}"
             )
         if len(set(self.bits)) < len(self.bits):
-            raise ParameterError(f"rate_distortion: a target comes twice in {self.bits}")
+            raise ParameterError(f"rate_distortion: a target appears twice in {self.bits}")
 
     def level_names(self) -> tuple[str, ...]:
         """Return the targets as they are typed: "4", "2", "0.5"."""

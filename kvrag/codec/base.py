@@ -1,7 +1,7 @@
-"""What a codec is: ChunkKV to bytes and back, one layer at a time.
+"""The protocol of codecs: ChunkKV to bytes and back, one layer at a time.
 
-A codec knows nothing of stores: it writes one self-contained record and reads it through a
-`ByteSource`, which any store's records satisfy by shape.
+A codec does not know about stores. It writes one self-contained record, and reads it through a
+`ByteSource`, a protocol that any store's records satisfy.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Destination:
     Attributes
     ----------
     keys, values
-        ``[H, n, D]`` in the model's dtype, any strides but a last one of 1: the buffer's rows of
-        those n tokens.
+        ``[H, n, D]`` in the model's dtype: the buffer's rows for the n tokens. The last stride is
+        1, the others are free.
     tokens
-        Which n tokens of the chunk.
+        The n tokens of the chunk.
     table
         RoPE of this layer at all positions of the prompt.
     rows
-        The n positions of the prompt, rows of `table`.
+        The n positions in the prompt, as rows of `table`.
     """
 
     keys: torch.Tensor
@@ -43,7 +43,7 @@ class Destination:
 
 
 class EncodedChunk(Protocol):
-    """One opened record: its header has been read and checked, its blocks not yet."""
+    """One opened record. Its header has been read and checked, its blocks have not."""
 
     @property
     def num_tokens(self) -> int:
@@ -63,39 +63,39 @@ class EncodedChunk(Protocol):
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.
 
-        The tensors may live in a scratch buffer that the next call overwrites (each thread
-        has its own). Raises RecordError when the layer's bytes are not what was written.
+        The tensors may be views of a scratch buffer that the thread's next call overwrites (each
+        thread has one). Raises RecordError if the layer's bytes are not what was written.
         """
         ...
 
     def place_layer(self, layer_index: int, into: Destination) -> None:
-        """Write one layer's keys, rotated to their positions, and values where they belong.
+        """Write one layer's keys, rotated to their positions, and its values to `into`.
 
-        Raises as `read_layer` does; what has been written by then is garbage.
+        Raises as `read_layer` does; `into` then holds garbage.
         """
         ...
 
     @property
     def plane_bytes(self) -> tuple[int, ...]:
-        """Bytes of each plane, from coarse to fine, the header left out.
+        """Bytes of each plane, from coarse to fine, without the header.
 
-        The first planes are a coarser chunk by themselves; codecs without planes have one.
+        The first planes alone are a coarser chunk. Codecs without planes have one.
         """
         ...
 
     def fetch(self, num_planes: int) -> None:
-        """Bring so many planes into memory, as far as they are not there, in one read.
+        """Read the first `num_planes` planes into memory, those that are missing, in one read.
 
-        Raises as `read_layer` does. Layers are decoded from memory afterwards, with `use`.
+        Raises as `read_layer` does. `use` then lets layers be decoded from memory.
         """
         ...
 
     def use(self, num_planes: int) -> None:
-        """Decode so many planes from now on, in place of all. No layer may be being decoded."""
+        """Decode only the first `num_planes` planes from now on. Do not call it during decoding."""
         ...
 
     def cancel(self) -> None:
-        """Break off what other threads fetch, where the store can; they get StoreError."""
+        """Cancel reads of other threads, if the store can; they raise StoreError."""
         ...
 
 
@@ -109,28 +109,28 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """What the codec is called in records: 1 to 16 printable ASCII characters."""
+        """The codec's name in records: 1 to 16 printable ASCII characters."""
         ...
 
     @property
     def label(self) -> str:
-        """What it is called in indexes and on the command line: the name, and its level if any."""
+        """The codec's name in indexes and on the command line, with its level if it has levels."""
         ...
 
     def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
-        """Return the record of `kv`. Raises ParameterError on NaN or infinity, or no token."""
+        """Return the record of `kv`. Raises ParameterError for NaN, infinity or no tokens."""
         ...
 
     def open(self, key: ChunkKey, source: ByteSource, spec: KVSpec) -> EncodedChunk:
         """Read and check the header of a record.
 
-        Raises RecordError when the record is not one of this codec, was written for another
-        key or shape, or is damaged.
+        Raises RecordError if another codec wrote the record, if it was written for another key or
+        shape, or if it is damaged.
         """
         ...
 
     def open_record(self, reader: RecordReader, spec: KVSpec) -> EncodedChunk:
-        """Go on from a header that has been read. Raises as `open` does."""
+        """Open a record whose header has been read. Raises as `open` does."""
         ...
 
 
@@ -140,33 +140,33 @@ def check_kv(kv: ChunkKV) -> KVSpec:
     Raises
     ------
     ParameterError
-        When keys and values differ in shape or type, hold no tokens, are not on the CPU, or hold
+        If keys and values differ in shape or type, hold no tokens, are not on the CPU, or hold
         NaN or infinity (the message names the first layer and token).
     """
     keys, values = kv.keys, kv.values
     if keys.dim() != 4 or keys.shape != values.shape or keys.dtype != values.dtype:
         raise ParameterError(
-            "keys and values of a chunk have one shape [L, H, T, D] and one dtype; found "
+            "a chunk's keys and values must have the same shape [L, H, T, D] and dtype; found "
             f"{list(keys.shape)} {keys.dtype} and {list(values.shape)} {values.dtype}"
         )
     if keys.numel() == 0:
-        raise ParameterError(f"a chunk's KV holds at least one token; found {list(keys.shape)}")
+        raise ParameterError(f"a chunk's KV must hold at least one token; found {list(keys.shape)}")
     for what, tensor in (("keys", keys), ("values", values)):
         if tensor.device.type != "cpu":
-            raise ParameterError(f"a chunk's KV is encoded on the CPU; found {tensor.device}")
+            raise ParameterError(f"encoding needs a chunk's KV on the CPU; found {tensor.device}")
         _require_finite(what, tensor)
     num_layers, num_kv_heads, _, head_dim = keys.shape
     return KVSpec(num_layers, num_kv_heads, head_dim, keys.dtype)
 
 
 def check_layer_index(layer_index: int, num_layers: int) -> None:
-    """Raise ParameterError unless there is such a layer."""
+    """Raise ParameterError unless the layer exists."""
     if not 0 <= layer_index < num_layers:
         raise ParameterError(f"layer_index is 0 to {num_layers - 1}, found {layer_index}")
 
 
 def _require_finite(what: str, tensor: torch.Tensor) -> None:
-    # The extremes of a tensor with NaN are NaN, so one pass and no mask settle the usual case.
+    # The extremes of a tensor with NaN are NaN, so one pass without a mask suffices usually.
     low, high = torch.aminmax(tensor.detach())
     if torch.isfinite(low) and torch.isfinite(high):
         return

@@ -1,4 +1,4 @@
-"""The bytes of a coded block: what a writer joins and a reader takes apart, field by field."""
+"""The bytes of a coded block: packing of its streams, and a reader of its fields."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kvrag.positions.rotary import RotaryTable
 COUNT = struct.Struct("<I")
 MATRIX = struct.Struct("<II")  # escaped numbers, bytes of the streams
 
-# About so many symbols a stream: enough for its 128 bytes of states to weigh little, few enough
-# for two cores (and a GPU's many warps) to share a block.
+# About this many symbols a stream: enough that its 128 bytes of states weigh little, few enough
+# that two cores (or a GPU's many warps) can share a block.
 _STREAM_SYMBOLS = 1 << 17
 _MAX_STREAMS = 256
 _MAX_SYMBOLS = 1 << 31
 
 
 def count_streams(num_rows: int, num_tokens: int) -> int:
-    """Return how many streams a matrix of symbols is written in."""
+    """Return how many streams a matrix of symbols is split into."""
     return max(1, min(_MAX_STREAMS, num_rows * num_tokens // _STREAM_SYMBOLS, num_rows))
 
 
@@ -37,12 +37,12 @@ def pack_streams(
     classes: NDArray[np.uint16],
     context: NDArray[np.uint8] | None = None,
 ) -> bytes:
-    """Return the rANS streams of symbols ``[R, T]``; nothing where there are none.
+    """Return the rANS streams of symbols ``[R, T]``; no bytes for no symbols.
 
     Parameters
     ----------
     context
-        uint8 ``[R, T]``: what is added to the class of each symbol's row.
+        uint8 ``[R, T]``: added, for each symbol, to the class of its row.
     """
     if not symbols.size:
         return b""
@@ -51,21 +51,21 @@ def pack_streams(
 
 
 class BlockReader:
-    """Takes one field after the other from a block, never past its end.
+    """Reads the fields of a block in order, never past its end.
 
     Parameters
     ----------
     reader
         The record.
     block
-        Number of the block; it is read and its checksum compared at once.
+        The block's number. The constructor reads it and compares its checksum.
 
     Raises
     ------
     RecordError
-        When the block is not what was written; its methods raise it too.
+        If the block is not what was written. The methods raise it too.
     StoreError
-        When the store cannot deliver it.
+        If the store cannot deliver the block.
     """
 
     def __init__(self, reader: RecordReader, block: int) -> None:
@@ -116,7 +116,7 @@ class BlockReader:
         num_tokens
             T'.
         num_bytes
-            Of the streams.
+            Bytes of the streams.
         context
             See `pack_streams`.
         """
@@ -144,7 +144,10 @@ class BlockReader:
         num_escaped: int,
         num_bytes: int,
     ) -> NDArray[np.int16]:
-        """Return the next matrix as whole numbers ``[R, T']``: escaped ones, then the streams."""
+        """Return the next matrix as whole numbers ``[R, T']``.
+
+        It is stored as its escaped numbers, then its streams.
+        """
         escaped = self.array("<i2", num_escaped)
         symbols = self.symbols(model, classes, num_tokens, num_bytes)
         found = int(np.count_nonzero(symbols == ESCAPE))
@@ -153,19 +156,19 @@ class BlockReader:
         return to_values(Symbols(symbols, escaped))
 
     def end(self) -> None:
-        """Refuse a block that has more bytes than its fields."""
+        """Raise RecordError if bytes are left after the last field."""
         if self._content.nbytes:
             self.refuse("length", "its end", f"{self._content.nbytes} bytes more")
 
     def refuse(self, what: str, expected: str, found: str) -> NoReturn:
-        """Raise RecordError."""
+        """Raise RecordError for this block."""
         self._reader.refuse(f"block {self._block}: {what}", expected, found)
 
 
 def place_channels(
     channels: torch.Tensor, out: torch.Tensor, positions: RotaryTable | None
 ) -> None:
-    """Write channels ``[H * D, n]`` into `out` ``[H, n, D]``, rotated to n positions if given."""
+    """Write channels ``[H * D, n]`` to `out` ``[H, n, D]``, rotated if there are positions."""
     num_heads, num_tokens, head_dim = out.shape
     rows = channels.view(num_heads, head_dim, num_tokens).transpose(1, 2)
     if positions is None:

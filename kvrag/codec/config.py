@@ -23,7 +23,7 @@ class Rans:
     Attributes
     ----------
     classes
-        Most probability tables of a level; rows of like spread share one.
+        The most probability tables that a level may have. Rows of similar spread share one.
     """
 
     name: ClassVar[str] = "rans"
@@ -31,7 +31,7 @@ class Rans:
 
     def __post_init__(self) -> None:
         if not 1 <= self.classes <= 1024:
-            raise ParameterError(f"rans: classes is 1 to 1024, found {self.classes}")
+            raise ParameterError(f"rans: classes must be 1 to 1024, found {self.classes}")
 
 
 _STAGES: dict[str, dict[str, type[Any]]] = {
@@ -67,23 +67,23 @@ class PipelineConfig:
         Raises
         ------
         ParameterError
-            When it is not JSON, or names a stage or a parameter there is none of.
+            If it is not JSON, or names an unknown stage or parameter.
         """
         try:
             stages = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ParameterError(f"a codec configuration is JSON: {error}") from error
+            raise ParameterError(f"a codec configuration must be JSON: {error}") from error
         if not isinstance(stages, dict) or set(stages) != set(_STAGES):
             found = sorted(stages) if isinstance(stages, dict) else type(stages).__name__
             raise ParameterError(
-                f"a codec configuration has the stages {sorted(_STAGES)}, found {found}"
+                f"a codec configuration must have the stages {sorted(_STAGES)}, found {found}"
             )
         return cls(**{kind: _make_stage(kind, values) for kind, values in stages.items()})
 
 
 def _make_stage(kind: str, values: Any) -> Any:
     if not isinstance(values, dict) or not isinstance(values.get("name"), str):
-        raise ParameterError(f"stage {kind!r} is an object with a 'name', found {values!r}")
+        raise ParameterError(f"stage {kind!r} must be an object with a 'name', found {values!r}")
     parameters = dict(values)
     name = parameters.pop("name")
     stage = _STAGES[kind].get(name)
@@ -110,7 +110,7 @@ def _typed(where: str, field: dataclasses.Field[Any], value: Any) -> Any:
         return float(value)
     if field.type == "tuple[float, ...]" and isinstance(value, list | tuple):
         return tuple(_typed(where, _FLOAT, item) for item in value)
-    raise ParameterError(f"{where} is a {field.type}, found {value!r}")
+    raise ParameterError(f"{where} must be a {field.type}, found {value!r}")
 
 
 _FLOAT: dataclasses.Field[Any] = dataclasses.field()

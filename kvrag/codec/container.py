@@ -1,11 +1,11 @@
 """The byte format of one stored record; `docs/format.md` describes it field by field.
 
-A record is a header and blocks, whose meaning is the codec's: one a layer, one a group of
-layers, one a level of refinement. Every byte of it is covered by exactly one
-xxh3_64 checksum: the header by its own, a block and its padding by the one in the header.
-Checksums guard against damage, not against forgery, so nothing read from a header is used
-before it has been compared with the size of the record, with the caps, or with what the
-caller expects.
+A record is a header and blocks. The codec decides what a block is: a layer, a group of layers, a
+level of refinement. Exactly one xxh3_64 checksum covers each byte: the header has one, and the
+header holds one for each block with its padding.
+
+Checksums guard against damage, not against forgery. So the reader compares each value in a header
+with the size of the record, with a limit, or with what the caller expects, before it is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ MAX_BLOCK_BYTES = 1 << 32
 MAX_DIMENSION = 1 << 16
 MAX_LEVEL = 255
 
-# No codec makes more of KV than this; a record of a token or two is mostly tables and states.
+# Limits of a record's size: this many times its KV, plus a constant, since a record of a token or
+# two is mostly tables and states.
 _MOST_TIMES = 4
 _MOST_MORE_BYTES = 1 << 24
 
@@ -55,8 +56,8 @@ class ByteSource(Protocol):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` on.
 
-        Raises StoreError when the medium refuses, RecordError when the record ends before the
-        buffer is full.
+        Raises StoreError if the medium fails, RecordError if the record ends before the buffer is
+        full.
         """
         ...
 
@@ -76,13 +77,13 @@ def write_record(
     Parameters
     ----------
     key
-        The chunk the record belongs to.
+        The chunk that the record belongs to.
     codec
         Name of the codec, 1 to 16 ASCII characters.
     spec, num_tokens
-        Shape and type of the KV the blocks decode to.
+        Shape and type of the KV that the blocks decode to.
     blocks
-        For each block the pieces of its payload, in order; they are joined without an
+        For each block, the pieces of its payload, in order. They are joined without an
         intermediate copy.
     level, profile
         See `RecordHeader`.
@@ -90,18 +91,18 @@ def write_record(
     Raises
     ------
     ParameterError
-        When a value does not fit the format.
+        If a value does not fit the format.
     """
     name = codec.encode("ascii", "replace")
     if not 1 <= len(name) <= 16 or not codec.isascii() or not codec.isprintable():
-        raise ParameterError(f"a codec name is 1 to 16 ASCII characters, found {codec!r}")
+        raise ParameterError(f"a codec name must have 1 to 16 ASCII characters, found {codec!r}")
     if spec.dtype not in _DTYPE_CODES:
         known = ", ".join(str(dtype) for dtype in _DTYPE_CODES)
-        raise ParameterError(f"a record holds KV of type {known}; found {spec.dtype}")
+        raise ParameterError(f"a record must hold KV of type {known}; found {spec.dtype}")
     header_bytes = header_size(len(blocks))
     if not blocks or header_bytes > MAX_HEADER_BYTES:
         raise ParameterError(
-            f"a record holds at least one block, and at most {MAX_HEADER_BYTES} bytes of header; "
+            f"a record must have at least one block, and at most {MAX_HEADER_BYTES} header bytes; "
             f"found {len(blocks)} blocks ({header_bytes} bytes)"
         )
     for what, value, cap in (
@@ -112,7 +113,7 @@ def write_record(
         ("levels", level + 1, MAX_LEVEL + 1),
     ):
         if not 1 <= value <= cap:
-            raise ParameterError(f"a record holds 1 to {cap} {what}; found {value}")
+            raise ParameterError(f"a record must have 1 to {cap} {what}; found {value}")
 
     pieces: list[bytes | memoryview] = []
     index = bytearray()
@@ -121,7 +122,7 @@ def write_record(
         size_bytes = sum(memoryview(part).nbytes for part in parts)
         if not 1 <= size_bytes <= MAX_BLOCK_BYTES:
             raise ParameterError(
-                f"block {block_index}: a block holds 1 to {MAX_BLOCK_BYTES} bytes, "
+                f"block {block_index}: a block must have 1 to {MAX_BLOCK_BYTES} bytes, "
                 f"found {size_bytes}"
             )
         padding = bytes(padded_size(size_bytes) - size_bytes)
@@ -158,7 +159,7 @@ def write_record(
 
 
 def key_of(record: bytes | memoryview) -> ChunkKey:
-    """Return the key that a record's header names, which may be damaged."""
+    """Return the key that a record's header names. The header is not checked."""
     return ChunkKey(bytes(record[_KEY]).hex().ljust(40, "0"))
 
 
@@ -169,28 +170,28 @@ def seal_header(header: bytearray) -> None:
 
 
 class RecordReader:
-    """Checked access to a record: the header at once, blocks when asked for.
+    """Checked access to a record. The constructor reads the header; methods read blocks.
 
     Parameters
     ----------
     source
-        Where the record's bytes are.
+        The record's bytes.
     key
-        The chunk the record must belong to.
+        The chunk that the record must belong to.
 
     Attributes
     ----------
     header
-        What the header says.
+        The header's contents.
     bytes_read
         Bytes fetched from the source so far.
 
     Raises
     ------
     RecordError
-        When the header is not one this version writes, or belongs to another key.
+        If this version does not write such a header, or if it belongs to another key.
     StoreError
-        When the source cannot deliver the bytes.
+        If the source cannot deliver the bytes.
     """
 
     def __init__(self, source: ByteSource, key: ChunkKey) -> None:
@@ -209,17 +210,25 @@ class RecordReader:
         """Raise RecordError unless the record holds KV of `spec` written by `codec`."""
         header = self.header
         if header.codec != codec:
-            self.refuse("codec", repr(codec), repr(header.codec), "open it with its own codec")
+            self.refuse("codec", repr(codec), repr(header.codec), "open it with that codec")
         if header.spec != spec:
             self.refuse(
                 "shape of the KV",
                 str(spec),
                 str(header.spec),
-                "the record was made by another model: " + _REMEDY,
+                "another model made the record: " + _REMEDY,
             )
 
     def require_profile(self, expected: str, num_levels: int) -> None:
-        """Raise RecordError unless the record was coded with a profile, at a level it has."""
+        """Raise RecordError unless the record was coded with the expected profile and its levels.
+
+        Parameters
+        ----------
+        expected
+            Hash of the profile.
+        num_levels
+            How many levels the profile has.
+        """
         if self.header.profile != expected:
             self.refuse(
                 "profile",
@@ -246,7 +255,7 @@ class RecordReader:
                 )
 
     def read_block(self, block_index: int, buffer: memoryview) -> None:
-        """Read one block's payload and padding, and check them.
+        """Read one block's payload and padding, and check their checksum.
 
         Parameters
         ----------
@@ -258,9 +267,9 @@ class RecordReader:
         Raises
         ------
         RecordError
-            When the bytes are not those that were written; `buffer` is then garbage.
+            If the bytes are not those that were written; `buffer` then holds garbage.
         StoreError
-            When the source cannot deliver the bytes.
+            If the source cannot deliver the bytes.
         """
         block = self.header.blocks[block_index]
         if not self._take_fetched(block, buffer):
@@ -276,16 +285,16 @@ class RecordReader:
             )
 
     def fetch(self, blocks: range) -> None:
-        """Bring blocks that follow one another into memory, in one read.
+        """Read consecutive blocks into memory, in one read.
 
-        `read_block` takes them from there, and compares their checksums only then.
+        `read_block` takes them from there, and only then compares their checksums.
 
         Raises
         ------
         RecordError
-            When the record ends before.
+            If the record ends before these blocks do.
         StoreError
-            When the source cannot deliver the bytes.
+            If the source cannot deliver the bytes.
         """
         if not blocks:
             return
@@ -296,26 +305,26 @@ class RecordReader:
         self._fetched.append((first.offset, content))
 
     def room(self, num_bytes: int) -> bytearray:
-        """Return room for bytes of the record: a header may promise more than memory holds.
+        """Return a buffer for bytes of the record.
 
         Raises
         ------
         RecordError
-            When it does.
+            If memory is too small: a header may claim any size.
         """
         try:
             return bytearray(num_bytes)
         except (MemoryError, OverflowError):
-            self.refuse("blocks", "no more than memory has room for", f"{num_bytes} bytes")
+            self.refuse("blocks", "no more bytes than fit into memory", f"{num_bytes} bytes")
 
     def cancel(self) -> None:
-        """Break off what other threads fetch, where the source can; they get StoreError."""
+        """Cancel reads of other threads, if the source can; they raise StoreError."""
         cancel = getattr(self._source, "cancel", None)
         if cancel is not None:
             cancel()
 
     def _take_fetched(self, block: Block, buffer: memoryview) -> bool:
-        """Fill a buffer with a block that is in memory; say whether it is."""
+        """Fill `buffer` if the block is in memory; return whether it is."""
         for offset, content in self._fetched:
             begin = block.offset - offset
             if begin >= 0 and begin + block.padded_bytes <= len(content):
@@ -372,7 +381,7 @@ class RecordReader:
         if found != expected:
             self.refuse("checksum of the header", f"{expected:016x}", f"{found:016x}")
 
-        # From here on the header is what somebody wrote, which need not have been kvrag.
+        # From here on the header is as written, but not necessarily by kvrag.
         if digest.hex() != self._key.digest:
             self.refuse("chunk key", self._key.digest, digest.hex())
         name = codec.rstrip(b"\0")
@@ -393,8 +402,8 @@ class RecordReader:
             if not 1 <= value <= cap:
                 self.refuse(what, f"1 to {cap}", str(value))
         spec = KVSpec(num_layers, num_kv_heads, head_dim, _DTYPES[dtype_code])
-        # Whoever opens the record compares shape and tokens with what they expect: so nobody makes
-        # room for more than those can take.
+        # Callers compare shape and tokens with what they expect. This bound on the record's size
+        # keeps them from allocating more than these can need.
         most = _MOST_TIMES * num_tokens * spec.bytes_per_token + _MOST_MORE_BYTES
         if size > most:
             self.refuse(
@@ -410,7 +419,7 @@ class RecordReader:
         )
 
     def _check_blocks(self, header: bytearray, num_blocks: int, size: int) -> tuple[Block, ...]:
-        # Blocks follow one another without gaps: no two overlap and no byte is left unread.
+        # Blocks follow each other without gaps: no two overlap and no byte is left unread.
         end_of_index = _FIXED.size + num_blocks * _BLOCK.size
         index = memoryview(header)[_FIXED.size : end_of_index]
         blocks = tuple(Block(*fields) for fields in _BLOCK.iter_unpack(index))
@@ -430,7 +439,7 @@ class RecordReader:
         return blocks
 
     def refuse(self, what: str, expected: str, found: str, remedy: str = _REMEDY) -> NoReturn:
-        """Raise the RecordError of this record that says so."""
+        """Raise a RecordError about this record."""
         raise RecordError(
             f"record {self._key}: {what}: expected {expected}, found {found}; {remedy}"
         )

@@ -26,8 +26,8 @@ from kvrag.positions.rotary import RotaryTable
 class PipelineChunk(OpenedRecord):
     """An opened record of the pipeline codec (an `EncodedChunk`).
 
-    The numbers of a block are decoded when the first of its layers is asked for, and kept until its
-    last layer has been placed.
+    A block's numbers are decoded when the first of its layers is requested, and kept until its last
+    layer is placed.
     """
 
     def __init__(self, reader: RecordReader, coder: LevelCoder, num_planes: int) -> None:
@@ -49,7 +49,7 @@ class PipelineChunk(OpenedRecord):
         )
 
     def use(self, num_planes: int) -> None:
-        """Decode so many planes from now on, in place of all. No layer may be being decoded."""
+        """Decode only the first `num_planes` planes from now on. Do not call it during decoding."""
         with self._lock:
             self._num_planes = num_planes
             self._blocks.clear()
@@ -61,11 +61,11 @@ class PipelineChunk(OpenedRecord):
         Raises
         ------
         RecordError
-            When the block that holds the layer is not what was written.
+            If the block that holds the layer is not what was written.
         StoreError
-            When the store cannot deliver it.
+            If the store cannot deliver the block.
         ParameterError
-            When there is no such layer.
+            If the layer does not exist.
         """
         spec = self._reader.header.spec
         check_layer_index(layer_index, spec.num_layers)
@@ -93,7 +93,7 @@ class PipelineChunk(OpenedRecord):
         tokens: slice,
         positions: RotaryTable | None,
     ) -> None:
-        """Write one kind of one layer into `out` ``[H, n, D]``, rotated where `positions` says."""
+        """Write one kind of one layer to `out` ``[H, n, D]``, rotated if there are `positions`."""
         coder, plane = self._coder, self._num_planes - 1
         transform = coder.profile.transform
         block = coder.block_of(layer_index, kind)
@@ -107,7 +107,7 @@ class PipelineChunk(OpenedRecord):
             return
         gpu = _gpu_kernels() if on_gpu else None
         if on_gpu and gpu is None:
-            # Without the GPU's kernels the CPU's do it, next to where the model is.
+            # Without kernels for the GPU, those for the CPU write to host memory first.
             host = torch.empty(out.shape, dtype=out.dtype)
             self._write(layer_index, kind, host, tokens, None)
             if positions is None:
@@ -147,7 +147,7 @@ class PipelineChunk(OpenedRecord):
                 place_channels(channels.to(out.device), out[:, one], there)
 
     def _forget(self, layer_index: int) -> None:
-        """Let go of blocks whose last layer this was: prompts are filled layer by layer."""
+        """Drop blocks whose last layer this was: prompts are filled layer by layer."""
         with self._lock:
             for number, plan in enumerate(self._coder.profile.transform.plans):
                 if plan.layers[-1] == layer_index:
@@ -156,7 +156,7 @@ class PipelineChunk(OpenedRecord):
                         del self._on_device[place]
 
     def _uploaded(self, block: int, device: torch.device) -> torch.Tensor:
-        """Return a block's numbers on a GPU: a fraction of the KV they stand for."""
+        """Return a block's numbers on a GPU: a fraction of the size of the KV they represent."""
         found = self._on_device.get((block, device))
         if found is None:
             found = torch.from_numpy(self.block(block).values[0]).to(device)
@@ -172,7 +172,7 @@ class PipelineChunk(OpenedRecord):
             return found
 
     def _read_block(self, block: int) -> CodedBlock:
-        # Every length below is compared with what is left of the block before it is used.
+        # Each length below is checked against the rest of the block before it is used.
         coder, num_tokens = self._coder, self.num_tokens
         transform, spec = coder.profile.transform, coder.profile.spec
         fields = BlockReader(self._reader, block)
@@ -208,7 +208,7 @@ class PipelineChunk(OpenedRecord):
     def _refine(
         self, number: int, block: int, coarse: list[NDArray[np.int16]]
     ) -> list[NDArray[np.int16]]:
-        """Return the numbers of a plane from those of the one before it."""
+        """Return the numbers of a plane, given those of the plane before it."""
         coder = self._coder
         fields = BlockReader(self._reader, number * len(coder.profile.transform.plans) + block)
         finer = []
@@ -239,7 +239,7 @@ def _is_on_gpu(out: torch.Tensor) -> bool:
 
 @functools.cache
 def _gpu_kernels() -> ModuleType | None:
-    """Return the GPU's kernels, or None without the extra ``gpu``."""
+    """Return the kernels for the GPU, or None without the extra ``gpu``."""
     try:
         importlib.import_module("cuda.core")
     except ImportError:

@@ -1,4 +1,4 @@
-"""Floating-point numbers as exponents and the rest: what codec ``lossless`` codes."""
+"""Splits floating-point numbers into exponents and the rest, for codec ``lossless``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def split(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(exponents: torch.Tensor, rest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers that `split` took apart."""
+    """Return the numbers that `split` was given."""
     integer, exponent_bits, mantissa_bits = _LAYOUTS[dtype]
     sign = rest >> mantissa_bits
     mantissa = rest & ((1 << mantissa_bits) - 1)

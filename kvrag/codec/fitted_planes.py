@@ -1,4 +1,4 @@
-"""Classes and probability tables for whole numbers, plane by plane."""
+"""Fits classes and probability tables to whole numbers, plane by plane."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvrag.codec.quantiser import ESCAPE_BITS
 
 @dataclass(frozen=True)
 class SampleMatrix:
-    """One matrix of one block over all kept tokens, in units of tokens' scales."""
+    """One matrix of one block over all kept tokens, in units of the tokens' scales."""
 
     rows: torch.Tensor
     units: torch.Tensor
@@ -46,13 +46,13 @@ class FittedPlanes:
     values
         For each plane, from coarse to fine, the numbers ``[R, T]`` of each matrix.
     num_rows
-        For each matrix the rows coded in the finest plane.
+        For each matrix, how many rows are coded in the finest plane.
     classes
-        For each matrix the class of each of those rows.
+        For each matrix, the class of each of those rows.
     frequencies
-        For each plane its tables.
+        The tables of each plane.
     bits
-        What each plane takes.
+        The size of each plane in bits.
     """
 
     def __init__(
@@ -74,18 +74,18 @@ class FittedPlanes:
             self._fit_plane(plane)
 
     def num_rows_of(self, plane: int, matrix: int) -> int:
-        """Return the rows of a matrix that are coded in a plane."""
+        """Return how many rows of a matrix are coded in a plane."""
         if self._matrices[matrix].is_exact:
             return self.num_rows[matrix] if plane == 0 else 0
         return _last_used(self.values[plane][matrix])
 
     def classes_of(self, matrix: int) -> NDArray[np.int64]:
-        """Return int64 ``[R']``."""
+        """Return int64 ``[R']``: the classes of a matrix's coded rows."""
         return self.classes[matrix].astype(np.int64)
 
     @property
     def costs(self) -> torch.Tensor:
-        """Bits of whole numbers of the finest plane, float32 ``[C, 256]``."""
+        """Cost in bits of whole numbers of the finest plane, float32 ``[C, 256]``."""
         return value_costs(self.frequencies[0], self.frequencies[1:], self.num_classes)
 
     def _fit_plane(self, plane: int) -> None:
@@ -110,13 +110,13 @@ class FittedPlanes:
 
 
 def with_escapes(bits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return costs of symbols in which those without a code cost an escape."""
+    """Return `bits` with the cost of an escape for symbols that have no code."""
     bits = np.minimum(bits, ESCAPE_BITS)
     bits[:, ESCAPE] = ESCAPE_BITS
     return bits
 
 
 def _last_used(values: torch.Tensor) -> int:
-    """Return how many rows there are up to the last one that is not all zeros."""
+    """Return the number of rows up to and including the last one that is not all zeros."""
     used = (values != 0).any(1).nonzero()
     return int(used[-1]) + 1 if len(used) else 0

@@ -1,9 +1,9 @@
-"""Fits a profile: from chunks of KV to bases, steps and probability tables.
+"""Fits a profile: bases, steps and probability tables, from chunks of KV.
 
-Three runs of tokens in four teach the transform (its covariance grows with the model, not with the
-corpus); the fourth is kept out, so that steps and tables are fitted to numbers the basis has not
-seen: numbers that taught it look smaller than others in the components that matter least. What is
-kept out is held in memory up to a limit.
+The transform is fitted to three runs of tokens in four. Its memory grows with the model, not with
+the corpus. Steps and tables are fitted to the fourth run, because the basis flatters the tokens
+that it was fitted to: in the least important components they look smaller than others. The fourth
+runs are held in memory, up to a limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvrag.kvcache import ChunkKV, KVSpec
 MIN_TOKENS = 256
 _RUN = 32
 _KEPT_OUT = 4  # one run of tokens in four
-_MAX_KEPT_NUMBERS = 1 << 24  # the fit needs some 40 times their 4 bytes
+_MAX_KEPT_NUMBERS = 1 << 24  # the fit needs about 40 times their 4 bytes
 
 
 def fit_profile(
@@ -50,21 +50,21 @@ def fit_profile(
     Parameters
     ----------
     chunks
-        Position-free KV of a sample of the corpus; seen once.
+        Position-free KV of a sample of the corpus. They are iterated once.
     on_progress
-        Receives a line whenever a stage begins.
+        Called with a line of text when a stage begins.
 
     Raises
     ------
     ParameterError
-        When the sample holds fewer than 256 tokens, or NaN or infinity.
+        If the sample holds fewer than 256 tokens, or NaN or infinity.
     """
     fitter = config.transform.fitter(spec)
     kept: list[ChunkKV] = []
     num_tokens = num_kept = 0
     for chunk in chunks:
         kv = _without_wild_tokens(chunk)
-        # Runs of tokens in turn, so that a sample of one chunk has both kinds of them.
+        # Runs alternate, so that even a sample of one chunk has both kinds.
         runs = (num_tokens + torch.arange(kv.num_tokens)) // _RUN
         num_tokens += kv.num_tokens
         for is_kept_out, tokens in ((False, runs % _KEPT_OUT != 1), (True, runs % _KEPT_OUT == 1)):
@@ -78,8 +78,8 @@ def fit_profile(
                 num_kept += part.keys.numel()
     if num_tokens < MIN_TOKENS:
         raise ParameterError(
-            f"a profile is fitted on {MIN_TOKENS} tokens or more, and on many thousands to be "
-            f"good; found {num_tokens}: give more documents"
+            f"a profile needs {MIN_TOKENS} tokens or more, and many thousands to be good; found "
+            f"{num_tokens}: give more documents"
         )
     on_progress("finding the basis")
     transform = fitter.finish()
@@ -92,14 +92,14 @@ def fit_profile(
         on_progress(f"fitting level {name}")
         levels.append(sample.fit_level(level, name))
     if isinstance(transform, Components):
-        # Components that no level codes would make most of the file.
+        # Components that no level codes would be most of the file.
         most = [max(len(level.steps[b][0]) for level in levels) for b in range(len(sample.blocks))]
         transform = transform.keep_rows(most)
     return Profile(config, spec, model_fingerprint, transform, tuple(levels), num_tokens)
 
 
 def _without_wild_tokens(kv: ChunkKV) -> ChunkKV:
-    """Return a chunk without the tokens that are kept raw whatever the profile says."""
+    """Return a chunk without the tokens that are kept raw with any profile."""
     check_kv(kv)
     most = torch.maximum(kv.keys.abs().amax((0, 1, 3)), kv.values.abs().amax((0, 1, 3)))
     tokens = most > greatest_tame(kv.keys.dtype)
@@ -111,7 +111,7 @@ def _without_wild_tokens(kv: ChunkKV) -> ChunkKV:
 def _fit_exponents(
     config: PipelineConfig, spec: KVSpec, transform: FittedTransform, kept: list[ChunkKV]
 ) -> Level:
-    """Return the one level of codec ``lossless``: tables of exponents about each row's median."""
+    """Return the one level of codec ``lossless``: tables of exponents relative to row medians."""
     steps, counts = [], []
     for plan in transform.plans:
         numbers = torch.cat([plan.stack(kv.keys, kv.values) for kv in kept], dim=1)

@@ -1,4 +1,4 @@
-"""What the header of a stored record says, and how long it is."""
+"""The contents of a stored record's header, and its size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def padded_size(size_bytes: int) -> int:
 
 
 def header_size(num_blocks: int) -> int:
-    """Return the bytes before the first block, checksum and padding included."""
+    """Return the size of the header in bytes, checksum and padding included."""
     return padded_size(FIXED.size + num_blocks * BLOCK.size + CHECKSUM.size)
 
 
@@ -29,7 +29,7 @@ class Block:
     offset
         First byte, counted from the start of the record; a multiple of `ALIGNMENT_BYTES`.
     size_bytes
-        Payload, padding excluded.
+        Bytes of the payload, without padding.
     checksum
         xxh3_64 of payload and padding.
     """
@@ -40,13 +40,13 @@ class Block:
 
     @property
     def padded_bytes(self) -> int:
-        """Payload and padding: what is read and checksummed."""
+        """Bytes of payload and padding, which are read and checksummed together."""
         return padded_size(self.size_bytes)
 
 
 @dataclass(frozen=True)
 class RecordHeader:
-    """What a header says, once it has been checked.
+    """The contents of a header, checked.
 
     Attributes
     ----------
@@ -57,11 +57,11 @@ class RecordHeader:
     num_tokens
         T.
     blocks
-        In order.
+        The blocks, in order.
     level
-        Which of the profile's levels, counted from 0; 0 for codecs without levels.
+        The profile's level, counted from 0; 0 for codecs without levels.
     profile
-        Hash of the profile the blocks were coded with, 40 hexadecimal digits, or "".
+        Hash of the profile that the blocks were coded with, 40 hexadecimal digits, or "".
     """
 
     codec: str

@@ -1,4 +1,4 @@
-"""One level of a profile, ready to code with."""
+"""One level of a profile, prepared for coding."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class CodedBlock:
     scales
         float16 ``[segments, T']`` for each matrix, or None.
     side
-        What the transform keeps beside its matrices, or None.
+        Further numbers of the transform, or None.
     raw_tokens
-        int64: tokens kept as they were, ascending.
+        int64: tokens that are not quantised, ascending.
     raw
-        ``[raw tokens, N]`` in the model's dtype.
+        The channels of those tokens, ``[raw tokens, N]`` in the model's dtype.
     """
 
     values: tuple[NDArray[np.int16], ...]
@@ -47,16 +47,16 @@ class CodedBlock:
 
 @dataclass(frozen=True)
 class Synthesis:
-    """What turns the numbers ``[R, T]`` of a block into one kind of one layer.
+    """The inverse transform of a block's numbers ``[R, T]`` to one kind of one layer.
 
     Attributes
     ----------
     channels
-        Which channels of the block these are.
+        The block's channels that it computes.
     shrink
         float32 ``[R]``.
     basis
-        float32 ``[H, R, D]``, steps multiplied in.
+        float32 ``[H, R, D]``, multiplied by the steps.
     mean
         float32 ``[H, D]``.
     """
@@ -68,7 +68,7 @@ class Synthesis:
 
 
 class LevelCoder:
-    """Tables, steps and bases of one level, made when they are first needed.
+    """Tables, steps and bases of one level, computed on first use.
 
     Parameters
     ----------
@@ -100,9 +100,9 @@ class LevelCoder:
         return self.level.classes[self.level.class_slices[block][matrix]]
 
     def limits(self, block: int, matrix: int) -> torch.Tensor:
-        """Return int32 ``[R']``: the greatest magnitude the planes of each row can express.
+        """Return int32 ``[R']``: the greatest magnitude that the planes of each row can express.
 
-        A row that the coarsest planes leave out has only the digits of the others.
+        A row that the coarsest planes omit has only the digits of the others.
         """
         limits = torch.full((len(self.level.steps[block][matrix]),), MAX_MAGNITUDE)
         num_planes = len(self.level.planes)
@@ -112,7 +112,7 @@ class LevelCoder:
         return limits
 
     def shrink(self, plane: int, block: int, matrix: int, num_rows: int) -> torch.Tensor:
-        """Return float32 ``[R]``; zeros where the transform quantised by itself."""
+        """Return the shrinkage, float32 ``[R]``; zeros if the transform quantised the matrix."""
         classes = torch.from_numpy(self.classes(block, matrix)[:num_rows].astype(np.int64))
         if self.profile.transform.matrices(block)[matrix].is_exact:
             return torch.zeros(len(classes))
@@ -146,14 +146,14 @@ class LevelCoder:
     def synthesis(
         self, plane: int, layer_index: int, kind: str, device: torch.device = _CPU
     ) -> Synthesis:
-        """Return what turns a block's numbers into one kind of one layer (transform `pca` alone).
+        """Return the inverse transform of a block to one kind of one layer (`pca` only).
 
         Parameters
         ----------
         plane
-            The last that is read.
+            The last plane that is read.
         device
-            Where its tensors are to be.
+            The device of the result's tensors.
         """
         found = self._syntheses.get((plane, layer_index, kind, device))
         if found is None:
@@ -173,5 +173,5 @@ class LevelCoder:
         return found
 
     def block_of(self, layer_index: int, kind: str) -> int:
-        """Return which block holds one kind of one layer."""
+        """Return the number of the block that holds one kind of one layer."""
         return self._blocks[layer_index, kind]

@@ -1,4 +1,4 @@
-"""Fits the levels of a profile to tokens that were kept out of the transform's fit."""
+"""Fits the levels of a profile to tokens that the transform was not fitted to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvrag.codec.quantiser import MAX_MAGNITUDE, quantise, token_scales
 from kvrag.codec.transform.base import Analysis, FittedTransform
 from kvrag.kvcache import ChunkKV, KVSpec
 
-_ROUNDS = 2  # tables depend on what the quantiser prefers, and the other way round
+_ROUNDS = 2  # tables depend on the quantiser's choices, and these depend on the tables
 _BISECTIONS = 14
 _CORRECTIONS = 8
 _CLOSE_ENOUGH = 0.015
@@ -24,7 +24,7 @@ _LEAST_SPREAD = 0.35
 
 
 class Sample:
-    """What was kept out of the fit, transformed."""
+    """The transformed tokens that the transform was not fitted to."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class Sample:
         num_tokens = sum(kv.num_tokens for kv in kept)
         self._num_elements = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * num_tokens
         self.blocks: list[list[SampleMatrix]] = []
-        self._lost: list[float] = []  # a token's squared error before anything is quantised
-        self._energy = 0.0  # of a token about the mean, in the same metric
+        self._lost: list[float] = []  # a token's squared error without any quantising
+        self._energy = 0.0  # a token's squared distance from the mean, in the same metric
         for block, plan in enumerate(transform.plans):
             channels = [plan.gather(kv) for kv in kept]
             analyses = [transform.analyse(block, rows) for rows in channels]
@@ -64,11 +64,11 @@ class Sample:
         return found
 
     def fit_level(self, level: int, name: str) -> Level:
-        """Return the level called `name`, at its target where the allocation has one."""
+        """Return the level called `name`, at its target if the allocation has one."""
         target = self._config.allocation.target_bits(level)
         if target is None:
             return self._fit(level, name, 1.0)
-        # Finer steps than this would not hold the greatest numbers.
+        # With finer steps, the greatest numbers would overflow.
         finest = 2.0 * self._greatest() / MAX_MAGNITUDE + 1e-12
         factor = self._find_factor(level, target, finest)
         # Rate-distortion optimised rounding and shared tables move the rate.
@@ -78,14 +78,14 @@ class Sample:
             if abs(found.bits / target - 1.0) < _CLOSE_ENOUGH:
                 break
             if found.bits < target and factor <= finest:
-                break  # all there is to say takes fewer bits than were asked for
+                break  # even the finest steps take fewer bits than the target
             if found.bits > target:
                 fine = factor
             else:
                 coarse = factor
             if fine > 0.0 and coarse < math.inf:
                 factor = math.sqrt(fine * coarse)
-            else:  # a bit less is about twice the step
+            else:  # one bit less means about twice the step
                 step = 2.0 ** (found.bits - target)
                 factor = max(finest, factor * min(max(step, 0.5), 2.0))
         return found
@@ -102,7 +102,7 @@ class Sample:
         return max(float(m.rows.abs().max()) for b in self.blocks for m in b)
 
     def _find_factor(self, level: int, target: float, finest: float) -> float:
-        """Return the factor at which rows coded at their own entropies take the target."""
+        """Return the factor at which the rows' empirical entropies add up to the target."""
         low, high = finest, 4.0 * self._greatest() + 1e-9
         for _ in range(_BISECTIONS):
             middle = (low * high) ** 0.5
@@ -156,16 +156,16 @@ class Sample:
         )
 
     def _worth_coding(self, level: int, matrix: SampleMatrix, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows in units of their step, those that are better left out as zeros.
+        """Return rows in units of their step, with zeros for rows that are not worth coding.
 
-        Rows that spread less than a third of a step take more bits than the few numbers of theirs
-        that do not round to 0 save in distortion: measured, 1 to 2 % of the rate at equal
-        distortion, and half of the rows.
+        In rows that spread less than a third of a step, few numbers do not round to 0, and those
+        cost more bits than they save in distortion. Measured: without such rows, which are half of
+        all, the rate falls by 1 to 2 % at equal distortion.
         """
         if matrix.is_exact or self._config.allocation.target_bits(level) is None:
             return rows
         spread = rows.square().mean(1, keepdim=True).sqrt()
-        # At very low rates all rows spread less: then the widest of them are worth most.
+        # At very low rates all rows spread less; then the widest are kept.
         return rows * (spread >= min(_LEAST_SPREAD, 0.5 * float(spread.max())))
 
     def _planes(self, fitted: FittedPlanes, rows: list[torch.Tensor]) -> tuple[Plane, ...]:
@@ -206,7 +206,7 @@ def _mean_error(
     channels: list[torch.Tensor],
     analyses: list[Analysis],
 ) -> float:
-    """Return a token's mean squared error with rows as they are, before any quantising."""
+    """Return a token's mean squared error if rows are not quantised at all."""
     total = 0.0
     for rows, analysis in zip(channels, analyses, strict=True):
         found = transform.synthesise(block, analysis, rows.shape[1])

@@ -1,7 +1,7 @@
-"""Every bit kept: exponents entropy-coded, signs and mantissas as they are.
+"""Lossless compression: exponents are entropy-coded, signs and mantissas are stored as they are.
 
-The exponents of a channel lie close together, so they take two to three bits in place of eight
-(five in float16); signs and mantissas are as good as random and are not coded.
+The exponents of a channel are close together, so they take two to three bits instead of eight
+(five in float16). Signs and mantissas are practically random and are not coded.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ NAME = "lossless"
 
 
 class LosslessCodec:
-    """What is read equals what the model gave, bit for bit.
+    """Compresses KV without loss: what is read equals the model's output, bit for bit.
 
     Parameters
     ----------
     profile
-        Fitted with the quantiser `Exact`.
+        A profile fitted with the quantiser `Exact`.
     """
 
     name = label = NAME
@@ -73,7 +73,7 @@ class LosslessCodec:
         return self.open_record(RecordReader(source, key), spec)
 
     def open_record(self, reader: RecordReader, spec: KVSpec) -> LosslessChunk:
-        """Go on from a header that has been read. Raises as `open` does."""
+        """Open a record whose header has been read. Raises as `open` does."""
         reader.require(NAME, spec)
         reader.require(NAME, self.profile.spec)
         reader.require_profile(self.profile.hash, len(self.profile.levels))
@@ -94,11 +94,11 @@ class LosslessChunk(OpenedRecord):
         Raises
         ------
         RecordError
-            When the layer's bytes are not what was written.
+            If the layer's bytes are not what was written.
         StoreError
-            When the store cannot deliver them.
+            If the store cannot deliver them.
         ParameterError
-            When there is no such layer.
+            If the layer does not exist.
         """
         spec = self._reader.header.spec
         check_layer_index(layer_index, spec.num_layers)
@@ -133,13 +133,13 @@ class LosslessChunk(OpenedRecord):
 
 
 def _centres(coder: LevelCoder, block: int) -> torch.Tensor:
-    """Return int32 ``[R]``: the exponent field of each row's typical number."""
+    """Return int32 ``[R]``: the exponent field of a typical number in each row."""
     steps = coder.level.steps[block][0]
     return split(steps.to(coder.profile.spec.dtype))[0]
 
 
 def _pack_rest(rest: torch.Tensor, num_bits: int) -> bytes:
-    """Return signs and mantissas: a plane of low bytes, and one of what is above 8 bits each."""
+    """Return signs and mantissas as planes: one for each whole byte, then one of packed bits."""
     planes = []
     numbers: NDArray[np.int32] = rest.numpy()
     for shift in range(0, num_bits - num_bits % 8, 8):

@@ -1,6 +1,6 @@
-"""What codecs are called, which levels they have, and about what a token takes with each.
+"""The names of codecs, their levels, and about how many bytes a token takes with each.
 
-No tensor library is needed to know it: a command that only counts stays quick.
+This module imports no tensor library, so commands that only count start at once.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 RAW = "raw"
 PLAIN: Table[type[Codec]] = Table("kvrag.codecs", {RAW: "kvrag.codec.raw:RawCodec"})
-"""Codecs without a profile, by the names that their records bear."""
+"""Codecs without a profile, by their names in records."""
 LEAST_BITS, MOST_BITS = 0.05, 12.0
 
 _CHANNEL_BITS = {"1": 4.6, "2": 3.6, "3": 2.7, "4": 1.8}
-"""Bits that each level of `cachegen` took on the models it was measured on."""
+"""Bits per element at each level of `cachegen`, measured."""
 _OVERHEAD_BITS = 0.3
-"""What headers, padding and coder states add to each number."""
+"""Bits per element that headers, padding and coder states add."""
 
 LEVELS: dict[str, tuple[str, ...]] = {
     "lossless": ("1",),
@@ -30,21 +30,21 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "transform": ("4", "2", "1", "0.5"),
     "stream": ("4", "2", "1", "0.5"),
 }
-"""The usual levels of each codec that has a profile."""
+"""The predefined levels of each codec that has a profile."""
 _DEFAULT_LEVELS = {"lossless": "1", "cachegen": "2", "transform": "2", "stream": "2"}
 _TAKES_BITS = ("transform", "stream")
 
 
 @dataclass(frozen=True)
 class CodecName:
-    """A codec's name, taken apart.
+    """A codec's name, parsed.
 
     Attributes
     ----------
     label
-        ``PRESET`` or ``PRESET:LEVEL``, with the level always written where there are several.
+        ``PRESET``, or ``PRESET:LEVEL`` if the preset has several levels.
     preset, level
-        Its parts; the level is "" for codecs without a profile.
+        The name's parts; the level is "" for codecs without a profile.
     """
 
     label: str
@@ -58,7 +58,7 @@ class CodecName:
 
     @property
     def bits(self) -> float | None:
-        """About how many bits an element takes; None where KV is stored exactly."""
+        """About how many bits an element takes; None if KV is stored exactly."""
         if self.preset in _TAKES_BITS:
             return float(self.level) + _OVERHEAD_BITS
         if self.preset == "cachegen":
@@ -67,13 +67,13 @@ class CodecName:
 
 
 def parse_codec(name: str) -> CodecName:
-    """Return what ``PRESET`` or ``PRESET:LEVEL`` names.
+    """Parse ``PRESET`` or ``PRESET:LEVEL``.
 
     Raises
     ------
     ParameterError
-        When there is no such preset or level (the message names those there are), or several
-        distributions register it.
+        If the preset or level does not exist (the message lists those that do), or several
+        distributions register the preset.
     """
     if not isinstance(name, str):
         raise ParameterError(f"codec {name!r}: expected a name; known codecs: {known_codecs()}")
@@ -94,14 +94,14 @@ def parse_codec(name: str) -> CodecName:
 
 
 def expected_bytes_per_token(codec: str, bytes_per_token: int, bytes_per_element: int) -> int:
-    """Return about how many bytes a token will take, not less than it usually does.
+    """Return about how many bytes a token will take: rather too many than too few.
 
     Parameters
     ----------
     codec
         As for `parse_codec`.
     bytes_per_token, bytes_per_element
-        What a token and a number of it take in the model's own type.
+        The size of a token's KV and of one number in it, in the model's dtype.
     """
     bits = parse_codec(codec).bits
     if bits is None:
@@ -129,6 +129,6 @@ def _bits(name: str, level: str) -> float:
     if LEAST_BITS <= bits <= MOST_BITS:
         return bits
     raise ParameterError(
-        f"codec {name!r}: the level of {name.partition(':')[0]!r} is a number of bits, "
+        f"codec {name!r}: the level of {name.partition(':')[0]!r} must be a number of bits, "
         f"{LEAST_BITS} to {MOST_BITS:g}, such as 2 or 0.5"
     )

@@ -1,4 +1,4 @@
-"""What every opened record answers alike, whatever its codec."""
+"""The part of an opened record that is the same for every codec."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvrag.codec.container import RecordReader
 
 
 class OpenedRecord:
-    """Tokens and bytes of one record, as its header and its reader know them."""
+    """Tokens and bytes of one record, from its header and its reader."""
 
     def __init__(self, reader: RecordReader) -> None:
         self._reader = reader
@@ -29,13 +29,13 @@ class OpenedRecord:
 
     @property
     def plane_bytes(self) -> tuple[int, ...]:
-        """Bytes of each plane, from coarse to fine; of codecs without planes, of all blocks."""
+        """Bytes of each plane, from coarse to fine; without planes, of all blocks together."""
         return (sum(block.padded_bytes for block in self._reader.header.blocks),)
 
     def fetch(self, num_planes: int) -> None:
-        """Bring so many planes into memory, as far as they are not there, in one read.
+        """Read the first `num_planes` planes into memory, those that are missing, in one read.
 
-        Raises RecordError or StoreError when they cannot be had.
+        Raises RecordError or StoreError if they cannot be read.
         """
         if num_planes > self._num_fetched:
             num_blocks = len(self._reader.header.blocks) // len(self.plane_bytes)
@@ -43,8 +43,8 @@ class OpenedRecord:
             self._num_fetched = num_planes
 
     def use(self, num_planes: int) -> None:
-        """Decode so many planes from now on, in place of all. No layer may be being decoded."""
+        """Decode only the first `num_planes` planes from now on. Do not call it during decoding."""
 
     def cancel(self) -> None:
-        """Break off what other threads fetch, where the store can; they get StoreError."""
+        """Cancel reads of other threads, if the store can; they raise StoreError."""
         self._reader.cancel()

@@ -1,6 +1,7 @@
-"""The codec made of stages: transform, quantiser, entropy coder, driven by a profile.
+"""The codec that consists of stages, driven by a profile: transform, quantiser, entropy coder.
 
-A record has one block for each of the transform's. `docs/format.md` describes its bytes.
+In each plane, a record has one block for each block of the transform. `docs/format.md` describes
+the bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 
 NAME = "pipeline"
-# Tokens whose error exceeds the level's mean so many times are stored as the model gave them:
-# attention sinks and the like, which no basis fitted to ordinary tokens describes.
+# Tokens whose error exceeds the level's mean by this factor are stored as the model gave them:
+# attention sinks and the like, which a basis fitted to ordinary tokens does not describe.
 _OUTLIER_FACTOR = 64.0
 
 
@@ -36,16 +37,16 @@ class PipelineCodec:
     Parameters
     ----------
     profile
-        What was fitted to the model.
+        The profile, fitted to the model.
     label
-        What the codec is called in indexes and on the command line.
+        The codec's name in indexes and on the command line.
     level
         Name of the level to encode with.
 
     Raises
     ------
     ParameterError
-        When the profile has no such level.
+        If the profile does not have the level.
     """
 
     name = NAME
@@ -68,8 +69,8 @@ class PipelineCodec:
         Raises
         ------
         ParameterError
-            When keys and values differ in shape or type, are not those of the profile's model,
-            hold no tokens, or hold NaN or infinity (the message names the first layer and token).
+            If keys and values differ in shape or type, do not match the profile's model, hold no
+            tokens, or hold NaN or infinity (the message names the first layer and token).
         """
         spec = check_kv(kv)
         if spec != self.profile.spec:
@@ -82,7 +83,7 @@ class PipelineCodec:
             self._encode_block(coder, block, plan.gather(kv))
             for block, plan in enumerate(self.profile.transform.plans)
         ]
-        # All blocks' coarsest planes first: whoever stops early has every layer.
+        # The coarsest plane of all blocks comes first: a reader that stops early has every layer.
         blocks = [planes[index] for index in range(len(coder.level.planes)) for planes in by_block]
         return write_record(
             key,
@@ -100,15 +101,15 @@ class PipelineCodec:
         Raises
         ------
         RecordError
-            When the record is not one of this codec, was written for another key or shape, with
-            another profile, or is damaged.
+            If another codec wrote the record, if it was written for another key or shape or with
+            another profile, or if it is damaged.
         StoreError
-            When the store cannot deliver the header.
+            If the store cannot deliver the header.
         """
         return self.open_record(RecordReader(source, key), spec)
 
     def open_record(self, reader: RecordReader, spec: KVSpec) -> PipelineChunk:
-        """Go on from a header that has been read. Raises as `open` does."""
+        """Open a record whose header has been read. Raises as `open` does."""
         reader.require(NAME, spec)
         reader.require(NAME, self.profile.spec)
         reader.require_profile(self.profile.hash, len(self.profile.levels))
@@ -143,7 +144,7 @@ class PipelineCodec:
     def _quantise(
         self, coder: LevelCoder, block: int, channels: torch.Tensor, left_out: torch.Tensor
     ) -> CodedBlock:
-        """Return a block's whole numbers; tokens left out become zeros, which cost least."""
+        """Return a block's whole numbers. Tokens in `left_out` become zeros, which cost least."""
         transform, level = self.profile.transform, coder.level
         quantiser = self.profile.config.quantiser
         analysis = transform.analyse(block, channels)
@@ -213,7 +214,7 @@ class PipelineCodec:
 
 
 def cut_record(record: bytes, num_planes: int, num_plane_blocks: int) -> bytes:
-    """Return the coarser record that a record holds: its first planes, with a header of its own.
+    """Return a coarser record: a record's first planes, with a new header.
 
     Parameters
     ----------
@@ -225,16 +226,16 @@ def cut_record(record: bytes, num_planes: int, num_plane_blocks: int) -> bytes:
     Raises
     ------
     ParameterError
-        When the record has no so many planes.
+        If the record has fewer planes.
     RecordError
-        When it is damaged.
+        If it is damaged.
     """
     reader = RecordReader(_Bytes(record), key_of(record))
     header = reader.header
     count = num_planes * num_plane_blocks
     if not num_plane_blocks <= count <= len(header.blocks):
         raise ParameterError(
-            f"a record of {len(header.blocks)} blocks, {num_plane_blocks} a plane, has no "
+            f"a record of {len(header.blocks)} blocks, {num_plane_blocks} a plane, does not have "
             f"{num_planes} planes"
         )
     view = memoryview(record)

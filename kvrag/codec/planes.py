@@ -1,10 +1,9 @@
-"""A coarse number first, refinements after it: digits to base 3.
+"""Coarse numbers and their refinements: digits to base 3.
 
-A quantiser with three times the step rounds to the same middles, so its whole number is the finer
-one divided by three and rounded, and what is missing is -1, 0 or 1. A stream that stops after any
-plane has the numbers of a quantiser with that step; coded given the magnitude of what is known
-already, the planes together cost hardly more than the finest number at once (measured: 0.2 to
-0.6 %).
+A quantiser with three times the step gives the finer whole number divided by three and rounded.
+The digit that is missing is -1, 0 or 1. A stream that stops after any plane has the numbers of a
+quantiser with that step. Each digit is coded given the magnitude of the number so far. Together
+the planes then cost hardly more than the finest numbers at once (measured: 0.2 to 0.6 %).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvrag.codec.entropy.tables import NUM_SYMBOLS, ZERO_SYMBOL, bits_of, symbol
 
 RADIX = 3
 NUM_CONTEXTS = 3
-"""Contexts of a digit: what is known so far is 0, 1 or more in magnitude."""
+"""Contexts of a digit: the magnitude so far is 0, 1 or more."""
 
 
 def coarser(values: torch.Tensor) -> torch.Tensor:
@@ -26,9 +25,9 @@ def coarser(values: torch.Tensor) -> torch.Tensor:
 
 
 def digit_symbols(values: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Return what refines `known` to `values`, as symbols uint8.
+    """Return the digits that refine `known` to `values`, as symbols uint8.
 
-    Mirrored where `known` is negative, so that "further from zero" is one symbol.
+    Digits are mirrored if `known` is negative, so that "further from zero" is always one symbol.
     """
     sign = torch.where(known < 0, -1, 1)
     return ((values - RADIX * known) * sign + ZERO_SYMBOL).to(torch.uint8)
@@ -42,19 +41,19 @@ def digit_contexts(known: torch.Tensor) -> torch.Tensor:
 def value_costs(
     base: NDArray[np.uint16], refinements: list[NDArray[np.uint16]], num_classes: int
 ) -> torch.Tensor:
-    """Return the bits that whole numbers cost in all planes together.
+    """Return how many bits whole numbers cost in all planes together.
 
     Parameters
     ----------
     base
         uint16 ``[C, 256]``.
     refinements
-        For each further plane uint16 ``[3 C, 256]``: class times contexts.
+        uint16 ``[3 C, 256]`` (class times context) for each further plane.
 
     Returns
     -------
     torch.Tensor
-        float32 ``[C, 256]`` for -128 to 127 of the finest plane; infinite where there is no code.
+        float32 ``[C, 256]`` for -128 to 127 of the finest plane; infinite for numbers without code.
     """
     values = torch.arange(NUM_SYMBOLS) - ZERO_SYMBOL
     costs = torch.zeros(num_classes, NUM_SYMBOLS)

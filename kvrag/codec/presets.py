@@ -1,4 +1,4 @@
-"""Codecs by the names users type: ``raw``, ``lossless``, ``cachegen:2``, ``transform:1``."""
+"""Codecs by their names on the command line: ``raw``, ``lossless``, ``transform:1``."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from kvrag.codec.quantiser import Exact, PerChannel, Uniform
 from kvrag.codec.transform.none import NoTransform
 from kvrag.codec.transform.pca import PCA
 
-# What each preset is made of was measured with `kvrag bench codec`; see docs/results/codec.md.
+# The stages were chosen by measuring with `kvrag bench codec`; see docs/results/codec.md.
 _CONFIGS = {
     "lossless": PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact()),
     "cachegen": PipelineConfig(NoTransform(), LayerGroups(), PerChannel(0.0)),
     "transform": PipelineConfig(PCA(), RateDistortion(), Uniform(refinements=2)),
-    # For links that may be a hundred times slower than they were: more planes, and coarser ones.
+    # More and coarser planes, for links that may become a hundred times slower.
     "stream": PipelineConfig(PCA(), RateDistortion(), Uniform(refinements=4)),
 }
 
 
 @dataclass(frozen=True)
 class CodecChoice:
-    """A codec as a user names it.
+    """A codec that a user has named.
 
     Attributes
     ----------
     label
-        ``PRESET`` or ``PRESET:LEVEL``, with the level always written where there are several.
+        ``PRESET``, or ``PRESET:LEVEL`` if the preset has several levels.
     config
         Its stages; None for a codec without a profile, as ``raw``.
     level
@@ -41,15 +41,15 @@ class CodecChoice:
 
 
 def choose_codec(name: str) -> CodecChoice:
-    """Return what ``PRESET`` or ``PRESET:LEVEL`` means.
+    """Return the codec that ``PRESET`` or ``PRESET:LEVEL`` names.
 
-    ``transform`` and ``stream`` take any number of bits as their level: one that is not among the
-    usual targets is fitted instead of them.
+    ``transform`` and ``stream`` accept any number of bits as their level. A profile for one that is
+    not predefined has only that level.
 
     Raises
     ------
     ParameterError
-        When there is no such preset or level; the message names those there are.
+        If the preset or level does not exist; the message lists those that do.
     """
     named = parse_codec(name)
     if not named.takes_profile:

@@ -1,8 +1,9 @@
-"""What a codec knows of a model: bases, steps and probability tables, in one file.
+"""A profile: what a codec has learnt about a model, in one file.
 
-A profile is fitted once on a sample of a model's KV and shared by all records coded with it, so
-that no record carries tables. Its hash stands in every record: decoding with another profile is
-refused. The file is a safetensors file; its metadata hold the configuration as JSON.
+It holds bases, steps and probability tables. It is fitted once on a sample of a model's KV. All
+records coded with it share it, so records carry no tables. Each record names its profile's hash,
+and decoding with another profile is refused. The file is a safetensors file, whose metadata hold
+the configuration as JSON.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ _REMEDY = "fit it again with 'kvrag profile', or put the right file back"
 
 @dataclass(frozen=True)
 class Plane:
-    """The tables of one plane of a level: of the coarsest numbers, or of one refinement.
+    """The tables of one plane of a level: the coarsest numbers, or one refinement.
 
     Attributes
     ----------
     frequencies
         uint16: ``[C, 256]`` in the coarsest plane, ``[3 C, 256]`` (class times context) in others.
     num_rows
-        For each block, for each of its matrices, how many rows are coded.
+        How many rows of each matrix of each block are coded.
     shrink
-        float32 ``[C]``: how much nearer to zero than the whole number values lie when this plane is
-        the last that is read, by class.
+        float32 ``[C]``: for each class, how much nearer to zero values are than their whole number,
+        on average, if this plane is the last that is read.
     bits
         Bits per element with this plane and those before it, on tokens kept out of the fit.
     """
@@ -71,18 +72,18 @@ class Level:
     Attributes
     ----------
     name
-        What it is called on the command line.
+        The level's name on the command line.
     steps
-        For each block, for each of its matrices, float32 ``[R']``: the steps of the finest plane,
-        of the rows that are coded, the first R' of the matrix.
+        For each matrix of each block, float32 ``[R']``: the steps of the finest plane for the rows
+        that are coded, which are the first R' of the matrix.
     classes
-        uint16: the class of every such row, block by block, matrix by matrix.
+        uint16: the class of every coded row, block by block, matrix by matrix.
     planes
-        From coarse to fine.
+        The planes, from coarse to fine.
     distortion
         float32 ``[blocks]``: mean squared error of a token in the transform's metric.
     relative_error
-        Of all blocks, over the variance in the same metric.
+        Distortion of all blocks, divided by the variance in the same metric.
     """
 
     name: str
@@ -104,13 +105,16 @@ class Level:
 
     @cached_property
     def costs(self) -> torch.Tensor:
-        """Bits of whole numbers of the finest plane, float32 ``[C, 256]``; infinite for none."""
+        """Bits of whole numbers of the finest plane, float32 ``[C, 256]``.
+
+        Numbers without a code cost infinity.
+        """
         tables = [plane.frequencies for plane in self.planes]
         return value_costs(tables[0], tables[1:], self.num_classes)
 
     @cached_property
     def class_slices(self) -> tuple[tuple[slice, ...], ...]:
-        """For each block, for each of its matrices, which of `classes` are its rows'."""
+        """For each matrix of each block, the slice of `classes` that belongs to its rows."""
         start = 0
         slices = []
         for matrices in self.steps:
@@ -135,11 +139,11 @@ class Profile:
     model_fingerprint
         Digest of the model's weights and configuration.
     transform
-        The first stage with what it learnt.
+        The fitted first stage.
     levels
-        In the order of the configuration.
+        The levels, in the order of the configuration.
     num_tokens
-        How many tokens it was fitted on.
+        How many tokens the profile was fitted to.
     """
 
     config: PipelineConfig
@@ -151,7 +155,7 @@ class Profile:
 
     @cached_property
     def content(self) -> bytes:
-        """The profile's file."""
+        """The bytes of the profile's file."""
         tensors = self.transform.tensors()
         levels = []
         for number, level in enumerate(self.levels):
@@ -198,7 +202,7 @@ class Profile:
         Raises
         ------
         ParameterError
-            When there is none; the message names those there are.
+            If there is none; the message lists those that exist.
         """
         names = [level.name for level in self.levels]
         if name not in names:
@@ -215,12 +219,12 @@ class Profile:
         Parameters
         ----------
         expected_hash
-            What the file must hash to.
+            The hash that the file must have.
 
         Raises
         ------
         ProfileError
-            When it is not one, or not the one expected.
+            If the bytes are not a profile, or not the expected one.
         """
         found = profile_hash(content)
         if expected_hash is not None and found != expected_hash:
@@ -235,7 +239,7 @@ class Profile:
                 _positive(metadata, "head_dim"),
                 DTYPES[metadata["dtype"]],
             )
-            # Made of what the header says: never more blocks than there are tensors for them.
+            # A forged header must not claim more layers than its tensors can describe.
             if spec.num_layers > len(tensors) * _MAX_LAYERS_A_TENSOR:
                 raise ProfileError(f"the profile lacks tensors of its layers; {_REMEDY}")
             transform = config.transform.load(spec, tensors)
@@ -267,7 +271,7 @@ _MALFORMED = (
     TypeError,
     ValueError,
 )
-"""What reading bytes of any content may raise."""
+"""The exceptions that reading arbitrary bytes may raise."""
 
 
 def profile_hash(content: bytes) -> str:
@@ -281,7 +285,7 @@ def _metadata_of(content: bytes) -> dict[str, Any]:
     metadata = json.loads(header["__metadata__"][_METADATA])
     if not isinstance(metadata, dict) or metadata.get("version") != PROFILE_VERSION:
         raise ProfileError(
-            f"a profile of version {PROFILE_VERSION} was expected, found "
+            f"expected a profile of version {PROFILE_VERSION}, found "
             f"{metadata.get('version') if isinstance(metadata, dict) else metadata}; {_REMEDY}"
         )
     return metadata
@@ -326,7 +330,7 @@ def _load_level(
         if len(frequencies) > MAX_CLASSES:
             raise ProfileError(f"{where!r} has more than {MAX_CLASSES} tables; {_REMEDY}")
         if len(frequencies) != num_classes * contexts or not (sums == TOTAL).all():
-            raise ProfileError(f"the tables of {where!r} are not those of its classes; {_REMEDY}")
+            raise ProfileError(f"the tables of {where!r} do not match its classes; {_REMEDY}")
         shrink = take_tensor(tensors, f"{where}.shrink", [num_classes], torch.float32)
         counts = _unsigned(tensors, f"{where}.num_rows", [-1], torch.int32).tolist()
         planes.append(
@@ -350,10 +354,10 @@ def _load_level(
 def _by_block(
     counts: list[int], steps: list[tuple[torch.Tensor, ...]], where: str
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of coded rows by block and matrix, checked."""
+    """Return the numbers of coded rows by block and matrix, after checking them."""
     most = [len(tensor) for of_block in steps for tensor in of_block]
     if len(counts) != len(most) or any(c > m for c, m in zip(counts, most, strict=True)):
-        raise ProfileError(f"the rows of {where!r} are not those of its matrices; {_REMEDY}")
+        raise ProfileError(f"the rows of {where!r} do not match its matrices; {_REMEDY}")
     left = iter(counts)
     return tuple(tuple(next(left) for _ in of_block) for of_block in steps)
 

@@ -1,9 +1,9 @@
-"""Rows of numbers to whole numbers, and back.
+"""Quantisers: rows of numbers to whole numbers, and back.
 
-Rounding is to the nearest whole number unless the next one towards zero costs so many bits less
-that distortion + ``rate_weight`` x bits falls (rate-distortion optimised quantisation, as video
-coders do it); the values that come back are the means of what was rounded to them, which lie a
-little nearer to zero than the whole numbers themselves.
+A number is rounded to the nearest whole number, or to the next one towards zero if that lowers
+distortion + ``rate_weight`` x bits (rate-distortion optimised quantisation, as in video coders).
+A decoded value is the mean of the numbers that were rounded to it, which is a little nearer to
+zero than the whole number.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from kvrag.codec.transform.base import MatrixPlan
 from kvrag.errors import ParameterError
 
 ESCAPE_BITS = 28.0
-"""What a number outside its table costs, about: the escape's own bits and the number."""
+"""About what a number outside its table costs: the escape's code and the number itself."""
 MAX_MAGNITUDE = 32767
-"""Of a whole number: escaped ones are stored in 16 bits."""
-_TOKEN_STEPS = 16.0  # CacheGen's public code cuts its middle bins so
+"""The greatest magnitude of a whole number: escaped ones are stored in 16 bits."""
+_TOKEN_STEPS = 16.0  # as for the middle bins in CacheGen's public code
 
 
 @dataclass(frozen=True)
 class Quantiser:
-    """What all quantisers share.
+    """The base class of quantisers.
 
     Attributes
     ----------
     rate_weight
-        Squared steps of distortion that one bit is worth; 0 rounds to the nearest.
+        The distortion, in squared steps, that one bit is worth; 0 rounds to the nearest number.
     refinements
-        Planes after the coarsest one; each makes the step a third.
+        Planes after the coarsest one. Each divides the step by three.
     """
 
     name: ClassVar[str]
@@ -46,11 +46,11 @@ class Quantiser:
     def __post_init__(self) -> None:
         if not 0.0 <= self.rate_weight <= 1.0:
             raise ParameterError(
-                f"quantiser {self.name}: rate_weight is 0 to 1, found {self.rate_weight}"
+                f"quantiser {self.name}: rate_weight must be 0 to 1, found {self.rate_weight}"
             )
         if not 0 <= self.refinements <= 4:
             raise ParameterError(
-                f"quantiser {self.name}: refinements is 0 to 4, found {self.refinements}"
+                f"quantiser {self.name}: refinements must be 0 to 4, found {self.refinements}"
             )
 
     def units(self, plan: MatrixPlan, spread: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class Quantiser:
 
 @dataclass(frozen=True)
 class Uniform(Quantiser):
-    """One step for all rows: least distortion at a rate, where errors count alike."""
+    """One step for all rows: the least distortion at a given rate if all errors count alike."""
 
     name: ClassVar[str] = "uniform"
 
@@ -77,19 +77,19 @@ class Uniform(Quantiser):
 
 @dataclass(frozen=True)
 class PerChannel(Quantiser):
-    """Steps in proportion to what a row spreads in the corpus."""
+    """Steps in proportion to each row's spread in the corpus."""
 
     name: ClassVar[str] = "per_channel"
 
     def units(self, plan: MatrixPlan, spread: torch.Tensor) -> torch.Tensor:
-        """Return the spread; a row that never varied has the others' mean."""
+        """Return the spread; the mean of all rows for a row that never varied."""
         mean = spread.mean().clamp(min=1e-6)
         return torch.where(spread > 1e-3 * mean, spread, mean)
 
 
 @dataclass(frozen=True)
 class PerToken(Quantiser):
-    """Steps in proportion to a token's greatest magnitude in a layer and kind, stored with it."""
+    """Steps in proportion to a token's greatest magnitude in a layer and kind, which is stored."""
 
     name: ClassVar[str] = "per_token"
     scales_tokens: ClassVar[bool] = True
@@ -101,7 +101,7 @@ class PerToken(Quantiser):
 
 @dataclass(frozen=True)
 class Exact(Quantiser):
-    """No quantiser: every bit is kept (codec ``lossless``); steps are typical powers of two."""
+    """Keeps every bit (codec ``lossless``); a row's step is a typical power of two."""
 
     name: ClassVar[str] = "exact"
     rate_weight: float = 0.0
@@ -117,20 +117,20 @@ def token_scales(plan: MatrixPlan, rows: torch.Tensor) -> torch.Tensor:
     scales = torch.zeros(num_segments, rows.shape[1])
     index = plan.segments[: len(rows), None].expand(rows.shape)
     scales.scatter_reduce_(0, index, rows.abs(), "amax")
-    # Zero rows keep a scale that can be divided by.
+    # The scale of zero rows must not be 0: rows are divided by it.
     return scales.clamp(2.0**-14, 65504.0).half()
 
 
 @dataclass(frozen=True)
 class Symbols:
-    """A quantised matrix as its tables can code it.
+    """A quantised matrix in the form that tables can code.
 
     Attributes
     ----------
     symbols
         uint8 ``[R, T]``.
     escaped
-        int16: the numbers whose symbol is the escape, row by row.
+        int16: the numbers that have the escape as their symbol, row by row.
     """
 
     symbols: NDArray[np.uint8]
@@ -148,9 +148,9 @@ def quantise(
     Parameters
     ----------
     costs
-        float32 ``[C, 256]``: bits of each symbol in each class; None rounds to the nearest.
+        float32 ``[C, 256]``: bits of each symbol in each class; None rounds to the nearest number.
     classes
-        int64 ``[R]``.
+        int64 ``[R]``: the class of each row.
     """
     nearest = rows.round().clamp(-MAX_MAGNITUDE, MAX_MAGNITUDE)
     if costs is None or classes is None or rate_weight == 0.0:
@@ -172,7 +172,7 @@ def quantise(
 def to_symbols(
     values: torch.Tensor, frequencies: NDArray[np.uint16], classes: NDArray[np.uint16]
 ) -> Symbols:
-    """Return symbols that the tables can code, and the numbers that they cannot.
+    """Return the symbols of whole numbers, with escapes for those that the tables cannot code.
 
     Parameters
     ----------
@@ -185,7 +185,7 @@ def to_symbols(
 
 
 def to_values(symbols: Symbols) -> NDArray[np.int16]:
-    """Return the whole numbers int16 ``[R, T]`` that symbols stand for."""
+    """Return the whole numbers int16 ``[R, T]`` that `symbols` represent."""
     values = symbols.symbols.astype(np.int16)
     values -= ZERO_SYMBOL
     if len(symbols.escaped):

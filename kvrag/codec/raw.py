@@ -1,7 +1,7 @@
 """The codec that stores KV exactly as the model gave it.
 
-The block of a layer is its keys ``[H, T, D]``, then its values ``[H, T, D]``, little-endian,
-in the model's dtype. Reading a layer costs one copy out of the store and one checksum pass.
+A layer's block holds its keys ``[H, T, D]``, then its values ``[H, T, D]``, little-endian, in the
+model's dtype. Reading a layer takes one copy from the store and one pass for the checksum.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from kvrag.codec.opened import OpenedRecord
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 
-# How many shapes a thread's scratch buffer keeps ready-made views for.
+# Each thread caches views of its scratch buffer for at most this many shapes.
 _MAX_VIEWS = 64
 
 _View = tuple[memoryview, torch.Tensor, torch.Tensor]
 
 
 class _Scratch(threading.local):
-    """One buffer a thread, as long as the largest block read, with typed views into it.
+    """One buffer for each thread, as large as the largest block read, with typed views of it.
 
     Parameters
     ----------
     is_pinned
-        Whether its memory is locked, so that a GPU copies from it directly.
+        Whether its memory is page-locked, so that a GPU can copy from it directly.
     """
 
     def __init__(self, is_pinned: bool = False) -> None:
@@ -51,7 +51,7 @@ class _Scratch(threading.local):
         self, num_kv_heads: int, num_tokens: int, head_dim: int, dtype: torch.dtype
     ) -> _View:
         size = 2 * num_kv_heads * num_tokens * head_dim * dtype.itemsize
-        # Ordinary tensors, whatever mode the caller is in: they outlive this call.
+        # Not inference tensors, even if the caller is in inference mode: they outlive this call.
         with torch.inference_mode(False), torch.no_grad():
             if self._bytes.numel() < padded_size(size):
                 self._bytes = torch.empty(
@@ -80,17 +80,17 @@ class RawChunk(OpenedRecord):
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return position-free keys and values ``[H, T, D]`` of one layer, on the CPU.
 
-        Both are views of this thread's scratch buffer, which the thread's next call on any
-        `RawChunk` overwrites: copy them to where they belong first.
+        Both are views of this thread's scratch buffer. The thread's next call on any `RawChunk`
+        overwrites it, so copy them first.
 
         Raises
         ------
         RecordError
-            When the layer's bytes are not those that were written.
+            If the layer's bytes are not those that were written.
         StoreError
-            When the store cannot deliver them.
+            If the store cannot deliver them.
         ParameterError
-            When there is no such layer.
+            If the layer does not exist.
         """
         return self._read(layer_index, _scratch)
 
@@ -101,23 +101,23 @@ class RawChunk(OpenedRecord):
         return keys, values
 
     def place_layer(self, layer_index: int, into: Destination) -> None:
-        """Read one layer, rotate its keys, and copy both into `into`. Raises as `read_layer`."""
+        """Read one layer, rotate its keys, and copy both to `into`. Raises as `read_layer` does."""
         device = into.keys.device
         scratch = _pinned_scratch if device.type == "cuda" else _scratch
-        # The copies below wait for the device: the scratch buffer is free again afterwards.
+        # The copies below wait for the device, so the scratch buffer can be reused afterwards.
         keys, values = self._read(layer_index, scratch)
         into.table.place(keys[:, into.tokens].to(device), into.rows, into.keys)
         into.values.copy_(values[:, into.tokens])
 
 
 class RawCodec:
-    """Lossless and uncompressed: what is read equals what the model gave, bit for bit."""
+    """Stores KV uncompressed: what is read equals the model's output, bit for bit."""
 
     name = label = "raw"
 
     def __init__(self) -> None:
         if sys.byteorder != "little":
-            raise ParameterError("codec 'raw' stores little-endian numbers; this machine is not")
+            raise ParameterError("codec 'raw' needs a little-endian machine; this one is not")
 
     def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
         """Return the record of `kv`.
@@ -132,8 +132,8 @@ class RawCodec:
         Raises
         ------
         ParameterError
-            When keys and values differ in shape or type, hold no tokens, or hold NaN or
-            infinity (the message names the first layer and token).
+            If keys and values differ in shape or type, hold no tokens, or hold NaN or infinity
+            (the message names the first layer and token).
         """
         spec = check_kv(kv)
         blocks = [
@@ -150,15 +150,15 @@ class RawCodec:
         Raises
         ------
         RecordError
-            When the record is not one of this codec, was written for another key or shape,
-            or is damaged.
+            If another codec wrote the record, if it was written for another key or shape, or if
+            it is damaged.
         StoreError
-            When the store cannot deliver the header.
+            If the store cannot deliver the header.
         """
         return self.open_record(RecordReader(source, key), spec)
 
     def open_record(self, reader: RecordReader, spec: KVSpec) -> RawChunk:
-        """Go on from a header that has been read. Raises as `open` does."""
+        """Open a record whose header has been read. Raises as `open` does."""
         reader.require(self.name, spec)
         reader.require_blocks(spec.num_layers)
         reader.require_block_size(spec.layer_bytes_per_token * reader.header.num_tokens)

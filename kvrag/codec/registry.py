@@ -1,4 +1,4 @@
-"""Codecs by name, and the codec that reads a record."""
+"""Finds codecs by name, and the codec that reads a record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import KVSpec
 
 GetProfile = Callable[[str], Profile]
-"""From a hash to the profile; raises ProfileError where it cannot be had."""
+"""Returns the profile with a given hash; raises ProfileError if it is not available."""
 
 
 def get_codec(name: str, profile: Profile | None = None) -> Codec:
@@ -26,13 +26,13 @@ def get_codec(name: str, profile: Profile | None = None) -> Codec:
     Parameters
     ----------
     profile
-        What was fitted to the model, for a codec that needs it.
+        The profile, fitted to the model, for a codec that needs one.
 
     Raises
     ------
     ParameterError
-        When there is no such codec, it is another distribution's and cannot be used, or the
-        profile is missing, another codec's, or lacks the level.
+        If the codec does not exist, or another distribution's codec cannot be used, or the profile
+        is missing, was fitted for another codec, or lacks the level.
     """
     choice = choose_codec(name)
     if choice.config is None:
@@ -52,14 +52,14 @@ def get_codec(name: str, profile: Profile | None = None) -> Codec:
 
 
 class RecordOpener:
-    """Opens records of any codec: each names its own, and the profile it was coded with, if any.
+    """Opens records of any codec. Each record names its codec, and its profile if it has one.
 
     Parameters
     ----------
     get_profile
-        Where profiles are found.
+        Finds profiles.
     model_fingerprint
-        Of the model whose records are opened.
+        Fingerprint of the model that the records must belong to.
     """
 
     def __init__(self, get_profile: GetProfile, model_fingerprint: str) -> None:
@@ -74,11 +74,11 @@ class RecordOpener:
         Raises
         ------
         RecordError
-            When it is damaged, belongs to another key or shape, or its codec is not installed.
+            If it is damaged, belongs to another key or shape, or its codec is not installed.
         ProfileError
-            When its profile cannot be had, or is another model's.
+            If its profile is not available, or was fitted to another model.
         StoreError
-            When the store cannot deliver the header.
+            If the store cannot deliver the header.
         """
         reader = RecordReader(source, key)
         if not reader.header.profile:
@@ -122,7 +122,7 @@ def _plain(name: str) -> Codec:
 
 
 def is_profile_of(profile: Profile, choice: CodecChoice) -> bool:
-    """Say whether a profile was fitted for the stages of a codec; its levels may be others."""
+    """Return whether a profile was fitted for the stages of a codec. Its levels may differ."""
     config = choice.config
     return config is not None and (profile.config.transform, profile.config.quantiser) == (
         config.transform,
@@ -131,7 +131,7 @@ def is_profile_of(profile: Profile, choice: CodecChoice) -> bool:
 
 
 def codec_of(profile: Profile) -> Codec:
-    """Return the codec that reads every level of a profile, and writes the first."""
+    """Return a codec that reads every level of a profile, and writes the first."""
     if isinstance(profile.config.quantiser, Exact):
         return LosslessCodec(profile)
     return PipelineCodec(profile, "", profile.levels[0].name)

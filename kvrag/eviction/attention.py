@@ -1,9 +1,10 @@
-"""Attention over what an evicting cache has left, inside unmodified decoder layers.
+"""Attention over the keys that an evicting cache has left, inside unmodified decoder layers.
 
-The model's configuration names our implementation meanwhile (Transformers' own extension point).
-A layer hands its cache the fresh keys, gets them back as they came, and hands them on to
-attention, which tells by them whose turn it is: prompts attend by the model's own implementation,
-and show the weights of their last queries; tokens behind them attend to what each head has left.
+While the cache is in use, the model's configuration names our attention implementation, through
+Transformers' extension point. A layer gives its cache the fresh keys, gets them back unchanged, and
+passes them to attention. Attention recognises the cache's layer by these keys. Prompts attend with
+the model's own implementation, and the policy sees the weights of their last queries. Later tokens
+attend to the keys that each head has left.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from kvrag.models.implementations import (
 )
 
 _NAME = "kvrag_evicting"
-# Weights of a prompt's last queries that are held at a time, 8 MB: the fewest queries at very many
-# keys.
+# At most this many attention weights of a prompt's last queries are in memory at a time (8 MB), but
+# at least one query's.
 _WEIGHTS_AT_ONCE = 1 << 21
 
 
 class AttendedLayer(Protocol):
-    """What attention asks of a layer of a cache."""
+    """The methods of a cache's layer that attention calls."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether the prompt is yet to come."""
+        """Whether the layer has no prompt yet."""
         ...
 
     def take_prompt(
@@ -46,7 +47,7 @@ class AttendedLayer(Protocol):
         allowed: torch.Tensor | None,
         score: Score,
     ) -> None:
-        """Keep what the policy leaves of a prompt's keys and values."""
+        """Keep those of a prompt's keys and values that the policy does not evict."""
         ...
 
     def step(
@@ -57,7 +58,7 @@ class AttendedLayer(Protocol):
         allowed: torch.Tensor | None,
         score: Score,
     ) -> torch.Tensor:
-        """Add tokens one after another; return ``[B, n, heads, D]``, what they attend to."""
+        """Add tokens one by one; return the output of their attention, ``[B, n, heads, D]``."""
         ...
 
 
@@ -69,14 +70,14 @@ class Score:
         self._softcap = softcap
 
     def cap(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores soft-capped, where the model does so."""
+        """Return the scores, soft-capped if the model caps them."""
         if self._softcap is None:
             return scores
         return torch.tanh(scores / self._softcap) * self._softcap
 
 
 class _Present(threading.local):
-    """What this thread's model is at."""
+    """The state of this thread's forward pass."""
 
     depth = 0
     layer: AttendedLayer | None = None
@@ -88,7 +89,7 @@ _present = _Present()
 
 @contextmanager
 def evicting_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Make the model's forwards of this thread serve evicting caches. Hold the model's lock."""
+    """Make the model's forwards in this thread use evicting caches. Holds the model's lock."""
     _present.depth += 1
     try:
         with attending_by(model, _NAME):
@@ -104,14 +105,14 @@ def is_serving() -> bool:
 
 
 def hand_on(layer: AttendedLayer, keys: torch.Tensor) -> None:
-    """Say that the next attention to these keys is the layer's business."""
+    """Let `layer` handle the next attention to these keys."""
     _present.layer, _present.keys = layer, keys
 
 
 def observed_queries(
     query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor, score: Score
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the attention weights of some queries of one prompt, few at a time.
+    """Yield the attention weights of some queries of one prompt, a few queries at a time.
 
     Parameters
     ----------
@@ -120,12 +121,12 @@ def observed_queries(
     key
         ``[H, N, D]``.
     visible
-        ``[r, N]`` bool.
+        ``[r, N]`` bool: which keys each query sees.
 
     Yields
     ------
     tensor, tensor
-        ``[H, G, q, N]`` float32, and ``[q]``: how many keys each sees.
+        The weights ``[H, G, q, N]`` float32, and ``[q]``: how many keys each query sees.
     """
     num_kv_heads, num_keys, head_dim = key.shape
     grouped = query.view(num_kv_heads, -1, *query.shape[1:])
@@ -139,14 +140,15 @@ def observed_queries(
         yield weights.masked_fill_(~seen, float("-inf")).softmax(-1), seen.sum(-1)
 
 
-# From so many query heads a key head on, a product is faster that goes through them head by head.
+# From this many query heads for each key head, products with query heads as rows are faster than
+# products with keys as rows.
 _MANY_GROUPS = 5
 
 
 def attend_ragged(
     query: torch.Tensor, kv: RaggedKV, score: Score
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with one query a query head to all that each key head holds.
+    """Attend with one query for each query head to all keys of its key head.
 
     Parameters
     ----------
@@ -156,8 +158,8 @@ def attend_ragged(
     Returns
     -------
     tensor, tensor
-        The output ``[A, G, D]``, and the weights ``[A, G, k]`` float32 over the first k slots, as
-        many as the fullest head holds.
+        The output ``[A, G, D]``, and the weights ``[A, G, k]`` float32 over the first k slots. k is
+        the number of keys in the fullest head.
     """
     num_heads, num_groups, _ = query.shape
     asking = query * score.scaling
@@ -175,7 +177,7 @@ def attend_ragged(
     scores = score.cap(scores.float())
     for head, count in enumerate(kv.counts):
         if count < most:
-            # Not before capping, which would make a small score of it.
+            # After capping, which would turn it into a finite score.
             scores[head, :, count:] = float("-inf")
     weights = scores.softmax(-1)
     taken = weights.to(query.dtype)
@@ -197,7 +199,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     layer = _present.layer if _present.keys is key else None
     if layer is None:
-        # A forward in another thread, or over another cache.
+        # A forward in another thread, or with another cache.
         return ordinary(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     _present.layer = _present.keys = None
     score = Score(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))

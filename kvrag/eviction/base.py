@@ -1,4 +1,4 @@
-"""What an eviction policy is: one small class that says which keys of a head are forgotten."""
+"""The base class of eviction policies, which choose the keys of a head to forget."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvrag.parameters import check_fields, describe
 
 @dataclass(frozen=True)
 class HeldKeys:
-    """The keys of A key heads of one layer, in K slots each.
+    """The keys of A key heads of one layer, in K slots for each head.
 
-    In a batch the heads of all prompts stand one after another. Keys are numbered within their
-    prompt, padding left out; the numbers have nothing to do with positions, which are in the keys.
+    In a batch, the heads of all prompts follow each other. Keys are numbered within their prompt,
+    without padding. These numbers are not positions; keys are already rotated to those.
 
     Attributes
     ----------
@@ -27,13 +27,13 @@ class HeldKeys:
     held
         ``[A, K]`` bool: which slots hold a key.
     marks
-        ``[A, K]`` float32: a policy's own note of each key, 0 at first; it follows the key.
+        ``[A, K]`` float32: a policy's note about each key, 0 at first. It moves with the key.
     num_seen
         ``[A, 1]`` int64: tokens of the head's prompt and answer so far.
     num_prompt
-        ``[A, 1]`` int64: of these, the prompt's.
+        ``[A, 1]`` int64: tokens of the head's prompt.
     num_noted
-        ``[A, 1]`` int64: queries that the policy was shown.
+        ``[A, 1]`` int64: queries that the policy has seen.
     """
 
     places: torch.Tensor
@@ -44,7 +44,7 @@ class HeldKeys:
     num_noted: torch.Tensor
 
     def part(self, heads: slice, slots: slice) -> HeldKeys:
-        """Return some heads and slots as views: what is noted there is noted here."""
+        """Return some heads and slots as views: changes to them appear here too."""
         return HeldKeys(
             self.places[heads, slots],
             self.held[heads, slots],
@@ -71,12 +71,12 @@ class HeldKeys:
 
 
 class EvictionPolicy(ABC):
-    """Chooses keys to forget. A policy is a frozen dataclass of its parameters and holds no state.
+    """Chooses keys to forget. A policy is a frozen dataclass of its parameters, without state.
 
     Raises
     ------
     ParameterError
-        For a parameter of another type than its field's, or out of range.
+        For a parameter of the wrong type, or out of range.
     """
 
     name: ClassVar[str]
@@ -86,31 +86,31 @@ class EvictionPolicy(ABC):
 
     @property
     def num_queries(self) -> int:
-        """Of the prompt's last queries, how many `note` is shown; of each decoded one always."""
+        """How many of the prompt's last queries `note` sees. It sees all decoded queries."""
         return 0
 
     def note(  # noqa: B027 (many policies do without)
         self, keys: HeldKeys, weights: torch.Tensor, num_visible: torch.Tensor
     ) -> None:
-        """Take note, in ``keys.marks``, of what some queries attend to.
+        """Note in ``keys.marks`` what some queries attend to.
 
         Parameters
         ----------
         keys
-            ``num_noted`` counts the queries before these.
+            The keys. ``num_noted`` counts the queries before these.
         weights
-            ``[A, G, q, K]`` float32: attention weights of q queries in order, G query heads that
-            share each key head. 0 where a query does not see a key, or a slot holds none.
+            ``[A, G, q, K]`` float32: attention weights of q queries in order, for the G query heads
+            that share each key head. 0 if a query does not see a key, or a slot holds none.
         num_visible
             ``[A, q]`` int64: keys that each query sees.
         """
 
     @abstractmethod
     def after_prompt(self, keys: HeldKeys) -> torch.Tensor | None:
-        """Return ``[A, K]`` bool, which keys go once the prompt is there; None: no key."""
+        """Return the keys to forget after the prompt, ``[A, K]`` bool; None for no key."""
 
     def after_step(self, keys: HeldKeys) -> torch.Tensor | None:
-        """Return likewise which keys go once another token is there."""
+        """Return the keys to forget after each further token, as `after_prompt` does."""
         return self.after_prompt(keys)
 
     def __str__(self) -> str:
@@ -118,26 +118,26 @@ class EvictionPolicy(ABC):
 
 
 MAX_COUNT = 1 << 31
-"""Of keys or queries; the sum of two fits what counts them."""
+"""The most keys or queries: the sum of two such counts still fits into an int64."""
 
 
 def check_counts(policy: EvictionPolicy, at_least: int = 1, **counts: int) -> None:
-    """Raise ParameterError unless every count is `at_least` that and at most `MAX_COUNT`."""
+    """Raise ParameterError unless every count is from `at_least` to `MAX_COUNT`."""
     for name, count in counts.items():
         if not at_least <= count <= MAX_COUNT:
-            bound = f"{at_least} or more" if count < at_least else f"{MAX_COUNT} at the most"
+            bound = f"{at_least} or more" if count < at_least else f"at most {MAX_COUNT}"
             raise ParameterError(f"eviction {policy.name!r}: {name}={count}: expected {bound}")
 
 
 def check_budget(policy: EvictionPolicy, share: float | None, **counts: int | None) -> None:
-    """Raise ParameterError unless a policy says what it keeps in one way.
+    """Raise ParameterError unless a policy has either a valid share or valid counts.
 
     Parameters
     ----------
     share
-        Of the prompt's keys, above 0 and at most 1; or None.
+        The share of the prompt's keys to keep, above 0 and at most 1; or None.
     counts
-        What it stands in place of: 1 or more each where there is no share, else None.
+        The parameters that `share` replaces: None with a share, 1 or more without.
     """
     if share is None:
         check_counts(policy, **{name: count or 0 for name, count in counts.items()})
@@ -149,40 +149,39 @@ def check_budget(policy: EvictionPolicy, share: float | None, **counts: int | No
     given = [f"{name}={count}" for name, count in counts.items() if count is not None]
     if given:
         raise ParameterError(
-            f"eviction {policy.name!r}: share={share} stands in place of {', '.join(given)}: leave "
-            "one out"
+            f"eviction {policy.name!r}: share={share} replaces {', '.join(given)}: leave one out"
         )
 
 
 def budget_of(keys: HeldKeys, share: float | None, tokens: int) -> torch.Tensor:
-    """Return ``[A, 1]`` int64: keys that a head may keep, a share of the prompt's or so many.
+    """Return how many keys each head may keep, ``[A, 1]`` int64.
 
     Parameters
     ----------
     share
-        Of the prompt's tokens, rounded up; None takes `tokens`.
+        A share of the prompt's tokens, rounded up; None means `tokens`.
     """
     if share is None:
         return torch.full_like(keys.num_prompt, tokens)
-    # 0.15 * 100 is a little over 15 in binary; that little is not another key.
+    # 0.15 * 100 is slightly more than 15 in binary, which must not round up to 16.
     budgets = [math.ceil(share * count - 1e-9) for count in keys.num_prompt[:, 0].tolist()]
     return torch.tensor(budgets, device=keys.num_prompt.device)[:, None]
 
 
 def lowest(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor | None:
-    """Return which scores of each row are its lowest ones; None where no row has any to name.
+    """Return the lowest scores of each row, ``[A, K]`` bool; None if all counts are below 1.
 
     Parameters
     ----------
     scores
         ``[A, K]`` float32.
     counts
-        ``[A, 1]`` int64: how many of each row, below 1 none.
+        ``[A, 1]`` int64: how many to return for each row; none if below 1.
     """
     most = int(counts.max())
     if most < 1:
         return None
-    # Of equal scores the first go, whatever stands beside them: answers have to come again.
+    # Ties go to the first slots, whatever the other rows hold, so that answers are reproducible.
     if most == 1:
         order = scores.argmin(1, keepdim=True)
     else:

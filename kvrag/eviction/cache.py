@@ -1,4 +1,4 @@
-"""A Transformers cache that applies a policy behind the prompt and at every step."""
+"""A Transformers cache that applies an eviction policy after the prompt and after every token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvrag.models.families import find_family, num_kv_heads, sliding_windows
 
 
 class _Memory:
-    """Bytes of keys and values, layer by layer, and the most that there were at a time."""
+    """Bytes of keys and values in each layer, and their peak."""
 
     def __init__(self, num_layers: int) -> None:
         self._layers = [0] * num_layers
@@ -39,22 +39,22 @@ class _Memory:
         return sum(self._layers)
 
     def note(self, layer_index: int, num_bytes: int, besides: int = 0) -> None:
-        """Note a layer's bytes, and what was there `besides` while they were moved."""
+        """Record a layer's bytes, and the bytes that existed `besides` while they were copied."""
         self._layers[layer_index] = num_bytes
         self.peak = max(self.peak, self.size + besides)
 
     def forget(self, layer_index: int) -> None:
-        """Begin again with a layer; without any layer, the most is forgotten as well."""
+        """Reset a layer; once all layers are empty, reset the peak too."""
         self._layers[layer_index] = 0
         if not self.size:
             self.peak = 0
 
 
 class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer: the prompt's keys and values are taken once, then tokens one after another.
+    """One layer: it takes the prompt's keys and values once, then tokens one by one.
 
-    Prompts come either through attention (`take_prompt`), or by hand: `begin`, `observe` for the
-    queries that the policy asks for, in order, and `keep`.
+    A prompt comes either through attention (`take_prompt`) or in three calls: `begin`, `observe`
+    for the queries that the policy needs, in order, and `keep`.
     """
 
     is_sliding = False
@@ -75,13 +75,13 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def is_empty(self) -> bool:
-        """Whether the prompt is yet to come."""
+        """Whether the layer has no prompt yet."""
         return self.kv is None
 
     # -- the prompt ---------------------------------------------------------------------------
 
     def begin(self, real: torch.Tensor, num_kv_heads: int) -> None:
-        """Prepare for prompts whose rows are tokens where ``real`` ``[B, N]`` says so."""
+        """Prepare for prompts. ``real`` ``[B, N]`` says which rows are tokens, not padding."""
         self._num_rows = real.shape[1]
         held = real.repeat_interleave(num_kv_heads, dim=0)
         num_tokens = held.sum(1, keepdim=True)
@@ -97,12 +97,12 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def observe(
         self, heads: slice, rows: slice, weights: torch.Tensor, num_visible: torch.Tensor
     ) -> None:
-        """Show the policy what some queries of some heads attend to, ``[A, G, q, K]``.
+        """Show the policy the attention weights ``[A, G, q, K]`` of some queries of some heads.
 
         Parameters
         ----------
         rows
-            The K rows of the prompt that the weights are over.
+            The K rows of the prompt that the weights are for.
         num_visible
             ``[q]``: how many keys each query sees.
         """
@@ -112,14 +112,14 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         keys.num_noted.add_(weights.shape[2])
 
     def keep(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Take what the policy leaves of keys and values ``[B, H, N, D]``."""
+        """Take the keys and values ``[B, H, N, D]`` that the policy does not evict."""
         prompt, self._prompt = self._prompt, None
         assert prompt is not None
         gone = self._policy.after_prompt(prompt)
         if gone is not None:
             prompt.held.logical_and_(~gone)
         if self._window is not None:
-            # What the next token sees; those before it are seen by nobody any more.
+            # Keys that the next token will see; no token will see earlier ones again.
             prompt.held.logical_and_(prompt.is_recent(self._window - 1))
         self.kv = RaggedKV(keys, values, prompt)
         self.prompt_share = sum(self.kv.counts) / int(prompt.num_prompt.sum())
@@ -135,20 +135,20 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         allowed: torch.Tensor | None,
         score: Score,
     ) -> None:
-        """Keep what the policy leaves of prompts, after a look at what their last queries do.
+        """Keep what the policy leaves of prompts, after it has seen their last queries.
 
         Parameters
         ----------
         query, key, value
             ``[B, G * H, N, D]`` and ``[B, H, N, D]``.
         allowed
-            ``[B or 1, N, N]`` bool: which row sees which; None: all before it.
+            ``[B or 1, N, N]`` bool: which rows each row sees; None: itself and all before it.
         """
         num_prompts, num_kv_heads, num_rows, _ = key.shape
         device = key.device
         real = torch.ones(num_prompts, num_rows, dtype=torch.bool, device=device)
         if allowed is not None:
-            # Whoever does not see itself is padding.
+            # A row that does not see itself is padding.
             real &= allowed.diagonal(dim1=1, dim2=2)
         self.begin(real, num_kv_heads)
         for prompt in range(num_prompts) if self._policy.num_queries else ():
@@ -175,14 +175,15 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         allowed: torch.Tensor | None,
         score: Score,
     ) -> torch.Tensor:
-        """Add n tokens one after another, evicting behind each.
+        """Add n tokens one by one, and evict after each.
 
         Parameters
         ----------
         query, key, value
             ``[B, G * H, n, D]`` and ``[B, H, n, D]``.
         allowed
-            ``[B or 1, n, N]`` bool, over all rows there ever were; None: all before each.
+            ``[B or 1, n, N]`` bool: which rows each token sees, of all rows so far, including
+            evicted ones; None: itself and all before it.
 
         Returns
         -------
@@ -192,7 +193,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Raises
         ------
         ParameterError
-            For another batch, or one with padding behind its prompts' first tokens.
+            For another batch, or one with padding after the prompts' first tokens.
         """
         assert self.kv is not None
         num_prompts, num_kv_heads, num_new, head_dim = key.shape
@@ -200,7 +201,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if num_heads != len(self.kv.counts):
             raise ParameterError(
                 f"an evicting cache of {len(self.kv.counts) // num_kv_heads} prompts was given "
-                f"{num_prompts}: begin a new cache for another batch"
+                f"{num_prompts}: make a new cache for another batch"
             )
         if allowed is not None:
             self._check_padding(allowed, num_prompts, num_new)
@@ -217,15 +218,15 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return output
 
     def _check_padding(self, allowed: torch.Tensor, num_prompts: int, num_new: int) -> None:
-        """Raise ParameterError where the last row does not see all that its prompt has."""
+        """Raise ParameterError unless the last row sees all tokens of its prompt."""
         assert self.kv is not None
         expected = self.kv.notes.num_seen[:: len(self.kv.counts) // num_prompts, 0] + num_new
         if self._window is not None:
             expected = expected.clamp(max=self._window)
         if not bool((allowed[:, -1].sum(-1) == expected).all()):
             raise ParameterError(
-                "padding behind the prompts of an evicting cache, where each row is a token: go "
-                "on with as many tokens for each prompt, or with a cache for each"
+                "padding after the prompts of an evicting cache, where each row must be a token: "
+                "add equally many tokens to each prompt, or use a cache for each"
             )
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -236,7 +237,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._memory.note(self._layer_index, self.kv.size_bytes, besides=before)
 
     def evict(self, weights: torch.Tensor) -> None:
-        """Forget what the policy does not want behind a token that attended so, ``[A, G, k]``."""
+        """Forget what the policy evicts after a token with attention weights ``[A, G, k]``."""
         assert self.kv is not None
         keys = self.kv.notes.first(weights.shape[2])
         self._policy.note(keys, weights[:, :, None], self.kv.num_held)
@@ -252,33 +253,33 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._memory.note(self._layer_index, self.kv.size_bytes, besides=before)
 
     def there(self) -> RaggedKV:
-        """Return what is held. Raises ParameterError before there is a prompt."""
+        """Return the keys and values. Raises ParameterError before there is a prompt."""
         if self.kv is None:
             raise ParameterError(
-                "an evicting cache without a prompt has nothing to tell of: call the model first"
+                "an evicting cache without a prompt has nothing to report: call the model first"
             )
         return self.kv
 
     def kept(self) -> list[torch.Tensor]:
-        """Return for each head, prompt by prompt, which of its tokens it holds, ascending."""
+        """Return the tokens that each head holds, ascending; heads are ordered by prompt."""
         notes = self.there().notes
         return [
             places[held].sort().values
             for places, held in zip(notes.places, notes.held, strict=True)
         ]
 
-    # -- what Transformers asks of a layer ------------------------------------------------------
+    # -- the interface of Transformers ----------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not is_serving():
             raise ParameterError(
-                "an evicting cache was used outside of its attention, which alone knows what is "
-                "left: call the model inside 'with cache.attending(model):'"
+                "an evicting cache was used with ordinary attention, which does not know the keys "
+                "that are left: call the model inside 'with cache.attending(model):'"
             )
         hand_on(self, key_states)
         return key_states, value_states
@@ -301,51 +302,51 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         raise ParameterError(
-            "an evicting cache takes no tokens back, what they made it forget is gone: generate "
-            "without an assistant and without prompt lookup"
+            "an evicting cache cannot remove tokens, since the keys evicted for them are gone: "
+            "generate without an assistant and without prompt lookup"
         )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        raise ParameterError("an evicting cache knows no beams: generate with num_beams=1")
+        raise ParameterError("an evicting cache does not support beams: generate with num_beams=1")
 
 
 def check_evictable(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError for a model whose attention cannot go without some keys."""
+    """Raise UnsupportedModelError for a model whose attention does not allow eviction."""
     if find_family(model).attends_itself:
         raise UnsupportedModelError(
-            f"model type {model.config.model_type!r} attends in code of its own, which knows no "
-            "heads of different lengths; leave eviction out"
+            f"model type {model.config.model_type!r} has its own attention code, which does not "
+            "support heads of different lengths; leave eviction out"
         )
 
 
 class EvictingCache(Cache):
-    """A Transformers cache that forgets keys as a policy says.
+    """A Transformers cache that forgets the keys that a policy chooses.
 
-    ``with cache.attending(model): model.generate(..., past_key_values=cache)``, for one prompt or
-    a batch padded on the left. Positions stay those of the whole text: keys keep the places that
-    they were rotated to, and the cache counts what it has forgotten. Each head has keys of its
-    own; what goes leaves memory. Deep copies are independent.
+    Use it as ``with cache.attending(model): model.generate(..., past_key_values=cache)``, for one
+    prompt or a batch padded on the left. Positions stay those of the whole text: keys stay rotated
+    to them, and the cache counts forgotten tokens too. Each head keeps its own set of keys. The
+    memory of forgotten keys is freed. Deep copies are independent.
 
     Parameters
     ----------
     model
-        The model that will use it, of a supported family.
+        The model that will use the cache, of a supported family.
     policy
         An `EvictionPolicy`, or its name with parameters (`make_eviction`).
 
     Raises
     ------
     UnsupportedModelError
-        Of models that attend in code of their own (BLOOM, MPT, Falcon).
+        For models with their own attention code (BLOOM, MPT, Falcon).
     ParameterError
-        For an unknown policy, or ``"none"``: the full cache is another cache.
+        For an unknown policy, or ``"none"``, which needs no evicting cache.
     """
 
     def __init__(self, model: PreTrainedModel, policy: str | EvictionPolicy) -> None:
         check_evictable(model)
         made = make_eviction(policy)
         if made is None:
-            raise ParameterError("eviction 'none' is no eviction: use another cache")
+            raise ParameterError("eviction 'none' needs no evicting cache: use another cache")
         self.policy = made
         self._num_kv_heads = num_kv_heads(model.config)
         windows = sliding_windows(model)
@@ -358,18 +359,18 @@ class EvictingCache(Cache):
 
     @contextmanager
     def attending(self, model: PreTrainedModel) -> Iterator[None]:
-        """Let forwards of the model, in this thread, use evicting caches; holds its lock."""
+        """Let forwards of the model in this thread use evicting caches. Holds the model's lock."""
         with lock_of(model), evicting_attention(model):
             yield
 
     def besides(self, num_bytes: int) -> None:
-        """Count memory that stood beside the cache until now, such as a prompt's buffer."""
+        """Count memory that existed besides the cache until now, such as a prompt's buffer."""
         self._memory.peak = max(self._memory.peak, self._memory.size + num_bytes)
 
     def kept(self, layer_index: int) -> list[torch.Tensor]:
-        """Return for each key head of a layer, prompt by prompt, the tokens it holds, ascending.
+        """Return the tokens that each key head of a layer holds, ascending, ordered by prompt.
 
-        Tokens are counted from each prompt's first, padding left out. Raises ParameterError before
+        Tokens are counted from each prompt's first, without padding. Raises ParameterError before
         there is a prompt.
         """
         layer: Any = self.layers[layer_index]
@@ -377,7 +378,7 @@ class EvictingCache(Cache):
         return kept
 
     def report(self) -> EvictionReport:
-        """Return what was kept. Raises ParameterError before there is a prompt."""
+        """Report what was kept. Raises ParameterError before there is a prompt."""
         layers: list[Any] = self.layers
         rows: list[RaggedKV] = [layer.there() for layer in layers]
         notes = rows[0].notes

@@ -1,4 +1,4 @@
-"""Keys that no recent query found important are forgotten: each head keeps what it needs."""
+"""The CORM policy: each head forgets the keys that no recent query found important."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ class CormPolicy(EvictionPolicy):
     """Forget long-term minor keys.
 
     Source: Dai et al., *Sequence can Secretly Tell You What to Discard* (arXiv 2404.15949) §4. A
-    key is important to a query that gives it at least 1/t of its attention, t being the keys that
-    the query sees; otherwise it is minor. What was minor to all of the last `window` queries goes,
-    unless it is among the last `recent` keys. Nothing goes before so many queries are on record;
-    the prompt's last ones are the first of it.
+    query sees t keys. A key is important to the query if it gets at least 1/t of its attention;
+    otherwise it is minor. A key that was minor to all of the last `window` queries is forgotten,
+    unless it is among the last `recent` keys. Nothing is forgotten before `window` queries have
+    been recorded; the prompt's last queries are the first of them.
 
-    Deviations, where the paper is silent: t counts the keys that the head still holds (in a sliding
-    window, those within it), and where query heads share a key head, a key that is important to
+    Deviations, where the paper is silent: t counts the keys that the head still holds (with a
+    sliding window, those within it). If query heads share a key head, a key that is important to
     one of them is important.
 
-    What was evicted while the prompt was computed would have changed the queries behind it; here
-    the whole prompt attends to the whole prompt, and keys go at its end.
+    Evicting keys while the prompt is computed would change the queries after them. Here the whole
+    prompt attends to the whole prompt, and keys are evicted at its end.
 
     Parameters
     ----------
     window
         Queries on record, 1 or more (the paper's first 256).
     recent
-        Keys that are always kept, 1 or more (its second 256).
+        Last keys that are always kept, 1 or more (the paper's second 256).
     threshold
-        How many times 1/t of its attention a query gives a key that is important to it, above 0;
-        1 is the paper's rule, more forgets more.
+        A factor for 1/t, above 0. 1 is the paper's rule; a larger factor forgets more.
     """
 
     name: ClassVar[str] = "corm"
@@ -58,7 +57,7 @@ class CormPolicy(EvictionPolicy):
         return self.window
 
     def note(self, keys: HeldKeys, weights: torch.Tensor, num_visible: torch.Tensor) -> None:
-        # A key's mark is the number, from 1, of the last query that found it important.
+        # A key's mark is the number, counted from 1, of the last query that found it important.
         important = weights.amax(1) >= (self.threshold / num_visible)[:, :, None]
         if weights.shape[2] == 1:
             torch.where(important[:, 0], keys.num_noted + 1.0, keys.marks, out=keys.marks)
@@ -68,7 +67,8 @@ class CormPolicy(EvictionPolicy):
         torch.maximum(keys.marks, latest.to(keys.marks.dtype), out=keys.marks)
 
     def after_prompt(self, keys: HeldKeys) -> torch.Tensor:
-        # Marks are 0 or more: below that nothing goes. Few large operations: this is every step's.
+        # Marks are 0 or more, so before `window` queries nothing is forgotten. This runs at every
+        # step, so it uses few large operations.
         oldest = keys.num_noted - self.window
         gone = keys.marks <= oldest.masked_fill(oldest < 0, -1)
         gone &= keys.places < keys.num_seen - self.recent

@@ -1,4 +1,4 @@
-"""The keys that drew most attention so far, and the most recent ones, within a budget."""
+"""The H2O policy: keeps the keys that drew most attention so far, and the most recent ones."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from kvrag.eviction.base import (
 class H2OPolicy(EvictionPolicy):
     """Keep heavy hitters and recent keys.
 
-    Source: Zhang et al., H2O (arXiv 2306.14048) §4: a key's score is the attention it has drawn
-    from all queries; beyond the budget the lowest goes, at every step.
+    Source: Zhang et al., H2O (arXiv 2306.14048) §4. A key's score is the attention that it has
+    drawn from all queries. Over budget, the key with the lowest score is forgotten at every step.
 
-    Deviations: of the prompt the last `window` queries count, not all, so that no prompt of any
-    length needs all its weights, and prompts of reused chunks have them at all. Query heads that
-    share a key head count by their mean.
+    Deviations: only the last `window` queries of the prompt count. So no prompt needs all its
+    attention weights in memory, and prompts of reused chunks, which have no others, work too. Query
+    heads that share a key head count by their mean.
 
     Parameters
     ----------
     heavy
-        Keys kept for their score, 1 or more; 768 where no share is given.
+        Keys kept for their score, 1 or more; 768 if no share is given.
     recent
-        Last keys kept, 1 or more; 256 where no share is given.
+        Last keys kept, 1 or more; 256 if no share is given.
     share
-        In place of both: keys kept as a share of the prompt's tokens, half of them the last ones.
+        Replaces both: the keys kept, as a share of the prompt's tokens; half of them the last ones.
     window
-        Last queries of the prompt that count, 1 or more.
+        How many of the prompt's last queries count, 1 or more.
     """
 
     name: ClassVar[str] = "h2o"

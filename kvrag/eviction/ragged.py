@@ -1,9 +1,9 @@
-"""Keys and values of heads that keep different numbers of them, without a hole anywhere.
+"""Keys and values of heads that keep different numbers of them, without gaps.
 
-All rows of a layer lie in one block of memory, head behind head, with a little room behind each.
-A row that goes is overwritten by its head's last one, so that what is left is always dense and
-attention needs no mask; order means nothing there, since keys carry their positions. The block is
-made anew, smaller or larger, once for every few dozen rows that went or came.
+All rows of a layer are in one block of memory, head after head, with some room after each. When a
+row is removed, its head's last row overwrites it. So rows are always dense and attention needs no
+mask. Their order does not matter, since keys are already rotated to their positions. The block is
+reallocated, smaller or larger, only once for every few dozen rows that are removed or added.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import torch
 
 from kvrag.eviction.base import HeldKeys
 
-# Room behind each head's rows in a new block. Copying a block then costs, a step, a small part of
-# what reading it does.
+# Free rows after each head's rows in a new block: enough that copying blocks costs little compared
+# with reading them at every step.
 STEP_ROWS = 64
 
 
 class RaggedKV:
-    """One layer's keys and values of A heads, head a holding ``counts[a]`` of them.
+    """One layer's keys and values of A heads. Head a holds ``counts[a]`` of them.
 
     Parameters
     ----------
     keys, values
         ``[B, H, N, D]`` with B * H = A.
     held
-        What a policy knows of them, in N slots; those with ``held`` are kept.
+        What a policy knows about them, in N slots. Only keys with ``held`` are kept.
 
     Attributes
     ----------
     counts, num_held
-        Keys of each head: a list, and ``[A, 1]`` int64.
+        How many keys each head holds: as a list, and as ``[A, 1]`` int64.
     notes
-        What policies know of the keys; its K slots are the heads' rows, in their order.
+        What policies know about the keys. Its K slots are the heads' rows, in their order.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, held: HeldKeys) -> None:
@@ -65,7 +65,7 @@ class RaggedKV:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all that is allocated here, rows not yet used and notes included."""
+        """Bytes allocated here, including free rows and notes."""
         notes = self.notes
         tensors = (self.keys, self.values, notes.places, notes.held, notes.marks)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -73,7 +73,7 @@ class RaggedKV:
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Add one more key and value ``[A, D]`` to each head.
 
-        Returns whether the block of memory was made anew.
+        Returns whether the block of memory was reallocated.
         """
         is_full = any(count == room for count, room in zip(self.counts, self._rooms, strict=True))
         if is_full:
@@ -91,19 +91,19 @@ class RaggedKV:
         return is_full
 
     def remove(self, gone: torch.Tensor) -> bool:
-        """Forget keys; return whether the block of memory was made anew.
+        """Forget keys; return whether the block of memory was reallocated.
 
         Parameters
         ----------
         gone
-            ``[A, k]`` bool over the first k slots; only of slots that hold a key.
+            ``[A, k]`` bool: which of the first k slots to empty. Each must hold a key.
         """
         if not bool(gone.any()):
             return False
         notes = self.notes.first(gone.shape[1])
         left = self.num_held - gone.sum(1, keepdim=True)
         behind = torch.arange(gone.shape[1], device=gone.device) >= left
-        # As many of a head's keys lie behind what will be its end as there are holes before it.
+        # Each head has as many keys after its new end as it has holes before it.
         holes = (gone & ~behind).nonzero(as_tuple=True)
         movers = (notes.held & ~gone & behind).nonzero(as_tuple=True)
         if len(holes[0]):
@@ -140,7 +140,7 @@ class RaggedKV:
         self.values = torch.empty_like(self.keys)
 
     def _move(self) -> None:
-        """Make the block anew, with the same room behind each head."""
+        """Reallocate the block, with the same free room after each head."""
         old = [self.head(head) for head in range(len(self.counts))]
         self._lay_out(self.keys, self.keys.shape[1])
         for head, (keys, values) in enumerate(old):

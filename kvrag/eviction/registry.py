@@ -1,4 +1,4 @@
-"""Eviction policies by name, for callers that hold strings."""
+"""Eviction policies by name."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ EVICTIONS: tuple[str, ...] = (NO_EVICTION, *_CLASSES)
 
 
 def make_eviction(spec: str | EvictionPolicy | None) -> EvictionPolicy | None:
-    """Return the policy that `spec` names, as ``"corm"`` or ``"corm:window=256:recent=256"``.
+    """Return the policy that `spec` names, such as ``"corm"`` or ``"corm:window=256:recent=256"``.
 
     Parameters
     ----------
     spec
-        A name of `EVICTIONS`, and behind colons values of its parameters; a policy is returned as
-        it is. ``"none"`` and None stand for the full cache.
+        A name from `EVICTIONS`, followed by parameters, each after a colon. A policy is returned
+        unchanged. ``"none"`` and None mean the full cache.
 
     Raises
     ------
@@ -47,7 +47,7 @@ def make_eviction(spec: str | EvictionPolicy | None) -> EvictionPolicy | None:
     for key in given:
         if key not in accepted:
             raise ParameterError(
-                f"eviction {name!r} takes no {key}; it takes {', '.join(sorted(accepted))}"
+                f"eviction {name!r} has no parameter {key}; it has {', '.join(sorted(accepted))}"
             )
     made: EvictionPolicy = policy(**given)
     return made

@@ -1,4 +1,4 @@
-"""What an eviction policy kept of one generation's KV, and the memory it took."""
+"""The report on one generation: which KV an eviction policy kept, and the memory it took."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EvictionReport:
-    """The account of one cache.
+    """What one evicting cache kept.
 
     Attributes
     ----------
@@ -16,15 +16,15 @@ class EvictionReport:
     num_prompt, num_tokens
         Tokens of the prompts, and of prompts and answers so far.
     prompt_share
-        Keys kept behind the prompt, over those that there were: the mean over layers and heads.
+        The share of the prompt's keys that was kept after it: the mean over layers and heads.
     kept_share
-        The same of the whole cache as it is now.
+        The share of all keys that is kept now: the mean over layers and heads.
     kept_by_layer
         `kept_share` of each layer.
     size_bytes, full_bytes
-        What the cache takes now, its own notes included, and what all keys and values would take.
+        Bytes of the cache now, its notes included, and bytes that all keys and values would take.
     peak_bytes
-        The most that keys and values took at a time.
+        The most bytes that keys and values took at any time.
     """
 
     policy: str
@@ -38,5 +38,5 @@ class EvictionReport:
     peak_bytes: int
 
     def one_line(self) -> str:
-        """Return what matters at a terminal."""
+        """Return a summary in one line."""
         return f"{self.kept_share:.0%} of the KV kept by {self.policy}"

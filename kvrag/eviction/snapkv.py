@@ -1,4 +1,4 @@
-"""What the prompt's last queries attend to is kept, chosen once; the answer's keys all stay."""
+"""The SnapKV policy: keeps what the prompt's last queries attend to, and all keys of the answer."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from kvrag.eviction.base import (
 
 @dataclass(frozen=True)
 class SnapKVPolicy(EvictionPolicy):
-    """Keep what an observation window at the prompt's end looks at, and the window itself.
+    """Keep what an observation window at the prompt's end attends to, and the window itself.
 
-    Source: Li et al., SnapKV (arXiv 2404.14469) §4: the window's attention is summed a key, pooled
-    over neighbours so that what is kept comes in stretches, and the highest are kept. Query heads
-    that share a key head count by their mean.
+    Source: Li et al., SnapKV (arXiv 2404.14469) §4. The window's attention is summed for each key,
+    then pooled over neighbours so that kept keys form stretches. The keys with the highest sums are
+    kept. Query heads that share a key head count by their mean.
 
     Parameters
     ----------
     budget
-        Keys kept of the prompt, the window's included, 1 or more; 1024 where no share is given.
+        Keys of the prompt to keep, the window's included, 1 or more; 1024 if no share is given.
     share
-        In place of it: a share of the prompt's tokens.
+        Replaces it: a share of the prompt's tokens.
     window
         Queries of the observation window, 1 or more.
     pool
-        Neighbours that are pooled over, an odd number.
+        Width of the pooling, an odd number of keys.
     """
 
     name: ClassVar[str] = "snapkv"

@@ -1,4 +1,4 @@
-"""The first keys and the most recent ones: where a key stands decides, whatever looks at it."""
+"""The StreamingLLM policy: keeps the first keys and the most recent ones, by place alone."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from kvrag.eviction.base import EvictionPolicy, HeldKeys, budget_of, check_budge
 class StreamingPolicy(EvictionPolicy):
     """Keep attention sinks and a window of recent keys.
 
-    Source: Xiao et al., StreamingLLM (arXiv 2309.17453) §3. Deviation: keys keep the positions that
-    they were computed at; the paper numbers what is left anew, for texts longer than the model's
-    context.
+    Source: Xiao et al., StreamingLLM (arXiv 2309.17453) §3. Deviation: keys keep their positions.
+    The paper renumbers the remaining keys, for texts longer than the model's context.
 
     Parameters
     ----------
@@ -25,7 +24,7 @@ class StreamingPolicy(EvictionPolicy):
     recent
         Last keys kept, 1 or more.
     share
-        In place of `recent`: sinks and recent keys together as a share of the prompt's tokens.
+        Replaces `recent`: sinks and recent keys together, as a share of the prompt's tokens.
     """
 
     name: ClassVar[str] = "streaming"

@@ -177,7 +177,7 @@ def require_free(folder: Path) -> None:
 def _model_reference(given: Any, loaded: KVModel) -> str:
     """Return by what name a model can be loaded again, or "" if it cannot."""
     name = str(given) if isinstance(given, str | Path) else loaded.name
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return str(folder.resolve())
+    path = Path(name).expanduser()
+    if path.exists():  # a folder, or a GGUF file
+        return str(path.resolve())
     return name if isinstance(given, str) or "/" in name or name == "kvrag-tiny" else ""

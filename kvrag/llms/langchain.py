@@ -1,7 +1,7 @@
 """LangChain language models that answer from precomputed KV: `KVRagLLM` and `ChatKVRag`.
 
-They take whatever prompt a chain has built; the chunks of the index that stand in it are found
-by their text, so any chain works unchanged and no retriever of ours is needed.
+They accept any prompt that a chain builds, and find the chunks of the index in it by their text.
+So any chain works unchanged, with any retriever.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from kvrag.llms.settings import PER_CALL, EngineSettings
 
 
 class _LangChainSettings(EngineSettings):
-    """What both classes share on LangChain's side."""
+    """The LangChain part that both classes share."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_api_key(cls, values: Any) -> Any:
-        # Callers that build any provider's model hand every one a key; a local model needs none.
+        # Callers that can build any provider's model pass a key to each; a local model needs none.
         if isinstance(values, Mapping):
             return {name: value for name, value in values.items() if name != "api_key"}
         return values
@@ -57,7 +57,7 @@ class _LangChainSettings(EngineSettings):
 
     @property
     def lc_attributes(self) -> dict[str, str]:
-        """An opened index is written as its folder, so that the object can be loaded again."""
+        """The index as its folder, so that a serialised object can be loaded again."""
         return {"index": self._index_as_path(self.index)}
 
     @property
@@ -72,11 +72,11 @@ class _LangChainSettings(EngineSettings):
         try:
             return str(call.get("model") or self.model_name)
         except (KVRagError, OSError):
-            # Tracing must not fail a call before the call itself says what is wrong.
+            # Tracing must not fail a call before the call itself reports the error.
             return "unknown"
 
     def _call(self, stop: list[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
-        # "stream" is LangChain's own: it has decided by now which method to call.
+        # "stream" is for LangChain, which has already decided which method to call.
         return {**{k: v for k, v in options.items() if k != "stream"}, "stop": stop}
 
     def _details(self, answer: Answer, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,9 +86,9 @@ class _LangChainSettings(EngineSettings):
 class KVRagLLM(_LangChainSettings, BaseLLM):
     """A LangChain LLM that reuses the KV of every indexed chunk found in the prompt.
 
-    The prompt string goes to the model as it is, without a chat template; for models tuned on
+    The prompt string goes to the model unchanged, without a chat template; for models tuned on
     conversations use `ChatKVRag`. Parameters are those of `EngineSettings`; a call may replace
-    those in `PER_CALL` and is refused any other.
+    those in `PER_CALL`, and any other raises ParameterError.
 
     Each generation's ``generation_info`` holds ``model_name``, ``finish_reason``, ``report`` (see
     `kvrag.FusionReport`) and ``sources``; ``llm_output["token_usage"]`` counts reused tokens as
@@ -129,8 +129,8 @@ class KVRagLLM(_LangChainSettings, BaseLLM):
     def _for_call(self, options: dict[str, Any]) -> tuple[KVRagLLM, dict[str, Any]]:
         """Return a copy of the model with the call's parameters, and the other options.
 
-        LangChain's cache knows an LLM's own parameters and not a call's: without the copy a
-        call with another ratio would be given the first one's cached answer.
+        The keys of LangChain's cache include an LLM's parameters but not a call's. Without the
+        copy, a call with another ratio would get the first call's cached answer.
         """
         given = {name: options[name] for name in PER_CALL if name in options}
         if not given:
@@ -196,10 +196,10 @@ class KVRagLLM(_LangChainSettings, BaseLLM):
 class ChatKVRag(_LangChainSettings, BaseChatModel):
     """A LangChain chat model that reuses the KV of every indexed chunk found in the messages.
 
-    Messages are rendered with the model's own chat template; neighbouring messages of one role
+    Messages are rendered with the model's chat template; neighbouring messages of one role
     become one turn. Text only: images, tool calls and their results raise ParameterError, and
     binding tools raises NotImplementedError. Parameters are those of `EngineSettings`; a call
-    may replace those in `PER_CALL` and is refused any other.
+    may replace those in `PER_CALL`, and any other raises ParameterError.
 
     ``response_metadata`` holds ``model_name``, ``finish_reason``, ``report`` (see
     `kvrag.FusionReport`) and ``sources``; reused tokens are
@@ -208,7 +208,7 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
     Attributes
     ----------
     streaming
-        Whether `invoke` too hands tokens to callbacks as they come.
+        Whether `invoke` also passes tokens to callbacks as they are generated.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -265,7 +265,7 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
         return self.token_ids(text)
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
-        # A serialisable class's default cache key holds its constructor's arguments only, not
+        # A serialisable class's default cache key contains only its constructor's arguments, not
         # the fingerprints that the index records.
         return str(sorted(self._get_invocation_params(stop=stop, **kwargs).items()))
 

@@ -1,4 +1,4 @@
-"""From LangChain messages to the turns a chat template renders."""
+"""Convert LangChain messages to the turns that a chat template renders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrag.llms.turns import merge_turns
 
 
 def to_turns(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
-    """Return role and content of each turn; neighbours of one role become one turn.
+    """Return the role and content of each turn; neighbours of one role become one turn.
 
     Raises
     ------
@@ -41,12 +41,12 @@ def _role(message: BaseMessage) -> str:
         if message.tool_calls or message.invalid_tool_calls:
             raise ParameterError(
                 "an AIMessage with tool calls cannot be rendered: this model does not call tools. "
-                "Hand the tool's result on as text, for instance in a HumanMessage"
+                "Pass the tool's result as text, for instance in a HumanMessage"
             )
         return "assistant"
     raise ParameterError(
-        f"a {type(message).__name__} cannot be rendered: this model does not call tools. Hand "
-        "its content on as text, for instance in a HumanMessage"
+        f"a {type(message).__name__} cannot be rendered: this model does not call tools. Pass "
+        "its content as text, for instance in a HumanMessage"
     )
 
 

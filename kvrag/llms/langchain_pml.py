@@ -1,4 +1,4 @@
-"""`PMLPromptTemplate`: prompts of a schema's modules in LangChain."""
+"""`PMLPromptTemplate`: prompts built from a schema's modules, for LangChain."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvrag.pml.template import fill, variables
 
 
 class PMLPromptTemplate(StringPromptTemplate):
-    """A prompt of prompt markup (Prompt Cache §3.2.2) whose texts come from a chain.
+    """A prompt in prompt markup (Prompt Cache §3.2.2) whose variables come from a chain.
 
-    What it renders is answered by a `KVRagLLM` that knows the schema (``schemas=``).
+    A `KVRagLLM` that knows the schema (``schemas=``) answers the rendered prompt.
 
     Attributes
     ----------
     markup
-        ``<prompt schema="...">`` with variables in braces; ``{{`` and ``}}`` stand for braces.
+        ``<prompt schema="...">`` with variables in braces; ``{{`` and ``}}`` mean braces.
         Values are text: markup in them is escaped.
 
     Examples
@@ -48,7 +48,7 @@ class PMLPromptTemplate(StringPromptTemplate):
         return values
 
     def format(self, **kwargs: Any) -> str:
-        """Return the markup with the variables' values in it. Raises ParameterError."""
+        """Return the markup with its variables filled in. Raises ParameterError."""
         return fill(self.markup, self._merge_partial_and_user_variables(**kwargs))
 
     @property

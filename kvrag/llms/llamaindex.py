@@ -1,7 +1,7 @@
 """The LlamaIndex language model that answers from precomputed KV: `KVRagLLM`.
 
-It takes whatever prompt a query engine has built; the chunks of the index that stand in it are
-found by their text, so any index, retriever or response mode works unchanged.
+It accepts any prompt that a query engine builds, and finds the chunks of the index in it by their
+text. So any index, retriever or response mode works unchanged.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ T = TypeVar("T")
 class KVRagLLM(EngineSettings, CustomLLM):
     """A LlamaIndex LLM that reuses the KV of every indexed chunk found in the prompt.
 
-    Where the model has a chat template, query engines talk to it through that template
-    (`is_chat_model`); `complete` always hands the string on as it is. A `messages_to_prompt` of
-    your own replaces the template. Parameters are those of `EngineSettings`; a call may replace
-    those in `PER_CALL` and is refused any other.
+    If the model has a chat template, query engines use it (`is_chat_model`); `complete` always
+    passes the string unchanged. If you set `messages_to_prompt`, it replaces the template.
+    Parameters are those of `EngineSettings`; a call may replace those in `PER_CALL`, and any other
+    raises ParameterError.
 
     A response's ``raw`` holds ``usage`` (with ``cached_tokens``), ``model_name``,
-    ``finish_reason``, ``report`` (see `kvrag.FusionReport`) and ``sources``. It is not put in
-    ``additional_kwargs``, which LlamaIndex writes into later prompts.
+    ``finish_reason``, ``report`` (see `kvrag.FusionReport`) and ``sources``. None of it is in
+    ``additional_kwargs``, because LlamaIndex writes those into later prompts.
 
-    Let LlamaIndex count tokens as the model does, so that it cuts nodes only where it must:
+    Let LlamaIndex count tokens as the model does, so that it cuts nodes only if it must:
 
     >>> llm = KVRagLLM(index="my-index")                         # doctest: +SKIP
     >>> Settings.tokenizer = llm.token_ids                       # doctest: +SKIP
@@ -69,7 +69,7 @@ class KVRagLLM(EngineSettings, CustomLLM):
     Attributes
     ----------
     is_chat_model
-        Whether query engines send conversations; None means where there is a chat template.
+        Whether query engines send conversations; None means if there is a chat template.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -82,7 +82,7 @@ class KVRagLLM(EngineSettings, CustomLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """What LlamaIndex plans its prompts with."""
+        """The model's limits, from which LlamaIndex plans its prompts."""
         return LLMMetadata(
             context_window=self.context_window(),
             num_output=self.max_tokens,
@@ -114,7 +114,7 @@ class KVRagLLM(EngineSettings, CustomLLM):
             self._stream_complete(self._turns(messages), kwargs)
         )
 
-    # The defaults of CustomLLM run the model on the event loop's own thread.
+    # The defaults of CustomLLM run the model in the event loop's thread.
 
     @llm_completion_callback()
     async def acomplete(
@@ -184,7 +184,7 @@ def _text(message: ChatMessage) -> str:
     if message.role.value in ("tool", "function") or message.additional_kwargs.get("tool_calls"):
         raise ParameterError(
             f"a message of role {message.role.value!r} with tool calls or their results cannot be "
-            "rendered: this model does not call tools. Hand the result on as text"
+            "rendered: this model does not call tools. Pass the result as text"
         )
     texts = []
     for block in message.blocks:
@@ -197,7 +197,7 @@ def _text(message: ChatMessage) -> str:
 
 
 async def _in_thread(items: Iterator[T]) -> AsyncGenerator[T, None]:
-    """Yield `items`, waiting for each in a thread so that the event loop goes on."""
+    """Yield `items`, waiting for each in a thread so that the event loop keeps running."""
     done = object()
     while (item := await asyncio.to_thread(next, items, done)) is not done:
         yield item  # type: ignore[misc]

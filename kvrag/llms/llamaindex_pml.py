@@ -1,4 +1,4 @@
-"""`PMLPromptTemplate`: prompts of a schema's modules in LlamaIndex."""
+"""`PMLPromptTemplate`: prompts built from a schema's modules, for LlamaIndex."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvrag.pml.template import fill, variables
 
 
 class PMLPromptTemplate(PromptTemplate):
-    """A prompt of prompt markup (Prompt Cache §3.2.2) whose texts come from a query engine.
+    """A prompt in prompt markup (Prompt Cache §3.2.2); its variables come from a query engine.
 
-    What it renders is answered by a `KVRagLLM` that knows the schema (``schemas=``). Variables
-    stand in braces; markup in their values is escaped, so that values stay text.
+    A `KVRagLLM` that knows the schema (``schemas=``) answers the rendered prompt. Variables are
+    in braces; markup in their values is escaped, so that values stay text.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class PMLPromptTemplate(PromptTemplate):
         super().__init__(markup, **settings)
 
     def format(self, llm: Any = None, completion_to_prompt: Any = None, **kwargs: Any) -> str:
-        """Return the markup with the variables' values in it. Raises ParameterError."""
-        del llm, completion_to_prompt  # a prompt of markup is complete: nothing is put around it
+        """Return the markup with its variables filled in. Raises ParameterError."""
+        del llm, completion_to_prompt  # a markup prompt is complete: nothing wraps it
         mapped = self._map_all_vars({**self.kwargs, **kwargs})
         return fill(self.template, mapped)

@@ -1,4 +1,4 @@
-"""What the adapters tell of an answer beside its text, as plain JSON values."""
+"""What the adapters report about an answer, as plain JSON values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvrag.engine.answer import Answer
 
 
 def token_usage(answer: Answer) -> dict[str, int]:
-    """Return token counts; cached tokens are those whose KV was reused, a part of the prompt's."""
+    """Return token counts; cached tokens are the prompt tokens whose KV was reused."""
     usage = answer.usage
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -19,10 +19,9 @@ def token_usage(answer: Answer) -> dict[str, int]:
 
 
 def answer_details(answer: Answer, model_name: str) -> dict[str, Any]:
-    """Return how the answer came about: model, why it ended, the fusion report, the sources.
+    """Return the answer's model, finish reason, fusion report and sources.
 
-    A source is named by its ``chunk_id``, ``source`` and ``ordinal``; its text stands in the
-    prompt already.
+    A source has a ``chunk_id``, ``source`` and ``ordinal``; its text is in the prompt already.
     """
     return {
         "model_name": model_name,

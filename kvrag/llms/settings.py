@@ -1,6 +1,6 @@
-"""The constructor parameters and per-call parameters that all language-model classes share.
+"""Constructor and per-call parameters that all language-model classes share.
 
-One pydantic model is mixed into LangChain's and LlamaIndex's classes, so that a parameter has
+One pydantic model is a base of LangChain's and LlamaIndex's classes, so that a parameter has
 one name, one range and one meaning in both.
 """
 
@@ -39,7 +39,7 @@ from kvrag.models.chat import PromptText
 from kvrag.pml.engine import PMLEngine
 
 INDEX_VARIABLE = "KVRAG_INDEX"
-"""Environment variable that names the index folder where the constructor does not."""
+"""Environment variable that names the index folder if the constructor does not."""
 
 PER_CALL = (
     "model",
@@ -75,50 +75,50 @@ def _index_from_environment() -> str:
 
 
 class EngineSettings(BaseModel):
-    """Parameters of a kvrag language model; every one may change the answer or when it comes.
+    """Parameters of a kvrag language model; each may change the answer or its timing.
 
     Attributes
     ----------
     index
-        The folder of an index, or an opened `kvrag.Index`. Taken from the environment variable
-        ``KVRAG_INDEX`` if absent. Opened, and its model loaded, at the first call; classes given
+        The folder of an index, or an opened `kvrag.Index`. The default is the environment
+        variable ``KVRAG_INDEX``. The first call opens the index and loads its model; objects with
         the same folder share both.
     model
-        Where to take the model from (a folder or a hub name) if not from where the index says.
-        It must be the model the index was made with; anything else raises IndexMismatchError.
+        The folder or hub name to load the model from; None means the one that the index records.
+        It must be the index's model; any other raises IndexMismatchError.
     device
         Where the model runs, such as ``"cuda"``; None means the CPU.
     policy, ratio, boundary_tokens
         How much of the reused KV is recomputed; see `kvrag.KVEngine`.
     eviction
-        What is forgotten while answers are written, as in ``"corm:window=256:recent=256"``; None
-        keeps the full cache; see `kvrag.KVEngine`.
+        Which KV is dropped while answers are generated, such as ``"corm:window=256:recent=256"``;
+        None keeps the full cache; see `kvrag.KVEngine`.
     links
-        Link tokens put behind reused chunks: a file, or ``"off"``; None takes those of the model's
-        folder; see `kvrag.KVEngine`.
+        Link tokens to insert after reused chunks: a file, or ``"off"``; None means those in the
+        model's folder; see `kvrag.KVEngine`.
     ttft
-        Seconds to the first token that stored KV is streamed towards; None loads all of it; see
-        `kvrag.KVEngine`.
+        Target time to the first token, in seconds; kvrag loads as much stored KV as it can in
+        that time. None loads all of it; see `kvrag.KVEngine`.
     schemas
         Files of prompt markup schemas. A prompt string that is a ``<prompt>`` of one of them, as
-        `PMLPromptTemplate` makes them, is answered from the schema's modules.
+        `PMLPromptTemplate` renders it, is answered from the schema's modules.
     temperature, top_p, top_k, repetition_penalty, seed
         Sampling; temperature 0 is greedy.
     max_tokens
-        Tokens to generate at most.
+        Maximum number of tokens to generate.
     stop
-        Texts before which the answer ends.
+        Strings that end the answer; the answer does not contain them.
     timeout
-        Seconds after which generation ends with what there is (finish reason "timeout").
+        Seconds after which generation stops and the answer is cut (finish reason "timeout").
     max_retries
-        How often a call that fails before its first token because the store cannot be reached
-        (StoreError) or the index is being written (IndexLockedError) is tried again, after 0.1,
-        0.2, 0.4 ... seconds. A local model has nothing else to retry.
+        How often to retry a call that fails before its first token because the store cannot be
+        reached (StoreError) or the index is being written (IndexLockedError). The retries follow
+        after 0.1, 0.2, 0.4 ... seconds. Other errors are not retried.
 
     Notes
     -----
-    A pickled object names its index by the folder, and opens it again where it is loaded; a deep
-    copy shares an opened index with the original.
+    A pickled object stores its index's folder, and opens the index again after it is loaded. A
+    deep copy shares an opened index with the original.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -163,7 +163,7 @@ class EngineSettings(BaseModel):
 
     @model_validator(mode="after")
     def _as_the_engine_takes_them(self) -> Self:
-        # What only the engine would refuse is refused here, not at the first call.
+        # The engine would reject wrong values only at the first call.
         make_choice(self.policy, ratio=self.ratio, boundary_tokens=self.boundary_tokens)
         make_eviction(self.eviction)
         Sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty, self.seed)
@@ -174,7 +174,7 @@ class EngineSettings(BaseModel):
         return str(value.path if isinstance(value, Index) else value)
 
     def __getstate__(self) -> dict[Any, Any]:
-        # A copy, since LlamaIndex deletes what it cannot pickle from the object it is asked about.
+        # A copy, since LlamaIndex deletes what it cannot pickle from the object itself.
         light = self.model_copy(update={"index": self._index_as_path(self.index)})
         light._engines, light._markup = {}, {}
         state: dict[Any, Any] = super(EngineSettings, light).__getstate__()
@@ -182,7 +182,7 @@ class EngineSettings(BaseModel):
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         memo = {} if memo is None else memo
-        # Both hold locks and open files; an engine is made again at the next call.
+        # Index and engines hold locks and open files; the next call makes new engines.
         memo[id(self.index)] = self.index
         memo[id(self._engines)] = {}
         memo[id(self._markup)] = {}
@@ -190,19 +190,19 @@ class EngineSettings(BaseModel):
 
     @property
     def model_name(self) -> str:
-        """What the model is called: as constructed, or as the index records it."""
+        """The model's name: the constructor's, or the one that the index records."""
         if self.model is not None:
             return self.model
         index = shared_index(self.index)
         return index.config.model or index.model.name
 
     def call_values(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of all per-call parameters: the constructor's, replaced by `call`'s.
+        """Return the values of all per-call parameters: the call's, otherwise the constructor's.
 
         Parameters
         ----------
         call
-            What one call was given; ``stop=None`` and ``model=None`` mean "as constructed".
+            The parameters of one call; for ``stop`` and ``model``, None means the constructor's.
 
         Raises
         ------
@@ -237,13 +237,13 @@ class EngineSettings(BaseModel):
         prompt
             The rendered prompt, or the turns of a conversation (role and content).
         call
-            Per-call parameters, as the framework handed them on.
+            Per-call parameters, as the framework passes them.
         """
         engine, request = self._prepare(call)
         return self._retrying(lambda: engine().generate(request(prompt)))
 
     def deltas(self, prompt: Prompt, call: Mapping[str, Any]) -> Iterator[AnswerDelta]:
-        """Yield the engine's answer piece by piece; the last piece carries the whole answer."""
+        """Yield the engine's answer piece by piece; the last piece includes the whole answer."""
         engine, request = self._prepare(call)
 
         def start() -> tuple[AnswerDelta, Iterator[AnswerDelta]]:
@@ -257,7 +257,7 @@ class EngineSettings(BaseModel):
     def _prepare(
         self, call: Mapping[str, Any]
     ) -> tuple[Callable[[], Engine], Callable[[Prompt], Request]]:
-        """Return what opens the engine, and what makes a request of a prompt."""
+        """Return a function that opens the engine, and one that makes a request from a prompt."""
         values = self.call_values(call)
         model, stop, timeout = (values.pop(name) for name in ("model", "stop", "timeout"))
 
@@ -271,7 +271,7 @@ class EngineSettings(BaseModel):
         return engine, request
 
     def engine(self, model: str | None = None) -> Engine:
-        """Return the engine that answers, opening index and model if this is the first call."""
+        """Return the engine; the first call opens the index and loads the model."""
         model = model or self.model
         index = shared_index(self.index, model=model, device=self.device)
         engine = self._engines.get(model)
@@ -283,10 +283,10 @@ class EngineSettings(BaseModel):
         return engine
 
     def _placed(self, prompt: Prompt, engine: Engine) -> Prompt | PlacedPrompt:
-        """Return a prompt of one of the schemas laid out, and any other as it is."""
+        """Lay out a prompt of one of the schemas; return any other prompt unchanged."""
         text = prompt
         if not isinstance(prompt, str) and len(prompt) == 1 and prompt[0]["role"] == "user":
-            # Frameworks that talk to a chat model make a turn of whatever a template renders.
+            # For a chat model, frameworks put a rendered template into a user turn.
             text = prompt[0]["content"]
         if not (self.schemas and isinstance(text, str) and text.lstrip().startswith("<prompt")):
             return prompt
@@ -300,14 +300,14 @@ class EngineSettings(BaseModel):
         return markup.place(text)
 
     def context_window(self) -> int:
-        """Return how many tokens prompt and answer may have together."""
+        """Return the maximum number of tokens of prompt and answer together."""
         return shared_index(self.index).config.max_positions
 
     def token_ids(self, text: str) -> list[int]:
         """Return the model's token ids of `text`, without special tokens; loads no weights.
 
-        As they are in a prompt: in that of a chat model all text is a message's, in which no
-        control string is control (unless the index keeps them).
+        The ids are those in a prompt. In a chat model's prompt all text belongs to messages, where
+        control strings are plain text (unless the index keeps them).
         """
         index = shared_index(self.index)
         if self._asks_in_messages() and index.control is not None:
@@ -317,7 +317,7 @@ class EngineSettings(BaseModel):
         return list(tokens.token_ids)
 
     def _asks_in_messages(self) -> bool:
-        """Whether prompts are messages for the chat template."""
+        """Return whether prompts are messages for the chat template."""
         return False
 
     def _retrying(self, attempt: Callable[[], T]) -> T:
@@ -331,13 +331,13 @@ class EngineSettings(BaseModel):
     def identity(self) -> dict[str, Any]:
         """Return everything that changes an answer, without loading weights.
 
-        LangChain's caches key on it. What the index records is left out while the index cannot
-        be opened, so that an object can be printed before its index exists.
+        LangChain's caches use it as their key. While the index cannot be opened, the values that
+        it records are left out, so that an object can be printed before its index exists.
         """
         identity: dict[str, Any] = {
             name: getattr(self, name) for name in PER_CALL if name not in ("stop", "timeout")
         }
-        # LangChain overwrites "stop" with the call's own, which may be None.
+        # LangChain overwrites "stop" with the call's value, which may be None.
         identity["default_stop"] = self.stop
         identity["timeout"] = self.timeout
         identity["device"] = self.device
@@ -347,7 +347,7 @@ class EngineSettings(BaseModel):
         identity["schemas"] = [_file_digest(schema) for schema in self.schemas]
         try:
             identity |= recorded_identity(shared_index(self.index))
-            # What they are, not where: the model's folder may bring some, and a file may change.
+            # A digest, not a path: the model's folder may contain links, and a file may change.
             identity["links"] = self.engine().links_digest
         except (KVRagError, OSError):
             identity["index"] = str(self.index)
@@ -355,7 +355,7 @@ class EngineSettings(BaseModel):
 
 
 def _file_digest(name: str) -> str:
-    """Return what tells a file's contents, or its name where it cannot be read."""
+    """Return a digest of a file's contents, or its name if it cannot be read."""
     try:
         return hashlib.blake2b(Path(name).read_bytes(), digest_size=20).hexdigest()
     except OSError:
@@ -363,7 +363,7 @@ def _file_digest(name: str) -> str:
 
 
 def recorded_identity(index: Index) -> dict[str, str]:
-    """Return what an index fixes of the answers given from it."""
+    """Return the recorded properties of an index that affect its answers."""
     return {
         "index": str(index.path),
         "store": index.store.url,

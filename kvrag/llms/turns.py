@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 TURN_SEPARATOR = "\n\n"
-"""What stands between merged turns of one role."""
+"""Separator between merged turns of one role."""
 
 
 def merge_turns(turns: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    """Return role and content of each turn; neighbours of one role become one turn.
+    """Return the role and content of each turn; neighbours of one role become one turn.
 
-    Most chat templates refuse two turns of one role in a row, while chains and query engines
+    Most chat templates reject two turns of one role in a row, but chains and query engines
     produce them.
 
     Parameters

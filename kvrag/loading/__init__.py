@@ -1,6 +1,6 @@
-"""Layer 3, beside fusion: stored KV that arrives while something else is computed."""
+"""Loading stored KV while other things are computed."""
 
 LOAD_THREADS = 4
-"""Records of a prompt read at the same time, unless another number is asked for."""
+"""How many of a prompt's records are read at the same time, by default."""
 
 MAX_LOAD_THREADS = 64

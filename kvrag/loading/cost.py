@@ -1,4 +1,4 @@
-"""What loading costs, and what it costs beside computing."""
+"""The cost of loading, alone and overlapped with computing."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvrag.errors import ParameterError
 
 @dataclass(frozen=True)
 class TierCost:
-    """Seconds of loading alone, out of one tier, on the machine that measured it.
+    """Seconds of loading from one tier, without computing, on the machine that measured them.
 
     Attributes
     ----------
     store
         The tier's URL, without secrets.
     seconds_per_record, seconds_per_token
-        What a chunk costs, and each token of it in all layers.
+        Seconds for each chunk, and for all layers of each token in it.
 
     Raises
     ------
     ParameterError
-        When a figure is below 0, or not finite.
+        If a figure is below 0, or not finite.
     """
 
     store: str
@@ -37,22 +37,22 @@ class TierCost:
             raise ParameterError(f"loading {prices}: expected 0 or more seconds each, and finite")
 
     def of(self, num_tokens: int, num_records: int = 1) -> float:
-        """Return the estimate for so many tokens in all of so many chunks."""
+        """Return the estimate for `num_records` chunks of `num_tokens` tokens in total."""
         return self.seconds_per_record * num_records + self.seconds_per_token * num_tokens
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A record that a prompt needs, and what the prompt takes from it.
+    """A record that a prompt needs, and how much of it.
 
     Attributes
     ----------
     chunk_id, context_ids
-        Which record: the chunk's that was encoded behind these tokens.
+        The record: that of the chunk, encoded after these tokens.
     num_rows
-        Rows that the prompt takes.
+        Rows that the prompt uses.
     tier
-        The store's tier that would deliver it, 0 the fastest; None where that is not known.
+        The store's tier that would deliver it, 0 the fastest; None if that is not known.
     """
 
     chunk_id: str
@@ -63,19 +63,19 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class LoadingCost:
-    """Seconds of loading out of a store.
+    """Seconds of loading from a store.
 
     Attributes
     ----------
     store
-        Its URL, without secrets.
+        The store's URL, without secrets.
     tiers
-        Of each of its tiers, the fastest first; of a plain store there is one.
+        The cost of each of its tiers, the fastest first. A plain store has one.
 
     Raises
     ------
     ParameterError
-        When there is no tier.
+        If there is no tier.
     """
 
     store: str
@@ -83,38 +83,37 @@ class LoadingCost:
 
     def __post_init__(self) -> None:
         if not self.tiers:
-            raise ParameterError(f"loading from {self.store}: expected what a tier costs")
+            raise ParameterError(f"loading from {self.store}: expected the cost of a tier")
 
     def tier(self, number: int | None) -> TierCost:
-        """Return what a tier costs; None means the last, where all records are at home."""
+        """Return the cost of a tier; None means the last tier, which has all records."""
         return self.tiers[-1 if number is None else min(number, len(self.tiers) - 1)]
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> LoadingCost:
-        """Return what `dataclasses.asdict` made of one. Raises KeyError, TypeError."""
+        """Return the cost in a result of `dataclasses.asdict`. Raises KeyError, TypeError."""
         return cls(str(fields["store"]), tuple(TierCost(**tier) for tier in fields["tiers"]))
 
 
 @dataclass(frozen=True)
 class ChunkDecision:
-    """Whether a stored chunk was loaded or computed, why, and what came of it.
+    """Whether a stored chunk was loaded or computed, why, and how long it took.
 
     Attributes
     ----------
     chunk_id
         The chunk.
     tier
-        Where it would be loaded from: the number of the store's tier, 0 the fastest.
+        The number of the store's tier that it would be loaded from, 0 the fastest.
     num_tokens
-        Tokens of the prompt that it gives.
+        How many of the prompt's tokens it provides.
     is_computed
         Whether it was computed.
     expected_load_seconds, expected_compute_seconds
-        What the one and the other were expected to take, each alone.
+        How long loading and computing were expected to take, each alone.
     seconds
-        What it took: of a chunk that was loaded, the seconds in which a thread opened and read it;
-        of one that was computed, its rows' share of the seconds of computing. None where the
-        loading failed.
+        How long it took. For a loaded chunk: the time in which a thread opened and read it. For a
+        computed chunk: its rows' share of the computing time. None if loading failed.
     """
 
     chunk_id: str
@@ -127,11 +126,11 @@ class ChunkDecision:
 
 
 def pipelined_seconds(load_seconds: float, compute_seconds: float, num_layers: int) -> float:
-    """Return what loading and computing take together, each spread evenly over the layers.
+    """Return the seconds of loading overlapped with computing, each spread evenly over the layers.
 
-    Neither the first layer's loading nor the last layer's computing has anything to hide behind.
+    Only loading the first layer and computing the last one do not overlap with anything.
 
-    Source: CacheBlend (arXiv 2405.16444) §5.1, where it is the longer of both.
+    Source: CacheBlend (arXiv 2405.16444) §5.1, which takes the longer of both.
     """
     if num_layers < 1:
         return load_seconds + compute_seconds

@@ -1,4 +1,4 @@
-"""What requests know of the link they share: how fast it is, and who else is on it."""
+"""What requests know about the link that they share: its speed, and the other requests on it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 
 from kvrag.loading.stream_plan import LinkState
 
-# Less tells more of the request than of the link.
+# The time of a smaller transfer says more about the request than about the link.
 _LEAST_BYTES = 2048
-# Seconds of carrying after which what was measured counts a third; and what prior knowledge counts.
+# A measurement's weight falls to about a third after so much further transfer time. A speed that
+# was measured earlier starts with a weight of _PRIOR_SECONDS.
 _MEMORY_SECONDS = 1.0
 _PRIOR_SECONDS = 0.2
 
@@ -25,7 +26,7 @@ class Share:
     Attributes
     ----------
     num_left
-        Chunks that it still has to bring.
+        Chunks that it still has to fetch.
     """
 
     def __init__(self, num_left: int) -> None:
@@ -33,15 +34,15 @@ class Share:
 
 
 class NetworkLink:
-    """The way to one store, shared by all requests of an engine; safe to use from many threads.
+    """The link to one store, shared by all requests of an engine. Thread-safe.
 
-    Its speed is taken for the harmonic mean of two: that of the chunk carried last (CacheGen
-    §5.3), and that of all carried lately, so that one slow moment is not taken for the whole way.
+    Its estimated speed is the harmonic mean of two speeds: that of the last chunk (CacheGen §5.3),
+    and that of all recent chunks, so that one slow moment does not decide alone.
 
     Parameters
     ----------
     clock
-        Seconds, ever rising.
+        A monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -56,7 +57,7 @@ class NetworkLink:
         self._deadlines: Counter[str] = Counter()
 
     def expect(self, bytes_per_second: float) -> None:
-        """Take what was measured earlier for a speed that is not known yet."""
+        """Use a speed that was measured earlier, if none is known yet."""
         with self._lock:
             if self._last_speed is None:
                 self._last_speed = bytes_per_second
@@ -64,13 +65,13 @@ class NetworkLink:
                 self._lately_seconds = _PRIOR_SECONDS
 
     def note_request(self, seconds: float) -> None:
-        """Take note of what a request for next to nothing took."""
+        """Record how long a request for almost no bytes took."""
         with self._lock:
             self._request_seconds = seconds
 
     @contextmanager
     def shared(self, num_chunks: int) -> Iterator[Share]:
-        """Have a share of the link for so many chunks."""
+        """Register a request for `num_chunks` chunks on the link while the block runs."""
         share = Share(num_chunks)
         with self._lock:
             self._shares.append(share)
@@ -82,7 +83,7 @@ class NetworkLink:
 
     @property
     def state(self) -> LinkState:
-        """What is known now."""
+        """What is currently known about the link."""
         with self._lock:
             left = [share.num_left for share in self._shares]
             speed = None
@@ -96,10 +97,10 @@ class NetworkLink:
 
     @contextmanager
     def carrying(self, num_bytes: int) -> Iterator[None]:
-        """Measure the link while the block brings so many bytes.
+        """Measure the link while the block fetches `num_bytes` bytes.
 
-        What other requests have received meanwhile was carried as well: what is measured is the
-        throughput of the link, not this request's share of it.
+        Bytes that other requests receive meanwhile count too, so the result is the throughput of
+        the link, not this request's share of it.
         """
         with self._lock:
             before, started = self._bytes_carried, self._clock()
@@ -107,10 +108,10 @@ class NetworkLink:
         with self._lock:
             self._bytes_carried += num_bytes
             seconds = self._clock() - started
-            # The request itself is not the link's speed; it is measured roughly.
+            # The request's latency is not part of the speed. It is known only roughly.
             seconds -= min(self._request_seconds or 0.0, 0.5 * seconds)
             carried = self._bytes_carried - before
-            # Little tells only that the link is no slower than that.
+            # A small transfer is only a lower bound of the speed.
             is_telling = num_bytes >= _LEAST_BYTES or self._last_speed is None
             if is_telling and seconds > 0.0:
                 self._last_speed = carried / seconds
@@ -119,12 +120,12 @@ class NetworkLink:
                 self._lately_seconds = self._lately_seconds * kept + seconds
 
     def count(self, levels: Mapping[str, int], is_met: bool) -> None:
-        """Count what a request got of each level, and whether it was in time."""
+        """Count a request's chunks by level, and whether it met its deadline."""
         with self._lock:
             self._levels.update(levels)
             self._deadlines["met" if is_met else "missed"] += 1
 
     def counts(self) -> Mapping[str, Any]:
-        """Return chunks by level (``text``, ``1/3`` and so on) and deadlines met and missed."""
+        """Return the counts of chunks by level (``text``, ``1/3`` ...), and of deadlines."""
         with self._lock:
             return {"levels": dict(self._levels), "deadlines": dict(self._deadlines)}

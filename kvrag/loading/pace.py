@@ -1,4 +1,4 @@
-"""How long computing takes, learnt from what it took."""
+"""Estimates how long work takes, from how long it took before."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _KEPT_TO = 0.9
 
 
 class Pace:
-    """Seconds as a constant and a price a unit, fitted to what was observed last.
+    """Seconds as a constant plus a price for each unit of work, fitted to recent observations.
 
-    What is told is what nine of ten observations would have kept to, since it is reserved.
+    The estimate is high enough for nine of ten observations, since callers reserve that time.
 
-    Safe to use from several threads.
+    Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Pace:
         return bool(self._seen)
 
     def observe(self, amount: float, seconds: float) -> None:
-        """Remember what an amount of work took."""
+        """Record how long an amount of work took."""
         if seconds <= 0.0:
             return
         with self._lock:
@@ -39,18 +39,18 @@ class Pace:
             self._prices = None
 
     def seconds(self, amount: float) -> float | None:
-        """Return what an amount will take; None where nothing is known."""
+        """Return how long an amount of work will take; None before any observation."""
         with self._lock:
             if not self._seen:
                 return None
             if self._prices is None:
                 seen = list(self._seen)
                 amounts = [amount for amount, _ in seen]
-                # Of amounts much the same it is not known what is constant: then nothing is.
+                # If amounts are similar, constant and price cannot be separated: use no constant.
                 has_fixed = max(amounts) >= _LEAST_SPREAD * min(amounts)
                 features = [(float(has_fixed), amount) for amount in amounts]
                 fixed, per_unit = fit_prices(features, [took for _, took in seen])
-                # Of nothing at all a line may say that it takes nothing.
+                # The estimate for an amount of 0 may be 0.
                 told = [(fixed + per_unit * amount, took) for amount, took in seen]
                 over = sorted(took / expected for expected, took in told if expected > 0.0)
                 slack = over[int(_KEPT_TO * (len(over) - 1))]

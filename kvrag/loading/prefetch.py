@@ -1,4 +1,4 @@
-"""Layers of several records, brought in the background and in order."""
+"""Loads the layers of several records in the background, in order."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ import torch
 from kvrag.loading import threads
 
 Work = Callable[[int, int], None]
-"""From a lane and a layer: brings that layer of that lane."""
+"""Loads a layer of a lane, given the numbers of lane and layer."""
 
 _LEAST_AHEAD = 2
 
 
 class LayerPrefetch:
-    """Brings layer after layer of every lane in other threads, ahead of who computes them.
+    """Loads every lane layer by layer in other threads, ahead of the thread that computes.
 
-    A lane is one record: its layers are brought one after the other, those of different lanes at
-    the same time, the lowest layer first. What the threads bring goes where it belongs at once, so
-    that beside it a thread holds one block of one record.
+    A lane is one record. The layers of a lane are loaded one after the other, those of different
+    lanes at the same time, the lowest layer first. Threads write each layer to its destination at
+    once, so a thread holds only one block of one record in memory.
 
     Source: CacheBlend (arXiv 2405.16444) §5.2, which loads layer i + 1 while layer i is computed.
-    Deviation: loading runs up to a quarter of the layers ahead. The first layers of a policy that
-    compares all tokens take several times as long as others, and would leave the store idle; were
-    there no bound, the whole buffer would fill beside their hidden states.
+    Deviation: loading runs up to a quarter of the layers ahead. If a policy compares all tokens,
+    its first layers take several times as long as others, and loading only one layer ahead would
+    leave the store idle. Without a bound, the whole buffer would fill while these layers' hidden
+    states are in memory.
 
     Parameters
     ----------
     num_lanes, num_layers
-        How many there are.
+        How many lanes and layers there are.
     work
-        Called by one thread at a time for each lane. Whatever it raises ends its lane.
+        Called by one thread at a time for each lane. An exception ends its lane.
     num_threads
-        Threads, at least 1; never more than lanes are started. One that may not go on before the
-        caller does is let go meanwhile: who computes may be another, with lanes that need it.
+        Threads, at least 1, but not more than there are lanes. A thread that must wait for the
+        caller is released meanwhile, since another prompt may need it.
     device
-        Where the work writes. On a GPU each thread has a stream of its own, and a layer counts as
-        brought once the stream has finished it.
+        The device that `work` writes to. On a GPU, each thread has its own stream, and a layer
+        counts as loaded once the stream has finished it.
 
     Notes
     -----
-    Nothing of it is at work after `close`, which must be called.
+    Callers must call `close`. Afterwards no thread is at work.
     """
 
     def __init__(
@@ -73,9 +74,9 @@ class LayerPrefetch:
         self._num_busy = 0
         self._busy_since = 0.0
         self._busy_seconds = 0.0
-        # Modes are a thread's own: the work is to see those of the caller.
+        # Each thread has its own mode; the work runs in the caller's.
         self._inference_mode = torch.is_inference_mode_enabled()
-        # The buffer may still be read by kernels that the caller has started.
+        # Kernels that the caller has started may still read the buffer.
         self._may_write = (
             torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         )
@@ -91,12 +92,12 @@ class LayerPrefetch:
             return self._busy_seconds + running
 
     def wait(self, layer_index: int) -> Mapping[int, Exception]:
-        """Wait until a layer has been brought in all lanes, or a lane has failed.
+        """Wait until a layer is loaded in all lanes, or a lane has failed.
 
         Returns
         -------
         mapping
-            Lanes that have failed so far, and why; empty: the layer and all before it are there.
+            Lanes that have failed so far, and why. Empty if the layer and all before it are loaded.
         """
         with self._changed:
             self._ask(layer_index)
@@ -104,28 +105,28 @@ class LayerPrefetch:
             return dict(self._failures)
 
     def drain(self) -> Mapping[int, Exception]:
-        """Wait until every lane has been brought whole or has failed; return those that failed."""
+        """Wait until every lane is loaded or has failed; return those that failed, and why."""
         with self._changed:
             self._ask(self._num_layers)
             self._changed.wait_for(self._is_done)
             return dict(self._failures)
 
     def close(self) -> None:
-        """Begin nothing new, and wait for what has begun: afterwards nothing is written."""
+        """Start no more work and wait for running work. Nothing is written afterwards."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         threads.end(self._threads)
 
     def _ask(self, layer_index: int) -> None:
-        """Let the threads run as far ahead as this layer allows."""
+        """Let the threads load as far ahead as is allowed when this layer is needed."""
         if layer_index > self._asked_layer:
             self._asked_layer = layer_index
             self._changed.notify_all()
             self._start()
 
     def _start(self) -> None:
-        """Have threads for the idle lanes that may go on, as far as more are allowed."""
+        """Start threads for idle lanes that may continue, up to the limit."""
         num_lanes = sum(self._may_go_on(lane) for lane in self._idle)
         self._threads = [thread for thread in self._threads if not thread.done()]
         for _ in range(min(num_lanes, self._num_threads - self._num_running)):
@@ -152,7 +153,7 @@ class LayerPrefetch:
         return torch.cuda.stream(stream)
 
     def _take(self) -> int | None:
-        """Return the idle lane that is least far, now this thread's; None when it is to go."""
+        """Return the idle lane with the fewest layers, for this thread; None to end the thread."""
         with self._changed:
             while not self._is_closed:
                 lane = min(self._idle, key=lambda lane: (self._next[lane], lane), default=None)
@@ -164,7 +165,7 @@ class LayerPrefetch:
                     return lane
                 if not self._num_busy:
                     break
-                # A lane at work comes back.
+                # A busy lane will become idle.
                 self._changed.wait()
             self._num_running -= 1
             return None
@@ -173,7 +174,7 @@ class LayerPrefetch:
         return not self._idle and not self._num_busy
 
     def _may_go_on(self, lane: int) -> bool:
-        """Whether a lane is not too far ahead of who computes."""
+        """Whether a lane is not too far ahead of the computation."""
         return self._next[lane] <= self._asked_layer + self._num_ahead
 
     def _put_back(self, lane: int, failure: Exception | None) -> None:

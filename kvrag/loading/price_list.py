@@ -1,4 +1,4 @@
-"""What stores cost: a table that its reader edits."""
+"""The prices of stores: a table that users edit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ gb_read = 0.09
 
 @dataclass(frozen=True)
 class Price:
-    """What a store costs, in one currency.
+    """The prices of a store, in one currency.
 
     Attributes
     ----------
@@ -77,16 +77,16 @@ class Price:
     thousand_reads: float = 0.0
 
     def month(self, size_bytes: int, num_requests: int, reads: float) -> float:
-        """Return what a month costs.
+        """Return the cost of a month.
 
         Parameters
         ----------
         size_bytes
-            Kept.
+            Bytes that are kept.
         num_requests
-            That reading all of it once takes.
+            Requests that it takes to read all of them once.
         reads
-            How often all of it is read in a month.
+            How often all of them are read in a month.
         """
         size = size_bytes / 1e9
         requests = num_requests * self.thousand_reads / 1000
@@ -99,7 +99,7 @@ def parse_prices(text: str, where: str) -> Mapping[str, Price]:
     Raises
     ------
     ParameterError
-        When the text is no such table; `where` says what to call it.
+        If the text is not such a table. Messages call it `where`.
     """
     known = [field.name for field in fields(Price)]
     try:
@@ -116,7 +116,7 @@ def parse_prices(text: str, where: str) -> Mapping[str, Price]:
             is_number = isinstance(price, int | float) and not isinstance(price, bool)
             if not is_number or not 0.0 <= price <= sys.float_info.max:
                 raise ParameterError(
-                    f"{where}: {what} of {name!r} is 0 or more, and finite; found {price!r}"
+                    f"{where}: expected a finite {what} of {name!r}, 0 or more; found {price!r}"
                 )
         prices[name] = Price(**entries)
     return prices
@@ -132,10 +132,10 @@ def read_prices(path: Path) -> Mapping[str, Price]:
 
 
 def price_of(url: str, prices: Mapping[str, Price], where: str) -> Price:
-    """Return what a store costs. Raises ParameterError when the table does not say."""
+    """Return the price of a store. Raises ParameterError if the table lacks it."""
     fitting = [name for name in prices if url.startswith(name)]
     if not fitting:
         raise ParameterError(
-            f"{where} has no price of {url}: give one under a name that it begins with"
+            f"{where} has no price of {url}: give one under a name that the URL begins with"
         )
     return prices[max(fitting, key=len)]

@@ -1,4 +1,4 @@
-"""Prices fitted to times."""
+"""Fits prices to times."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 
 def fit_prices(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Return what one of each amount costs, by least squares; nothing costs less than nothing.
+    """Return the price of a unit of each of k things, by least squares; no price is below 0.
 
     Parameters
     ----------
     amounts
-        ``[n][k]``: of each of k things, how much was in each of n runs.
+        ``[n][k]``: the amount of each of k things in each of n runs.
     seconds
         ``[n]``, above 0.
     """
@@ -21,7 +21,7 @@ def fit_prices(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
     used = list(range(features.shape[1]))
     prices = np.zeros(features.shape[1])
     while used:
-        # Relative errors: a short prompt's estimate is to be as good as a long one's.
+        # Relative errors count: a short prompt's estimate should be as good as a long one's.
         weights = 1.0 / times
         found, *_ = np.linalg.lstsq(features[:, used] * weights[:, None], times * weights)
         if (found >= 0.0).all():

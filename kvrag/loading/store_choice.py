@@ -1,4 +1,4 @@
-"""Which store is the cheapest that is fast enough."""
+"""Chooses the cheapest store that is fast enough."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Offer:
     Attributes
     ----------
     store
-        Its URL, without secrets.
+        The store's URL, without secrets.
     load_seconds
-        Of loading a chunk of the index, the mean over all.
+        Mean seconds of loading a chunk of the index.
     hidden_share
-        Share of the chunks whose loading hides behind computing what is computed again of them.
+        Share of the chunks that load in less time than recomputing their tokens takes.
     month
-        What keeping the index there costs a month, and reading it as often as was said.
+        The cost of a month: keeping the index there, and reading it as often as was assumed.
     """
 
     store: str
@@ -33,20 +33,20 @@ class Offer:
 
 @dataclass(frozen=True)
 class StoreChoice:
-    """Where the KV of an index is best kept, and why.
+    """The best store for the KV of an index, and why.
 
     Attributes
     ----------
     offers
-        All that were looked at.
+        All stores that were compared.
     chosen
-        The best.
+        The best one.
     recompute_seconds
-        Of computing what is computed again of a chunk, the mean over all.
+        Mean seconds of recomputing the policy's tokens of a chunk.
     policy
-        That which computes it.
+        The policy that chooses these tokens.
     reason
-        In words.
+        The reason in words.
     """
 
     offers: tuple[Offer, ...]
@@ -61,7 +61,7 @@ class StoreChoice:
 
 
 def choose_store(offers: Sequence[Offer], recompute_seconds: float, policy: str) -> StoreChoice:
-    """Choose the cheapest store whose loading hides behind recompute; where none does, the fastest.
+    """Choose the cheapest store that loads faster than tokens are recomputed, or else the fastest.
 
     Source: CacheBlend (arXiv 2405.16444) §5.1: the cheapest device for which
     ``T_recompute >= T_load``.
@@ -69,16 +69,16 @@ def choose_store(offers: Sequence[Offer], recompute_seconds: float, policy: str)
     Raises
     ------
     ParameterError
-        When there is nothing to choose from.
+        If there is nothing to choose from.
     """
     if not offers:
         raise ParameterError("there is no store to choose from")
     hiding = [offer for offer in offers if offer.load_seconds <= recompute_seconds]
-    again = f"{1000 * recompute_seconds:.3g} ms of computing again what {policy} does of a chunk"
+    again = f"{1000 * recompute_seconds:.3g} ms, the time in which {policy} recomputes its tokens"
     if hiding:
         chosen = min(hiding, key=lambda offer: (offer.month, offer.load_seconds))
         reason = (
-            f"the cheapest of {len(hiding)} that load a chunk within {again}: it takes "
+            f"the cheapest of {len(hiding)} that load a chunk within {again}; this one takes "
             f"{1000 * chosen.load_seconds:.3g} ms"
         )
     else:

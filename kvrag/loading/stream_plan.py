@@ -1,14 +1,14 @@
-"""Which bytes of a context to ask for next, so that its first token comes in time.
+"""Chooses which bytes of a context to request next, so that its first token is in time.
 
-Source: CacheGen (SIGCOMM 2024) §5.3 and Algorithm 1: of each chunk the least lossy configuration
-(text, which is computed and has no loss, or a level of the codec) with which it and all chunks
-behind it are expected within the time left, at the throughput of the last chunk.
+Source: CacheGen (SIGCOMM 2024) §5.3 and Algorithm 1. For each chunk, choose the least lossy
+configuration: text, which is computed and lossless, or a level of the codec. With it, this chunk
+and all chunks after it must be expected within the time left, at the throughput of the last chunk.
 
-Deviations, all of them because the levels of a record are its planes, so that a coarser level is a
-part of the finer one: a level finer than the coarsest is taken at once only if the rest would need
-a quarter of the time left. What time is left when every chunk is there is spent on the planes left
-out, the coarsest chunk first, so a link that turns out faster than it was is not wasted, and one
-that turns out slower has not been spent on the first chunks.
+Deviations: here the levels of a record are its planes, so a coarser level is a part of the finer
+one. A level finer than the coarsest is chosen at once only if the remaining chunks would need at
+most a quarter of the time left at that level. When every chunk has arrived, the time left is spent
+on missing planes, the coarsest chunk first. So a link that becomes faster is used, and a link that
+becomes slower has not been spent on the first chunks.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 TEXT = 0
-"""Planes of a chunk that is computed from its text."""
+"""The number of planes of a chunk that is computed from its text."""
 
-# Of the time left, what all chunks may be expected to take at more than their first plane.
+# Chunks are requested with more than their first plane only if all are expected within this share
+# of the time left.
 _PRUDENCE = 0.25
 
 
 @dataclass(frozen=True)
 class ChunkSize:
-    """What may be asked for of one chunk.
+    """The planes of one chunk.
 
     Attributes
     ----------
     plane_bytes
-        Bytes of each of its planes, from coarse to fine.
+        Bytes of each plane, from coarse to fine.
     has_text
-        Whether it can be computed instead.
+        Whether the chunk can be computed instead.
     """
 
     plane_bytes: tuple[int, ...]
@@ -41,16 +42,16 @@ class ChunkSize:
 
 @dataclass(frozen=True)
 class LinkState:
-    """What is known of the link now.
+    """What is currently known about the link.
 
     Attributes
     ----------
     bytes_per_second
-        Of all who share it together; None: nothing is known.
+        The speed of all requests on it together; None if nothing is known.
     request_seconds
-        What every request costs beside its bytes.
+        The latency of a request, without its bytes.
     num_sharing
-        From k to how many requests, this one included, have more than k chunks left.
+        For a number k: how many requests, this one included, have more than k chunks left.
     """
 
     bytes_per_second: float | None
@@ -60,18 +61,18 @@ class LinkState:
 
 @dataclass(frozen=True)
 class Step:
-    """What to do next.
+    """The next step of streaming.
 
     Attributes
     ----------
     chunk
-        Its number.
+        The chunk's number.
     num_planes
-        Planes to have of it then; `TEXT`: compute it.
+        Planes that it has after the step; `TEXT` to compute it.
     expected_seconds
-        What that will take on the link; 0 of text, None where nothing is known of the link.
+        Expected seconds on the link; 0 for text, None if nothing is known about the link.
     is_needed
-        Whether the chunk has nothing yet; what is not needed may be broken off.
+        Whether the chunk has nothing yet. A step that is not needed may be cancelled.
     """
 
     chunk: int
@@ -81,25 +82,25 @@ class Step:
 
 
 ComputeSeconds = Callable[[Collection[int]], float | None]
-"""From the numbers of the chunks that are computed to the seconds of everything that is computed
-when streaming is over; None where that is not known.
+"""For the numbers of the chunks to compute: the seconds of all computing after streaming; None if
+that is not known.
 """
 
 
 class StreamPlan:
-    """Chooses, step by step, what to stream of one context.
+    """Chooses, step by step, which parts of one context to stream.
 
     Parameters
     ----------
     chunks
         The chunks, in the order in which they are streamed.
     compute_seconds
-        What computing takes; where that is not known, nothing is chosen as text.
+        The seconds of computing. While they are not known, no chunk is chosen as text.
 
     Attributes
     ----------
     num_planes
-        What each chunk has: planes, `TEXT`, or None for nothing yet.
+        For each chunk, the planes it has, `TEXT`, or None for nothing yet.
     """
 
     def __init__(
@@ -129,25 +130,25 @@ class StreamPlan:
         ]
 
     def tail_seconds(self) -> float:
-        """Return the seconds of computing behind what has been chosen so far; 0 if not known."""
+        """Return the seconds of computing after streaming, as chosen so far; 0 if not known."""
         return self._compute_seconds(self.computed) or 0.0
 
     def done(self, step: Step) -> None:
-        """Note that a step has been taken."""
+        """Record that a step has been done."""
         self.num_planes[step.chunk] = step.num_planes
         self._has_measured = self._has_measured or step.num_planes != TEXT
 
     def lose(self, chunk: int) -> None:
-        """Note that a chunk cannot be had: it will be computed."""
+        """Record that a chunk cannot be loaded: it will be computed."""
         self._lost.add(chunk)
 
     def next(self, seconds_left: float, link: LinkState) -> Step | None:
-        """Return the next step, or None: what is there is all there is time for.
+        """Return the next step, or None if there is no time for another.
 
         Parameters
         ----------
         seconds_left
-            Until the first token is due.
+            Seconds until the first token is due.
         """
         undecided = self.undecided
         left = seconds_left - self.tail_seconds()
@@ -159,7 +160,7 @@ class StreamPlan:
             if computing is not None and computing <= seconds_left:
                 return Step(chunk, TEXT, 0.0, is_needed=True)
         if link.bytes_per_second is None:
-            # Nothing is known: the least that is of use tells most.
+            # Nothing is known about the link: the smallest useful request measures it.
             return Step(chunk, 1, None, is_needed=True)
         finest = len(self._chunks[chunk].plane_bytes)
         for planes in range(finest, 1, -1):
@@ -169,9 +170,9 @@ class StreamPlan:
         if self._delay(undecided, 1, link) <= left or not self._chunks[chunk].has_text:
             return coarsest
         if not self._has_measured:
-            # The link was slow for another request: it may have changed.
+            # The link was slow for an earlier prompt, but that may have changed.
             return coarsest
-        # It will be late: of each chunk what takes less.
+        # The first token will be late: choose what takes less time.
         assert coarsest.expected_seconds is not None
         more = self._more_seconds(chunk)
         if more is not None and more < coarsest.expected_seconds:
@@ -179,7 +180,7 @@ class StreamPlan:
         return coarsest
 
     def _refine(self, left: float, link: LinkState) -> Step | None:
-        """Return what to do with the time left when every chunk is there."""
+        """Return the next step when every chunk has arrived, if there is time for one."""
         if link.bytes_per_second is None:
             return None
         coarse = [
@@ -207,7 +208,7 @@ class StreamPlan:
         return len(self._chunks[chunk].plane_bytes)
 
     def _more_seconds(self, chunk: int) -> float | None:
-        """Return what computing a chunk adds to what is computed in any case."""
+        """Return the seconds that computing a chunk adds to the computing chosen so far."""
         now, then = (
             self._compute_seconds(chosen) for chosen in (self.computed, self.computed | {chunk})
         )
@@ -219,7 +220,7 @@ class StreamPlan:
         return Step(chunk, planes, _seconds(num_bytes, 0, link), is_needed=not known)
 
     def _delay(self, chunks: Sequence[int], planes: int, link: LinkState) -> float:
-        """Return the expected seconds of the chunks, all at one level."""
+        """Return the expected seconds of the chunks, if all have `planes` planes."""
         return sum(
             _seconds(sum(self._chunks[number].plane_bytes[:planes]), ahead, link)
             for ahead, number in enumerate(chunks)
@@ -228,6 +229,6 @@ class StreamPlan:
 
 def _seconds(num_bytes: int, ahead: int, link: LinkState) -> float:
     assert link.bytes_per_second is not None
-    # Who shares the link has its own chunks carried meanwhile.
+    # Requests that share the link receive their own chunks meanwhile.
     carried = num_bytes * link.num_sharing(ahead)
     return link.request_seconds + carried / link.bytes_per_second

@@ -1,4 +1,4 @@
-"""What streaming one context came to."""
+"""The report on streaming one context."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StreamedChunk:
-    """One chunk that was streamed, or computed in its place.
+    """One chunk that was streamed, or computed instead.
 
     Attributes
     ----------
     chunk_id
-        Its id.
+        The chunk's id.
     num_planes, most_planes
-        Planes that were received and used, 0 for text; and those its record has.
+        Planes that were received and used, 0 for text; and planes of its record.
     num_bytes
-        Received.
+        Bytes received.
     expected_seconds, seconds
-        What receiving it was expected to take when it was asked for, and took; expectations that
-        there were none of count as 0.
+        How long receiving it was expected to take, and how long it took. A request without an
+        expectation counts as 0.
     bytes_per_second
-        What the link was thought to carry when the chunk was asked for last; None: not known.
+        The link's estimated speed at the last request for the chunk; None if it was not known.
     """
 
     chunk_id: str
@@ -37,24 +37,24 @@ class StreamedChunk:
 
     @property
     def level(self) -> str:
-        """``text``, or its planes as in ``1/3``."""
+        """``text``, or its planes, such as ``1/3``."""
         return f"{self.num_planes}/{self.most_planes}" if self.num_planes else "text"
 
 
 @dataclass(frozen=True)
 class StreamReport:
-    """What streaming one context came to.
+    """The result of streaming one context.
 
     Attributes
     ----------
     ttft
-        Seconds within which the first token was asked for.
+        The requested time to first token, in seconds.
     seconds
-        When it was there, or this report was made.
+        The time to first token, or the time until this report was made.
     chunks
-        In the order of the prompt; those that could not be had are among the misses instead.
+        The chunks, in the order of the prompt. Those that could not be loaded are misses instead.
     expected_compute_seconds, compute_seconds
-        What computing behind the stream was expected to take, and took; None: not known.
+        How long computing after the stream was expected to take, and took; None if not known.
     """
 
     ttft: float
@@ -65,20 +65,20 @@ class StreamReport:
 
     @property
     def is_met(self) -> bool:
-        """Whether the first token came in time."""
+        """Whether the first token was in time."""
         return self.seconds <= self.ttft
 
     @property
     def levels(self) -> Mapping[str, int]:
-        """Chunks by level."""
+        """How many chunks were received at each level."""
         return dict(sorted(Counter(chunk.level for chunk in self.chunks).items()))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, the derived ones included."""
+        """Return plain JSON values, including derived ones."""
         return {**asdict(self), "is_met": self.is_met, "levels": dict(self.levels)}
 
     def one_line(self) -> str:
-        """Return the report in a few words."""
+        """Return a summary in one line."""
         what = ", ".join(
             f"{count} {'as' if level == 'text' else 'at'} {level}"
             for level, count in self.levels.items()

@@ -1,7 +1,7 @@
-"""A context streamed chunk by chunk towards a time to first token (CacheGen §5.3).
+"""Streams a context chunk by chunk, to meet a time to first token (CacheGen §5.3).
 
-While chunk i is received, what has arrived of the chunks before it is decoded, in a thread of its
-own, to where it belongs.
+While chunk i is received, a separate thread decodes what has arrived of the chunks before it, to
+its place in the prompt's buffer.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from kvrag.loading.stream_report import StreamedChunk, StreamReport
 
 @dataclass(frozen=True)
 class StreamEstimates:
-    """What requests of one engine learn for those after them.
+    """Measurements that requests of one engine leave for later ones.
 
     Attributes
     ----------
     link, computing, decoding
-        What is known of the way to the store, of computing rows (summed over layers), and of
-        decoding tokens.
+        The speed of the link to the store, of computing rows (summed over layers), and of decoding
+        tokens.
     """
 
     link: NetworkLink = field(default_factory=NetworkLink)
@@ -46,21 +46,21 @@ class StreamEstimates:
 
 @dataclass(frozen=True)
 class Streaming:
-    """A time to first token to stream towards.
+    """A requested time to first token, and what streaming needs to meet it.
 
     Attributes
     ----------
     ttft
-        Seconds to the first token that are aimed at.
+        The requested seconds to the first token.
     started
         When they began, on the clock of `time.perf_counter`.
     estimates
-        What is known, and learnt.
+        Measurements of earlier requests, which this one adds to.
     load_seconds_per_token
-        What was once measured for loading a token whole, for a link of which nothing is known; None
-        where that was not.
+        Seconds to load all planes of a token, from an earlier calibration, for a link about which
+        nothing else is known. None without a calibration.
     make_plan
-        What chooses: `StreamPlan`, or one to compare it with.
+        Makes the plan: `StreamPlan`, or another to compare it with.
     """
 
     ttft: float
@@ -71,11 +71,11 @@ class Streaming:
 
     @property
     def deadline(self) -> float:
-        """When the first token is due."""
+        """When the first token is due, on the clock of `time.perf_counter`."""
         return self.started + self.ttft
 
     def closing(self, report: StreamReport, compute_seconds: float) -> StreamReport:
-        """Return a report with what it came to now that the first token is there, and count it."""
+        """Return the report with the final times, once the first token exists, and count it."""
         seconds = time.perf_counter() - self.started
         closed = replace(report, seconds=seconds, compute_seconds=compute_seconds)
         self.estimates.link.count(closed.levels, closed.is_met)
@@ -91,9 +91,9 @@ class StreamItem:
     chunk_id, chunk
         The chunk, and its opened record.
     has_text
-        Whether it can be computed instead.
+        Whether the chunk can be computed instead.
     place
-        Decodes the record, as far as it is used, to where it belongs.
+        Decodes the planes in use to their place in the prompt's buffer.
     """
 
     chunk_id: str
@@ -103,27 +103,27 @@ class StreamItem:
 
 
 class ChunkStream:
-    """Brings the records of one context.
+    """Streams the records of one context.
 
     Parameters
     ----------
     items
-        In the order of the prompt.
+        The records, in the order of the prompt.
     streaming
-        The objective, and what is known.
+        The requested time to first token, and earlier measurements.
     compute_seconds
         See `StreamPlan`.
     errors
-        What a store or a record may raise: the chunk is then lost, or stays as coarse as it was.
+        Exceptions of stores and records. After one, the chunk is lost, or stays as coarse as it is.
     device
-        Where the records are placed.
+        The device of the prompt's buffer.
 
     Attributes
     ----------
     computed
-        After `run`, the numbers of the items that are to be computed, by choice.
+        After `run`, the numbers of the items that were chosen to be computed.
     lost
-        The numbers of those that could not be had, and why.
+        The numbers of the items that could not be loaded, and why.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ChunkStream:
         self.lost: dict[int, Exception] = {}
 
     def run(self) -> tuple[StreamedChunk, ...]:
-        """Stream, and return what was streamed, in order; lost items are left out."""
+        """Stream, and return what was streamed, in order, without lost items."""
         link, plan, decoder = self._streaming.estimates.link, self._plan, self._decoder
         with (
             link.shared(len(self._items)) as share,
@@ -165,7 +165,7 @@ class ChunkStream:
                         break
                     share.num_left = len(plan.undecided)
             except BaseException:
-                # Whoever wanted it has gone: what is being fetched is not waited for.
+                # The caller was interrupted: do not wait for running requests.
                 for item in self._items:
                     item.chunk.cancel()
                 raise
@@ -173,14 +173,14 @@ class ChunkStream:
                 decoder.finish()
             decoding.result()
         self.computed = {n for n, planes in enumerate(plan.num_planes) if planes == TEXT}
-        # What was damaged is known only now.
+        # Damage is known only after decoding.
         self.lost |= {n: error for n, error in decoder.lost.items() if n not in self.computed}
         for number, planes in decoder.num_placed.items():
             self._rows[number] = replace(self._rows[number], num_planes=planes)
         return tuple(row for n, row in enumerate(self._rows) if n not in self.lost)
 
     def tail_seconds(self) -> float | None:
-        """Return the expected seconds of what is computed behind the stream."""
+        """Return the expected seconds of computing after the stream."""
         return self._plan.tail_seconds() or None
 
     def _seconds_left(self) -> float:
@@ -188,7 +188,7 @@ class ChunkStream:
         return due - self._decoder.expected_seconds()
 
     def _take(self, step: Step, state: LinkState, fetcher: ThreadPoolExecutor) -> bool:
-        """Take one step; say whether there is time for another."""
+        """Do one step; return whether there is time for another."""
         number = step.chunk
         if step.num_planes == TEXT:
             self._decoder.leave_out(number)
@@ -206,7 +206,7 @@ class ChunkStream:
                 self._plan.lose(number)
                 self.lost[number] = error
                 return True
-            return False  # the link is gone; what is there is of use without it
+            return False  # the link is down; use what has arrived
         self._rows[number] = replace(
             row,
             num_planes=step.num_planes if is_here else begin,
@@ -225,7 +225,7 @@ class ChunkStream:
             self._items[number].chunk.fetch(num_planes)
 
     def _wait(self, future: Future[None], step: Step) -> bool:
-        """Wait for what is being fetched; what is not needed, only as long as there is time."""
+        """Wait for a request; if it is not needed, only as long as there is time."""
         if step.is_needed:
             future.result()
             return True
@@ -242,7 +242,7 @@ class ChunkStream:
 
 
 class _Decoder:
-    """Decodes what arrives, each record as far as it is there, whole records first."""
+    """Decodes the planes of each record that have arrived, complete records first."""
 
     def __init__(
         self,
@@ -265,25 +265,25 @@ class _Decoder:
         self.lost: dict[int, Exception] = {}
 
     def add(self, number: int, num_planes: int) -> None:
-        """Have so many planes of a record decoded, in place of fewer."""
+        """Queue a record to be decoded with `num_planes` planes, instead of fewer."""
         with self._changed:
             self._waiting[number] = num_planes
             self._changed.notify_all()
 
     def leave_out(self, number: int) -> None:
-        """Decode no more of a record: it is computed."""
+        """Stop decoding a record, which will be computed."""
         with self._changed:
             self._waiting.pop(number, None)
             self._left_out.add(number)
 
     def finish(self) -> None:
-        """Take nothing more; `run` ends when all that is waiting is decoded."""
+        """Accept no more records; `run` returns when everything that is queued is decoded."""
         with self._changed:
             self._is_finished = True
             self._changed.notify_all()
 
     def expected_seconds(self) -> float:
-        """Return what decoding what waits, and one record more, is expected to take."""
+        """Return the expected seconds of decoding the queue, and one more record."""
         with self._changed:
             tokens = sum(self._items[number].chunk.num_tokens for number in self._waiting)
             tokens += max((item.chunk.num_tokens for item in self._items), default=0)
@@ -292,7 +292,7 @@ class _Decoder:
         return self._pace.seconds(tokens) or 0.0
 
     def run(self) -> None:
-        """Decode until `finish`."""
+        """Decode until `finish` is called and the queue is empty."""
         with torch.inference_mode(self._inference_mode), torch.no_grad():
             while (taken := self._next()) is not None:
                 self._decode(*taken)
@@ -303,7 +303,7 @@ class _Decoder:
             self._changed.wait_for(lambda: self._waiting or self._is_finished)
             if not self._waiting:
                 return None
-            # A record that is whole will not be decoded again.
+            # Complete records come first: they will not be decoded again.
             number = min(
                 self._waiting,
                 key=lambda one: (
@@ -324,7 +324,7 @@ class _Decoder:
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
             except self._errors as error:
-                # A damaged plane leaves the coarser ones; what it has overwritten is written anew.
+                # Try again without the damaged plane, over what it has written.
                 if planes == 1:
                     self.lost[number] = error
                 continue

@@ -1,8 +1,7 @@
 """Threads that read stored KV, kept from prompt to prompt.
 
-Starting a thread waits for the interpreter's lock, which a thread that runs Python gives up
-every 5 ms only: in a process that answers several prompts at a time it would be waited for again
-and again.
+Starting a thread waits for the interpreter's lock, which a thread that runs Python releases only
+every 5 ms. A process that answers several prompts at a time would wait for it again and again.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 _MAX_THREADS = 256
-"""Of all prompts together; what is beyond waits until one has done."""
+"""The most threads for all prompts together. Further work waits for a free thread."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -24,10 +23,10 @@ _pool: ThreadPoolExecutor | None = None
 
 
 def start(work: Callable[[], None]) -> Future[None]:
-    """Run `work` in a thread that is idle, or in a new one.
+    """Run `work` in an idle thread, or in a new one.
 
-    Once the interpreter is about to end there are none; threads of the user's that still answer
-    then do the work themselves.
+    While the interpreter shuts down, there are no such threads. A thread of the user that still
+    answers a prompt then does the work itself.
     """
     global _pool
     with _lock:
@@ -36,7 +35,7 @@ def start(work: Callable[[], None]) -> Future[None]:
         try:
             return _pool.submit(work)
         except RuntimeError as error:
-            # Where the system has no thread left, the pool keeps the work for one of its own.
+            # If the system has no thread left, the pool keeps the work for one of its threads.
             if "cannot schedule" not in str(error):
                 raise
     done: Future[None] = Future()
@@ -50,17 +49,17 @@ def start(work: Callable[[], None]) -> Future[None]:
 
 
 def each(work: Callable[[T], R], items: Sequence[T], num_threads: int) -> list[R]:
-    """Return what `work` makes of each item, the caller and other threads working on them.
+    """Return the result of `work` for each item. The caller and other threads share the items.
 
     Parameters
     ----------
     num_threads
-        At work at the same time, the caller among them.
+        How many threads work at the same time, including the caller.
 
     Raises
     ------
     Exception
-        The first of what `work` raises, after all that has begun has ended.
+        The first exception of `work`, once all work that has begun has ended.
     """
     done: list[R | None] = [None] * len(items)
     left = iter(range(len(items)))
@@ -86,12 +85,12 @@ def each(work: Callable[[T], R], items: Sequence[T], num_threads: int) -> list[R
 
 
 def end(threads: Iterable[Future[None]]) -> None:
-    """Wait for work that has begun; what has not will never begin."""
+    """Wait for work that has begun; cancel the rest."""
     wait([thread for thread in threads if not thread.cancel()])
 
 
 def _forget() -> None:
-    """Start anew: a process that was forked has none of the threads."""
+    """Forget the pool: a forked process has none of its threads."""
     global _pool, _lock
     _pool, _lock = None, threading.Lock()
 

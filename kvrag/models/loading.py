@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,17 @@ from transformers import (
 )
 
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
+from kvrag.weights.cache import convert
+from kvrag.weights.sources import find_gguf
 
 EMBEDDED_MODEL = "kvrag-tiny"
+
+_log = logging.getLogger(__name__)
+
+_EXPECTED_MODEL = (
+    "expected a name that `kvrag models` lists, a folder with config.json, tokenizer.json and "
+    "*.safetensors, a GGUF file, ollama:NAME, llama.cpp:NAME, or a hub name such as 'org/name'"
+)
 
 # Fields of a config that change neither weights nor KV; some are filled in by loading alone.
 _VOLATILE_CONFIG = {
@@ -44,19 +55,21 @@ _VOLATILE_CONFIG = {
 def resolve_model(reference: str | Path) -> str:
     """Return a local folder as an absolute path, or a hub name as it is.
 
+    A GGUF file, by any of the references that `kvrag.weights.sources.find_gguf` knows, is
+    converted once, which takes a minute and says so through `logging`.
+
     Raises
     ------
     ModelLoadError
-        When `reference` looks like a path and nothing is there.
+        When `reference` looks like a path and nothing is there, or cannot be converted.
     """
     if not isinstance(reference, str | Path):
-        raise ParameterError(
-            f"model {reference!r}: expected a folder, a hub name such as 'org/name', or "
-            "'kvrag-tiny'"
-        )
+        raise ParameterError(f"model {reference!r}: {_EXPECTED_MODEL}")
     text = str(reference)
     if text == EMBEDDED_MODEL:
         return str(Path(__file__).parent / "tiny")
+    if (gguf := find_gguf(reference)) is not None:
+        return str(convert(gguf, _log.info).folder)
     path = Path(text).expanduser()
     if path.is_dir():
         return str(path.resolve())
@@ -64,10 +77,7 @@ def resolve_model(reference: str | Path) -> str:
         isinstance(reference, str) and text.count("/") <= 1 and text[:1] not in ("/", ".", "~", "")
     )
     if path.exists() or not looks_like_hub_name:
-        raise ModelLoadError(
-            f"no model at {text!r}: expected a folder with config.json, tokenizer.json and "
-            "*.safetensors, a hub name such as 'org/name', or 'kvrag-tiny'"
-        )
+        raise ModelLoadError(f"no model at {text!r}: {_EXPECTED_MODEL}")
     return text
 
 
@@ -146,7 +156,8 @@ def load_weights(
     Parameters
     ----------
     dtype
-        None takes the checkpoint's own, except that the embedded model runs in float32.
+        None takes the checkpoint's own, or float32 where that has 16 bits and the processor does
+        not multiply it natively; the embedded model runs in float32.
     device
         Where to put it; None means the CPU.
 
@@ -166,10 +177,19 @@ def load_weights(
         dtype="auto" if dtype is None else dtype,
         use_safetensors=True,
     )
+    if dtype is None and place is None and model.dtype == torch.bfloat16 and not has_bfloat16():
+        model.float()  # type: ignore[no-untyped-call]
     if place is not None:
         model.to(place)  # type: ignore[arg-type]  # transformers' wrapper is untyped
     model.eval()  # type: ignore[no-untyped-call]
     return model
+
+
+def has_bfloat16() -> bool:
+    """Return whether this processor multiplies bfloat16; others convert each number first."""
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return True
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:

@@ -1,10 +1,10 @@
-"""The compiled kernels' one door: entropy coding and reconstruction at memory speed.
+"""The compiled kernels: entropy coding and reconstruction at memory speed.
 
-Everything here takes numpy arrays or torch CPU tensors, works on their memory without copying
-it, checks what it is given before a kernel sees it, and releases the GIL while it runs. The
-kernels are in ``cuda/``: headers that hold each algorithm once for CPU and GPU, and the CPU's
-vector code. Which instruction set runs is decided when this package is imported;
-``KVRAG_ISA=scalar|avx2|avx512|avx512vbmi2|neon`` in the environment decides otherwise.
+All functions take numpy arrays or torch CPU tensors and work on their memory without copying it.
+They check arguments before they call a kernel, and release the GIL while it runs. The kernels are
+in ``cuda/``: headers with one copy of each algorithm for CPU and GPU, and the CPU's vector code.
+The import of this package chooses the instruction set. To choose another, set
+``KVRAG_ISA=scalar|avx2|avx512|avx512vbmi2|neon`` in the environment.
 
 - `kvrag.native.entropy`: `RansModel`, `encode_rows`, `decode_rows`, `decode_many`, `ideal_bits`.
 - `kvrag.native.reconstruction`: `reconstruct`, `place_channels`, `Points`, `Patches`,

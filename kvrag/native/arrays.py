@@ -1,4 +1,4 @@
-"""Checks of what callers pass in, and views of it as numpy arrays."""
+"""Checks of callers' arrays, and views of them as numpy arrays."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ def view(
     contiguous: bool = False,
     writable: bool = False,
 ) -> NDArray[Any]:
-    """Return `array` as numpy array over the same memory.
+    """Return `array` as a numpy array over the same memory.
 
     Parameters
     ----------
     array
         A numpy array or a torch tensor on the CPU.
     name
-        What to call it in errors.
+        The array's name in errors.
     dtype
-        The element type it must have.
+        The required element type.
     shape
-        The shape it must have; None where any length will do.
+        The required shape; None allows any length.
     contiguous
-        Whether all of it must be contiguous; otherwise only its last axis.
+        Whether the whole array must be contiguous; otherwise only its last axis must.
     writable
-        Whether it is written to.
+        Whether the array must be writable.
 
     Raises
     ------
     ParameterError
-        When it is none of that.
+        If the array does not meet these requirements.
     """
     if isinstance(array, torch.Tensor):
         if array.device.type != "cpu":
-            raise ParameterError(f"{name}: expected memory of the CPU, found {array.device}")
+            raise ParameterError(f"{name}: expected memory on the CPU, found {array.device}")
         try:
             found = array.detach().numpy()
         except (TypeError, RuntimeError) as error:
@@ -72,7 +72,7 @@ def view(
     if any(stride % found.itemsize for stride in found.strides):
         raise ParameterError(f"{name}: expected strides of whole elements, found {found.strides}")
     if writable and not found.flags.writeable:
-        raise ParameterError(f"{name}: expected memory that can be written, found none")
+        raise ParameterError(f"{name}: expected writable memory, found read-only memory")
     return found
 
 
@@ -92,7 +92,7 @@ def byte_view(buffer: Any, name: str) -> NDArray[np.uint8]:
     Raises
     ------
     ParameterError
-        When it is no contiguous buffer.
+        If it is not a contiguous buffer.
     """
     if isinstance(buffer, torch.Tensor):
         return view(buffer, name, np.uint8, (None,))
@@ -104,7 +104,7 @@ def byte_view(buffer: Any, name: str) -> NDArray[np.uint8]:
 
 
 def check_threads(threads: int) -> int:
-    """Return `threads`, or `MAX_THREADS` where that is fewer; ParameterError when below 1."""
+    """Return `threads`, at most `MAX_THREADS`; raise ParameterError if it is below 1."""
     if threads < 1:
         raise ParameterError(f"threads: expected at least 1, found {threads}")
     return min(threads, MAX_THREADS)

@@ -1,9 +1,8 @@
 """Entropy coding of matrices of small symbols: interleaved rANS with given tables.
 
 Source: Duda, arXiv 1311.2540, and Giesen, arXiv 1402.3392 (interleaving): 32 lanes, 32-bit
-states, 16-bit words, 12-bit probabilities. The bytes are described in
-``cuda/include/kvrag/rans.h``; they do not depend on the machine, on the instruction set, or on
-the number of threads.
+states, 16-bit words, 12-bit probabilities. ``cuda/include/kvrag/rans.h`` describes the bytes. They
+do not depend on the machine, on the instruction set, or on the number of threads.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ MAX_SYMBOLS = 256
 # Decode tables take 16 KiB a class.
 MAX_CLASSES = 1 << 14
 
-# What a damaged payload has wrong, by the kernel's code: expected and found, whose fields are
-# those of the kernel's report. The order is that of `Damage` in cuda/include/kvrag/rans.h.
+# For each code of damage in a kernel's report: what is wrong, what was expected, what was found.
+# The fields in braces are the report's. The order is that of `Damage` in cuda/include/kvrag/rans.h.
 _DAMAGE = {
     1: ("number of streams", "1 to {expected}", "{found}"),
     2: ("length of the payload", "{expected} bytes, as its index says", "{found} bytes"),
@@ -37,23 +36,23 @@ _DAMAGE = {
 
 
 class RansModel:
-    """Frequency tables, one a class of rows, and the coder's tables made of them.
+    """Frequency tables, one for each class of rows, and the coder's tables made from them.
 
     Parameters
     ----------
     frequencies
-        ``[num_classes, num_symbols]`` uint16, at most 256 symbols. Every class sums to 4096; a
-        symbol of frequency 0 cannot be coded, one of 4096 costs nothing.
+        ``[num_classes, num_symbols]`` uint16, at most 256 symbols. Every class sums to 4096. A
+        symbol of frequency 0 cannot be coded; one of 4096 costs nothing.
 
     Attributes
     ----------
     frequencies
-        A read-only copy of what was given.
+        A read-only copy of the given frequencies.
 
     Raises
     ------
     ParameterError
-        When a class does not sum to 4096, or the shape or type is another.
+        If a class does not sum to 4096, or the shape or type is wrong.
     """
 
     def __init__(self, frequencies: ArrayLike) -> None:
@@ -82,13 +81,13 @@ class RansModel:
 
     @property
     def num_symbols(self) -> int:
-        """Number of symbols each table has, from 0 on."""
+        """Number of symbols in each table, counted from 0."""
         return int(self.frequencies.shape[1])
 
     def _check_classes(
         self, classes: ArrayLike, context: ArrayLike | None, shape: tuple[int, int]
     ) -> tuple[NDArray[np.uint16], NDArray[np.uint8] | None]:
-        """Return both as numpy arrays; ParameterError unless their sums are classes of ours."""
+        """Return both as numpy arrays; raise ParameterError unless their sums are valid classes."""
         found = view(classes, "classes", np.uint16, (shape[0],), contiguous=True)
         contexts = None if context is None else view(context, "context", np.uint8, shape)
         most = int(found.max(initial=0))
@@ -137,18 +136,17 @@ def encode_rows(
     classes
         ``[R]`` uint16: the table of each row.
     num_streams
-        1 to max(R, 1) streams, which are coded and decoded independently of one another. Each
-        costs 132 bytes.
+        1 to max(R, 1) streams, which are coded and decoded independently. Each costs 132 bytes.
     context
-        ``[R, T]`` uint8: what is added to the class of each symbol's row, or None for zeros.
+        ``[R, T]`` uint8: added, for each symbol, to the class of its row; None for zeros.
     threads
-        Threads to use at most.
+        The most threads to use.
 
     Raises
     ------
     ParameterError
-        When an argument has another shape or type, or a symbol has frequency 0 in its class;
-        the message names the first such row and token.
+        If an argument has the wrong shape or type, or a symbol has frequency 0 in its class; the
+        message names the first such row and token.
     """
     matrix = view(symbols, "symbols", np.uint8, (None, None))
     num_rows = matrix.shape[0]
@@ -185,37 +183,37 @@ def decode_rows(
     Parameters
     ----------
     model
-        The tables it was coded with.
+        The tables that the payload was coded with.
     payload
-        Any contiguous buffer; exactly the payload.
+        A contiguous buffer with exactly the payload.
     classes
         ``[R]`` uint16: the table of each row.
     out
         ``[R, T]`` uint8, tokens contiguous, overwritten.
     context
-        ``[R, T]`` uint8: that given to `encode_rows`.
+        ``[R, T]`` uint8: the one that was given to `encode_rows`.
     threads
-        Threads to use at most; more than there are streams bring nothing.
+        The most threads to use. More threads than streams have no use.
 
     Raises
     ------
     ParameterError
-        When an argument has another shape or type.
+        If an argument has the wrong shape or type.
     RecordError
-        When the payload is damaged or belongs to other rows or tables; `out` is then garbage.
-        Most, but not all, damage is noticed here: a record's checksums guard against the rest.
+        If the payload is damaged or belongs to other rows or tables; `out` then holds garbage. This
+        detects most damage, but not all: a record's checksums detect the rest.
     """
     decode_many([DecodeJob(model, payload, classes, out, context)], threads=threads)
 
 
 def decode_many(jobs: Sequence[DecodeJob], *, threads: int = 1) -> None:
-    """Decode several payloads at once, their streams spread over the threads.
+    """Decode several payloads at once, with their streams spread over the threads.
 
     Raises
     ------
     ParameterError, RecordError
-        As `decode_rows` does; where there are several jobs, the message names the job. All jobs
-        have run, and the output of those that are not damaged is good.
+        As `decode_rows` does. With several jobs, the message names the job. All jobs run to their
+        end, and those without damage have valid output.
     """
     prepared = []
     for job in jobs:
@@ -231,7 +229,7 @@ def decode_many(jobs: Sequence[DecodeJob], *, threads: int = 1) -> None:
 
 
 def refuse(damage: int, stream: int, expected: int, found: int, where: str = "") -> NoReturn:
-    """Raise the RecordError of one of the kernels' codes of damage, which is not 0."""
+    """Raise the RecordError for a kernel's code of damage, which is not 0."""
     fields = {"stream": stream, "expected": expected, "found": found}
     what, wanted, seen = (text.format(**fields) for text in _DAMAGE[damage])
     raise RecordError(f"{where}{what}: expected {wanted}, found {seen}")
@@ -254,13 +252,13 @@ def ideal_bits(
     Returns
     -------
     float
-        The sum over all symbols of -log2(frequency / 4096); infinite where one has frequency 0.
-        A payload is longer by its index and states: 4 + 132 bytes a stream, and a few words.
+        The sum over all symbols of -log2(frequency / 4096); infinite if one has frequency 0. A
+        payload also has an index and states, 4 bytes plus 132 a stream, and a few words.
 
     Raises
     ------
     ParameterError
-        When an argument has another shape or type.
+        If an argument has the wrong shape or type.
     """
     matrix = view(symbols, "symbols", np.uint8, (None, None))
     row_classes, contexts = model._check_classes(classes, context, matrix.shape)

@@ -1,4 +1,4 @@
-"""Which instruction set's kernels run."""
+"""Chooses the instruction set of the kernels."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def instruction_set() -> str:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Return the names of those this processor can run, slowest first."""
+    """Return the names of the instruction sets that this processor can run, slowest first."""
     return tuple(_native.instruction_sets())
 
 
 def use_instruction_set(name: str) -> None:
-    """Use another instruction set from now on, in the whole process; for tests and benches.
+    """Use another instruction set from now on, in the whole process; for tests and benchmarks.
 
     Raises
     ------
     ParameterError
-        When this processor, or this build, does not have it.
+        If this processor, or this build, does not have it.
     """
     if not _native.use_instruction_set(name):
         known = ", ".join(instruction_sets())

@@ -1,9 +1,9 @@
-"""From whole numbers to keys and values, straight into the fused buffer.
+"""Reconstructs keys and values from whole numbers, straight into the fused buffer.
 
 One pass per layer and kind: dequantise, transform back (or scale), add the mean, rotate to
-positions, round to the model's type, scatter. Nothing of the size of the KV is allocated. The
-arithmetic is float32 and described in ``cuda/include/kvrag/reconstruct.h``; its last bits depend
-on the instruction set, because the order of the sums does.
+positions, round to the model's type, scatter. The pass allocates nothing of the KV's size.
+``cuda/include/kvrag/reconstruct.h`` describes the arithmetic, which is float32. Its last bits
+depend on the instruction set, because the order of the sums does.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _Floats = NDArray[np.float32] | None
 
 
 class Patches(NamedTuple):
-    """Points that replace those of single numbers, sorted by token, then by row, no place twice.
+    """Replacements for single points, sorted by token, then by row, without duplicates.
 
     Attributes
     ----------
     rows, tokens
         ``[P]`` uint32: the places in the matrix of numbers.
     values
-        ``[P]`` float32: what the point (number, shrunk) is there.
+        ``[P]`` float32: the points there, in place of the shrunk numbers.
     """
 
     rows: ArrayLike
@@ -45,17 +45,17 @@ class Patches(NamedTuple):
 
 
 class Points(NamedTuple, Generic[Array]):
-    """What whole numbers stand for: the point of a number q is q - sign(q) shrink[r].
+    """Whole numbers and their points: the point of a number q is q - sign(q) shrink[r].
 
     Attributes
     ----------
     numbers
-        ``[R, T]``: symbols uint8, which stand for symbol - 128, or numbers int16. Tokens
-        contiguous, rows at any distance.
+        ``[R, T]``: symbols uint8, which represent symbol - 128, or numbers int16. Tokens are
+        contiguous; rows may have any stride.
     shrink
         ``[R]`` float32, or None for 0.
     patches
-        Points that replace single ones.
+        Replacements for single points.
     """
 
     numbers: Array
@@ -69,7 +69,7 @@ class Rotation(NamedTuple, Generic[Array]):
     Attributes
     ----------
     cos, sin
-        ``[n, P]`` float32, P <= D rotated channels, of which the first P / 2 columns are used.
+        ``[n, P]`` float32, for P <= D rotated channels. Only the first P / 2 columns are used.
     """
 
     cos: Array
@@ -95,25 +95,25 @@ def reconstruct(
     points
         ``[R, T]``.
     basis
-        ``[H, R, D]`` float32, contiguous, the quantiser's steps multiplied in. D of a multiple of
-        8 is fast, others work.
+        ``[H, R, D]`` float32, contiguous, multiplied by the quantiser's steps. It is fast if D is
+        a multiple of 8.
     mean
         ``[H, D]`` float32, or None for 0.
     out
-        ``[H, n, D]``, float32, bfloat16 or float16; any strides but a last one of 1.
+        ``[H, n, D]``, float32, bfloat16 or float16. The last stride is 1, the others are free.
     rotation
-        Of the n tokens; None does not rotate.
+        The tables of the n tokens' positions; None does not rotate.
     tokens
-        Which n of the T tokens; None for all.
+        The n of the T tokens to write; None for all.
     threads
-        Threads to use at most.
+        The most threads to use.
 
     Raises
     ------
     ParameterError
-        When an argument has another shape or type.
+        If an argument has the wrong shape or type.
     RecordError
-        When patches lie outside the matrix or out of order.
+        If patches are outside the matrix or out of order.
     """
     matrix = _numbers(points.numbers)
     placed, element_type = _output(out)
@@ -147,7 +147,7 @@ def place_channels(
     tokens: slice | None = None,
     threads: int = 1,
 ) -> None:
-    """Write n tokens of one layer's keys or values from rows that are its channels.
+    """Write n tokens of one layer's keys or values; here rows are channels.
 
     ``out[h, t, d] = points[r, t] row_scale[r] token_scale[t] + addend[r, t]``, rotated, where
     r = h D + d.
@@ -209,7 +209,7 @@ def contexts(values: ArrayLike, out: ArrayLike) -> None:
     Raises
     ------
     ParameterError
-        When an argument has another shape or type.
+        If an argument has the wrong shape or type.
     """
     known = view(values, "values", np.int16, (None, None), contiguous=True)
     written = view(out, "out", np.uint8, known.shape, contiguous=True, writable=True)
@@ -219,8 +219,8 @@ def contexts(values: ArrayLike, out: ArrayLike) -> None:
 def refine(values: ArrayLike, symbols: ArrayLike) -> None:
     """Replace numbers by those of the next plane, whose step is a third.
 
-    A number q becomes 3 q + digit, or 3 q - digit where it is negative; the digit is symbol - 128.
-    Damaged digits that would leave 16 bits stop at 32767 in magnitude.
+    A number q becomes 3 q + digit, or 3 q - digit if it is negative. The digit is symbol - 128.
+    Results that exceed 16 bits, which only damage can cause, are clamped to a magnitude of 32767.
 
     Parameters
     ----------
@@ -232,7 +232,7 @@ def refine(values: ArrayLike, symbols: ArrayLike) -> None:
     Raises
     ------
     ParameterError
-        When an argument has another shape or type.
+        If an argument has the wrong shape or type.
     """
     known = view(values, "values", np.int16, (None, None), contiguous=True, writable=True)
     _native.refine(known, view(symbols, "symbols", np.uint8, known.shape, contiguous=True))
@@ -260,7 +260,7 @@ def _output(out: ArrayLike) -> tuple[NDArray[Any], int]:
 
 
 def first_of_tokens(tokens: slice | None, num_tokens: int, num_written: int) -> int:
-    """Return where a slice begins; ParameterError unless it is of `num_written` tokens in turn."""
+    """Return the start of a slice; raise ParameterError unless it has `num_written` tokens."""
     start, stop, step = (slice(None) if tokens is None else tokens).indices(num_tokens)
     if step != 1 or stop - start != num_written:
         raise ParameterError(
@@ -287,7 +287,7 @@ def _tables(
 
 
 def check_tables_width(num_rotated: int, head_dim: int) -> None:
-    """Raise ParameterError unless so many of a head's channels can be rotated."""
+    """Raise ParameterError unless `num_rotated` of a head's channels can be rotated."""
     if num_rotated % 2 or num_rotated > head_dim:
         raise ParameterError(
             f"cos: expected an even number of columns, at most {head_dim}, found {num_rotated}"
@@ -297,14 +297,14 @@ def check_tables_width(num_rotated: int, head_dim: int) -> None:
 def check_patches(
     patches: Patches | None, num_rows: int, num_tokens: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.float32]] | None:
-    """Return rows, tokens and values of patches, or None where there are none.
+    """Return rows, tokens and values of patches, or None if there are no patches.
 
     Raises
     ------
     ParameterError
-        When they have other shapes or types.
+        If they have the wrong shapes or types.
     RecordError
-        When they lie outside the matrix or out of order.
+        If they are outside the matrix or out of order.
     """
     if patches is None:
         return None

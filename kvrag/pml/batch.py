@@ -1,4 +1,4 @@
-"""Prompts of one schema answered together, over one copy of its modules."""
+"""Answers several prompts of one schema together, with one copy of its modules in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvrag.pml.prompt import Prompt
 
 @dataclass(frozen=True)
 class BatchAnswers:
-    """The answers of a batch, in the order of its prompts, and what was done for them."""
+    """The answers of a batch, in the order of its prompts, and its reports."""
 
     texts: tuple[str, ...]
     report: SharedReport
@@ -33,29 +33,29 @@ def generate_batch(
     temperature: float = 0.0,
     seed: int | None = None,
 ) -> BatchAnswers:
-    """Answer several prompts at once; modules that they share are in memory once.
+    """Answer several prompts at once. Modules that they share are in memory once.
 
     Parameters
     ----------
     pml
-        Knows the prompts' schema.
+        An engine to which the prompts' schema was added.
     prompts
-        All of one schema, at least one. Their modules are used as they were encoded: rows that
-        several prompts share cannot be computed again for one of them.
+        At least one prompt, all of one schema. Their modules are used as they were encoded: rows
+        that several prompts share cannot be recomputed for one of them.
     max_tokens
-        Of each answer at the most.
+        The most tokens of each answer.
     temperature, seed
-        As in `KVEngine.generate`; every prompt draws with the same seed.
+        As in `KVEngine.generate`. Every prompt samples with the same seed.
 
     Raises
     ------
     PMLError, ParameterError
-        As `PMLEngine.location` does; also when prompts are of several schemas.
+        As `PMLEngine.place` does; also if the prompts have several schemas.
     PromptTooLongError
-        When one of them leaves no position to answer in.
+        If one of them leaves no position to answer in.
     """
     if isinstance(prompts, str | FilePath):
-        raise ParameterError("a batch is a list of prompts: put the one prompt into a list")
+        raise ParameterError("a batch must be a list of prompts: put the prompt into a list")
     if not prompts or max_tokens < 1:
         raise ParameterError(
             f"a batch of {len(prompts)} prompts, max_tokens {max_tokens}: expected 1 or more each"
@@ -79,8 +79,8 @@ def generate_batch(
             "least one to answer in; import fewer modules"
         )
     room = min(max_tokens, model.max_positions - end)
-    # A record is named by its stretch and what it was encoded behind: any prompt's opener would
-    # choose its own scaffolds instead.
+    # A record is named by its stretch and by what it was encoded after. A single prompt's opener
+    # would choose that prompt's scaffolds instead.
     passages = {
         (span.chunk_id, span.context_ids): one.open_kv
         for one in placed

@@ -1,12 +1,12 @@
-"""Turns of a conversation as text, by the model's own chat template.
+"""Renders the turns of a conversation as text, with the model's own chat template.
 
-Source: Prompt Cache §3.2.3: tags of roles are translated to the model's template. The template is
-rendered with marks in place of the contents and cut at them, so what is cached is what the template
-puts around contents, and the contents stay modules.
+Source: Prompt Cache §3.2.3: role tags are translated to the model's template. The template is
+rendered with marks instead of contents, and cut at the marks. So the text that the template puts
+around contents is cached, and contents stay modules.
 
-A turn may stand in a module, and then it is a part of the conversation only where the module is
-imported. What stands around it is taken from a conversation in which it is; that the template puts
-the same around it in a prompt is checked for every prompt.
+A turn in a module is a part of the conversation only if the module is imported. The text around it
+comes from a rendered conversation that includes it. For every prompt, a check makes sure that the
+template puts the same text around it there.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _REMEDY = "use a model with a chat template that fits, or write the prompt witho
 
 
 class Conversation:
-    """Renders the turns of one schema and of prompts that go on from them.
+    """Renders the turns of one schema, and of prompts that continue them.
 
     Parameters
     ----------
     tokenizer
-        Whose chat template is used.
+        The tokenizer with the chat template.
     schema
-        One with turns.
+        A schema with turns.
 
     Raises
     ------
     PMLError
-        When the template refuses the turns.
+        If the template refuses the turns.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, schema: Schema) -> None:
@@ -48,8 +48,8 @@ class Conversation:
         self._schema = schema
         self._turns = list(turns(schema.children))
         self._around: dict[int, tuple[str, str]] = {}
-        # What begins every conversation is no part of its first turn, which may be left out, or
-        # stand after a text.
+        # The text that begins every conversation is not part of the first turn, which may be
+        # missing, or follow a text.
         self._opening = ""
         bos = str(tokenizer.bos_token or "")
         if self._together(0)[1].startswith(bos):
@@ -59,7 +59,7 @@ class Conversation:
                 self._learn(number)
 
     def spread(self) -> list[Node]:
-        """Return the schema's nodes with each turn as the template's text around its contents."""
+        """Return the schema's nodes; each turn becomes its contents inside the template's text."""
         numbers = iter(range(len(self._turns)))
         nodes = list(self._spread(self._schema.children, numbers))
         if self._opening:
@@ -73,18 +73,18 @@ class Conversation:
         location: Location,
         control: ControlTokens | None = None,
     ) -> PromptText:
-        """Return what follows the schema's turns: a prompt's own, and the answer's beginning.
+        """Return the text after the schema's turns: the prompt's own, and the answer's beginning.
 
         Parameters
         ----------
         imported
-            The modules that the prompt imports, () among them.
+            The modules that the prompt imports, including ().
         own
             Role and content of each of the prompt's own turns.
         location
-            Where errors say that they are.
+            The location that errors name.
         control
-            Its strings in the contents are noted as data; None notes none.
+            Control strings that are marked as data in the contents; None marks none.
         """
         present = [number for number, (path, _) in enumerate(self._turns) if path in imported]
         if not present and not own:
@@ -102,8 +102,8 @@ class Conversation:
             head += before + _MARK.format(number) + after
         if not whole.startswith(head):
             raise location.error(
-                "the chat template renders the schema's turns otherwise in this prompt than where "
-                "other modules are imported, or other turns follow",
+                "the chat template renders the schema's turns differently in this prompt than with "
+                "other modules or other turns after them",
                 "import them together, begin the schema with a turn that is always there, or "
                 f"{_REMEDY}",
             )
@@ -114,7 +114,7 @@ class Conversation:
     # -- private --------------------------------------------------------------------------------
 
     def _learn(self, number: int) -> None:
-        """Find out what the template puts around a turn, and around all those beside it."""
+        """Find the text that the template puts around a turn and around those rendered with it."""
         together, rendered = self._together(number)
         location = self._turns[number][1].location
         before, _, rest = rendered.partition(_MARK.format(together[0]))
@@ -124,22 +124,22 @@ class Conversation:
                 if index + 1 < len(together)
                 else (rest, "", "")
             )
-            # What closes a turn goes before anything that stands between turns.
+            # The text that closes a turn precedes anything between turns.
             try:
                 alone = self._render(together[: index + 1], (), location, False)
                 closing = alone.partition(_MARK.format(one))[2]
             except PMLError:
-                # Some templates put what the system says into the user's turn that follows.
+                # Some templates put the system's text into the user's turn that follows.
                 closing = following
             after = closing if following.startswith(closing) else following
             self._around.setdefault(one, (before, after))
             before, rest = following[len(after) :], behind
 
     def _together(self, number: int) -> tuple[list[int], str]:
-        """Return the turns of a conversation with one of them, and the conversation."""
+        """Return the numbers of the turns rendered together with one turn, and their rendering."""
         wanted, turn = self._turns[number]
-        # All that can be: templates know more of a turn from what precedes it. They may refuse it,
-        # as two turns of one role; then none that can be left out.
+        # First with all turns that can be imported together: what precedes a turn may change it. A
+        # template may refuse that, for example two turns of one role. Then only required turns.
         fewest = {wanted[:depth] for depth in range(len(wanted) + 1)}
         most = set(_compatible(self._schema.children, wanted))
         for chosen in (most, fewest):
@@ -175,7 +175,7 @@ class Conversation:
         location: Location,
         add_generation_prompt: bool,
     ) -> str:
-        """Return some of the schema's turns, marks for their contents, and others after them."""
+        """Render some of the schema's turns, with marks as contents, and others after them."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise location.error("the model's tokenizer has no chat template for roles", _REMEDY)
         messages = [
@@ -189,7 +189,7 @@ class Conversation:
                     messages, tokenize=False, add_generation_prompt=add_generation_prompt
                 )
             )
-        except Exception as error:  # Jinja's own and whatever a template raises
+        except Exception as error:  # a template may raise anything
             raise location.error(
                 f"the chat template refuses the turns: {error}", _REMEDY
             ) from error
@@ -200,7 +200,7 @@ class Conversation:
 
 
 def _compatible(children: Sequence[Node], wanted: Path, path: Path = ()) -> Iterator[Path]:
-    """Yield modules that can be imported together, those of `wanted` and all around it included."""
+    """Yield modules that can be imported together, including `wanted` and those around it."""
     yield path
     for node in flat(tuple(children)):
         if isinstance(node, Union):

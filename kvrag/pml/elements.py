@@ -1,7 +1,7 @@
-"""XML into elements that know where they stand: strict, without entities, bounded.
+"""Parses XML into elements with their places: strict, bounded, without entities.
 
-The grammar is XML's and the reading is expat's, through defusedxml: a document type, hence any
-entity of one's own, is refused before it is looked at.
+expat parses it, through defusedxml. A document type, and so any custom entity, is refused before
+it is processed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvrag.errors import ParameterError
 from kvrag.pml.locations import Location
 
 MAX_BYTES = 8 << 20
-"""Of one file, schema or text."""
+"""The most bytes of one file: schema, prompt or text."""
 
 MAX_DEPTH = 64
-"""Elements inside one another."""
+"""The most elements inside each other."""
 
 _REMEDIES = {
     "invalid token": "if this is text or code with '<' or '&', wrap it in <![CDATA[ ... ]]>",
@@ -57,7 +57,7 @@ class Element:
 
     @property
     def elements(self) -> list[Element]:
-        """The elements directly inside."""
+        """The direct child elements."""
         return [part for part in self.content if isinstance(part, Element)]
 
 
@@ -72,9 +72,9 @@ def read_elements(source: str | Path) -> Element:
     Raises
     ------
     PMLError
-        When it is no well-formed XML, too large, too deep, or declares a document type.
+        If it is not well-formed XML, is too large or too deep, or declares a document type.
     ParameterError
-        When it is neither a path nor a string.
+        If it is neither a path nor a string.
     """
     if isinstance(source, Path):
         name = str(source)
@@ -90,17 +90,17 @@ def read_elements(source: str | Path) -> Element:
             text = source.encode()
         except UnicodeEncodeError as error:
             raise Location(name, 1, error.start + 1).error(
-                "half of a surrogate pair is no character", "decode the bytes as UTF-8"
+                "half of a surrogate pair is not a character", "decode the bytes as UTF-8"
             ) from error
         _check_size(len(text), Location(name, 1, 1))
     handler = _Handler(name)
-    # In one piece: fed in several, expat reads an endless first token again with each.
+    # In one piece: with several, expat scans a very long first token again for each.
     parser = DefusedExpatParser(bufsize=MAX_BYTES + 1, forbid_dtd=True)
     parser.setContentHandler(handler)
     given = InputSource(name)
     given.setByteStream(io.BytesIO(text))
     if encoding is not None:
-        # What the text once was encoded in no longer matters.
+        # A string's declared encoding does not matter any more.
         given.setEncoding(encoding)
     try:
         parser.parse(given)
@@ -114,7 +114,7 @@ def read_elements(source: str | Path) -> Element:
             message = "no markup"
             remedy = "expected a string of markup; a file's path is given as a pathlib.Path"
         elif "invalid token" in message and not _is_text(text):
-            message, remedy = "bytes that are no text in UTF-8", "save the file as UTF-8"
+            message, remedy = "bytes that are not UTF-8 text", "save the file as UTF-8"
         elif handler.root is None and _begins_with_text(text):
             message = "no XML"
             remedy = "expected markup that begins with <schema name=...> or <prompt schema=...>"
@@ -126,7 +126,7 @@ def read_elements(source: str | Path) -> Element:
             "remove <!DOCTYPE ...>: text is written out, characters as numbers such as &#160;",
         ) from error
     except (LookupError, ValueError) as error:
-        # Of encodings Python does not have, or has and expat cannot use.
+        # Python does not know the encoding, or expat cannot use it.
         raise handler.location.error(
             f"the encoding that is declared cannot be read ({error})", "save it as UTF-8"
         ) from error
@@ -140,7 +140,7 @@ def _begins_with_text(markup: bytes) -> bool:
 
 
 def read_bytes(path: Path, location: Location) -> bytes:
-    """Return a file of bounded size. Raises PMLError, at `location`, when it cannot be had."""
+    """Return the contents of a file of limited size. Raises PMLError at `location` on failure."""
     try:
         with path.open("rb") as file:
             found = file.read(MAX_BYTES + 1)
@@ -152,12 +152,12 @@ def read_bytes(path: Path, location: Location) -> bytes:
 
 
 def normalise(text: str) -> str:
-    """Return text as it is tokenised: NFC, line ends as a line feed."""
+    """Return text as it is tokenised: NFC, with line feeds as line ends."""
     return unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def _is_text(content: bytes) -> bool:
-    """Return whether markup that names no other encoding can be read, and holds no NUL."""
+    """Return whether markup without a declared encoding can be decoded, and holds no NUL."""
     names_encoding = b"encoding" in content.partition(b"?>")[0][:200]
     if names_encoding or content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return True
@@ -171,12 +171,12 @@ def _check_size(num_bytes: int, location: Location) -> None:
     if num_bytes > MAX_BYTES:
         raise location.error(
             f"more than {MAX_BYTES >> 20} MiB",
-            "expected a smaller file; put long texts into files of their own with src=...",
+            "expected a smaller file; put long texts into separate files with src=...",
         )
 
 
 class _Handler(ContentHandler):
-    """Builds the elements; expat tells it where it is."""
+    """Builds the elements; expat reports their places."""
 
     def __init__(self, file: str) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class _Handler(ContentHandler):
 
     @property
     def location(self) -> Location:
-        """Where the parser is."""
+        """The parser's current location."""
         if self._locator is None:
             return Location(self._file, 1, 1)
         line, column = self._locator.getLineNumber(), self._locator.getColumnNumber()

@@ -1,12 +1,12 @@
-"""Schemas encoded once into an index, prompts answered with their modules' KV.
+"""Encodes schemas once into an index, and answers prompts with their modules' KV.
 
-Source: Prompt Cache §3.4, §4. The store, the keys, fusing and generating are those of retrieval: a
+Source: Prompt Cache §3.4, §4. Storing, keys, fusing and generating are the same as for retrieval: a
 stretch of a schema is a passage of the index, and a module that is also a chunk is stored once.
 
-Deviations: modules are encoded behind the index's shared prefix, so that the attention sink is
-present; a scaffold's members are encoded one behind the other (without the gaps between them),
-each record under a key of its own that names what it was encoded behind; models with learned
-positions have none.
+Deviations: modules are encoded after the index's shared prefix, so that the attention sink is
+present. The members of a scaffold are encoded one after the other, without the gaps between them.
+Each gets a separate record, whose key names what it was encoded after. Models with learned
+positions have no scaffolds.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class EncodedSchema:
     Attributes
     ----------
     layout
-        Where everything stands.
+        The schema's tokens and positions.
     passages
-        For each stretch its passage; stored where the stretch is cached.
+        The passage of each stretch. It is stored if the stretch is cached.
     scaffolds
-        For each scaffold the stretches in it, each with the passage it is there.
+        For each scaffold, its stretches, each with its passage there.
     """
 
     layout: SchemaLayout
@@ -51,7 +51,7 @@ class EncodedSchema:
     scaffolds: tuple[tuple[frozenset[Path], dict[int, Passage]], ...]
 
     def all_passages(self) -> list[Passage]:
-        """Return what has to be stored, scaffolds included."""
+        """Return the passages to store, including those of scaffolds."""
         stretches = self.layout.stretches
         found = [
             passage
@@ -69,12 +69,12 @@ class PMLEngine:
     Parameters
     ----------
     engine
-        Fuses and generates, by its own policy unless a call names another.
+        The engine that fuses and generates, with its own policy unless a call names another.
 
     Raises
     ------
     ParameterError
-        When its index stores chunks compressed.
+        If its index stores chunks compressed.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -83,17 +83,17 @@ class PMLEngine:
         self._schemas: dict[str, EncodedSchema] = {}
 
     def add(self, schema: Schema | str | FilePath) -> EncodedSchema:
-        """Make a schema known, without computing anything; it replaces one of its name.
+        """Add a schema without computing anything. It replaces a schema of the same name.
 
         Parameters
         ----------
         schema
-            A parsed one, the path of one, or its markup.
+            A parsed schema, its path, or its markup.
 
         Raises
         ------
         PMLError
-            When it is wrong, or the model's chat template does not fit it.
+            If it is wrong, or the model's chat template does not fit it.
         """
         if not isinstance(schema, Schema):
             schema = parse_schema(schema)
@@ -112,19 +112,19 @@ class PMLEngine:
         schema: Schema | str | FilePath,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> KeepReport:
-        """Compute and store what is not yet stored of a schema; `gc` keeps it from now on.
+        """Compute and store what is missing of a schema. `gc` keeps it from now on.
 
         Parameters
         ----------
         schema
             As in `add`.
         on_progress
-            Told records done and records to do.
+            Called with the number of records done, and of all records to do.
 
         Raises
         ------
         PMLError
-            As `add` does, and when the model holds too few positions for the schema.
+            As `add` does, and if the model has too few positions for the schema.
         IndexLockedError, StoreError
             As `Passages.keep` does.
         """
@@ -132,12 +132,12 @@ class PMLEngine:
         self._check_room(found)
         storable = found.all_passages()
         if self.engine.index.model.is_position_bound and not found.layout.prefix_ids:
-            # Encoded behind a prefix that its prompts lack, nothing would stand where it was.
+            # Its prompts lack the prefix that records are encoded after, so no record would fit.
             storable = []
         return self.passages.keep(KEPT_PREFIX + found.layout.schema.name, storable, on_progress)
 
     def _check_room(self, found: EncodedSchema) -> None:
-        """Raise PMLError where something cannot be encoded, or no prompt could be answered."""
+        """Raise PMLError if a part cannot be encoded, or no prompt can be answered."""
         layout, schema = found.layout, found.layout.schema
         index = self.engine.index
         holds = f"{index.model.name} holds {index.model.max_positions:,}"
@@ -159,7 +159,7 @@ class PMLEngine:
                 raise scaffold.location.error(
                     f"a scaffold of {length:,} tokens in all, and {holds}", "give it fewer modules"
                 )
-        # What stands outside modules is in every prompt, and one position is for the answer.
+        # Text outside modules is in every prompt, and the answer needs one position.
         end = max((one.end for one in layout.stretches if not one.path), default=0)
         if end >= index.model.max_positions:
             raise schema.location.error(
@@ -174,14 +174,14 @@ class PMLEngine:
         Parameters
         ----------
         prompt
-            Its path or markup, or a parsed one.
+            A prompt's path or markup, or a parsed prompt.
 
         Raises
         ------
         PMLError
-            When it is wrong.
+            If it is wrong.
         ParameterError
-            When its schema was not added.
+            If its schema was not added.
         """
         name = self.schema_of(prompt)
         found = self._schemas.get(name)
@@ -213,7 +213,7 @@ class PMLEngine:
     def _with_records(
         self, layout: Layout, found: EncodedSchema, chosen: dict[int, Passage]
     ) -> Layout:
-        """Say of each span what its record was encoded behind, and where."""
+        """Add to each span what its record was encoded after, and at which position."""
         is_bound = self.engine.index.model.is_position_bound
         spans = []
         for span in layout.spans:
@@ -230,18 +230,18 @@ class PMLEngine:
     def generate(
         self, prompt: str | FilePath | Prompt, **options: Unpack[RequestOptions]
     ) -> Answer:
-        """Answer a prompt; options as in `KVEngine.generate`."""
+        """Answer a prompt. Options are as in `KVEngine.generate`."""
         return self.engine.generate(self.place(prompt), **options)
 
     def stream(
         self, prompt: str | FilePath | Prompt, **options: Unpack[RequestOptions]
     ) -> Iterator[AnswerDelta]:
-        """Answer a prompt piece by piece; options as in `KVEngine.generate`."""
+        """Answer a prompt piece by piece. Options are as in `KVEngine.generate`."""
         return self.engine.stream(self.place(prompt), **options)
 
 
 def _scaffolds(layout: SchemaLayout) -> Iterator[tuple[frozenset[Path], dict[int, Passage]]]:
-    """Yield each scaffold's modules with their stretches, encoded one behind the other."""
+    """Yield each scaffold's modules, with their stretches to be encoded one after the other."""
     for scaffold in layout.schema.scaffolds:
         members: dict[int, Passage] = {}
         before: tuple[int, ...] = ()
@@ -261,7 +261,7 @@ def _scaffolds(layout: SchemaLayout) -> Iterator[tuple[frozenset[Path], dict[int
 def _choose_scaffolds(found: EncodedSchema, prompt: Prompt) -> dict[int, Passage]:
     """Return the passages of stretches whose scaffold's modules are all imported.
 
-    Of overlapping scaffolds the larger one counts, then the earlier.
+    If scaffolds overlap, the larger one counts, then the earlier.
     """
     imported = {one.path: one for one in prompt.body.all()}
     chosen: dict[int, Passage] = {}

@@ -1,12 +1,13 @@
-"""Where everything in a schema stands: absolute positions, decided once.
+"""Gives everything in a schema absolute positions, once.
 
-Source: Prompt Cache §3.3: a module's first position is its place in the schema; members of a union
-begin at one position and the union takes the longest one's length; a parameter takes its length.
+Source: Prompt Cache §3.3. A module's first position is its place in the schema. Members of a union
+begin at the same position, and the union is as long as its longest member. A parameter takes its
+length.
 
-What is encoded, and stored under one key, is a `Stretch`: the text and parameters between two
-nested modules or unions. The paper treats text outside modules so (anonymous modules, §3.2); here
-text beside nested modules as well, so that a stretch never has a gap and a module of text alone is
-token for token what an indexed chunk of that text is.
+The unit that is encoded and stored under one key is a `Stretch`: the text and parameters between
+two nested modules or unions. The paper does this for text outside modules (anonymous modules,
+§3.2); kvrag also does it for text next to nested modules. So a stretch never has a gap, and a
+module that is only text has the same tokens as an indexed chunk of that text.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvrag.pml.schema import Module, Node, Parameter, Path, Schema, Text, Turn, 
 
 @dataclass(frozen=True)
 class Slot:
-    """The room of a parameter: `length` tokens from the `offset`-th of its stretch on."""
+    """The room of a parameter: `length` tokens of its stretch, from `offset` on."""
 
     name: str
     offset: int
@@ -31,13 +32,13 @@ class Slot:
 
     @property
     def end(self) -> int:
-        """The first token behind."""
+        """The first token after it."""
         return self.offset + self.length
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Text and parameters of one module that stand together.
+    """Consecutive text and parameters of one module.
 
     Attributes
     ----------
@@ -46,11 +47,11 @@ class Stretch:
     start
         Position of its first token.
     token_ids
-        Its tokens, placeholders where parameters have their room.
+        Its tokens, with placeholders for parameters.
     slots
         The parameters, in order.
     is_cached
-        Whether it is stored; otherwise every prompt computes it.
+        Whether it is stored. Otherwise every prompt computes it.
     """
 
     path: Path
@@ -61,7 +62,7 @@ class Stretch:
 
     @property
     def end(self) -> int:
-        """The first position behind."""
+        """The first position after it."""
         return self.start + len(self.token_ids)
 
 
@@ -72,14 +73,14 @@ class SchemaLayout:
     Attributes
     ----------
     prefix_ids
-        The shared prefix, at the positions before all others; empty where prompts of the schema do
-        not begin with it, because the chat template begins otherwise.
+        The shared prefix, at the first positions. It is empty if prompts of the schema do not begin
+        with it, because the chat template begins differently.
     stretches
-        In the order of the file: of union members the one after the other.
+        The stretches in the order of the file; members of a union follow each other.
     extents
-        For each module its first position and the first behind it; () is the whole schema.
+        For each module, its first position and the first after it; () is the whole schema.
     conversation
-        Renders what follows the schema's turns; None where it has none.
+        Renders what follows the schema's turns; None if it has no turns.
     """
 
     schema: Schema
@@ -90,14 +91,14 @@ class SchemaLayout:
 
     @property
     def num_positions(self) -> int:
-        """Positions that the schema takes, the prefix's included."""
+        """How many positions the schema takes, including the prefix."""
         return self.extents[()][1]
 
 
 def placeholder_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that holds a parameter's room: ``<unk>`` (Prompt Cache §3.3).
+    """Return the placeholder token for parameters: ``<unk>`` (Prompt Cache §3.3).
 
-    Tokenizers on bytes have none; then it is the padding token, the end of text, or token 0.
+    Byte-level tokenizers have none. Then it is the padding token, the end of text, or token 0.
     """
     named = (tokenizer.unk_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((int(token) for token in named if token is not None), 0)
@@ -111,13 +112,13 @@ def lay_out_schema(
 ) -> SchemaLayout:
     """Tokenise a schema and give everything in it a position.
 
-    With `control`, control strings are text in the files that it names; what the schema itself
-    says is its author's.
+    With `control`, control strings in files that the schema names are plain text. Those in the
+    schema itself are its author's choice and stay control tokens.
 
     Raises
     ------
     PMLError
-        When the chat template does not fit the schema's turns, or a scaffold its parameter.
+        If the chat template does not fit the schema's turns, or a scaffold its parameter.
     """
     conversation = Conversation(tokenizer, schema) if schema.has_turns else None
     children: Sequence[Node] = schema.children
@@ -128,7 +129,7 @@ def lay_out_schema(
     if conversation is not None:
         has_prefix = arranger.take_prefix(children, prefix)
     else:
-        # As the plain pipeline puts special tokens before a string.
+        # Whether the plain pipeline would put the prefix before a string.
         has_prefix = tuple(tokenizer("")["input_ids"])[: len(prefix)] == prefix
     prefix = prefix if has_prefix else ()
     end = arranger.arrange((), children, len(prefix))
@@ -147,7 +148,7 @@ class _Arranger:
         self.extents: dict[Path, tuple[int, int]] = {}
         self._taken = 0
         self._placeholder = placeholder_id(tokenizer)
-        # At once: ten thousand calls of a tokenizer take seconds.
+        # All in one call: ten thousand calls of a tokenizer take seconds.
         texts = list(
             dict.fromkeys(text for text, is_document in _texts(children) if not is_document)
         )
@@ -156,7 +157,7 @@ class _Arranger:
         self._file_ids = dict(zip(files, token_ids_of(tokenizer, files, control), strict=True))
 
     def take_prefix(self, children: Sequence[Node], prefix: tuple[int, ...]) -> bool:
-        """Take the shared prefix off the first text, if the chat template begins with it."""
+        """Remove the shared prefix from the first text, if the chat template begins with it."""
         first = next(iter(_groups(children)), None)
         while isinstance(first, Module) and not first.name:
             first = next(iter(_groups(first.children)), None)
@@ -172,7 +173,7 @@ class _Arranger:
     def arrange(
         self, path: Path, children: Sequence[Node], start: int, is_cached: bool = True
     ) -> int:
-        """Lay out the contents of one module from a position on; return the first behind."""
+        """Lay out the contents of one module from a position on; return the first one after it."""
         position = start
         for group in _groups(children):
             if isinstance(group, Module):
@@ -199,7 +200,7 @@ class _Arranger:
         slots: list[Slot] = []
         for node in nodes:
             if isinstance(node, Text):
-                # The prefix is the beginning of the very first text.
+                # The prefix is the beginning of the first text.
                 taken, self._taken = self._taken, 0
                 ids += self._ids_of(node)[taken:]
             else:
@@ -216,7 +217,7 @@ class _Arranger:
             raise parameter.location.error(
                 f"the scaffold of parameter {parameter.name!r} has {len(ids)} tokens, its length "
                 f"is {parameter.length}",
-                "shorten the one or raise the other",
+                "shorten the scaffold or raise the length",
             )
         return ids + [self._placeholder] * (parameter.length - len(ids))
 
@@ -226,9 +227,9 @@ def token_ids_of(
     texts: Sequence[str],
     control: ControlTokens | None = None,
 ) -> list[list[int]]:
-    """Return each text's tokens, special ones not added.
+    """Return each text's tokens, without adding special tokens.
 
-    With `control`, control strings in them are text.
+    With `control`, control strings in the texts are plain text.
     """
     if not texts:
         return []
@@ -241,9 +242,9 @@ def token_ids_of(
 def _groups(
     children: Sequence[Node],
 ) -> Iterable[Module | Union | list[Text | Parameter]]:
-    """Yield nested modules and unions, and between them what stands together.
+    """Yield nested modules and unions, and the groups of text and parameters between them.
 
-    Texts side by side become one, so that their tokens are those of one text.
+    Adjacent texts become one, so that they are tokenised as one text.
     """
     group: list[Text | Parameter] = []
     for node in children:
@@ -262,7 +263,7 @@ def _groups(
 
 
 def _texts(children: Sequence[Node]) -> Iterable[tuple[str, bool]]:
-    """Yield all texts, and whether each is a file's."""
+    """Yield all texts, and whether each comes from a file."""
     for group in _groups(children):
         if isinstance(group, list):
             for node in group:

@@ -1,4 +1,4 @@
-"""Where something stands in a file, and the error that says so."""
+"""Places in files of markup or programs, and errors that name them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Location:
     Attributes
     ----------
     file
-        As it was named by the caller.
+        The file, as the caller named it.
     line, column
-        Both from 1.
+        Both counted from 1.
     """
 
     file: str
@@ -27,5 +27,5 @@ class Location:
         return f"{self.file}:{self.line}:{self.column}"
 
     def error(self, problem: str, remedy: str) -> PMLError:
-        """Return the error to raise for a problem here."""
+        """Return an error about a problem at this place."""
         return PMLError(f"{self}: {problem}; {remedy}", self.file, self.line, self.column)

@@ -1,4 +1,4 @@
-"""Names of modules that are made of what a program says."""
+"""Makes names of modules from a program's conditions."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from kvrag.pml.schema import Module, Node, Union
 
 
 def as_name(words: str) -> str:
-    """Return a name for a module made of what a program says, the same for the same words."""
+    """Return a module's name made from a program's words; the same words give the same name."""
     words = normalise(words)
     name = re.sub(r"[^a-zA-Z0-9_.]+", "-", words).strip("-.")
     if name and name != words and not re.fullmatch(r"[\w.\s'\"-]*", words, re.ASCII):
-        # Signs were dropped: 'a < b' and 'a > b' must not become one.
+        # Signs were dropped: 'a < b' and 'a > b' must get different names.
         name += "-" + hashlib.blake2b(words.encode(), digest_size=3).hexdigest()
     is_free = (name[:1].isalpha() or name[:1] == "_") and name not in RESERVED
     return name if is_free else f"_{name}"
 
 
 def renamed(node: Node, used: dict[str, int]) -> Node:
-    """Number modules side by side that would share a name."""
+    """Number sibling modules that would share a name."""
     if isinstance(node, Union):
         return replace(node, members=tuple(numbered(one, used) for one in node.members))
     return numbered(node, used) if isinstance(node, Module) else node
 
 
 def numbered(module: Module, used: dict[str, int]) -> Module:
-    """Return a module under a name that none of those counted in `used` has."""
+    """Return a module with a name that is not counted in `used` yet."""
     count = used[module.name] = used.get(module.name, 0) + 1
     return module if count == 1 else replace(module, name=f"{module.name}-{count}")

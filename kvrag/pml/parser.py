@@ -1,11 +1,11 @@
-"""Markup to a checked `Schema`.
+"""Parses markup to a checked `Schema`.
 
-Deviations from the public reference implementation, which recovers from malformed XML, ignores
-what it does not know and cuts what is too long: here all of that is an error with its location.
+Deviations: the public reference implementation recovers from malformed XML, ignores what it does
+not know and cuts what is too long. Here all of these are errors that name their location.
 
-White space: around the contents of an element it is formatting and goes; between an element and
-text, or between two elements, it is kept as one line feed, or as one space where it has none;
-between turns it goes. A text's common indentation goes as well. Inside texts nothing else changes.
+White space around the contents of an element, and between turns, is formatting and is removed.
+Between an element and text, or between two elements, it becomes one line feed, or one space if it
+has no line feed. A text's common indentation is removed too. Otherwise texts stay unchanged.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from kvrag.pml.schema import (
 
 ROLES = ("system", "user", "assistant")
 MAX_LENGTH = 65_536
-"""Tokens of a parameter."""
+"""The most tokens of a parameter."""
 
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_.-]*")
 RESERVED = {"schema", "prompt", "module", "union", "param", "parameter", "scaffold", *ROLES}
-"""Names that no module or parameter may have: they mean something of their own."""
+"""Names that no module or parameter may have, since the markup uses them."""
 
 
 def parse_schema(source: str | FilePath) -> Schema:
@@ -47,12 +47,12 @@ def parse_schema(source: str | FilePath) -> Schema:
     Parameters
     ----------
     source
-        A path, or the markup itself as a string; ``src`` of modules needs a path.
+        A path, or the markup as a string. Modules with ``src`` need a path.
 
     Raises
     ------
     PMLError
-        Naming file, line, column and remedy.
+        If the schema is wrong. The message names file, line, column and remedy.
     """
     root = read_elements(source)
     folder = source.parent if isinstance(source, FilePath) else None
@@ -62,12 +62,12 @@ def parse_schema(source: str | FilePath) -> Schema:
 class _SchemaParser:
     def __init__(self, folder: FilePath | None) -> None:
         self._folder = folder
-        # The one that is being read.
+        # The turn that is being parsed.
         self._turn: Element | None = None
 
     def schema(self, root: Element) -> Schema:
         if root.tag != "schema":
-            raise root.location.error(f"<{root.tag}> is no schema", "expected <schema name=...>")
+            raise root.location.error(f"<{root.tag}> is not a schema", "expected <schema name=...>")
         name = checked_name(root)
         check_attributes(root, {"name"})
         scaffolds = [one for one in root.elements if one.tag == "scaffold"]
@@ -75,7 +75,7 @@ class _SchemaParser:
         for part in root.content:
             before = body.content[-1] if body.content else None
             if isinstance(part, Run) and isinstance(before, Run):
-                # Between them stood a scaffold, which is nothing in the text.
+                # A scaffold was between them, which adds no text.
                 body.content[-1] = Run(before.text + part.text, before.location)
             elif isinstance(part, Run) or part.tag != "scaffold":
                 body.content.append(part)
@@ -92,7 +92,7 @@ class _SchemaParser:
         for part in settled(element.content):
             nodes.append(part if isinstance(part, Text) else self._node(part, is_cached))
         if any(turns(tuple(nodes))):
-            # What stands between turns is the chat template's business.
+            # The chat template decides what is between turns.
             nodes = [one for one in nodes if not (isinstance(one, Text) and one.text.isspace())]
         _check_unique(flat(tuple(nodes)))
         return tuple(nodes)
@@ -116,9 +116,9 @@ class _SchemaParser:
             self._turn = None
             return Turn(element.tag, children, element.location)
         remedies = {
-            "schema": "a file holds one schema: give the other a file of its own",
-            "prompt": "a prompt is a file of its own, or a string of its own",
-            "scaffold": "it stands directly in <schema>, and names modules by their paths",
+            "schema": "a file holds one schema: put the other into a separate file",
+            "prompt": "put the prompt into a separate file or string",
+            "scaffold": "write it directly in <schema>; it names modules by their paths",
         }
         raise element.location.error(
             f"<{element.tag}> is not known here",
@@ -130,7 +130,7 @@ class _SchemaParser:
         )
 
     def _module(self, element: Element, is_cached: bool) -> Module:
-        # Without a name it is always there (§3.2.1).
+        # A module without a name is in every prompt (§3.2.1).
         name = checked_name(element) if "name" in element.attributes else ""
         check_attributes(element, {"name", "src", "cache"})
         cache = element.attributes.get("cache")
@@ -145,7 +145,7 @@ class _SchemaParser:
             return Module(name, children, element.location, is_cached)
         if settled(element.content):
             raise element.location.error(
-                f"{_called(name)} has src and contents", "give the one or the other"
+                f"{_called(name)} has src and contents", "give one of the two"
             )
         text = self._source_text(element.attributes["src"], element.location)
         children = (Text(text, element.location, is_document=True),) if text else ()
@@ -154,27 +154,27 @@ class _SchemaParser:
     def _source_text(self, src: str, location: Location) -> str:
         remedy = "src names a text file beside the schema or in a folder below it"
         if self._folder is None:
-            raise location.error("src in a schema that is no file", "write the text out")
+            raise location.error("src in a schema that is not a file", "write the text out")
         if not src or "\0" in src or "\\" in src or FilePath(src).is_absolute():
-            raise location.error(f"src={src!r} is no relative path", remedy)
+            raise location.error(f"src={src!r} is not a relative path", remedy)
         try:
             folder = self._folder.resolve()
             path = (folder / src).resolve()
             is_file = path.is_file()
         except (OSError, RuntimeError) as error:
-            # A name that is too long, links in a circle.
+            # Such as a name that is too long, or links in a circle.
             reason = getattr(error, "strerror", None) or error
             raise location.error(f"src={src!r} cannot be found ({reason})", remedy) from error
-        # After resolving: neither '..' nor a link leads out.
+        # The path is resolved, so neither '..' nor a link can lead out.
         if not path.is_relative_to(folder):
             raise location.error(f"src={src!r} leads out of the schema's folder", remedy)
         if not is_file:
-            raise location.error(f"src={src!r} is no file", remedy)
+            raise location.error(f"src={src!r} is not a file", remedy)
         try:
             return normalise_text(read_bytes(path, location).decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise location.error(
-                f"src={src!r} is no UTF-8 text (byte {error.start})", "save it as UTF-8"
+                f"src={src!r} is not UTF-8 text (byte {error.start})", "save it as UTF-8"
             ) from error
 
     def _union(self, element: Element, is_cached: bool) -> Union:
@@ -202,7 +202,7 @@ class _SchemaParser:
         scaffold = element.attributes.get("scaffold", "")
         if scaffold and scaffold not in {member.name for member in members}:
             raise element.location.error(
-                f"scaffold={scaffold!r} is no member of this union",
+                f"scaffold={scaffold!r} is not a member of this union",
                 f"expected one of {listing(member.name for member in members)}",
             )
         if not all(member.is_cached for member in members if member.name == scaffold):
@@ -215,7 +215,7 @@ class _SchemaParser:
 
 
 def checked_name(element: Element) -> str:
-    """Return the name an element has. Raises PMLError when it has none or none that may be."""
+    """Return an element's name. Raises PMLError if it has none, or an invalid one."""
     name = element.attributes.get("name")
     if name is None:
         raise element.location.error(f"<{element.tag}> has no name", "give it name=...")
@@ -224,17 +224,17 @@ def checked_name(element: Element) -> str:
 
 
 def check_name(name: str, location: Location) -> None:
-    """Raise PMLError when no schema, module or parameter may have that name."""
+    """Raise PMLError if `name` is not a valid name for a schema, module or parameter."""
     if not _NAME.fullmatch(name) or name in RESERVED:
         raise location.error(
-            f"name={name!r} is no name",
+            f"name={name!r} is not a valid name",
             "expected a letter or underscore, then letters, digits, '_', '.' and '-', and none of "
             f"{', '.join(sorted(RESERVED))}",
         )
 
 
 def check_attributes(element: Element, known: set[str]) -> None:
-    """Raise PMLError when an element has an attribute that is not among `known`."""
+    """Raise PMLError if an element has an attribute that is not in `known`."""
     for name in element.attributes:
         if name not in known:
             expected = f"expected {listing(sorted(known))}" if known else "it takes none"
@@ -242,14 +242,14 @@ def check_attributes(element: Element, known: set[str]) -> None:
 
 
 def listing(names: Iterable[str], most: int = 8) -> str:
-    """Return some names for a message, and how many more there are."""
+    """Return the first names for a message, and how many more there are."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return (", ".join(names[:most]) or "none") + more
 
 
 def settled(content: list[Element | Run]) -> list[Element | Text]:
-    """Return contents with the white space around texts settled, as the module's head says."""
+    """Return contents with white space treated as this module's docstring says."""
     parts: list[Element | Text] = []
     for number, part in enumerate(content):
         if isinstance(part, Element):
@@ -273,7 +273,7 @@ def _joint(space: str) -> str:
 
 def _dedented(text: str) -> str:
     first, feed, rest = text.partition("\n")
-    # What follows a start tag on its line has no indentation of its own.
+    # Text that follows a start tag on the same line has no indentation.
     return (first + feed + textwrap.dedent(rest)).strip()
 
 
@@ -285,7 +285,7 @@ def _parameter(element: Element) -> Parameter:
     ):
         raise element.location.error(
             f"parameter {name!r} has contents",
-            "it is empty, <parameter .../>; what stands there by default is scaffold='...'",
+            "it must be empty, <parameter .../>; give its default text as scaffold='...'",
         )
     given = [element.attributes[key] for key in ("len", "length") if key in element.attributes]
     if len(given) != 1:
@@ -293,7 +293,7 @@ def _parameter(element: Element) -> Parameter:
             f"parameter {name!r} has {len(given)} lengths", "give it length=TOKENS"
         )
     number = given[0]
-    # Few digits first: Python refuses to read very many.
+    # The number of digits is checked first, since Python refuses to parse very many.
     is_short = number.isascii() and number.isdigit() and len(number) <= len(str(MAX_LENGTH))
     if not (is_short and 1 <= int(number) <= MAX_LENGTH):
         raise element.location.error(
@@ -305,7 +305,7 @@ def _parameter(element: Element) -> Parameter:
 
 
 def _check_unique(nodes: Iterable[Node]) -> None:
-    """Raise PMLError when two modules, or two parameters, side by side share a name."""
+    """Raise PMLError if two sibling modules, or two sibling parameters, share a name."""
     seen: dict[tuple[bool, str], Location] = {}
     for node in nodes:
         for named in node.members if isinstance(node, Union) else (node,):
@@ -317,7 +317,7 @@ def _check_unique(nodes: Iterable[Node]) -> None:
                 first = seen[key]
                 raise named.location.error(
                     f"a second {kind} {named.name!r} (the first is in line {first.line})",
-                    "names are unique among those side by side: rename one",
+                    "names must be unique among siblings: rename one",
                 )
             seen[key] = named.location
 
@@ -348,7 +348,7 @@ def _scaffold(element: Element, schema: Schema) -> Scaffold:
         check_module(schema, path, element.location)
     if len(paths) < 2:
         raise element.location.error(
-            f"a scaffold of {len(paths)} modules", "it holds two modules or more"
+            f"a scaffold of {len(paths)} modules", "give it two modules or more"
         )
     check_exclusive(schema, ((path, element.location) for path in paths))
     for path in paths:
@@ -362,7 +362,7 @@ def _scaffold(element: Element, schema: Schema) -> Scaffold:
 
 
 def check_module(schema: Schema, path: Path, location: Location) -> None:
-    """Raise PMLError when a schema has no module of that path."""
+    """Raise PMLError if a schema has no module of that path."""
     if path in schema.modules:
         return
     beside = [known[-1] for known in schema.modules if known[:-1] == path[:-1]]
@@ -373,8 +373,9 @@ def check_module(schema: Schema, path: Path, location: Location) -> None:
 
 
 def check_exclusive(schema: Schema, named: Iterable[tuple[Path, Location]]) -> None:
-    """Raise PMLError, where the second is named, when two modules or those around them exclude
-    each other.
+    """Raise PMLError if two modules, or those around them, exclude each other.
+
+    The error names the location of the second one.
     """
     chosen: dict[int, Path] = {}
     for path, location in named:

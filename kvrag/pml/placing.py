@@ -1,11 +1,10 @@
-"""A prompt over its schema's layout: every row's token, position, and where its KV is stored.
+"""Lays a prompt over its schema: each row's token, position, and where its KV is stored.
 
-Source: Prompt Cache §3.4: modules keep their positions, an argument takes the first positions of
-its parameter's room and the rest stay empty, new text goes where positions are free or behind
-everything.
+Source: Prompt Cache §3.4. Modules keep their positions. An argument takes the first positions of
+its parameter's room; the rest stay empty. New text goes into free positions or after everything.
 
-Deviation: the paper leaves open what an unfilled parameter is; here its placeholders (or its
-scaffold text) stay, as they were encoded.
+Deviation: the paper does not say what an unfilled parameter is. Here its placeholders, or its
+scaffold text, stay as they were encoded.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ class Piece:
     Attributes
     ----------
     start
-        Position of the first.
+        Position of the first token.
     token_ids
-        At least one.
+        The tokens, at least one.
     stretch, offset
-        The stretch of the schema that they are tokens of and the first of them; None and 0 for
-        what is the prompt's own.
+        The stretch of the schema that the tokens belong to, and the place of the first one in it;
+        None and 0 for the prompt's own text.
     """
 
     start: int
@@ -45,7 +44,7 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """The first position behind."""
+        """The first position after it."""
         return self.start + len(self.token_ids)
 
 
@@ -55,15 +54,15 @@ def place_prompt(
     tokenizer: PreTrainedTokenizerBase,
     control: ControlTokens | None = None,
 ) -> list[Piece]:
-    """Return the pieces of a prompt, the shared prefix left out, in the order of their positions.
+    """Return the pieces of a prompt, without the shared prefix, in the order of their positions.
 
-    With `control`, control strings are text in all that the prompt says: arguments, texts, turns.
+    With `control`, control strings in the prompt's arguments, texts and turns are plain text.
 
     Raises
     ------
     PMLError
-        When an argument is longer than its parameter, text fits in no gap where it stands, or
-        nothing would be left to answer.
+        If an argument is longer than its parameter, a text does not fit into the gap at its place,
+        or the prompt is empty.
     """
     imports = {one.path: one for one in prompt.body.all()}
     pieces: list[Piece] = []
@@ -89,16 +88,16 @@ def place_prompt(
 
 
 def as_layout(layout: SchemaLayout, pieces: Sequence[Piece], chunk_ids: Sequence[str]) -> Layout:
-    """Return a prompt as the fuser takes it.
+    """Return a prompt in the form that the fuser takes.
 
     Parameters
     ----------
     layout
-        The schema's.
+        The schema's layout.
     pieces
-        The prompt's, in order.
+        The prompt's pieces, in order.
     chunk_ids
-        For each stretch the name under which its KV is opened.
+        For each stretch, the name under which its KV is opened.
     """
     prefix = layout.prefix_ids
     token_ids = list(prefix)
@@ -110,7 +109,7 @@ def as_layout(layout: SchemaLayout, pieces: Sequence[Piece], chunk_ids: Sequence
         positions += range(piece.start, piece.end)
         if piece.stretch is not None and layout.stretches[piece.stretch].is_cached:
             length = len(piece.token_ids)
-            # The last token is computed: it gives the first logits.
+            # The last token is always computed, since it gives the first logits.
             length -= piece is pieces[-1]
             if length:
                 spans.append(ReusedSpan(chunk_ids[piece.stretch], row, piece.offset, length))
@@ -131,7 +130,7 @@ def _filled(
     tokenizer: PreTrainedTokenizerBase,
     control: ControlTokens | None,
 ) -> list[Piece]:
-    """Return one stretch, with arguments in place of placeholders."""
+    """Return the pieces of one stretch, with arguments instead of placeholders."""
     pieces: list[Piece] = []
     begin = 0
     for slot in stretch.slots:
@@ -164,7 +163,7 @@ def _place_texts(
     tokenizer: PreTrainedTokenizerBase,
     control: ControlTokens | None,
 ) -> None:
-    """Put the texts between a module's imports into gaps, adding them to `pieces` in order."""
+    """Put the texts between a module's imports into gaps, and add them to `pieces` in order."""
     lower = layout.extents[body.path][0]
     for number, part in enumerate(body.parts):
         if isinstance(part, Import):
@@ -180,7 +179,7 @@ def _place_texts(
 
 
 def _last_end(pieces: Sequence[Piece], layout: SchemaLayout, path: Path) -> int:
-    """Return where what is there of a module ends."""
+    """Return the position after the last piece of a module."""
     first, end = layout.extents[path]
     return max((one.end for one in pieces if first <= one.start < end), default=first)
 
@@ -200,6 +199,6 @@ def _first_gap(pieces: Sequence[Piece], lower: int, upper: int, length: int, tex
     if upper - start >= length:
         return start
     raise text.location.error(
-        f"a text of {length} tokens where positions for {max(widest, upper - start, 0)} are free",
+        f"a text of {length} tokens where only {max(widest, upper - start, 0)} positions are free",
         "write it at the prompt's end, shorten it, or give the schema a parameter for it there",
     )

@@ -1,12 +1,12 @@
-"""Python functions as schemas: what a program may say becomes what a prompt may import.
+"""Compiles Python functions to schemas: branches of a program become modules of a prompt.
 
-Source: Prompt Cache §3.2.4: ``if`` becomes a module, ``if``/``else`` and ``match`` a union, a call
-of another prompt function a nested module, a decorator gives parameters their lengths. What a call
-gives as a constant is text of that module, and decides its conditions.
+Source: Prompt Cache §3.2.4. ``if`` becomes a module, ``if``/``else`` and ``match`` become a union,
+and a call of another prompt function becomes a nested module. A decorator gives parameters their
+lengths. A constant argument of a call becomes text of its module, and decides its conditions.
 
-Deviations from the public reference: ``elif``, ``else`` and every statement of a branch count;
-names of modules come from the program (conditions are compiled by what they say), so equal
-functions give equal schemas; what cannot be compiled is refused with its line.
+Deviations from the public reference: ``elif``, ``else`` and every statement of a branch count.
+Names of modules come from the text of the conditions, so equal functions give equal schemas. Code
+that cannot be compiled is refused with its line.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvrag.pml.schema import Module, Node, Parameter, Schema, Text, Union
 F = TypeVar("F", bound=Callable[..., str])
 
 _SUPPORTED = (
-    "a prompt function holds texts, f-strings of its parameters, if/else, match, calls of other "
-    "prompt functions, and return of what it built"
+    "a prompt function may hold texts, f-strings of its parameters, if/else, match, calls of other "
+    "prompt functions, and return of its text"
 )
 _SCHEMA = "__kvrag_schema__"
 
 
 class Length:
-    """How many tokens a parameter may take: ``city: Annotated[str, Length(8)]``.
+    """The most tokens that a parameter may take: ``city: Annotated[str, Length(8)]``.
 
     Parameters
     ----------
@@ -51,22 +51,22 @@ class Length:
 
 
 def prompt(function: F) -> F:
-    """Compile a function to a schema; the function itself stays what it was.
+    """Compile a function to a schema. The function itself stays unchanged.
 
-    A prompt function builds its text in statements that are texts (an expression alone in its
-    line), in conditions on its untyped or ``bool`` parameters, and in calls of other prompt
-    functions. Parameters annotated with a `Length` become parameters of the schema, with their
-    defaults as the text that stands there where a prompt gives none.
+    A prompt function builds its text from statements that are texts (an expression on a line by
+    itself), conditions on its untyped or ``bool`` parameters, and calls of other prompt functions.
+    Parameters annotated with a `Length` become parameters of the schema. Their defaults are the
+    text for prompts that give none.
 
-    Arguments of such a call are constants, which become text and decide conditions, or parameters
-    of the caller, which stay parameters and conditions of the function that is called.
+    An argument of such a call is a constant or a parameter of the caller. A constant becomes text
+    and decides conditions. A parameter stays a parameter or condition of the called function.
 
     Raises
     ------
     PMLError
-        For what cannot be compiled, with file and line.
+        For code that cannot be compiled, with file and line.
     ParameterError
-        For what is no function.
+        If `function` is not a function.
 
     Examples
     --------
@@ -90,8 +90,8 @@ def schema_of(function: Callable[..., Any]) -> Schema:
     found = getattr(function, _SCHEMA, None)
     if not isinstance(found, Schema):
         raise ParameterError(
-            f"{getattr(function, '__name__', function)!r} is no prompt function: decorate it with "
-            "kvrag.pml.program.prompt"
+            f"{getattr(function, '__name__', function)!r} is not a prompt function: decorate it "
+            "with kvrag.pml.program.prompt"
         )
     return found
 
@@ -107,9 +107,9 @@ class _Compiler:
     function
         The function.
     constants
-        Of a call: parameters that it makes constant.
+        For a call: parameters that it makes constant.
     passed
-        Of a call: parameters that it passes on, each with the default that it has there.
+        For a call: parameters that it passes on, each with its default in the caller.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class _Compiler:
         self._passed = dict(passed or {})
         if not inspect.isfunction(function):
             raise ParameterError(
-                f"{function!r} is no prompt function: expected a function written with def, "
+                f"{function!r} is not a prompt function: expected a function written with def, "
                 "decorated where it is defined"
             )
         self._function = function
@@ -137,7 +137,7 @@ class _Compiler:
         self._first = first
         if function.__name__ == "<lambda>":
             raise Location(self._file, first, 1).error("a lambda has no statements", _SUPPORTED)
-        # The columns of errors are those of the file.
+        # Errors give columns in the file.
         source = "".join(lines)
         dedented = textwrap.dedent(source)
         self._indent = len(lines[0]) - len(lines[0].lstrip())
@@ -178,21 +178,21 @@ class _Compiler:
         }
 
     def _body(self, statements: list[ast.stmt], *, is_last: bool) -> tuple[Node, ...]:
-        """Compile statements; `is_last` says that nothing of the function is behind them."""
+        """Compile statements. `is_last` means that they end the function."""
         nodes: list[Node] = []
         used: dict[str, int] = {}
         for statement in statements:
             ends = is_last and statement is statements[-1]
             made = [renamed(node, used) for node in self._statement(statement, ends)]
             if nodes and made:
-                # Statements are lines of the prompt.
+                # Each statement is a line of the prompt.
                 nodes.append(Text("\n", self._location(statement)))
             nodes += made
         seen: set[str] = set()
         for node in nodes:
             if isinstance(node, Parameter) and node.name in seen:
                 raise node.location.error(
-                    f"{node.name!r} stands twice in one module", "give the second a name of its own"
+                    f"{node.name!r} appears twice in one module", "give the second another name"
                 )
             if isinstance(node, Parameter):
                 seen.add(node.name)
@@ -205,7 +205,7 @@ class _Compiler:
             return self._text(statement.value)
         if isinstance(statement, ast.Return) and statement.value is not None:
             if not is_last:
-                # What is behind it would stand in prompts that the function never builds.
+                # A prompt could import the code after it, which the function then never reaches.
                 raise self._refuse(statement, "a return before the function's end")
             return self._text(statement.value)
         if isinstance(statement, ast.If):
@@ -215,9 +215,9 @@ class _Compiler:
         raise self._refuse(statement, type(statement).__name__.lower())
 
     def _text(self, value: ast.expr, *, is_whole: bool = True) -> list[Node]:
-        """Compile what gives text: a literal, an f-string, a sum of those, a call.
+        """Compile an expression that gives text: a literal, an f-string, a sum of those, a call.
 
-        A literal that is the whole statement loses its indentation, as a docstring does.
+        A literal that is the whole statement loses its indentation, like a docstring.
         """
         location = self._location(value)
         if isinstance(value, ast.Constant):
@@ -263,7 +263,7 @@ class _Compiler:
             text.encode()
         except UnicodeEncodeError as error:
             raise self._location(node).error(
-                "half of a surrogate pair is no character", "write the character itself"
+                "half of a surrogate pair is not a character", "write the character itself"
             ) from error
         return normalise(text)
 
@@ -306,17 +306,17 @@ class _Compiler:
         return [self._union(members, statement)] if members else []
 
     def _is_decided(self, expression: ast.expr) -> bool:
-        """Return whether an expression is made of constants alone, one of a call among them."""
+        """Return whether an expression has only constants, at least one of them from a call."""
         names = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
         return bool(names) and names <= self._constants.keys()
 
     def _decided(self, test: ast.expr) -> bool | None:
-        """Return what a condition comes to, or None where a prompt decides it."""
+        """Return a condition's value, or None if a prompt decides it."""
         self._condition(test)
         return bool(self._value(test, self._constants)) if self._is_decided(test) else None
 
     def _value(self, expression: ast.expr, known: Mapping[str, Any]) -> Any:
-        """Return what an expression of constants comes to. It calls nothing."""
+        """Return the value of an expression of constants, which contains no calls."""
         words = ast.unparse(expression)
         if any(isinstance(node, ast.Call | ast.Lambda) for node in ast.walk(expression)):
             raise self._refuse(expression, words)
@@ -326,7 +326,7 @@ class _Compiler:
         except Exception as error:  # whatever the expression raises
             raise self._location(expression).error(
                 f"{words} cannot be computed ({error})",
-                "write constants with which the function could be called",
+                "write constants that the function could be called with",
             ) from error
 
     def _pattern(self, pattern: ast.pattern) -> str:
@@ -358,7 +358,7 @@ class _Compiler:
         found = getattr(target, _SCHEMA, None)
         if not isinstance(found, Schema) or target is None:
             raise self._location(call).error(
-                f"{name!r} is no prompt function defined before this one", _SUPPORTED
+                f"{name!r} is not a prompt function defined before this one", _SUPPORTED
             )
         children = _Compiler(target, *self._arguments(call, target)).schema().children
         return Module(found.name, children, self._location(call))
@@ -366,7 +366,7 @@ class _Compiler:
     def _arguments(
         self, call: ast.Call, target: Callable[..., Any]
     ) -> tuple[dict[str, _Constant], dict[str, _Constant]]:
-        """Return what a call makes of parameters: constants, and for the rest their defaults."""
+        """Return the constants that a call gives, and the defaults of parameters it passes on."""
         unpacked = [one for one in call.args if isinstance(one, ast.Starred)]
         if unpacked or any(one.arg is None for one in call.keywords):
             raise self._refuse(call, f"{ast.unparse(call)}, which unpacks arguments,")
@@ -395,18 +395,18 @@ class _Compiler:
         return set(inspect.signature(self._function).parameters) - self._constants.keys()
 
     def _constant(self, value: ast.expr) -> _Constant:
-        """Return what an argument is."""
+        """Return the constant that an argument is."""
         known = {**self._known(), **self._constants}
         names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
         if names & self._of_the_prompt():
             raise self._location(value).error(
-                f"the argument {ast.unparse(value)} is made of a parameter and more",
+                f"the argument {ast.unparse(value)} combines a parameter with something else",
                 "pass the parameter alone, and write the rest in the function that is called",
             )
         found = self._value(value, {name: known[name] for name in names & known.keys()})
         if not _is_constant(found):
             raise self._location(value).error(
-                f"the argument {ast.unparse(value)} is no constant",
+                f"the argument {ast.unparse(value)} is not a constant",
                 "pass a text, a number, True, False or None, or a parameter of this function",
             )
         return found  # type: ignore[no-any-return]
@@ -417,7 +417,7 @@ class _Compiler:
 
 
 def _defaults(function: Callable[..., Any]) -> dict[str, _Constant]:
-    """Return the parameters' defaults, as far as they are constants."""
+    """Return the parameters' defaults that are constants."""
     parameters = inspect.signature(function).parameters.values()
     return {one.name: one.default for one in parameters if _is_constant(one.default)}
 
@@ -427,7 +427,7 @@ def _is_constant(value: object) -> bool:
 
 
 def _matches(pattern: ast.pattern, value: Any) -> bool:
-    """Return whether one of the patterns that are compiled takes a value."""
+    """Return whether a pattern, of a supported form, matches a value."""
     if isinstance(pattern, ast.MatchValue):
         assert isinstance(pattern.value, ast.Constant)
         return bool(pattern.value.value == value)

@@ -1,7 +1,7 @@
-"""A prompt of a schema: what it imports, its arguments, its own text.
+"""A prompt of a schema: its imports, arguments and own text.
 
-Source: Prompt Cache §3.2.2. Text may stand anywhere between imports; where it goes is the layout's
-business (`kvrag.pml.placing`).
+Source: Prompt Cache §3.2.2. Text may appear anywhere between imports; `kvrag.pml.placing` decides
+where it goes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Import:
     Attributes
     ----------
     path
-        In the schema; of the prompt itself ().
+        The module's path in the schema; () for the prompt itself.
     arguments
-        Parameter to text.
+        The text of each parameter.
     parts
-        Imports inside, and text between them.
+        Imports inside it, and text between them.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class Import:
     location: Location
 
     def all(self) -> Iterator[Import]:
-        """Yield this import and all inside it."""
+        """Yield this import and all imports inside it."""
         yield self
         for part in self.parts:
             if isinstance(part, Import):
@@ -52,16 +52,16 @@ class Import:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt checked against its schema.
+    """A prompt, checked against its schema.
 
     Attributes
     ----------
     body
-        What stands before the text at the end.
+        The imports, and the text before the final text.
     turns
         Role and content of the prompt's own turns, at its end.
     ending
-        Text at its end, of a schema without turns.
+        The text at its end, for a schema without turns.
     """
 
     schema: Schema
@@ -72,7 +72,7 @@ class Prompt:
 
 
 def schema_name(source: str | FilePath) -> str:
-    """Return the name of the schema that a prompt asks for. Raises PMLError."""
+    """Return the name of a prompt's schema. Raises PMLError."""
     return _root(source).attributes["schema"]
 
 
@@ -82,13 +82,13 @@ def parse_prompt(source: str | FilePath, schema: Schema) -> Prompt:
     Parameters
     ----------
     source
-        A path, or the markup itself as a string.
+        A path, or the markup as a string.
 
     Raises
     ------
     PMLError
         For an undeclared or repeated module, two members of one union, an unknown argument, and
-        all that is no markup; an argument that is too long shows only when it is tokenised.
+        invalid markup. An argument that is too long is noticed only when it is tokenised.
     """
     root = _root(source)
     name = root.attributes["schema"]
@@ -107,7 +107,7 @@ def parse_prompt(source: str | FilePath, schema: Schema) -> Prompt:
         parts.pop()
     if schema.has_turns:
         if text.strip():
-            # Bare text goes on where the conversation is: it is the user's next turn.
+            # Bare text continues the conversation as the user's next turn.
             turns = (("user", text.strip()), *turns)
         text = ""
     elif turns:
@@ -124,7 +124,7 @@ def parse_prompt(source: str | FilePath, schema: Schema) -> Prompt:
 def _root(source: str | FilePath) -> Element:
     root = read_elements(source)
     if root.tag != "prompt":
-        raise root.location.error(f"<{root.tag}> is no prompt", "expected <prompt schema=...>")
+        raise root.location.error(f"<{root.tag}> is not a prompt", "expected <prompt schema=...>")
     if "schema" not in root.attributes:
         raise root.location.error("<prompt> names no schema", "give it schema=...")
     return root
@@ -138,13 +138,13 @@ def _turns(root: Element) -> tuple[tuple[str, str], ...]:
             if part.elements:
                 raise part.elements[0].location.error(
                     f"<{part.elements[0].tag}> in <{part.tag}> of a prompt",
-                    "import modules directly in <prompt>; they stand where the schema has them",
+                    "import modules directly in <prompt>; they appear where the schema has them",
                 )
             text = "".join(one.text for one in settled(part.content) if isinstance(one, Text))
             turns.append((part.tag, text))
         elif turns and (isinstance(part, Element) or part.text.strip()):
             raise part.location.error(
-                "something behind a turn of the prompt", "turns stand at the prompt's end"
+                "something after a turn of the prompt", "put turns at the prompt's end"
             )
     return tuple(turns)
 
@@ -176,7 +176,7 @@ def _checked(
     seen: dict[Path, Location] = {}
     for part in contents:
         if isinstance(part, Text):
-            # A line feed between imports is formatting: what separates modules is the schema's.
+            # A line feed between imports is formatting: the schema decides what separates modules.
             if part.text.strip():
                 parts.append(part)
             continue

@@ -1,7 +1,7 @@
-"""What a schema is made of.
+"""The parts of a schema.
 
 Source: Gim et al., Prompt Cache (arXiv 2311.04934) §3.2: text and modules, unions of modules that
-exclude each other, parameters of a reserved length, the roles of a conversation; scaffolds, §3.3.
+exclude each other, parameters of a reserved length, the roles of a conversation. §3.3: scaffolds.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from functools import cached_property
 from kvrag.pml.locations import Location
 
 Path = tuple[str, ...]
-"""A module by the names of those around it and its own; () is the schema itself."""
+"""The names of the modules around a module, then its own name; () is the schema itself."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Text that stands here, its outer white space settled; `is_document` of a file's (``src``)."""
+    """Text, with its outer white space settled. `is_document` marks text of a file (``src``)."""
 
     text: str
     location: Location
@@ -36,7 +36,7 @@ class Parameter:
     length
         Tokens of the room.
     scaffold
-        What stands there where a prompt gives nothing; "" stands for placeholders.
+        The text for prompts that give none; "" means placeholders.
     """
 
     name: str
@@ -47,14 +47,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Module:
-    """Text that a prompt may import by name, with what is in it.
+    """A part of a schema that a prompt may import by name.
 
     Attributes
     ----------
     name
-        "" for an anonymous one, which is there wherever what is around it is.
+        The name. An anonymous module, "", is included whenever the module around it is.
     is_cached
-        Whether its text is encoded once and stored; otherwise every prompt computes it.
+        Whether its text is encoded once and stored. Otherwise every prompt computes it.
     """
 
     name: str
@@ -65,14 +65,14 @@ class Module:
 
 @dataclass(frozen=True)
 class Union:
-    """Modules of which a prompt imports one at most.
+    """Modules that exclude each other: a prompt imports at most one.
 
     Attributes
     ----------
     members
-        At least one.
+        The modules, at least one.
     scaffold
-        The member that stands for the union in the schema's own scaffold, or "".
+        The member that represents the union in the schema's scaffold, or "".
     """
 
     members: tuple[Module, ...]
@@ -82,7 +82,7 @@ class Union:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the conversation; no turn is inside another.
+    """One turn of the conversation. Turns are not nested.
 
     Attributes
     ----------
@@ -105,7 +105,7 @@ class Scaffold:
     Attributes
     ----------
     paths
-        Two or more, in the schema's order.
+        The modules, two or more, in the schema's order.
     """
 
     paths: tuple[Path, ...]
@@ -114,7 +114,7 @@ class Scaffold:
 
 @dataclass(frozen=True)
 class Schema:
-    """A parsed schema; of what it says nothing is left unchecked."""
+    """A parsed schema, fully checked."""
 
     name: str
     children: tuple[Node, ...]
@@ -128,7 +128,7 @@ class Schema:
 
     @cached_property
     def exclusions(self) -> dict[Path, int]:
-        """For members of unions the number of their union."""
+        """The number of the union of each module that is a member of one."""
         numbers: dict[Path, int] = {}
         for number, (path, union) in enumerate(_unions(self.children, ())):
             for member in union.members:
@@ -137,17 +137,17 @@ class Schema:
 
     @property
     def has_turns(self) -> bool:
-        """Whether it is a conversation."""
+        """Whether the schema is a conversation."""
         return any(True for _ in turns(self.children))
 
     def parameters(self, path: Path) -> dict[str, Parameter]:
-        """Return the parameters of one module, those of modules in it not among them."""
+        """Return the parameters of one module, without those of modules in it."""
         children = self.modules[path].children if path else self.children
         return {part.name: part for part in flat(children) if isinstance(part, Parameter)}
 
 
 def flat(children: tuple[Node, ...]) -> Iterator[Node]:
-    """Yield nodes in order, turns and anonymous modules replaced by what is in them."""
+    """Yield nodes in order, with turns and anonymous modules replaced by their contents."""
     for node in children:
         if isinstance(node, Turn) or (isinstance(node, Module) and not node.name):
             yield from flat(node.children)
@@ -156,7 +156,7 @@ def flat(children: tuple[Node, ...]) -> Iterator[Node]:
 
 
 def turns(children: tuple[Node, ...], path: Path = ()) -> Iterator[tuple[Path, Turn]]:
-    """Yield all turns in order, each with the module that it is in."""
+    """Yield all turns in order, each with the path of its module."""
     for node in children:
         if isinstance(node, Turn):
             yield path, node

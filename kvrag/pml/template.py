@@ -1,4 +1,4 @@
-"""Prompt markup with variables: values become text of the markup, never markup themselves."""
+"""Prompt markup with variables. Their values become text, never markup."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _QUOTES = {'"': "&quot;", "'": "&apos;", "\n": "&#10;", "\r": "&#13;", "\t": "&#
 
 
 def variables(markup: str) -> list[str]:
-    """Return the names that stand in braces, in order, each once.
+    """Return the names in braces, in order, each once.
 
     Raises
     ------
     ParameterError
-        When braces are unbalanced or hold more than a name; ``{{`` and ``}}`` stand for themselves.
+        If braces are unbalanced or hold more than a name. ``{{`` and ``}}`` mean single braces.
     """
     try:
         parts = list(Formatter().parse(markup))
@@ -29,19 +29,19 @@ def variables(markup: str) -> list[str]:
             continue
         if not name.isidentifier() or format_spec or conversion:
             raise ParameterError(
-                f"prompt template: {{{name}}} is no plain variable; write {{{{ and }}}} for braces"
+                f"prompt template: {{{name}}} is not a variable; write {{{{ and }}}} for braces"
             )
         names.append(name)
     return list(dict.fromkeys(names))
 
 
 def fill(markup: str, values: Mapping[str, object]) -> str:
-    """Return markup with each variable's value in its place, as text.
+    """Return the markup with the variables' values, as text.
 
     Raises
     ------
     ParameterError
-        When a value is missing, or holds a character that XML has no room for.
+        If a value is missing, or holds a character that XML does not allow.
     """
     texts = {}
     for name in variables(markup):

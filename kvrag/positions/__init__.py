@@ -1,1 +1,1 @@
-"""Position encodings: placing position-free keys and stripping placed ones."""
+"""Position encodings: they place position-free keys, and strip positions from placed ones."""

@@ -1,13 +1,13 @@
-"""RoPE: giving position-free keys their global position, and taking it away again.
+"""RoPE: rotates position-free keys to their global positions, and back.
 
-Source: Su et al., RoFormer (arXiv 2104.09864) in the half-split layout of Hugging Face's
-decoders. The frequencies are always the model's own rotary module's, so every scaling that
-depends on the position alone (default, linear, llama3, yarn) is right by construction, partial
-rotary too: channels beyond the rotated ones pass through. Scalings whose frequencies change
-with the total length (dynamic NTK, longrope) cannot be stored position-free and are refused.
+Source: Su et al., RoFormer (arXiv 2104.09864) in the half-split layout of Hugging Face's decoders.
+The frequencies always come from the model's own rotary module. So every scaling that depends on
+the position alone (default, linear, llama3, yarn) is right by construction. So is partial rotary:
+channels beyond the rotated ones pass through. Scalings whose frequencies change with the total
+length (dynamic NTK, longrope) cannot be stored position-free and are refused.
 
-Deviation from the papers: they rotate in the model's dtype; here tables and arithmetic are
-float32 and only the result is rounded, so that strip-then-place loses as little as possible.
+Deviation from the papers: they rotate in the model's dtype. Here tables and arithmetic are float32
+and only the result is rounded, so that strip-then-place loses as little as possible.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RotaryTable:
     Attributes
     ----------
     cos, sin
-        ``[N, R]`` float32, R rotated channels, the model's attention scaling multiplied in.
+        ``[N, R]`` float32 for R rotated channels, multiplied by the model's attention scaling.
     """
 
     cos: torch.Tensor
@@ -43,21 +43,21 @@ class RotaryTable:
         return self.cos[rows][None].to(dtype), self.sin[rows][None].to(dtype)
 
     def place(self, keys: torch.Tensor, rows: torch.Tensor | slice, out: torch.Tensor) -> None:
-        """Rotate position-free `keys` to the positions of `rows`, writing into `out`.
+        """Rotate position-free `keys` to the positions of `rows`, and write them to `out`.
 
         Parameters
         ----------
         keys
             ``[..., n, D]``, any float dtype.
         rows
-            The n rows of this table that are their positions.
+            The n rows of this table for their positions.
         out
             ``[..., n, D]`` in the model's dtype; must not overlap `keys`.
         """
         self._rotate(keys, self.cos[rows], self.sin[rows], out)
 
     def strip(self, keys: torch.Tensor, rows: torch.Tensor | slice, out: torch.Tensor) -> None:
-        """Undo `place`: rotate back and divide the attention scaling out."""
+        """Undo `place`: rotate back and divide by the attention scaling."""
         cos, sin = self.cos[rows], self.sin[rows]
         # R(p)^-1 = R(-p); cos and sin both carry the scaling s, so one division by
         # s^2 = cos^2 + sin^2 leaves the inverse of s R(p).
@@ -93,13 +93,13 @@ class RotaryPositions:
     rotary
         The model's own rotary module.
     layer_types
-        For each layer, the type name the rotary module wants (Gemma-3 has one set of
-        frequencies per type), or None where the module takes no type.
+        For each layer, the type name that the rotary module needs (Gemma-3 has one set of
+        frequencies per type), or None if the module takes no type.
 
     Raises
     ------
     UnsupportedModelError
-        When the frequencies change with the total length.
+        If the frequencies change with the total length.
     """
 
     def __init__(self, rotary: nn.Module, layer_types: Sequence[str | None]) -> None:
@@ -116,7 +116,7 @@ class RotaryPositions:
 
     def tables(self, positions: torch.Tensor) -> list[RotaryTable]:
         """Return one table per layer for `positions` ``[N]`` (layers of one type share theirs)."""
-        # The module reads dtype and device off its first argument: float32 keeps full precision.
+        # The module takes dtype and device from its first argument: float32 keeps full precision.
         probe = torch.empty(1, 1, dtype=torch.float32, device=positions.device)
         by_type: dict[str | None, RotaryTable] = {}
         for layer_type in dict.fromkeys(self._layer_types):

@@ -1,8 +1,8 @@
-"""Keys without rotation: models whose positions are in the inputs, or in a bias of attention.
+"""Keys without rotation, for models with positions in their inputs or in a bias of attention.
 
-Source of the bias: Press et al., ALiBi (arXiv 2108.12409) §3. It is always the model's own
-function's, evaluated at the positions that rows have, so gaps between positions count as distance.
-Keys then hold for any position; with learned positions they hold for one alone.
+Source of the bias: Press et al., ALiBi (arXiv 2108.12409) §3. The model's own function computes it
+at the rows' positions, so gaps between positions count as distance. With a bias, keys are valid at
+any position; with learned positions, only at one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvrag.positions.rotary import RotaryTable
 
 @dataclass(frozen=True)
 class AlibiTable(RotaryTable):
-    """A table that rotates nothing, with the bias of each row as a key.
+    """A table that does not rotate, with the bias of each row as a key.
 
     Attributes
     ----------
     bias
-        ``[heads, N]``, as the model's own function gives it.
+        ``[heads, N]``, from the model's own function.
     """
 
     bias: torch.Tensor
@@ -36,8 +36,8 @@ class UnrotatedPositions:
     num_layers, head_dim
         L and D.
     bias
-        From a number of positions to the model's bias of them, ``[heads, positions]``; None where
-        it has none.
+        Returns the model's bias ``[heads, positions]`` for a number of positions. None for a model
+        without bias.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class UnrotatedPositions:
 
     def tables(self, positions: torch.Tensor) -> list[RotaryTable]:
         """Return one table per layer, all the same, for `positions` ``[N]``."""
-        # Turning by nothing gives keys back bit for bit, in whatever kernel places them.
+        # A rotation by 0 keeps keys bit for bit, in any kernel.
         shape = (len(positions), self._head_dim)
         cos = torch.ones(1, device=positions.device).expand(shape)
         sin = torch.zeros(1, device=positions.device).expand(shape)

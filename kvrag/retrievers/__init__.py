@@ -1,1 +1,1 @@
-"""Retrievers and vector stores for the frameworks."""
+"""Retrievers and vector stores for LangChain and LlamaIndex."""

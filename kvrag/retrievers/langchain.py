@@ -1,7 +1,7 @@
-"""LangChain doors to an index: a retriever, a vector store and its embeddings.
+"""An index in LangChain: a retriever, a vector store and embeddings.
 
-Whatever they return carries a chunk's text exactly as it was encoded, so that the language
-models of `kvrag.llms.langchain` find it again in the prompt.
+They return each chunk's text exactly as it was encoded, so that the language models of
+`kvrag.llms.langchain` find the chunk in the prompt.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from kvrag.ingest.search import SearchHit
 class KVRagRetriever(BaseRetriever):
     """Returns the chunks of an index nearest to a query.
 
-    A document's ``page_content`` is the chunk's text and nothing else, its ``id`` the chunk's id;
-    ``metadata`` holds what the source document carried, and ``source`` and ``ordinal`` (the
-    chunk's place in it) unless the document brought its own.
+    A document's ``page_content`` is the chunk's text and nothing else, and its ``id`` is the
+    chunk's id. ``metadata`` holds the source document's metadata, with ``source`` and ``ordinal``
+    (the chunk's number in the document) added unless the document defines them.
 
     Attributes
     ----------
     index
         The folder of an index, or an opened `kvrag.Index`.
     k
-        Documents to return; `invoke(query, k=...)` replaces it for one call.
+        Number of documents to return; `invoke(query, k=...)` replaces it for one call.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -123,12 +123,11 @@ class KVRagEmbeddings(Embeddings):
 class KVRagVectorStore(VectorStore):
     """An index as a LangChain vector store.
 
-    What `add_documents` is given is chunked, embedded and prefilled like any other document.
-    An id names one added document; adding under the same id replaces it, and a document without
-    an id gets one derived from its content, so that adding it again changes nothing. A document
-    that was cut into several chunks is found by its chunks, each under the chunk's own id;
-    `get_by_ids` and `delete` take either kind. Texts are normalised (see
-    `kvrag.chunk.normalise_text`).
+    `add_documents` chunks, embeds and prefills documents like any others. An id names one added
+    document: adding a document with the same id replaces it. A document without an id gets one
+    derived from its content, so that adding it again changes nothing. If a document has several
+    chunks, searches return its chunks, each under the chunk's id; `get_by_ids` and `delete`
+    accept both kinds of id. Texts are normalised (see `kvrag.chunk.normalise_text`).
 
     Parameters
     ----------
@@ -173,23 +172,23 @@ class KVRagVectorStore(VectorStore):
         codec: str | None = None,
         chunk_tokens: int | None = None,
     ) -> Self:
-        """Make an index in `path`, or take the one that is there, and add `texts` to it.
+        """Create an index in `path`, or open the existing one, and add `texts` to it.
 
         Parameters
         ----------
         embedding
-            Any LangChain embeddings. An index made with embeddings other than `KVRagEmbeddings`
-            can be opened only by handing the same ones in again.
+            Any LangChain embeddings. An index created with embeddings other than
+            `KVRagEmbeddings` can be opened only with the same embeddings.
         path
             Folder of the index.
         model, codec, chunk_tokens
-            As in `Index.create`; those of an index that is there must be the same. None takes
-            what the index has, or the defaults of `Index.create`.
+            As in `Index.create`; an existing index must have the same values. None means the
+            existing index's value, or the default of `Index.create`.
 
         Raises
         ------
         IndexMismatchError
-            When the index there was made with another model, embedding, codec or chunk length.
+            When the existing index has another model, embedding, codec or chunk length.
         """
         chosen = embedding.embedding if isinstance(embedding, KVRagEmbeddings) else embedding
         try:
@@ -210,18 +209,20 @@ class KVRagVectorStore(VectorStore):
     def add_documents(
         self, documents: list[Document], *, ids: list[str] | None = None, **kwargs: Any
     ) -> list[str]:
-        """Add documents, or replace those of the same ids; return one id for each.
+        """Add documents, replacing those with the same ids; return one id for each.
 
         Raises
         ------
         ParameterError
-            When `ids` has another length, or an option is unknown.
+            When `ids` and `documents` differ in length, or an option is unknown.
         DocumentError
-            When a document holds no text; the others are added.
+            When a document contains no text; the others are added.
         """
         _refuse(kwargs)
         if ids is not None and len(ids) != len(documents):
-            raise ParameterError(f"{len(documents)} documents but {len(ids)} ids: expected as many")
+            raise ParameterError(
+                f"{len(documents)} documents, {len(ids)} ids: expected one id each"
+            )
         given_ids: Sequence[str | None] = [None] * len(documents) if ids is None else ids
         names = [
             given or document.id or _content_id(document)
@@ -247,7 +248,7 @@ class KVRagVectorStore(VectorStore):
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Return the documents or chunks of these ids, in that order; unknown ids are skipped."""
+        """Return the documents or chunks with these ids, in that order; skip unknown ids."""
         index = self.index
         chunk_ids: dict[str, None] = {}
         for name in ids:
@@ -276,10 +277,10 @@ class KVRagVectorStore(VectorStore):
     def max_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
-        """Return `k` chunks that are near to `query` and unlike one another.
+        """Return `k` chunks that are near to `query` and different from each other.
 
-        They are chosen among the `fetch_k` nearest; `lambda_mult` 1 looks at nearness only, 0 at
-        difference only.
+        They are chosen from the `fetch_k` nearest chunks. With `lambda_mult` 1 only nearness
+        counts; with 0 only difference counts.
         """
         vector = self.embeddings.embed_query(query)
         return self.max_marginal_relevance_search_by_vector(
@@ -294,7 +295,7 @@ class KVRagVectorStore(VectorStore):
         lambda_mult: float = 0.5,
         **kwargs: Any,
     ) -> list[Document]:
-        """Return `k` chunks that are near to a vector and unlike one another."""
+        """Return `k` chunks that are near to a vector and different from each other."""
         _refuse(kwargs)
         fetch_k = arguments.whole(fetch_k, "fetch_k", 0)
         lambda_mult = arguments.number(lambda_mult, "lambda_mult", 0.0, 1.0)
@@ -306,7 +307,7 @@ class KVRagVectorStore(VectorStore):
         return [document for document, _ in self._scored([hits[place] for place in chosen])]
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
-        # Texts that point away from the question are as irrelevant as those at right angles.
+        # A negative cosine means irrelevant, just as 0 does.
         return lambda cosine: min(max(cosine, 0.0), 1.0)
 
     def _scored(self, hits: Iterable[SearchHit]) -> list[tuple[Document, float]]:
@@ -322,7 +323,7 @@ class KVRagVectorStore(VectorStore):
 
 
 def _by_folder(index: Index | str | Path) -> str:
-    """Return the folder of an index: what is pickled of it."""
+    """Return the folder of an index, which is pickled in its place."""
     return str(index.path if isinstance(index, Index) else index)
 
 

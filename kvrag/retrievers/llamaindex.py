@@ -1,4 +1,4 @@
-"""The LlamaIndex door to an index: `KVRagRetriever`."""
+"""An index in LlamaIndex: `KVRagRetriever`."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from kvrag.ingest.search import SearchHit
 class KVRagRetriever(BaseRetriever):
     """Returns the chunks of an index nearest to a query, as text nodes.
 
-    A node's id is the chunk's id and its source relationship names the document. All metadata is
-    kept out of what the language model reads, so that the node's text in a prompt is the chunk's
-    text and nothing else.
+    A node's id is the chunk's id, and its source relationship names the document. The language
+    model reads no metadata, so that the node's text in a prompt is the chunk's text and nothing
+    else.
 
     Parameters
     ----------
     index
         The folder of an index, or an opened `kvrag.Index`.
     k
-        Nodes to return.
+        Number of nodes to return.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class KVRagRetriever(BaseRetriever):
         if query_bundle.embedding is not None:
             hits = index.search_by_vector(query_bundle.embedding, self._k)
         elif query_bundle.custom_embedding_strs:
-            # As LlamaIndex's own retrievers: several texts (HyDE) are searched by their mean.
+            # Like LlamaIndex's retrievers, search for several texts (HyDE) by their mean vector.
             vectors = index.embedding.embed(query_bundle.custom_embedding_strs)
             hits = index.search_by_vector(vectors.mean(axis=0), self._k)
         else:

@@ -1,4 +1,4 @@
-"""A laboratory bench: one random model, some chunks in memory, and the fuser over them."""
+"""A test bench: one random model, a few chunks in memory, and the fuser over them."""
 
 from __future__ import annotations
 

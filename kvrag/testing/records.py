@@ -1,4 +1,4 @@
-"""Keys and records by number; light to import, for programs that tests run and kill."""
+"""Keys and records by number; quick to import, for programs that tests run and kill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def key_number(number: int) -> ChunkKey:
 
 
 def record_of(key: ChunkKey, size_bytes: int = 1000) -> bytes:
-    """Bytes that tell which key they belong to, and whether any is missing."""
+    """Return bytes that show which key they belong to, and whether any are missing."""
     return hashlib.shake_128(key.digest.encode()).digest(size_bytes)
 
 

@@ -44,7 +44,7 @@ def test_what_cannot_be_placed_says_why(run: Run, index_folder: Path, tmp_path: 
     assert run("calibrate", "-i", index_folder, *SMALL).code == 0
     tiers = run("choose-store", "-i", index_folder, "--stores", f"tiered:memory:|file:{tmp_path}")
     assert tiers.code == 1
-    assert "give stores that last" in tiers.err
+    assert "expected persistent stores" in tiers.err
     prices = tmp_path / "prices.toml"
     prices.write_text('["s3:"]\ngb_month = 1\n')
     asked = ("choose-store", "-i", index_folder, "--prices", prices)
@@ -57,5 +57,5 @@ def test_what_cannot_be_placed_says_why(run: Run, index_folder: Path, tmp_path: 
         assert "reads" in many.err
     wrong = run(*asked, "--stores", "s4://bucket")
     assert wrong.code == 1
-    assert "give stores that last" in run(*asked, "--stores", "").err
+    assert "expected persistent stores" in run(*asked, "--stores", "").err
     assert run(*asked, "--stores", "s3://bucket", "--set", "reads=-1").code == 1

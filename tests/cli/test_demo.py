@@ -9,6 +9,7 @@ from kvrag.cli.demo import DemoQuestion, read_questions
 from kvrag.errors import KVRagError
 from tests.cli.conftest import Run
 
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 QUESTIONS = [
     {"question": "Who keeps the harbour ledger?", "answers": ["Ines"]},
     {"question": "Who jumps over the dog?"},
@@ -71,8 +72,14 @@ def test_kept_index_can_be_asked(
 
 
 def test_the_shipped_questions_can_be_read() -> None:
-    shipped = Path(__file__).parent.parent.parent / "examples" / "questions.json"
-    assert all(question.answers for question in read_questions(shipped))
+    assert all(question.answers for question in read_questions(EXAMPLES / "questions.json"))
+
+
+def test_the_handbook_answers_its_questions() -> None:
+    pages = [page.read_text("utf-8") for page in (EXAMPLES / "handbook").glob("*.md")]
+    for question in read_questions(EXAMPLES / "handbook-questions.json"):
+        assert question.answers
+        assert any(question.is_right(page) for page in pages), question.question
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "[1]", '[{"q": "?"}]', '{"a": 1}'])

@@ -72,7 +72,7 @@ def test_memory_does_not_last(
 ) -> None:
     ran = run(*common, "--store", store)
     assert ran.code == 1
-    assert "gone when the command ends" in ran.err
+    assert "lost when the command ends" in ran.err
     assert "secret" not in ran.err
     assert not (tmp_path / "index").exists()
 
@@ -131,7 +131,7 @@ def test_context_is_recorded_told_and_cannot_change(
     settings = ("--chunk-tokens", 32, "--context", "document", "--set", "context-tokens=20")
     done = run(*common, *settings)
     assert done.code == 0, done.err
-    assert "tokens of context beside them, not stored" in done.out
+    assert "tokens of context computed with them, not stored" in done.out
     stats = run("stats", "--index", common[3], "--json").json
     assert (stats["context"], stats["context_tokens"]) == ("document", 20)
     other = run(*common, "--context", "neighbours")
@@ -246,7 +246,7 @@ def test_a_folder_with_nothing_to_read_is_told(
     (folder / ".hidden.txt").write_text("Ines keeps the harbour ledger.")
     done = run("ingest", folder, *common[2:])
     assert done.code == 0
-    assert "no file of a known kind was found" in done.err
+    assert "no file of a known type was found" in done.err
     assert " .pdf " in done.err
     assert "no file of a known kind" not in run(*common).err
 

@@ -50,7 +50,7 @@ def test_verify_finds_a_flipped_bit(run: Run, index_folder: Path) -> None:
     assert "--repair" in told.out
     mended = run("verify", "--index", index_folder, "--repair")
     assert mended.code == 0, mended.out + mended.err
-    assert "1 records computed anew" in mended.out
+    assert "1 records computed again" in mended.out
     assert run("verify", "--index", index_folder).out.endswith("sound\n")
 
 
@@ -60,10 +60,10 @@ def test_documents_left_out_for_damage_are_no_empty_index(run: Run, index_folder
         connection.commit()
     asked = run("query", "Who keeps the ledger?", "--index", index_folder, "--max-tokens", "1")
     assert "the index is empty" not in asked.err
-    assert "all that the index holds is damaged and left out" in asked.err
+    assert "everything in the index is damaged and left out" in asked.err
     told = run("verify", "--index", index_folder)
     assert told.code == 1
-    assert "may not be found until `kvrag verify --repair` mends it" in told.out
+    assert "may not be found until `kvrag verify --repair` repairs it" in told.out
 
 
 def test_a_repair_that_loses_all_documents_is_no_success(run: Run, index_folder: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_writable_server_ends_on_interrupt(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Give --index DIR, or --store URL"),
+        ([], "nothing to serve: give --index DIR, or --store URL"),
         (["--index", "/nonexistent"], "there is no index in /nonexistent"),
         (["--store", "memory:", "--host", "0.0.0.0"], "without a token would let everybody"),
         (["--store", "memory:", "--tls-key", "x"], "give both"),

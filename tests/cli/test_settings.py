@@ -120,8 +120,8 @@ class TestNothingIsPassedOver:
     @pytest.mark.parametrize(
         ("text", "said"),
         [
-            ('indx = "x"', "kvrag.toml:1: 'indx' holds for no command (is it 'index'?)"),
-            ('\npolicy = "none"', "kvrag.toml:2: 'policy' holds for no command"),
+            ('indx = "x"', "kvrag.toml:1: 'indx' is no key for all commands (is it 'index'?)"),
+            ('\npolicy = "none"', "kvrag.toml:2: 'policy' is no key for all commands"),
             ("index = 3", "kvrag.toml:1: index: expected text, found 3"),
             ('index = " "', "kvrag.toml:1: index: expected text, found ' '"),
             ("# x\n[qury]\nk = 1", "kvrag.toml:2: there is no command 'kvrag qury' (is it 'query'"),
@@ -142,15 +142,15 @@ class TestNothingIsPassedOver:
             ("[query]\njson = 1", "kvrag.toml:2: json: expected true or false, found 1"),
             ("[query]\npolicy = ['a']", "kvrag.toml:2: policy: expected text, found ['a']"),
             ("[ingest]\nloader = 'a'", "kvrag.toml:2: loader: expected a list of texts, found 'a'"),
-            ("[place]\nloss = nan", "loss: expected a number from 0 to 1, found nan"),
+            ("[choose-store]\nloss = nan", "loss: expected a number from 0 to 1, found nan"),
             ("query = {k = 0}", "kvrag.toml:1: k: expected"),
             ("[pml]\nrun.seed = 1\nrun.sed = 1", "kvrag.toml:3: 'kvrag pml run' has no option"),
             ("[demo]\nkeep = ''", "kvrag.toml:2: keep: expected a path, found ''"),
-            ("[[query]]\nk = 1", "kvrag.toml:1: 'query' holds for no command"),
+            ("[[query]]\nk = 1", "kvrag.toml:1: 'query' is no key for all commands"),
             ("k = ", "kvrag.toml is not TOML: Invalid value"),
             (f"index = {'[' * 5000}", "kvrag.toml is not TOML"),
             ("#" * 1_000_001, "kvrag.toml: expected at most 1,000,000 bytes"),
-            ('"\\u001b[2J" = 1', "'\\x1b[2J' holds for no command"),
+            ('"\\u001b[2J" = 1', "'\\x1b[2J' is no key for all commands"),
             ('["\\u001b[2J"]', "there is no command 'kvrag \N{REPLACEMENT CHARACTER}[2J'"),
         ],
         ids=lambda text: text[:24],
@@ -221,8 +221,8 @@ class TestAFileNobodyNamed:
             '[profile]\nout = "/home/other/.bashrc"',
             '[inspect]\neviction = "/home/other/x.png"',
             "[gc]\nshared = true",
-            '[place]\nstores = "http://evil.example"',
-            "[place]\nmove = true",
+            '[choose-store]\nstores = "http://evil.example"',
+            "[choose-store]\nmove = true",
             '[serve]\nhost = "0.0.0.0"',
             '[serve]\nartefacts = "http://evil.example"',
             '[serve-kv]\nhost = "0.0.0.0"',
@@ -253,7 +253,7 @@ class TestAFileNobodyNamed:
         assert run("ls").code == 0
         config = IndexConfig.load(index_folder)
         for change, said in (
-            ({"store": f"file:{folder / 'kv'}"}, "it keeps its KV elsewhere"),
+            ({"store": f"file:{folder / 'kv'}"}, "its KV is elsewhere"),
             ({"embedding": str(folder)}, "its embedding is in"),
         ):
             replace(config, **change).save(index_folder)
@@ -281,13 +281,13 @@ class TestConfig:
         assert found["seed"] == (7, "kvrag.toml:4")
         assert found["policy"] == ("two_stage", "default")
         shown = run("config", "query").out
-        assert "Makes drawn answers repeatable." in shown
+        assert "Makes sampled answers repeatable." in shown
         assert "kvrag.toml:4" in shown
 
     def test_without_a_file(self, run: Run, folder: Path) -> None:
         done = run("config")
         assert done.code == 0
-        assert "no kvrag.toml is here" in done.err
+        assert "no kvrag.toml is in this folder" in done.err
         assert run("config", "--json").json == {"file": None, "settings": []}
 
     def test_no_such_command(self, run: Run, folder: Path) -> None:

@@ -316,7 +316,7 @@ def test_beams_are_refused() -> None:
                 ids, past_key_values=cache, num_beams=2, max_new_tokens=3, pad_token_id=PAD
             )
 
-    refused(ask, "knows no beams: generate with num_beams=1")
+    refused(ask, "does not support beams: generate with num_beams=1")
 
 
 def test_another_batch_is_refused() -> None:

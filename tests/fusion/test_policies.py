@@ -106,7 +106,7 @@ def test_a_ratio_outside_0_to_1_is_refused(policy: type[RecomputePolicy], ratio:
         (lambda: make_choice("seam:tokens=4", boundary_tokens=3), "both set the tokens"),
         (lambda: make_choice("boundary", ratio=0.1, boundary_tokens=3), "expected one of the two"),
         (lambda: make_choice("boundary:tokens=4", ratio=0.1), "expected one of the two"),
-        (lambda: make_choice("query:depth=1:depth=0"), "says its depth twice"),
+        (lambda: make_choice("query:depth=1:depth=0"), "gives depth twice"),
         (lambda: make_choice("boundary:tokens=1.5"), "tokens=1.5 .* expected a whole number"),
         (lambda: make_choice("seam", boundary_tokens=2.5), "expected a whole number"),  # type: ignore[arg-type]
         (lambda: make_choice("boundary:tokens=inf"), "expected a whole number"),
@@ -120,8 +120,8 @@ def test_a_ratio_outside_0_to_1_is_refused(policy: type[RecomputePolicy], ratio:
         (lambda: make_choice(5), "policy 5: expected a name"),  # type: ignore[arg-type]
         (lambda: make_choice("query:width=3"), "takes no width; it takes depth, ratio"),
         (lambda: make_choice("query:depth"), "expected PARAMETER=VALUE, found 'depth'"),
-        (lambda: make_choice("query:depth=deep"), "is not what it takes"),
-        (lambda: make_choice("deviation:on=3"), "is not what it takes"),
+        (lambda: make_choice("query:depth=deep"), "has the wrong type"),
+        (lambda: make_choice("deviation:on=3"), "has the wrong type"),
         (lambda: make_choice("none:x=1"), "takes no x; it takes temperature, scale"),
         (lambda: make_choice("auto:calibration=x"), "takes no calibration"),
         (lambda: LoadingController(ttft=0.0), "above 0"),

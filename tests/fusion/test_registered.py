@@ -50,7 +50,7 @@ def test_a_policy_of_another_distribution(tmp_path: Path) -> None:
         assert not takes_ratio("last")
         with pytest.raises(ParameterError, match="'last' takes no depth; it takes tokens"):
             make_repair("last:depth=2")
-        with pytest.raises(ParameterError, match="tokens='x' is not what it takes"):
+        with pytest.raises(ParameterError, match="tokens='x' has the wrong type"):
             make_repair("last:tokens=x")
         with pytest.raises(ParameterError, match=r"unknown policy 'first'.*random, last, auto"):
             make_choice("first")

@@ -254,7 +254,7 @@ def test_other_forwards_are_left_alone(bench: Bench) -> None:
         ("none:scale=-0.1", "expected 0 to 10,000"),
         ("none:scale=inf", "expected 0 to 10,000"),
         ("none:scale=1e300", "expected 0 to 10,000"),
-        ("none:temperature=warm", "is not what it takes"),
+        ("none:temperature=warm", "has the wrong type"),
         ("none:heat=1", "takes no heat; it takes temperature, scale"),
     ],
 )

@@ -348,7 +348,7 @@ def test_a_codec_of_another_distribution(
         index = make_index(codec="mirror")
         index.add(DOCUMENTS)
         assert index.config.codec == "mirror"
-        assert index.verify().ok
+        assert index.upkeep.verify().ok
         exact = [kv_of(index, number) for number in range(8)]
         raw = make_index("raw")
         raw.add(DOCUMENTS)
@@ -363,10 +363,10 @@ def test_a_codec_of_another_distribution(
             found.close()
             raw.store.replace(key, theirs.encode(key, kv))
         assert all(distance(kv_of(raw, n), exact[n]) == 0 for n in range(8))
-        report = raw.recode("raw")
+        report = raw.upkeep.recode("raw")
         assert (report.num_recoded, report.num_records) == (4, 8)
         with pytest.raises(ParameterError, match="takes no profile"):
-            index.recode("mirror", profile=raw.fit_profile("cachegen:1"))
+            index.upkeep.recode("mirror", profile=raw.upkeep.fit_profile("cachegen:1"))
         path = index.path
         index.close()
         Index.open(path, model=raw.model, embedding="hashing").close()

@@ -23,7 +23,7 @@ def test_where_it_is_not_known_where_a_record_is_it_is_at_home() -> None:
     cost = LoadingCost("tiered:memory:|file:x", (near, far))
     assert [cost.tier(number) for number in (0, 1, None)] == [near, far, far]
     assert LoadingCost.from_dict(json.loads(json.dumps(asdict(cost)))) == cost
-    with pytest.raises(ParameterError, match="what a tier costs"):
+    with pytest.raises(ParameterError, match="the cost of a tier"):
         LoadingCost("memory:", ())
 
 

@@ -259,7 +259,7 @@ def test_mistakes_of_the_caller() -> None:
     payload = encode_rows(model, case.symbols, case.classes)
     read_only = np.zeros_like(case.symbols)
     read_only.flags.writeable = False
-    with pytest.raises(ParameterError, match="written"):
+    with pytest.raises(ParameterError, match="writable"):
         decode_rows(model, payload, case.classes, read_only)
     with pytest.raises(ParameterError, match="out: expected uint8"):
         decode_rows(model, payload, case.classes, case.symbols.astype(np.int16))

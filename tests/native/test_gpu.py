@@ -248,7 +248,7 @@ def test_mistakes_of_the_caller(device: str) -> None:
     tables = Rotation(torch.zeros(5, 4, device=device), torch.zeros(5, 2, device=device))
     with pytest.raises(ParameterError, match="sin: expected shape"):
         gpu.place_channels(Points(numbers), out, rotation=tables)
-    with pytest.raises(ParameterError, match="expected a tensor on one GPU"):
+    with pytest.raises(ParameterError, match="expected a tensor on the same GPU"):
         gpu.place_channels(Points(numbers.to("meta")), out)
 
 

@@ -100,7 +100,7 @@ def test_damage_is_computed_and_counted(pml: PMLEngine) -> None:
 def test_batches_are_of_one_schema_and_of_something(pml: PMLEngine) -> None:
     with pytest.raises(ParameterError, match="0 prompts"):
         generate_batch(pml, [])
-    with pytest.raises(ParameterError, match="put the one prompt into a list"):
+    with pytest.raises(ParameterError, match="put the prompt into a list"):
         generate_batch(pml, PROMPTS[0])
     pml.add("<schema name='t'>x</schema>")
     with pytest.raises(ParameterError, match="schemas s, t"):

@@ -302,7 +302,7 @@ def test_text_goes_where_positions_are_free() -> None:
 
 
 WRONG_PROMPTS = [
-    ("<schema name='s'/>", "is no prompt"),
+    ("<schema name='s'/>", "is not a prompt"),
     ("<prompt/>", "names no schema"),
     ("<prompt schema='t'/>", "expected one of schema 's'"),
     ("<prompt schema='s'><d/></prompt>", "has no module 'd'; expected one of a, b"),
@@ -311,7 +311,10 @@ WRONG_PROMPTS = [
     ("<prompt schema='s'><a p='1'/></prompt>", "has no parameter 'p'"),
     ("<prompt schema='s' p='1'/>", "schema 's' has no parameter 'p'"),
     ("<prompt schema='s'><user>x</user></prompt>", "turns in a prompt of a schema without any"),
-    ("<prompt schema='s'>a text far longer than what a left free<b/></prompt>", "positions for"),
+    (
+        "<prompt schema='s'>a text far longer than what a left free<b/></prompt>",
+        "positions are free",
+    ),
 ]
 
 
@@ -333,7 +336,7 @@ def test_wrong_prompts_are_refused_with_their_place(markup: str, words: str) -> 
         ),
         ("<parameter name='p' length='2'/>", None, "has 9 tokens, its parameter holds 2"),
         ("<parameter name='p' length='2' scaffold='xxxxxxxxx'/>", "", "its length is 2"),
-        ("<user>hi</user>", "<user>x</user><a/>", "behind a turn"),
+        ("<user>hi</user>", "<user>x</user><a/>", "after a turn"),
         ("<user>hi</user><module name='a'/>", "<user><a/></user>", "in <user> of a prompt"),
     ],
 )

@@ -86,12 +86,12 @@ def test_members_that_unions_name_make_a_scaffold() -> None:
 
 
 WRONG = [
-    ("<prompt schema='x'/>", 1, "is no schema"),
+    ("<prompt schema='x'/>", 1, "is not a schema"),
     ("<schema/>", 1, "has no name"),
-    ("<schema name='1a'/>", 1, "is no name"),
-    ("<schema name='a b'/>", 1, "is no name"),
-    ("<schema name='x\n'/>", 1, "is no name"),
-    ("<schema name='x'>\n<module name='user'/></schema>", 2, "is no name"),
+    ("<schema name='1a'/>", 1, "is not a valid name"),
+    ("<schema name='a b'/>", 1, "is not a valid name"),
+    ("<schema name='x\n'/>", 1, "is not a valid name"),
+    ("<schema name='x'>\n<module name='user'/></schema>", 2, "is not a valid name"),
     ("<schema name='x' cache='false'/>", 1, "attribute 'cache'"),
     ("<schema name='x'>\n<modul name='a'/></schema>", 2, "<modul> is not known here"),
     ("<schema name='x'>\n<module name='a'/>\n<module name='a'/></schema>", 3, "second module 'a'"),
@@ -111,7 +111,7 @@ WRONG = [
     (
         "<schema name='x'>\n<union scaffold='b'><module name='a'/></union></schema>",
         2,
-        "no member of this union",
+        "not a member of this union",
     ),
     ("<schema name='x'>\n<param name='p'/></schema>", 2, "0 lengths"),
     ("<schema name='x'>\n<param name='p' len='1' length='1'/></schema>", 2, "2 lengths"),
@@ -139,7 +139,7 @@ WRONG = [
         2,
         "members of one union",
     ),
-    ("<schema name='x'>\n<module name='a' src='b'/></schema>", 2, "no file"),
+    ("<schema name='x'>\n<module name='a' src='b'/></schema>", 2, "not a file"),
     ("<schema name='x'>\n<?php echo ?></schema>", 2, "means nothing here"),
     ("<schema name='x'>\n<module name='a'></schema>", 2, "mismatched tag"),
     ("<schema name='x'>\n&nbsp;</schema>", 2, "undefined entity"),
@@ -167,13 +167,17 @@ def test_src_never_leads_out_of_the_folder(tmp_path: Path, src: str) -> None:
     folder.mkdir()
     (folder / "link").symlink_to(tmp_path / "secret")
     (folder / "s.xml").write_text(f"<schema name='x'><module name='a' src='{src}'/></schema>")
-    with pytest.raises(PMLError, match=r"leads out|no relative path"):
+    with pytest.raises(PMLError, match=r"leads out|not a relative path"):
         parse_schema(folder / "s.xml")
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"\xff\xfe\x00", "no UTF-8"), (b"x" * (MAX_BYTES + 1), "more than 8 MiB"), (None, "no file")],
+    [
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (b"x" * (MAX_BYTES + 1), "more than 8 MiB"),
+        (None, "not a file"),
+    ],
 )
 def test_src_is_a_text_of_bounded_size(tmp_path: Path, content: bytes | None, words: str) -> None:
     if content is not None:
@@ -213,7 +217,7 @@ def test_signs_in_other_encodings_are_signs(tmp_path: Path) -> None:
 def test_bytes_that_are_no_text_are_said(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "s.xml"
     path.write_bytes(b"<schema name='x'>\n%s</schema>" % content)
-    with pytest.raises(PMLError, match=r"s\.xml:2:\d: bytes that are no text in UTF-8; save"):
+    with pytest.raises(PMLError, match=r"s\.xml:2:\d: bytes that are not UTF-8 text; save"):
         parse_schema(path)
 
 

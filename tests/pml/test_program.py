@@ -144,17 +144,17 @@ REFUSED = [
     ("    f'{n + 1}'", 5, "n + 1"),
     ("    if print():\n        'a'", 5, "the condition print()"),
     ("    if (m := n):\n        'a'", 5, "the condition"),
-    ("    print('a')", 5, "'print' is no prompt function"),
+    ("    print('a')", 5, "'print' is not a prompt function"),
     ("    a.b()", 5, "a.b() cannot"),
     ("    match n:\n        case [1]:\n            'a'", 6, "this pattern"),
     ("    match n:\n        case 1 if n:\n            'a'", 6, "a guard"),
     ("    return", 5, "return cannot"),
-    ("    f'{p}'\n    f'{p}'", 6, "'p' stands twice"),
+    ("    f'{p}'\n    f'{p}'", 6, "'p' appears twice"),
     ("    return 'a'\n    'b'", 5, "a return before the function's end"),
     ("    if n:\n        return 'a'\n    return 'b'", 6, "a return before the function's end"),
     (r"    'a\ud800'", 5, "half of a surrogate pair"),
     (r"    f'{p}\ud800'", 5, "half of a surrogate pair"),
-    ("    f'{schema}'", 5, "name='schema' is no name"),
+    ("    f'{schema}'", 5, "name='schema' is not a valid name"),
 ]
 
 
@@ -291,9 +291,9 @@ def schema_text(source: str) -> str:
         ("inner(*PLACE)", "which unpacks arguments"),
         ("inner(**PLACE)", "which unpacks arguments"),
         ("inner(inner('a'))", "inner('a') cannot be compiled"),
-        ("inner(f'{p}!')", "is made of a parameter and more"),
-        ("inner([1])", "the argument [1] is no constant"),
-        ("inner(b'x')", "is no constant"),
+        ("inner(f'{p}!')", "combines a parameter with something else"),
+        ("inner([1])", "the argument [1] is not a constant"),
+        ("inner(b'x')", "is not a constant"),
         ("inner(nowhere)", "nowhere cannot be computed"),
         ("inner(1 / 0)", "1 / 0 cannot be computed"),
         ("inner('a', 'b')", "n > 2 cannot be computed"),
@@ -310,18 +310,18 @@ def test_calls_that_cannot_be_compiled_are_refused(tmp_path: Path, call: str, wo
 
 
 def test_other_functions_and_lengths_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match="'shown' is no prompt function"):
+    with pytest.raises(ParameterError, match="'shown' is not a prompt function"):
         schema_of(shown)
     for tokens in (0, 2.5, "5", True):
         with pytest.raises(ParameterError, match="expected 1 to"):
             Length(tokens)  # type: ignore[arg-type]
     for what in (len, 5, Length):
-        with pytest.raises(ParameterError, match="is no prompt function: expected a function"):
+        with pytest.raises(ParameterError, match="is not a prompt function: expected a function"):
             prompt(what)  # type: ignore[type-var]
     with pytest.raises(PMLError, match=r"p\.py:4:1: a lambda"):
         loaded(tmp_path / "p.py", "f = [\n    prompt(lambda: 'a'),\n]\n")
     for name in ("union", "gr\u00f6\u00dfe"):
-        with pytest.raises(PMLError, match=f"p.py:4:1: name='{name}' is no name"):
+        with pytest.raises(PMLError, match=f"p.py:4:1: name='{name}' is not a valid name"):
             loaded(tmp_path / "p.py", f"@prompt\ndef {name}():\n    'a'\n")
     for annotation in ("Nope", "a b", "list.nope"):
         with pytest.raises(PMLError, match=r"p\.py:4:1: an annotation is not known"):

@@ -102,7 +102,7 @@ def test_turns_of_modules_are_turns_where_they_are_imported(
     prompt = f"<prompt schema='s'><rules/>{shots}<y/>Who?</prompt>"
     if template is not None and not ASKED[shots]:
         # It puts what the system says into whatever user's turn is the first.
-        with pytest.raises(PMLError, match="otherwise in this prompt"):
+        with pytest.raises(PMLError, match="differently in this prompt"):
             text_of(SHOTS, prompt, template)
     else:
         assert text_of(SHOTS, prompt, template) == expected
@@ -120,7 +120,7 @@ def test_a_template_that_begins_with_the_first_turn_needs_one() -> None:
     assert text_of(plain, none, ALTERNATING) == "<bos>[I]Who?[/I]"
     kind = schema.format("<system>Be kind.</system>")
     assert "<<Be kind.>>A." in text_of(kind, both, ALTERNATING)
-    with pytest.raises(PMLError, match=r"^<string>:1:1: .* otherwise in this prompt") as raised:
+    with pytest.raises(PMLError, match=r"^<string>:1:1: .* differently in this prompt") as raised:
         text_of(kind, second, ALTERNATING)
     assert "begin the schema with a turn that is always there" in str(raised.value)
 
@@ -294,16 +294,16 @@ REFUSED = [
     ),
     ("<user>\n<user/></user>", 2, "<user> inside <user>"),
     ("\n<module name='a' cache='no'/>", 2, "cache='no' of a module; expected 'false'"),
-    ("\n<module name=''/>", 2, "is no name"),
+    ("\n<module name=''/>", 2, "is not a valid name"),
     ("\n<union><module>x</module></union>", 2, "a member of <union> has no name"),
     ("\n<union><union/></union>", 2, "put it into one, <module name=...><union ..."),
     ("\n<union><user/></union>", 2, "put it into one, <module name=...><user ..."),
     ("\n<union><parameter name='p' length='2'/></union>", 2, "<parameter> directly in <union>"),
     ("\n<union cache='false'><module name='a'/></union>", 2, "attribute 'cache'"),
     ("\n<user cache='false'/>", 2, "attribute 'cache'"),
-    ("\n<parameter name='p' length='2'>x</parameter>", 2, "by default is scaffold='...'"),
-    ("\n<module name='a'><scaffold modules='b c'/></module>", 2, "it stands directly in <schema>"),
-    ("\n<module name='a'><prompt/></module>", 2, "a prompt is a file of its own"),
+    ("\n<parameter name='p' length='2'>x</parameter>", 2, "default text as scaffold='...'"),
+    ("\n<module name='a'><scaffold modules='b c'/></module>", 2, "write it directly in <schema>"),
+    ("\n<module name='a'><prompt/></module>", 2, "put the prompt into a separate file"),
     (
         "<module name='a'/><module name='b' cache='false'/>\n<scaffold modules='a b'/>",
         2,

@@ -1,4 +1,4 @@
-"""Codecs that fit themselves to whatever shape a test gives them, and KV that can be compressed."""
+"""Codecs that fit themselves to any shape of a test, and KV that can be compressed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FINGERPRINT = "0123456789abcdef" * 2 + "01234567"
 
 
 def smooth_kv(spec: KVSpec, num_tokens: int, seed: int = 0, rank: int = 12) -> ChunkKV:
-    """Return KV whose channels are few numbers a token, mixed, and a little noise."""
+    """Return KV whose channels mix `rank` numbers for each token, plus a little noise."""
     mixing = torch.Generator().manual_seed(1234)
     generator = torch.Generator().manual_seed(seed)
     shape = (2, spec.num_layers, spec.num_kv_heads, spec.head_dim)
@@ -41,7 +41,7 @@ def fit(config: PipelineConfig, spec: KVSpec, num_chunks: int = 12, tokens: int 
 
 
 class FittingCodec:
-    """A codec of any shape: each shape's profile is fitted when it is first met."""
+    """A codec for any shape; it fits a profile when it first meets a shape."""
 
     def __init__(self, config: PipelineConfig, level: str) -> None:
         self._config = config
@@ -50,7 +50,7 @@ class FittingCodec:
         self.name = self.label = "fitting"
 
     def of(self, spec: KVSpec) -> Codec:
-        if spec.dtype not in DTYPES.values():  # of which no profile can be
+        if spec.dtype not in DTYPES.values():  # no profile can have such a type
             spec = dataclasses.replace(spec, dtype=torch.float32)
         if spec not in self._codecs:
             profile = fit(self._config, spec)

@@ -1,4 +1,4 @@
-"""Distributions of other people, installed for a test."""
+"""Third-party distributions, installed for a test."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pytest
 def installed(
     folder: Path, name: str, module: str, entry_points: Mapping[str, str]
 ) -> Iterator[None]:
-    """Put a distribution of one module on the path: what pip would unpack into site-packages.
+    """Put a distribution of one module on the path, as pip would unpack it into site-packages.
 
     Parameters
     ----------
     name
-        Of the distribution, and of its module.
+        The name of the distribution and of its module.
     module
-        What the module holds.
+        The module's source.
     entry_points
-        ``GROUP: NAME`` to ``MODULE:CLASS``.
+        ``MODULE:CLASS`` by ``GROUP: NAME``.
     """
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.py").write_text(module)

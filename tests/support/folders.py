@@ -1,4 +1,4 @@
-"""The folder of a `FileStore`, read and written by its documented format alone."""
+"""Read and write the folder of a `FileStore` by its documented format alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def segment_path(folder: Path, number: int = 1) -> Path:
 
 
 def files_under(folder: Path) -> list[str]:
-    """Every file but those SQLite keeps beside a file that is open."""
+    """Return every file except those that SQLite keeps next to an open database."""
     names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in names if not name.endswith(("-wal", "-shm")))
 
@@ -39,7 +39,7 @@ def peek(folder: Path, key: ChunkKey) -> bytes:
 
 
 def plant(folder: Path, key: ChunkKey, record: bytes) -> None:
-    """Put a record as another program would: in a segment of its own."""
+    """Write a record as another program would, in a separate segment."""
     number = 77
     (folder / "segments").mkdir(parents=True, exist_ok=True)
     segment_path(folder, number).write_bytes(b"\x89KVSEG\r\n\x01".ljust(64, b"\0") + record)

@@ -1,4 +1,4 @@
-"""A server of `kvrag serve-kv` in this process."""
+"""A `kvrag serve-kv` server in this process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class KVServer:
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Write a certificate of 127.0.0.1 that signs itself, and its key."""
+    """Write a self-signed certificate for 127.0.0.1 and its key; return both paths."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
     now = datetime.datetime.now(datetime.UTC)

@@ -96,7 +96,7 @@ _FALCON: dict[str, Any] = {
     **_ENDS,
 }
 
-# max_position_embeddings stays below 2048 only where a test is about the context window.
+# Only a test of the context window sets max_position_embeddings below 2048.
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_COMMON),
     "llama-llama3": lambda: LlamaConfig(
@@ -159,7 +159,7 @@ OTHER_POSITIONS: dict[str, Callable[[], PreTrainedConfig]] = {
         **_FALCON, alibi=True, multi_query=False, parallel_attn=False
     ),
 }
-"""Families whose KV holds at any position, though not all have RoPE."""
+"""Families whose KV is valid at any position, though not all use RoPE."""
 
 LEARNED_POSITIONS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt2": lambda: GPT2Config(

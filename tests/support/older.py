@@ -11,7 +11,7 @@ from pathlib import Path
 def make_older(folder: Path, format_version: int = 4, without: tuple[str, ...] = ()) -> None:
     """Turn a closed index into one made before rows and ``index.json`` were sealed.
 
-    `without` are settings that `index.json` did not have then.
+    `without` names settings that `index.json` did not have then.
     """
     path = folder / "index.json"
     values = json.loads(path.read_text())

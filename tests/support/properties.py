@@ -1,4 +1,4 @@
-"""How many examples property tests draw: the profile of hypothesis says."""
+"""The number of examples that property tests draw, set by the hypothesis profile."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from hypothesis import settings
 
 _FULL = 100
 
-# Without a limit of time: machines are busy. Loaded before any test is imported (`conftest.py`),
-# unless the command line names another: `pytest --hypothesis-profile=full`.
+# No time limit, since machines may be busy. Loaded before any test is imported (`conftest.py`),
+# unless the command line names another profile: `pytest --hypothesis-profile=full`.
 settings.register_profile("quick", deadline=None, max_examples=_FULL // 5)
 settings.register_profile("full", deadline=None, max_examples=_FULL)
 settings.load_profile("quick")

@@ -1,4 +1,4 @@
-"""A TCP proxy that treats a connection badly on command."""
+"""A TCP proxy that disturbs its connections on command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Self
 
 
 class FaultyProxy:
-    """Passes bytes on to a port of this machine, as its `mode` says.
+    """Forwards bytes to a local port, and disturbs them according to its `mode`.
 
     Modes: ``good``; ``slow`` (each answer waits three seconds), ``silent`` (nothing is answered),
     ``dead`` (connections are refused), ``half-closed`` (the answer stops after 3,000 bytes and the

@@ -25,7 +25,7 @@ PASSAGES = {
 
 @dataclass(frozen=True)
 class Rag:
-    """An index, the folder of its model, and the model run plainly."""
+    """An index, the folder of its model, and the model and tokenizer for plain prefill."""
 
     index: Index
     model_folder: Path
@@ -37,7 +37,7 @@ class Rag:
         return self.index.path
 
     def plain_answer(self, prompt: str | Sequence[Mapping[str, str]], max_tokens: int) -> str:
-        """Return what Transformers alone answers, greedily."""
+        """Return the greedy answer of Transformers alone."""
         if isinstance(prompt, str):
             ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
         else:
@@ -66,7 +66,7 @@ def save_model(folder: Path, seed: int = 0) -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def rag(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rag]:
     """The index of `PASSAGES`, one chunk each."""
-    torch.set_num_threads(1)  # a model this small only loses by sharing its work
+    torch.set_num_threads(1)  # more threads only slow down a model this small
     folder = tmp_path_factory.mktemp("rag")
     hf = save_model(folder / "model")
     with Index.create(folder / "index", model=folder / "model", embedding="hashing") as index:

@@ -1,4 +1,4 @@
-"""Real servers for the tests of stores, each on a free port of this machine."""
+"""Real servers for the tests of stores, each on a free local port."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PASSWORD = "p@ss/word 1"
 _START_SECONDS = 60.0
 
 
-# Each process of the tests begins elsewhere and never gives a port twice. They lie below those
-# that systems hand out, so that a server that was killed finds its own free when it starts again.
+# Each test process starts at another port and never returns a port twice. The ports are below
+# those that systems assign, so that a killed server's port is still free when it restarts.
 _ports = (10_000 + number % 20_000 for number in itertools.count(101 * os.getpid()))
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens at."""
+    """Return a local port that nobody listens on."""
     for port in itertools.islice(_ports, 1000):
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
@@ -60,7 +60,7 @@ class RedisServer:
             raise FileNotFoundError("redis-server is not installed: apt-get install redis-server")
         self.port = free_port()
         self._log = folder / "redis.log"
-        # The password in a file: a command line is everybody's to read.
+        # The password is in a file, because every user can read a command line.
         config = folder / "redis.conf"
         config.write_text(
             f'port {self.port}\nbind 127.0.0.1\nrequirepass "{PASSWORD}"\ndir "{folder}"\n'
@@ -80,7 +80,7 @@ class RedisServer:
         wait_for(self._answers, self._process, self._log)
 
     def _answers(self) -> bool:
-        """Whether it has also read what it had stored."""
+        """Return whether it answers, which it does once it has read its stored data."""
         with socket.socket() as client:
             client.settimeout(1.0)
             if client.connect_ex(("127.0.0.1", self.port)):
@@ -97,7 +97,7 @@ class RedisServer:
         self._process.wait()
 
     def pause(self) -> None:
-        """Make it hang: connections are taken by the system, and never answered."""
+        """Make it hang: the system accepts connections, but nothing answers them."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 

@@ -1,4 +1,4 @@
-"""Which of the package's threads are at work."""
+"""Find the threads of the package that are at work."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from types import FrameType
 def at_work(prefix: str = "kvrag-") -> list[str]:
     """Return the names of the package's threads that run its code at this moment.
 
-    They are known by their names, which all begin with ``kvrag-``; a pool's thread that waits for
-    work is in no function of the package. Other libraries' threads never count, wherever the
-    files of those libraries lie.
+    Their names all begin with ``kvrag-``. A pool's thread that waits for work is in no function of
+    the package. Threads of other libraries never count, wherever those are installed.
     """
     frames = sys._current_frames()
     return sorted(

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that decoders have, each with control strings of its own."""
+"""Small tokenizers of every kind that decoders use, each with its control strings."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ class Family:
     Attributes
     ----------
     build
-        Makes its backend with the control tokens given added, or none of them.
+        A function that builds the backend, without control tokens.
     ends
-        What begins and ends a text.
+        The tokens that begin and end a text.
     flags
-        Of the control tokens.
+        Flags of the control tokens, such as ``("lstrip", True)``.
+    is_special
+        Whether the control tokens are special tokens.
     """
 
     build: Callable[[], Tokenizer]
@@ -72,7 +74,7 @@ def _byte_level(add_prefix_space: bool) -> Tokenizer:
 
 
 def _ignoring_merges() -> Tokenizer:
-    """Return one whose vocabulary holds control strings as words, which are taken whole."""
+    """Return a tokenizer whose vocabulary has control strings as words, which it takes whole."""
     backend = Tokenizer(
         models.BPE(
             vocab={
@@ -120,7 +122,7 @@ def _gemma() -> Tokenizer:
 
 
 def _unigram() -> Tokenizer:
-    """Return one whose vocabulary holds the ends of text as the likeliest words."""
+    """Return a tokenizer whose vocabulary has the ends of text as its likeliest words."""
     backend = Tokenizer(models.Unigram())
     backend.normalizer = normalizers.Nmt()
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -151,7 +153,7 @@ def _word_piece() -> Tokenizer:
 
 
 def _words() -> Tokenizer:
-    """Return one of whole words, its control strings among them."""
+    """Return a tokenizer of whole words, including its control strings."""
     words = ["<unk>", "<s>", "</s>", *MARKERS, "the", "fox", "system", "obey", "user"]
     backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -159,7 +161,7 @@ def _words() -> Tokenizer:
 
 
 def _compatible() -> Tokenizer:
-    """Return one whose normaliser turns full-width characters into plain ones."""
+    """Return a tokenizer whose normaliser turns full-width characters into plain ones."""
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFKC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -189,7 +191,7 @@ FAMILIES: dict[str, Family] = {
 
 @functools.cache
 def bare_backend(name: str) -> Tokenizer:
-    """Return a family's tokenizer as it is without its control tokens."""
+    """Return a family's tokenizer without its control tokens."""
     backend = FAMILIES[name].build()
     backend.encode_special_tokens = True  # trainers add "<unk>"
     return backend

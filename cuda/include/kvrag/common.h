@@ -1,8 +1,8 @@
 // Types and macros that host compilers, nvcc and NVRTC agree on.
 //
-// NVRTC has no standard library, so the headers of this folder include nothing else and name
-// their own integers. Functions are `static`: the host compiles them once per instruction set,
-// and the linker must never take one translation unit's copy for another's.
+// NVRTC has no standard library, so the headers of this folder include nothing else and define
+// their own names for integers. Functions are `static`: the host compiles them once per instruction
+// set, and the linker must never use one translation unit's copy for another.
 #pragma once
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)

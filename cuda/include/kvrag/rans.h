@@ -1,20 +1,20 @@
 // Interleaved range asymmetric numeral systems (rANS): the arithmetic of one lane, the tables,
 // and the layout of a payload. Source: Duda, arXiv 1311.2540; interleaving: Giesen, arXiv
-// 1402.3392. Vector kernels of the host (cuda/host) and warps of the device (cuda/kernels) do
-// exactly what is written here, 32 lanes at a time.
+// 1402.3392. The host's vector kernels (cuda/host) and the device's warps (cuda/kernels) do exactly
+// the same, 32 lanes at a time.
 //
 // A *model* is `num_classes` tables of frequencies over at most 256 symbols; each sums to 4096.
-// A row of symbols has one class; where there are contexts, each symbol's is added to it. A
-// stream covers consecutive rows, in order; token t of a row belongs to lane t % 32, and the
-// last vector of a row uses its first (T % 32) lanes only.
+// A row of symbols has one class. If there are contexts, each symbol's context is added to it. A
+// stream covers consecutive rows, in order. Token t of a row belongs to lane t % 32. If T is not a
+// multiple of 32, the last vector of a row uses only its first (T % 32) lanes.
 //
 //     payload  u32 num_streams | u32 size_bytes[num_streams] | the streams
 //     stream   u32 state[32]   | u16 words, in the order the decoder takes them
 //
 // All integers are little endian. Stream i of S covers the rows from floor(i R / S) on.
-// Within a vector the lanes that need a word take the next ones in ascending lane order. The
-// encoder runs backwards from state 2^16 in every lane; the decoder must arrive there with no
-// word left, which is how damage that decodes is noticed.
+// Within a vector, the lanes that need a word take the next ones in ascending lane order. The
+// encoder runs backwards from state 2^16 in every lane. The decoder must end in these states with
+// no word left; otherwise the stream is damaged.
 #pragma once
 
 #include "kvrag/common.h"
@@ -41,7 +41,7 @@ enum class Damage : i32 {
   final_state = 7,
 };
 
-// Row at which stream `stream` of `num_streams` begins; that of the next one is its end.
+// The row at which stream `stream` of `num_streams` begins; it ends where the next one begins.
 KVRAG_HD static u64 first_row(u64 stream, u64 num_streams, u64 num_rows) {
   return stream * num_rows / num_streams;
 }
@@ -55,7 +55,7 @@ KVRAG_HD static u32 slot_of(u32 state) { return state & (kNumSlots - 1); }
 
 KVRAG_HD static u8 symbol_of(u32 entry) { return static_cast<u8>(entry); }
 
-// The state once the symbol of `entry` has been taken out of it.
+// The state after the symbol of `entry` has been popped.
 KVRAG_HD static u32 pop(u32 state, u32 entry) {
   return ((entry >> 8 & (kNumSlots - 1)) + 1) * (state >> kProbabilityBits) + (entry >> 20);
 }
@@ -65,17 +65,17 @@ KVRAG_HD static bool needs_word(u32 state) { return state < kLowerBound; }
 
 KVRAG_HD static u32 with_word(u32 state, u32 word) { return state << kWordBits | word; }
 
-// One symbol of an encode table: frequency | cumulative << 16; 0 for what cannot be coded.
+// One symbol of an encode table: frequency | cumulative << 16; 0 if it cannot be coded.
 KVRAG_HD static u32 encode_entry(u32 frequency, u32 cumulative) {
   return frequency == 0 ? 0 : frequency | cumulative << 16;
 }
 
-// Whether the encoder must emit the low word first; never so at frequency 4096.
+// Whether the encoder must emit the low word first; never at frequency 4096.
 KVRAG_HD static bool must_emit(u32 state, u32 entry) {
   return (state >> (32 - kProbabilityBits)) >= (entry & 0xffff);
 }
 
-// The state that holds the symbol of `entry` on top of `state`. The frequency must not be 0.
+// The state after the symbol of `entry` has been pushed. The frequency must not be 0.
 KVRAG_HD static u32 push(u32 state, u32 entry) {
   const u32 frequency = entry & 0xffff;
   return (state / frequency << kProbabilityBits) + state % frequency + (entry >> 16);

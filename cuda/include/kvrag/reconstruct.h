@@ -1,13 +1,13 @@
-// From whole numbers back to keys and values: the arithmetic of one element.
+// Reconstructs keys and values from whole numbers: the arithmetic of one element.
 //
-//     number  = symbol - 128, or a 16-bit value; a patch replaces what becomes of it
+//     number  = symbol - 128, or a 16-bit value; a patch replaces its point
 //     point   = number - sign(number) shrink[row]
 //     channel = mean[h, d] + sum over rows r of point[r, t] basis[h, r, d]        (transform)
 //     channel = point[h D + d, t] row_scale[row] token_scale[t] + addend[row, t]  (channels)
 //     out     = channel, rotated to its position in the half-split layout, rounded to its type
 //
-// The quantiser's steps are folded into the basis. All arithmetic is float32; the order of the
-// sum differs between instruction sets and devices, and so do the last bits of its result.
+// The basis includes the quantiser's steps. All arithmetic is float32. The order of the sum differs
+// between instruction sets and devices, and so do the last bits of the result.
 #pragma once
 
 #include "kvrag/common.h"
@@ -25,7 +25,7 @@ KVRAG_HD static float point(i32 number, float shrink) {
   return value > 0.0f ? value - shrink : value < 0.0f ? value + shrink : 0.0f;
 }
 
-// First and second half of a rotated pair of channels.
+// The first and second half of a rotated pair of channels.
 KVRAG_HD static float rotate_first(float first, float second, float cos, float sin) {
   return first * cos - second * sin;
 }
@@ -44,7 +44,7 @@ KVRAG_HD static u32 bits_of(float value) {
 #endif
 }
 
-// First of `count` patches, sorted by token, whose token is not below `token`.
+// The first of `count` patches, sorted by token, whose token is not below `token`.
 KVRAG_HD static u64 first_patch(const u32* patch_tokens, u64 count, u64 token) {
   u64 low = 0;
   u64 high = count;
@@ -75,7 +75,7 @@ KVRAG_HD static u16 to_f16(float value) {
   // Normal results: rebias the exponent by 112, then round the mantissa from 23 to 10 bits. A
   // carry runs into the exponent, where it belongs.
   const u32 normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
-  // Below 2^-14 a result is a multiple of 2^-24: adding 0.5 lets float addition round to that.
+  // Below 2^-14, results are multiples of 2^-24: adding 0.5 makes float addition round to those.
   float shifted;
 #if defined(__CUDA_ARCH__)
   shifted = __uint_as_float(magnitude);
@@ -85,13 +85,13 @@ KVRAG_HD static u16 to_f16(float value) {
   const u32 subnormal = bits_of(shifted + 0.5f) - 0x3f000000;
   const u32 finite = magnitude < 113u << 23 ? subnormal : normal;
   const u32 infinite = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
-  // From 65520 on values round to infinity.
+  // Values from 65520 on round to infinity.
   return static_cast<u16>(sign | (magnitude >= 0x477ff000 ? infinite : finite));
 }
 
-// Numbers in planes: a coarse one first, then digits to base 3, each coded in the context of
-// the magnitude known so far (0, 1, more). A digit is symbol - 128, mirrored where the number
-// is negative. Damaged digits can leave the range of 16 bits: they stop at its ends.
+// Numbers in planes: a coarse number first, then digits to base 3. The context of a digit is the
+// magnitude so far (0, 1, more). A digit is symbol - 128, mirrored if the number is negative.
+// Damaged digits can exceed the range of 16 bits; results are clamped to it.
 KVRAG_HD static u8 context_of(i16 value) {
   const i32 magnitude = value < 0 ? -value : value;
   return static_cast<u8>(magnitude < 2 ? magnitude : 2);

@@ -1,1 +1,1 @@
-"""The first stage of a codec: channels of KV to rows that are cheap to code, and back."""
+"""Transforms, the first stage of a codec: channels of KV to rows that are cheap to code."""

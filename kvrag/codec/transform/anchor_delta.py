@@ -1,10 +1,10 @@
 """CacheGen's change-based encoding: an anchor token in every group, the others as differences.
 
-Source: CacheGen (SIGCOMM 2024, section 5.2): groups of 10, the first token of a group is its
-anchor, coded in 8 bits; the other nine are coded as differences to the anchor, not to their
-neighbours, so that all decode in parallel. Differences are taken to the anchor as it will be
-decoded, so that its own error is not added. The paper gives no scale for the anchors; here it is
-the greatest magnitude of the token in each layer and kind.
+Source: CacheGen (SIGCOMM 2024, section 5.2). Groups have 10 tokens. The first token of a group is
+its anchor, coded in 8 bits. The other nine are coded as differences from the anchor, not from their
+neighbours, so that all can be decoded in parallel. Differences are taken from the decoded anchor,
+so that its error is not added. The paper gives no scale for the anchors; here it is the greatest
+magnitude of the token in each layer and kind.
 
 The gain depends on the model: on kvrag-tiny and MiniLM the differences vary more than the values
 themselves, and this transform loses (``kvrag bench codec``).
@@ -41,10 +41,10 @@ class AnchorDelta:
 
     def __post_init__(self) -> None:
         if not 2 <= self.group <= 1024:
-            raise ParameterError(f"anchor_delta: group is 2 to 1024, found {self.group}")
+            raise ParameterError(f"anchor_delta: group must be 2 to 1024, found {self.group}")
 
     def plans(self, spec: KVSpec) -> tuple[BlockPlan, ...]:
-        """Return one block a layer."""
+        """Return one block for each layer."""
         return NoTransform().plans(spec)
 
     def fitter(self, spec: KVSpec) -> AnchorDeltaFitter:
@@ -52,13 +52,13 @@ class AnchorDelta:
         return AnchorDeltaFitter(spec, self)
 
     def load(self, spec: KVSpec, tensors: Mapping[str, torch.Tensor]) -> AnchorDeltaRows:
-        """Return the transform that a profile keeps. Raises ProfileError."""
+        """Return the fitted transform that a profile stores. Raises ProfileError."""
         plans = self.plans(spec)
         return AnchorDeltaRows(spec, plans, load_means(spec, plans, tensors), self.group)
 
 
 class AnchorDeltaFitter:
-    """Learns the mean of every channel: anchors are coded less their means."""
+    """Learns the mean of every channel: anchors are coded minus their means."""
 
     def __init__(self, spec: KVSpec, transform: AnchorDelta) -> None:
         self._spec = spec
@@ -66,17 +66,17 @@ class AnchorDeltaFitter:
         self._means = MeanFitter(spec, transform.plans(spec))
 
     def update(self, kv: ChunkKV) -> None:
-        """Take one chunk in."""
+        """Add one chunk."""
         self._means.update(kv)
 
     def finish(self) -> AnchorDeltaRows:
-        """Return what was learnt."""
+        """Return the fitted transform."""
         plans = self._transform.plans(self._spec)
         return AnchorDeltaRows(self._spec, plans, self._means.means(), self._transform.group)
 
 
 class AnchorDeltaRows:
-    """A matrix of anchors and one of differences a block (a `FittedTransform`)."""
+    """For each block, a matrix of anchors and one of differences (a `FittedTransform`)."""
 
     def __init__(
         self, spec: KVSpec, plans: tuple[BlockPlan, ...], means: list[torch.Tensor], group: int
@@ -90,11 +90,11 @@ class AnchorDeltaRows:
         ]
 
     def matrices(self, block: int) -> tuple[MatrixPlan, ...]:
-        """Return the matrix of the anchors and that of the differences."""
+        """Return the matrix of anchors and the matrix of differences."""
         return self._matrices[block]
 
     def widths(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the number of anchors and that of the other tokens."""
+        """Return the number of anchors and the number of other tokens."""
         num_anchors = -(-num_tokens // self._group)
         return num_anchors, num_tokens - num_anchors
 
@@ -108,7 +108,7 @@ class AnchorDeltaRows:
         is_anchor = self._is_anchor(channels.shape[1])
         anchors = centred[:, is_anchor]
         by_segment = anchors.view(self._num_segments(block), -1, anchors.shape[1])
-        # Rounded up to a float16: no anchor may exceed its own scale.
+        # Larger than needed, since it is rounded to float16: no anchor may exceed its scale.
         scale = (by_segment.abs().amax(1) * (1 + 2**-10) / ANCHOR_LEVELS).clamp(2.0**-24, 65504.0)
         scale = scale.half()
         step = scale.float()[:, None]
@@ -118,7 +118,7 @@ class AnchorDeltaRows:
         return Analysis([levels.reshape(anchors.shape), differences], scale.flatten())
 
     def synthesise(self, block: int, analysis: Analysis, num_tokens: int) -> torch.Tensor:
-        """Add differences to their anchors, and the means to all."""
+        """Add the anchors to their differences, and the means to all tokens."""
         levels, differences = analysis.matrices
         assert analysis.side is not None
         step = analysis.side.float().view(self._num_segments(block), 1, -1)
@@ -144,6 +144,6 @@ class AnchorDeltaRows:
         return torch.arange(num_tokens) % self._group == 0
 
     def _group_of(self, num_tokens: int) -> torch.Tensor:
-        """Return the group of each token that is no anchor."""
+        """Return the group of each token that is not an anchor."""
         tokens = torch.arange(num_tokens)
         return tokens[tokens % self._group != 0] // self._group

@@ -1,9 +1,8 @@
-"""What a transform is: the KV of a chunk to rows of numbers that are cheap to code, and back.
+"""The protocol of transforms: a chunk's KV to rows of numbers that are cheap to code, and back.
 
 A *block* covers some layers and one or both kinds (keys, values). Its N channels are numbered
-layer by layer, in each layer kind by kind, then head by head. A transform turns the channels
-``[N, T]`` of a block into one or more matrices of rows; a quantiser and an entropy coder do
-the rest.
+layer by layer, then kind by kind, then head by head. A transform turns the channels ``[N, T]`` of
+a block into one or more matrices of rows. A quantiser and an entropy coder follow.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ KINDS = ("keys", "values")
 
 
 def greatest_tame(dtype: torch.dtype) -> float:
-    """Return the magnitude beyond which a token is kept raw whatever the profile says.
+    """Return the magnitude above which a token is kept raw with any profile.
 
-    Squares of greater numbers would overflow on their way through the transform, and in float16
-    what comes back of a number near the greatest would be infinity.
+    In the transform, squares of greater numbers would overflow. In float16, a number near the
+    greatest could be decoded as infinity.
     """
     return min(1e15, torch.finfo(dtype).max / 2)
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What one block covers.
+    """The layers and kinds of one block.
 
     Attributes
     ----------
@@ -49,7 +48,7 @@ class BlockPlan:
         return len(self.layers) * len(self.kinds) * spec.num_kv_heads * spec.head_dim
 
     def channels_of(self, spec: KVSpec, layer_index: int, kind: str) -> slice:
-        """Return which channels are those of one layer and kind."""
+        """Return the slice of channels of one layer and kind."""
         width = spec.num_kv_heads * spec.head_dim
         place = (layer_index - self.layers.start) * len(self.kinds) + self.kinds.index(kind)
         return slice(place * width, (place + 1) * width)
@@ -75,11 +74,11 @@ class MatrixPlan:
     num_rows
         R.
     segments
-        int64 ``[R]``: rows of one segment are measured together by quantisers that scale tokens.
+        int64 ``[R]``: quantisers that scale tokens use one scale for the rows of a segment.
     layers
-        int64 ``[R]``: the layer a row belongs to, or -1 where it mixes several.
+        int64 ``[R]``: the layer of a row, or -1 if it mixes several.
     is_exact
-        Whether the transform has quantised these rows itself, to whole numbers -127 to 127.
+        Whether the transform has already quantised these rows, to whole numbers -127 to 127.
     """
 
     num_rows: int
@@ -89,20 +88,20 @@ class MatrixPlan:
 
     @property
     def num_segments(self) -> int:
-        """Segments there are."""
+        """How many segments there are."""
         return int(self.segments.max()) + 1 if len(self.segments) else 0
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """A block's matrices, float32 ``[R, T']`` each, and numbers beside them (float16)."""
+    """A block's matrices, float32 ``[R, T']`` each, and further numbers, float16 (`side`)."""
 
     matrices: Sequence[torch.Tensor]
     side: torch.Tensor | None = None
 
 
 class FittedTransform(Protocol):
-    """A transform with what was learnt of a model."""
+    """A transform that has been fitted to a model."""
 
     @property
     def plans(self) -> tuple[BlockPlan, ...]:
@@ -114,11 +113,11 @@ class FittedTransform(Protocol):
         ...
 
     def widths(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the columns T' of each matrix of a block of T tokens."""
+        """Return the number of columns T' of each matrix of a block of T tokens."""
         ...
 
     def num_side(self, block: int, num_tokens: int) -> int:
-        """Return how many numbers stand beside the matrices of a block."""
+        """Return how many numbers a block has besides its matrices."""
         ...
 
     def analyse(self, block: int, channels: torch.Tensor) -> Analysis:
@@ -126,37 +125,37 @@ class FittedTransform(Protocol):
         ...
 
     def synthesise(self, block: int, analysis: Analysis, num_tokens: int) -> torch.Tensor:
-        """Return channels float32 ``[N, T]`` from matrices with values as decoded."""
+        """Return the channels float32 ``[N, T]`` of decoded matrices."""
         ...
 
     def errors(self, block: int, found: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
-        """Return each token's squared error ``[T]`` in the metric that is optimised."""
+        """Return each token's squared error ``[T]`` in the metric that the transform optimises."""
         ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what a profile keeps of it, by name."""
+        """Return the tensors that a profile stores, by name."""
         ...
 
 
 class TransformFitter(Protocol):
-    """Learns a transform from chunks, in memory that does not grow with them."""
+    """Fits a transform to chunks, in memory that does not grow with their number."""
 
     def update(self, kv: ChunkKV) -> None:
-        """Take one chunk in."""
+        """Add one chunk."""
         ...
 
     def finish(self) -> FittedTransform:
-        """Return what was learnt."""
+        """Return the fitted transform."""
         ...
 
 
 class Transform(Protocol):
-    """The hyperparameters of a transform: what a configuration names."""
+    """The hyperparameters of a transform, as in a configuration."""
 
     name: ClassVar[str]
 
     def plans(self, spec: KVSpec) -> tuple[BlockPlan, ...]:
-        """Return the blocks it cuts a model's KV into."""
+        """Return the blocks that it divides a model's KV into."""
         ...
 
     def fitter(self, spec: KVSpec) -> TransformFitter:
@@ -164,9 +163,9 @@ class Transform(Protocol):
         ...
 
     def load(self, spec: KVSpec, tensors: Mapping[str, torch.Tensor]) -> FittedTransform:
-        """Return the transform that a profile keeps.
+        """Return the fitted transform that a profile stores.
 
-        Raises ProfileError when tensors are missing or of the wrong shape.
+        Raises ProfileError if tensors are missing or have the wrong shape.
         """
         ...
 
@@ -174,17 +173,17 @@ class Transform(Protocol):
 def take_tensor(
     tensors: Mapping[str, torch.Tensor], name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a tensor of a profile, checked.
+    """Return a tensor of a profile, after checking it.
 
     Parameters
     ----------
     shape
-        -1 allows any length from 0.
+        The expected shape; -1 allows any length from 0.
 
     Raises
     ------
     ProfileError
-        When it is missing, of another shape or type, or holds NaN or infinity.
+        If it is missing, has another shape or type, or holds NaN or infinity.
     """
     tensor = tensors.get(name)
     if tensor is None:

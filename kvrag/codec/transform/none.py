@@ -1,4 +1,4 @@
-"""No transform: each channel is a row, less its mean."""
+"""No transform: each row is a channel minus its mean."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from kvrag.kvcache import ChunkKV, KVSpec
 
 @dataclass(frozen=True)
 class NoTransform:
-    """One block a layer, one row a channel; means are taken off, since key channels have large
-    ones that would cost bits in every token.
+    """One block for each layer, one row for each channel.
+
+    Means are subtracted: those of key channels are large and would cost bits in every token.
     """
 
     name: ClassVar[str] = "none"
 
     def plans(self, spec: KVSpec) -> tuple[BlockPlan, ...]:
-        """Return one block a layer."""
+        """Return one block for each layer."""
         return tuple(BlockPlan(range(index, index + 1)) for index in range(spec.num_layers))
 
     def fitter(self, spec: KVSpec) -> MeanFitter:
@@ -29,7 +30,7 @@ class NoTransform:
         return MeanFitter(spec, self.plans(spec))
 
     def load(self, spec: KVSpec, tensors: Mapping[str, torch.Tensor]) -> ChannelRows:
-        """Return the transform that a profile keeps. Raises ProfileError."""
+        """Return the fitted transform that a profile stores. Raises ProfileError."""
         plans = self.plans(spec)
         return ChannelRows(spec, plans, load_means(spec, plans, tensors))
 
@@ -44,24 +45,24 @@ class MeanFitter:
         self._count = 0
 
     def update(self, kv: ChunkKV) -> None:
-        """Take one chunk in."""
+        """Add one chunk."""
         for plan, total in zip(self._plans, self._sums, strict=True):
             total += plan.gather(kv).double().sum(1)
         self._count += kv.num_tokens
 
     def means(self) -> list[torch.Tensor]:
-        """Return float32 ``[N]`` for each block."""
+        """Return the means, float32 ``[N]`` for each block."""
         return [(total / max(1, self._count)).float() for total in self._sums]
 
     def finish(self) -> ChannelRows:
-        """Return what was learnt."""
+        """Return the fitted transform."""
         return ChannelRows(self._spec, self._plans, self.means())
 
 
 def load_means(
     spec: KVSpec, plans: tuple[BlockPlan, ...], tensors: Mapping[str, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return the means a profile keeps, float32 ``[N]`` for each block. Raises ProfileError."""
+    """Return a profile's means, float32 ``[N]`` for each block. Raises ProfileError."""
     return [
         take_tensor(tensors, f"mean.{block}", [plan.num_channels(spec)], torch.float32)
         for block, plan in enumerate(plans)
@@ -69,7 +70,7 @@ def load_means(
 
 
 def channel_matrix(spec: KVSpec, plan: BlockPlan, is_exact: bool = False) -> MatrixPlan:
-    """Return a matrix whose rows are a block's channels, a segment for each layer and kind."""
+    """Return a matrix whose rows are a block's channels, with a segment for each layer and kind."""
     width = spec.num_kv_heads * spec.head_dim
     num_rows = plan.num_channels(spec)
     segments = torch.arange(num_rows) // width
@@ -78,7 +79,7 @@ def channel_matrix(spec: KVSpec, plan: BlockPlan, is_exact: bool = False) -> Mat
 
 
 class ChannelRows:
-    """Rows are channels less their means (a `FittedTransform`)."""
+    """Rows are channels minus their means (a `FittedTransform`)."""
 
     def __init__(
         self, spec: KVSpec, plans: tuple[BlockPlan, ...], means: list[torch.Tensor]
@@ -92,15 +93,15 @@ class ChannelRows:
         return self._matrices[block]
 
     def widths(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the columns of each matrix of a block."""
+        """Return the number of columns of each matrix of a block."""
         return (num_tokens,)
 
     def num_side(self, block: int, num_tokens: int) -> int:
-        """Nothing stands beside the matrices."""
+        """Return 0: a block is its matrix."""
         return 0
 
     def analyse(self, block: int, channels: torch.Tensor) -> Analysis:
-        """Take the means off."""
+        """Subtract the means."""
         return Analysis([channels - self._means[block][:, None]])
 
     def synthesise(self, block: int, analysis: Analysis, num_tokens: int) -> torch.Tensor:

@@ -1,12 +1,12 @@
 """Principal components: a basis in which the numbers of a token are uncorrelated.
 
-Keys (before RoPE) and values of one token, in all layers, are functions of one residual stream,
-so their covariance is far from diagonal. In its eigenvectors' basis most components are nearly
-constant and need no bits at all (transform coding; KVTC, 2025, does it for keys and values apart).
+A token's keys (before RoPE) and values in all layers are functions of one residual stream, so their
+covariance is far from diagonal. In the basis of its eigenvectors, most components are nearly
+constant and need no bits (transform coding; KVTC, 2025, does this for keys and values separately).
 
-Errors are measured as they are: dividing each layer and kind by its root mean square, weighting by
-the queries' second moment or by gradients lost as much or more of kvrag-tiny's answers at equal
-rate. `PCA.normalise` does the first for models whose layers differ too much.
+Errors are not weighted. Three weightings kept no more of kvrag-tiny's answers at equal rate:
+dividing each layer and kind by its root mean square, the queries' second moment, and gradients.
+`PCA.normalise` does the first, for models whose layers differ too much.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
 
 BASIS_DTYPE = torch.float16
-# A token whose energy exceeds the running mean this many times counts as if it did not: a few
-# attention sinks would otherwise turn the first components towards themselves.
+# A token whose energy exceeds the running mean by this factor is scaled down to it. Otherwise a few
+# attention sinks would determine the first components.
 _MOST_ENERGY = 9.0
 _MOST_DOUBLE = 1536
 _MOST_CHANNELS = 6144
 _FEW_CHANNELS = 1536
 _FEW_LAYERS = 3
-# A layer that hardly varies is not blown up to the others' size.
+# Keeps a layer that hardly varies from being scaled up to the others' size.
 _LEAST_VARIANCE = 1e-4
 
 
@@ -42,15 +42,14 @@ class PCA:
     Attributes
     ----------
     group_layers
-        Layers of a group; 0 means as many as have 1,536 channels together, but up to three
-        layers of wide models, with at most 6,144. The more, the smaller the records; fitting costs
-        ``N^3`` operations and decoding ``2 N R`` a token for each group of N channels, R of whose
-        components are coded: with these groups at most 3 % of a prefill (``kvrag bench codec``).
+        Layers of a group. 0 means as many as have 1,536 channels together, or in wide models up to
+        three layers with at most 6,144 channels. Larger groups give smaller records. A group of N
+        channels, R of whose components are coded, costs ``N^3`` operations to fit and ``2 N R`` a
+        token to decode: with these groups at most 3 % of a prefill (``kvrag bench codec``).
     joint
-        Whether keys and values share one basis, where those of one layer have at most 6,144
-        channels.
+        Whether keys and values share one basis, if those of one layer have at most 6,144 channels.
     normalise
-        Whether channels are divided by the root mean square of their layer and kind first.
+        Whether channels are first divided by the root mean square of their layer and kind.
     """
 
     name: ClassVar[str] = "pca"
@@ -60,7 +59,7 @@ class PCA:
 
     def __post_init__(self) -> None:
         if self.group_layers < 0:
-            raise ParameterError(f"pca: group_layers is at least 0, found {self.group_layers}")
+            raise ParameterError(f"pca: group_layers must be at least 0, found {self.group_layers}")
 
     def plans(self, spec: KVSpec) -> tuple[BlockPlan, ...]:
         """Return a block for each group of layers, or for each kind of each group."""
@@ -77,7 +76,7 @@ class PCA:
         return tuple(BlockPlan(layers, which) for layers in groups for which in kinds)
 
     def fitter(self, spec: KVSpec) -> PCAFitter:
-        """Return an empty fitter: it keeps ``N^2`` numbers a block, whatever the corpus."""
+        """Return an empty fitter. It keeps ``N^2`` numbers a block for a corpus of any size."""
         needed = sum(4 * plan.num_channels(spec) ** 2 for plan in self.plans(spec))
         if needed > _memory_bytes() / 2:
             raise ParameterError(
@@ -88,7 +87,7 @@ class PCA:
         return PCAFitter(spec, self)
 
     def load(self, spec: KVSpec, tensors: Mapping[str, torch.Tensor]) -> Components:
-        """Return the transform that a profile keeps. Raises ProfileError."""
+        """Return the fitted transform that a profile stores. Raises ProfileError."""
         plans = self.plans(spec)
         means = load_means(spec, plans, tensors)
         weights, bases = [], []
@@ -112,13 +111,13 @@ class PCAFitter:
         self._plans = transform.plans(spec)
         sizes = [plan.num_channels(spec) for plan in self._plans]
         self._count = 0
-        self._shift: list[torch.Tensor] = []  # the first chunk's means, against cancellation
+        self._shift: list[torch.Tensor] = []  # the first chunk's means, to limit cancellation
         self._sums = [torch.zeros(size, dtype=torch.float64) for size in sizes]
         self._products = [torch.zeros(size, size) for size in sizes]
         self._energy = [0.0] * len(sizes)
 
     def update(self, kv: ChunkKV) -> None:
-        """Take one chunk in."""
+        """Add one chunk."""
         channels = [plan.gather(kv) for plan in self._plans]
         if not self._shift:
             self._shift = [rows.mean(1) for rows in channels]
@@ -133,9 +132,9 @@ class PCAFitter:
             self._products[block].addmm_(rows, rows.T)
 
     def finish(self) -> Components:
-        """Return the components, those of most variance first."""
+        """Return the components, in order of falling variance."""
         if self._count < 2:
-            raise ParameterError(f"a profile is fitted on 2 tokens or more; found {self._count}")
+            raise ParameterError(f"a profile needs 2 tokens or more; found {self._count}")
         means, weights, bases = [], [], []
         for block, plan in enumerate(self._plans):
             mean = self._sums[block] / self._count
@@ -146,7 +145,7 @@ class PCAFitter:
             # Centred numbers of T tokens span T - 1 directions at most.
             rank = min(len(mean), self._count - 1)
             scaled = covariance * weight * weight[:, None]
-            # Single precision where double would take minutes; small bases are not worth its risk.
+            # Single precision only for large bases, for which double would take minutes.
             precision = torch.float64 if len(mean) <= _MOST_DOUBLE else torch.float32
             _, vectors = torch.linalg.eigh(((scaled + scaled.T) / 2).to(precision))
             bases.append(vectors[:, -rank:].flip(1).T.contiguous().to(BASIS_DTYPE))
@@ -172,7 +171,7 @@ class Components:
     means, weights
         float32 ``[N]`` for each block.
     bases
-        float16 ``[R, N]`` for each block: orthonormal rows, in the weighted channels.
+        float16 ``[R, N]`` for each block: rows orthonormal in the weighted channels.
     """
 
     def __init__(
@@ -201,19 +200,19 @@ class Components:
         return self._matrices[block]
 
     def widths(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the columns of each matrix of a block."""
+        """Return the number of columns of each matrix of a block."""
         return (num_tokens,)
 
     def num_side(self, block: int, num_tokens: int) -> int:
-        """Nothing stands beside the matrices."""
+        """Return 0: a block is its matrix."""
         return 0
 
     def analyse(self, block: int, channels: torch.Tensor) -> Analysis:
-        """Return the components of weighted channels less their means."""
+        """Return the components of the weighted channels, minus their means."""
         return Analysis([self._basis(block) @ self._weighted(block, channels)])
 
     def synthesise(self, block: int, analysis: Analysis, num_tokens: int) -> torch.Tensor:
-        """Return the channels; rows that were not decoded may be missing at the end."""
+        """Return the channels. The last rows, if not decoded, may be missing."""
         rows = analysis.matrices[0]
         channels = self._basis(block)[: len(rows)].T @ rows
         return channels / self.weights[block][:, None] + self.means[block][:, None]
@@ -225,7 +224,7 @@ class Components:
     def synthesis_basis(
         self, block: int, layer_index: int, kind: str, steps: torch.Tensor
     ) -> torch.Tensor:
-        """Return what turns symbols of R rows into one layer's channels.
+        """Return the matrix that turns symbols of R rows into one layer's channels.
 
         Parameters
         ----------
@@ -244,12 +243,12 @@ class Components:
         return heads.transpose(0, 1).contiguous()
 
     def mean_of(self, block: int, layer_index: int, kind: str) -> torch.Tensor:
-        """Return float32 ``[H, D]``."""
+        """Return the mean of one layer and kind, float32 ``[H, D]``."""
         which = self.plans[block].channels_of(self._spec, layer_index, kind)
         return self.means[block][which].view(self._spec.num_kv_heads, self._spec.head_dim)
 
     def keep_rows(self, num_rows: Sequence[int]) -> Components:
-        """Return the same with no more than so many components of each block."""
+        """Return a copy with at most `num_rows` components for each block."""
         bases = [basis[:n].clone() for basis, n in zip(self.bases, num_rows, strict=True)]
         return Components(self._spec, self.plans, self.means, self.weights, bases)
 
@@ -260,7 +259,7 @@ class Components:
         return kept | {f"basis.{block}": basis for block, basis in enumerate(self.bases)}
 
     def _basis(self, block: int) -> torch.Tensor:
-        """Return a basis in float32, made when it is first needed."""
+        """Return a basis in float32, converted on first use."""
         found = self._wide.get(block)
         if found is None:
             found = self._wide[block] = self.bases[block].float()

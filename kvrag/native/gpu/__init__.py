@@ -1,12 +1,12 @@
-"""The same kernels on an NVIDIA GPU; wants ``pip install 'kvrag[gpu]'`` and a CUDA build of torch.
+"""The kernels for NVIDIA GPUs. They need ``pip install 'kvrag[gpu]'`` and a CUDA build of torch.
 
-Payloads are bit for bit those of `kvrag.native`. Arguments are torch tensors on one GPU; work
-goes to torch's current stream, and nothing here waits for the whole device. The kernels are
-compiled when the first of them is used and kept in ``~/.cache/kvrag`` (``KVRAG_CACHE``).
+Payloads are bit for bit those of `kvrag.native`. Arguments are torch tensors on one GPU. Work
+goes to torch's current stream, and no function waits for the whole device. The kernels are
+compiled on first use and cached in ``~/.cache/kvrag`` (``KVRAG_CACHE``).
 
-So far these kernels have been compiled for sm_80 and sm_90 and checked, played by the host's
-threads, against the host's kernels; they have not run on a GPU. `tests/native/test_gpu.py` holds
-what must pass there.
+So far these kernels have been compiled for sm_80 and sm_90, and emulated with CPU threads to
+compare them with the CPU's kernels. They have not run on a GPU. `tests/native/test_gpu.py` holds
+the tests that must pass there.
 
 - `kvrag.native.gpu.entropy`: `DeviceTables`, `encode_rows`, `decode_rows`, `Verdict`.
 - `kvrag.native.gpu.reconstruction`: `reconstruct`, `place_channels`, `contexts`, `refine`.

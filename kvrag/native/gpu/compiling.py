@@ -1,4 +1,4 @@
-"""From the sources in ``cuda/`` to kernels on a device: NVRTC, and a cache of what it made."""
+"""Compiles the sources in ``cuda/`` to kernels on a device, with NVRTC and a cache."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ Argument = torch.Tensor | int | None
 def source_folder() -> Path:
     """Return the folder that holds ``include/`` and ``kernels/``."""
     installed = Path(__file__).parents[1] / "cuda"
-    # In a checkout they are where they are edited.
+    # In a checkout, the sources are in the repository's root.
     return installed if installed.is_dir() else Path(__file__).parents[3] / "cuda"
 
 
 def compile_kernels(file: str, arch: str) -> bytes:
-    """Return the cubin of ``kernels/<file>.cu``; needs NVRTC, but no GPU.
+    """Return the cubin of ``kernels/<file>.cu``. It needs NVRTC, but no GPU.
 
     Parameters
     ----------
     file
         rans or reconstruct.
     arch
-        What to compile for, say sm_90.
+        The architecture to compile for, such as sm_90.
 
     Raises
     ------
     ParameterError
-        When the extra ``gpu`` is not installed.
+        If the extra ``gpu`` is not installed.
     """
     core = _cuda_core()
     folder = source_folder()
@@ -67,18 +67,19 @@ def launch(
     num_threads: int = _THREADS,
     shared_bytes: int = 0,
 ) -> None:
-    """Start a kernel on torch's current stream of `device`; returns without waiting.
+    """Start a kernel on torch's current stream of `device`, and return without waiting.
 
     Parameters
     ----------
     kernel
-        Its name.
+        The kernel's name.
     grid
-        Blocks in x and y; nothing happens where one is 0.
+        Blocks in x and y. If one is 0, nothing happens.
     arguments
-        In the kernel's order: tensors and None become pointers, numbers 64-bit integers.
+        The arguments, in the kernel's order. Tensors and None become pointers, numbers become
+        64-bit integers.
     num_threads
-        Of a block.
+        Threads of a block.
     shared_bytes
         Dynamic shared memory of a block.
     """
@@ -90,7 +91,7 @@ def launch(
         for argument in arguments
     ]
     with torch.cuda.device(device):
-        # torch makes its context current lazily, and only in threads that have used it.
+        # torch makes its context current only on first use, separately in each thread.
         core.Device(torch.cuda.current_device()).set_current()
         function = _function(kernel)
         config = core.LaunchConfig(grid=grid, block=num_threads, shmem_size=shared_bytes)
@@ -117,14 +118,14 @@ def _function(kernel: str) -> Any:
 
 
 def _cached_cubin(file: str, arch: str) -> bytes:
-    """Return what `compile_kernels` made, now or in an earlier process."""
+    """Return the result of `compile_kernels`, which an earlier process may have cached."""
     path = _cache_folder() / f"{file}-{arch}-{_key(file)}.cubin"
     with contextlib.suppress(OSError):
         kept = path.read_bytes()
         if xxhash.xxh3_128_digest(kept[_CHECKSUM_BYTES:]) == kept[:_CHECKSUM_BYTES]:
             return kept[_CHECKSUM_BYTES:]
     cubin = compile_kernels(file, arch)
-    # A folder that cannot be written costs a compilation in every process, nothing else.
+    # If the folder cannot be written, each process compiles again.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)
@@ -135,7 +136,7 @@ def _cached_cubin(file: str, arch: str) -> bytes:
 
 
 def _key(file: str) -> str:
-    """Return a hash of all that the compiler reads, and of the compiler's version."""
+    """Return a hash of everything that the compiler reads, and of the compiler's version."""
     folder = source_folder()
     content = xxhash.xxh3_128(_compiler_version().encode())
     headers = sorted((folder / "include" / "kvrag").glob("*.h"))

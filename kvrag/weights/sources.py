@@ -1,0 +1,199 @@
+"""From what a user writes after `--model` to a GGUF file on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrag.errors import ModelLoadError
+from kvrag.weights.named import named_model
+
+OLLAMA = "ollama:"
+LLAMA_CPP = "llama.cpp:"
+_MAGIC = b"GGUF"
+_PIECE = re.compile(r"-\d{5}-of-\d{5}$")
+_MODEL_LAYER = "application/vnd.ollama.image.model"
+
+
+@dataclass(frozen=True)
+class GgufSource:
+    """A GGUF file, in one piece or several. It is only ever read.
+
+    Attributes
+    ----------
+    name
+        What the user calls it.
+    files
+        Its pieces, in order.
+    sha256
+        Of the whole, in hexadecimal; None where nobody published one.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    sha256: str | None = None
+
+    @property
+    def identity(self) -> str:
+        """A name for the file's content: its published digest, or path, size and time."""
+        if self.sha256 is not None:
+            return self.sha256[:16]
+        text = "\n".join(
+            f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
+            for path in self.files
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the whole in bytes."""
+        return sum(path.stat().st_size for path in self.files)
+
+
+def find_gguf(reference: str | Path) -> GgufSource | None:
+    """Return the GGUF file that a reference means, or None when it means none.
+
+    Parameters
+    ----------
+    reference
+        A name of `NAMED_MODELS`, a GGUF file, a folder with one GGUF file and no ``config.json``,
+        ``ollama:NAME[:TAG]`` or ``llama.cpp:NAME``.
+
+    Raises
+    ------
+    ModelLoadError
+        When it means one that is not there, or is ambiguous, or no GGUF file.
+    """
+    text = str(reference)
+    if isinstance(reference, str):
+        if named := named_model(text):
+            return GgufSource(named.name, named.files(), named.sha256)
+        if text.startswith(OLLAMA):
+            return _from_ollama(text)
+        if text.startswith(LLAMA_CPP):
+            return _from_llama_cpp(text)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        if (path / "config.json").exists() or not (inside := sorted(path.glob("*.gguf"))):
+            return None
+        if len(inside) > 1:
+            raise ModelLoadError(
+                f"{path} has {len(inside)} GGUF files; name one: "
+                f"{', '.join(one.name for one in inside[:5])}"
+            )
+        path = inside[0]
+    elif path.suffix.lower() != ".gguf":
+        return None
+    return _checked(GgufSource(path.stem, (path,)))
+
+
+def _checked(source: GgufSource) -> GgufSource:
+    path = source.files[0]
+    if _PIECE.search(path.stem):
+        raise ModelLoadError(
+            f"{path} is one piece of a split GGUF file; join the pieces first: "
+            f"llama-gguf-split --merge {path.name} JOINED.gguf"
+        )
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(_MAGIC))
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {path}: {error.strerror or error}") from error
+    if head != _MAGIC:
+        raise ModelLoadError(f"{path} is no GGUF file: it begins with {head!r}, not {_MAGIC!r}")
+    return source
+
+
+# -- Ollama ---------------------------------------------------------------------------------------
+
+
+def _from_ollama(reference: str) -> GgufSource:
+    name, _, tag = reference.removeprefix(OLLAMA).partition(":")
+    parts = name.split("/")
+    if not name or any(part in ("", ".", "..") for part in [*parts, tag or "latest"]):
+        raise ModelLoadError(
+            f"model {reference!r}: expected {OLLAMA}NAME or {OLLAMA}NAME:TAG, as `ollama list` "
+            "shows them"
+        )
+    if len(parts) == 1:
+        parts = ["library", *parts]
+    if len(parts) == 2:
+        parts = ["registry.ollama.ai", *parts]
+    searched = _ollama_folders()
+    for folder in searched:
+        manifest = folder.joinpath("manifests", *parts, tag or "latest")
+        if manifest.is_file():
+            return _checked(GgufSource(reference, (_ollama_blob(folder, manifest),)))
+    raise ModelLoadError(
+        f"Ollama has no model {reference.removeprefix(OLLAMA)!r} in "
+        f"{', '.join(map(str, searched))}: see `ollama list`, or fetch it with "
+        f"`ollama pull {reference.removeprefix(OLLAMA)}`. OLLAMA_MODELS names another folder"
+    )
+
+
+def _ollama_folders() -> list[Path]:
+    if named := os.environ.get("OLLAMA_MODELS"):
+        return [Path(named).expanduser()]
+    # The second is where the service on Linux keeps them.
+    return [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
+
+
+def _ollama_blob(folder: Path, manifest: Path) -> Path:
+    try:
+        layers = json.loads(manifest.read_bytes())["layers"]
+        digest: str
+        (digest,) = (one["digest"] for one in layers if one["mediaType"] == _MODEL_LAYER)
+        if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
+            raise ValueError(f"digest {digest!r}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ModelLoadError(
+            f"{manifest} is not a manifest of Ollama with one model in it: {error}"
+        ) from error
+    return folder / "blobs" / digest.replace(":", "-")
+
+
+# -- llama.cpp ------------------------------------------------------------------------------------
+
+
+def _from_llama_cpp(reference: str) -> GgufSource:
+    name = reference.removeprefix(LLAMA_CPP)
+    found = sorted(set(_llama_cpp_files()))
+    if not name:
+        raise ModelLoadError(f"model {reference!r}: expected {LLAMA_CPP}NAME. {_files_told(found)}")
+    wanted = name.lower().removesuffix(".gguf")
+    matches = [path for path in found if path.stem.lower() == wanted] or [
+        path for path in found if wanted in path.stem.lower()
+    ]
+    if not matches:
+        raise ModelLoadError(
+            f"llama.cpp has no model {name!r} in its cache. {_files_told(found)} "
+            "LLAMA_CACHE names another folder"
+        )
+    if len(matches) > 1:
+        raise ModelLoadError(f"model {reference!r} is ambiguous. {_files_told(matches)}")
+    return _checked(GgufSource(reference, (matches[0],)))
+
+
+def _llama_cpp_files() -> Iterator[Path]:
+    if named := os.environ.get("LLAMA_CACHE"):
+        folders = [Path(named).expanduser()]
+    else:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
+        # Newer versions share Hugging Face's cache.
+        hub = os.environ.get("HF_HUB_CACHE") or cache / "huggingface" / "hub"
+        folders = [cache / "llama.cpp", Path.home() / "Library" / "Caches" / "llama.cpp", Path(hub)]
+    for folder in folders:
+        yield from folder.glob("*.gguf")
+        yield from folder.glob("models--*/snapshots/*/*.gguf")
+
+
+def _files_told(paths: list[Path]) -> str:
+    if not paths:
+        return "There is no GGUF file in it."
+    names = ", ".join(path.stem for path in paths[:8])
+    return f"It has {names}{' and others' if len(paths) > 8 else ''}."
