@@ -1,1 +1,1 @@
-"""From a prompt to an answer."""
+"""Answering: from a prompt to an `Answer`."""

@@ -1,4 +1,4 @@
-"""What the engine gives back."""
+"""What the engine returns: answers, their sources and their token counts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ FinishReason = Literal["stop", "length", "timeout"]
 
 @dataclass(frozen=True)
 class Source:
-    """A chunk that was found in the prompt.
+    """A chunk found in the prompt.
 
     Attributes
     ----------
     chunk_id, source, ordinal, text, metadata
-        As in `kvrag.Chunk`.
+        See `kvrag.Chunk`.
     """
 
     chunk_id: str
@@ -30,7 +30,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of one answer; `cached_tokens` of the prompt came from stored KV."""
+    """Token counts of one answer; `cached_tokens` counts prompt tokens taken from stored KV."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -44,18 +44,18 @@ class Answer:
     Attributes
     ----------
     text
-        The answer, without the prompt, special tokens or the stop string that ended it.
+        The answer, without the prompt, special tokens and the stop string that ended it.
     sources
-        The chunks found in the prompt, in its order, each once.
+        The chunks found in the prompt, in prompt order, each once.
     report
-        How the prompt's KV was made.
+        How the prompt's KV was computed.
     usage
         Token counts.
     finish_reason
-        ``"stop"`` (end of text or a stop string), ``"length"`` (tokens asked for, or the context
-        window, used up) or ``"timeout"``.
+        ``"stop"`` (end of text or a stop string), ``"length"`` (`max_tokens` or the context window
+        is used up) or ``"timeout"``.
     ttft_seconds, total_seconds
-        From the call to the first token, and to the end.
+        Seconds from the call to the first token, and to the end.
     """
 
     text: str
@@ -67,7 +67,7 @@ class Answer:
     total_seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
+        """Return the answer as plain JSON values."""
         return {
             **asdict(self),
             "sources": [asdict(source) for source in self.sources],
@@ -77,7 +77,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class AnswerDelta:
-    """A piece of an answer being streamed; only the last piece carries the whole `answer`."""
+    """A piece of a streamed answer; only the last piece carries the whole `answer`."""
 
     text: str
     answer: Answer | None = None

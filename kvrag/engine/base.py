@@ -1,4 +1,4 @@
-"""What adapters and commands need of an engine, whoever computes."""
+"""The interface of an engine, as adapters and commands use it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from kvrag.ingest.index import Index
 class Engine(Protocol):
     """Answers prompts over an index.
 
-    `kvrag.KVEngine` computes in this process, `kvrag.llms.vllm.engine.VLLMEngine` asks a vLLM. What
-    a request wants and an engine cannot do raises ParameterError before anything is computed.
+    `kvrag.KVEngine` computes in this process; `kvrag.llms.vllm.engine.VLLMEngine` asks a vLLM. An
+    engine that cannot do what a request asks for raises ParameterError before it computes anything.
     """
 
     @property
     def index(self) -> Index:
-        """Whose chunks are reused."""
+        """The index whose chunks are reused."""
         ...
 
     @property
     def defaults(self) -> Request:
-        """What a request means where it says nothing."""
+        """The values that apply where a request sets none."""
         ...
 
     @property
     def links_digest(self) -> str:
-        """Digest of the link tokens put behind chunks, "" without any."""
+        """Digest of the link tokens that follow chunks, or "" without link tokens."""
         ...
 
     def generate(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> Answer:

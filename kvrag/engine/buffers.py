@@ -1,8 +1,7 @@
-"""One spare KV buffer between prompts.
+"""A pool that keeps one spare KV buffer between prompts.
 
-A fresh buffer of a hundred megabytes costs a page fault for every four kilobytes, which on a CPU
-can take longer than loading the KV into it. The memory of the last prompt is therefore kept for
-the next one.
+A new buffer of a hundred megabytes costs a page fault for every four kilobytes. On a CPU, that can
+take longer than loading the KV into it. So the pool keeps one prompt's memory for the next prompt.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from kvrag.kvcache import FusedKV, KVSpec
 
 
 class BufferPool:
-    """Hands out fused buffers and keeps the memory of one that came back."""
+    """Provides fused buffers and keeps the memory of one returned buffer."""
 
     def __init__(self) -> None:
         self._spare: torch.Tensor | None = None
         self._lock = threading.Lock()
 
     def take(self, spec: KVSpec, num_tokens: int, capacity: int, device: torch.device) -> FusedKV:
-        """Return a buffer, in spare memory if there is enough of it."""
+        """Return a buffer, in the spare memory if that is large enough."""
         with self._lock:
             storage, self._spare = self._spare, None
         needed = FusedKV.storage_elements(spec, capacity)
@@ -31,7 +30,7 @@ class BufferPool:
         return FusedKV(spec, num_tokens, capacity, device, storage)
 
     def give_back(self, fused: FusedKV) -> None:
-        """Keep the buffer's memory; nobody may use the buffer afterwards."""
+        """Keep the buffer's memory; the caller must not use the buffer afterwards."""
         with self._lock:
             if self._spare is None or self._spare.numel() < fused.storage.numel():
                 self._spare = fused.storage

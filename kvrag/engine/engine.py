@@ -1,4 +1,4 @@
-"""`KVEngine`: prompts in, answers out, with the KV of known chunks taken from the index."""
+"""`KVEngine`: answers prompts, and takes the KV of known chunks from the index."""
 
 from __future__ import annotations
 
@@ -37,60 +37,60 @@ from kvrag.loading import LOAD_THREADS, MAX_LOAD_THREADS
 from kvrag.loading.streaming import StreamEstimates, Streaming
 from kvrag.models.adapter import without_adapters
 
-# A question, and a context: amounts between which a calibration's prices are a line.
+# The length of a question and of a context: a calibration's cost is linear between them.
 _PRIOR_TOKENS = (30, 1000)
 
 
 class KVEngine:
     """Answers prompts over an index at the cost of what the index does not hold.
 
-    Any prompt is valid. Chunks of the index are recognised in its text wherever they stand; their
-    stored KV is placed, repaired as the policy says, and everything else is computed. The token
-    ids are those of the plain pipeline, and whatever cannot be reused is prefilled and counted.
+    Any prompt is valid. The engine recognises chunks of the index anywhere in the prompt's text.
+    It places their stored KV, repairs it as the policy says, and computes the rest. The token ids
+    are those of the plain pipeline. The engine prefills and counts whatever it cannot reuse.
 
     Parameters
     ----------
     index
-        The index; its model answers.
+        The index to answer from, with the index's model.
     policy
         Which reused tokens are computed again: a name of
         `kvrag.fusion.policies.registry.POLICIES`, with parameters as in
-        ``"gradual:spread=0.8"``. ``"auto"`` chooses by what `kvrag calibrate` measured. Of an
-        index that stores chunks compressed nothing can be computed again: there the default
-        stands for ``"none"``, and any other is refused.
+        ``"gradual:spread=0.8"``. ``"auto"`` chooses from what `kvrag calibrate` measured. An index
+        of compressed chunks has no tokens that could be computed again: there the default means
+        ``"none"``, and every other policy is refused.
     ratio
-        Share of reused tokens that is computed again, and bound of ``"auto"``; None is the policy's
-        default.
+        Share of reused tokens to compute again; ``"auto"`` treats it as an upper bound. None uses
+        the policy's default.
     boundary_tokens
-        In place of it, tokens a chunk that ``"boundary"`` and ``"seam"`` compute again.
+        Alternative to `ratio` for ``"boundary"`` and ``"seam"``: tokens to compute again per chunk.
     eviction
-        What is forgotten while an answer is written: a name of
+        What to evict from the cache while an answer is generated: a name of
         `kvrag.eviction.registry.EVICTIONS` with parameters, as in ``"corm:window=256:recent=256"``,
         or a policy; None and ``"none"`` keep the full cache.
     links
-        Link tokens put behind reused chunks (KVLink): a file that ``kvrag train links`` wrote, or
-        ``"off"``; None takes ``links.safetensors`` from the model's folder, where it lies there
-        and fits (where it does not, prompts go without and count it).
+        Link tokens to insert after reused chunks (KVLink): a file that ``kvrag train links``
+        wrote, or ``"off"``. None uses ``links.safetensors`` from the model's folder if it exists
+        and fits; if it does not fit, prompts get no link tokens and their reports count that.
     max_tokens
-        Tokens of an answer at the most, unless a call says otherwise.
+        Maximum number of tokens in an answer; a call may override it.
     load_threads
-        Chunks whose KV is read at the same time, while what is not stored is computed layer by
-        layer; 0 reads each layer before it is computed.
+        Number of chunks whose KV is read at the same time, while the rest of the prompt is computed
+        layer by layer; 0 reads each layer before it is computed.
     ttft
-        Seconds to the first token that stored KV is streamed towards: of each chunk as much is
-        loaded as there is time for, or it is computed where that is quicker or as quick. None loads
-        all of it.
+        Target for the time to first token, in seconds, when streaming stored KV. The engine loads
+        as much of each chunk as the time allows, or computes the chunk where that is at least as
+        quick. None loads all stored KV.
 
     Raises
     ------
     LinksError
-        For a file of links that is absent or damaged; at the first prompt, for links of another
-        model.
+        If the file of links is missing or damaged; at the first prompt, if the links belong to
+        another model.
 
     Notes
     -----
-    Safe to call from several threads and with several streams open at once: forward passes take
-    turns, nothing is held between two pieces of a stream.
+    You can call the engine from several threads and keep several streams open at once. Forward
+    passes take turns, and a stream holds no lock between two pieces.
     """
 
     def __init__(
@@ -126,26 +126,26 @@ class KVEngine:
     def prompt_ids(self, prompt: Prompt, *, hints: Sequence[str] = ()) -> tuple[int, ...]:
         """Return the token ids that the plain pipeline would feed for `prompt`.
 
-        Control strings of documents and messages are text in both, unless the index keeps them.
+        Both treat control strings in documents and messages as text, unless the index keeps them.
 
         Parameters
         ----------
         prompt, hints
-            As in `generate`.
+            See `generate`.
         """
         return self._reader.token_ids(prompt, hints)
 
     def fuse(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> FusedPrompt:
         """Return the prompt's KV and first logits, without generating.
 
-        Transformers goes on from it: ``model.hf.generate(**fused.to_generate())``, inside ``with
-        fused.answering(model):`` where there are link tokens, or the policy has a temperature or
-        scale. In what it returns the answer begins at ``fused.kv.num_tokens``.
+        Transformers can continue from it with ``model.hf.generate(**fused.to_generate())``. Call
+        that inside ``with fused.answering(model):`` if there are link tokens, or if the policy has
+        a temperature or scale. The answer begins at index ``fused.kv.num_tokens`` of the result.
 
         Parameters
         ----------
         prompt, options
-            As in `generate`; `max_tokens` is the room left in the buffer after the prompt.
+            See `generate`; `max_tokens` sets the room in the buffer after the prompt.
         """
         started = time.perf_counter()
         request = Request.of(prompt, options).over(self.defaults)
@@ -154,21 +154,21 @@ class KVEngine:
         return self._fuse(request, choice, laid_out, time.perf_counter() - started)
 
     def give_back(self, fused: FusedPrompt) -> None:
-        """Let the next prompt have the memory of one that is done with; use it no more."""
+        """Return a prompt's buffer for the next prompt; do not use `fused` afterwards."""
         self._buffers.give_back(fused.kv)
 
     @property
     def stream_counts(self) -> Mapping[str, Any]:
-        """Streamed chunks by level, and deadlines met and missed, since the engine was made."""
+        """Streamed chunks by level, and deadlines met and missed, since the engine's creation."""
         return self._estimates.link.counts()
 
     def _fuse(
         self, request: Request, choice: Choice, laid_out: LaidOutPrompt, layout_seconds: float
     ) -> FusedPrompt:
         layout, open_kv = laid_out.layout, laid_out.open_kv
-        assert request.max_tokens is not None  # of the engine's defaults, if of no other
+        assert request.max_tokens is not None  # the engine's defaults set it
         if open_kv is None:
-            # A prompt that is placed stays as it is: link tokens would move what follows them.
+            # A placed prompt stays as it is: link tokens would move what follows them.
             if self.index.compression is not None:
                 layout = compact(layout, laid_out.chunks, self.index.compression)
             layout = self._links.insert(layout, request.max_tokens)
@@ -191,8 +191,8 @@ class KVEngine:
             )
         except CompressedLostError as error:
             self._buffers.give_back(buffer)
-            # What stood for these chunks has no tokens to compute instead: lay their own out.
-            # Each call has a chunk less, so this ends.
+            # The compressed rows of these chunks have no tokens to compute instead, so lay out the
+            # chunks' own tokens. Each call has fewer chunks, so this ends.
             fewer = replace(laid_out, layout=without_chunks(laid_out.layout, error.lost))
             return self._fuse(request, choice, fewer, layout_seconds)
         report = fused.report
@@ -218,12 +218,12 @@ class KVEngine:
         return self._buffers.take(model.spec, num_tokens, capacity, model.device)
 
     def _streaming(self, ttft: float, layout_seconds: float) -> Streaming:
-        """Return what a prompt is streamed towards, and with what knowledge."""
+        """Return the streaming target of a prompt, with the estimates known so far."""
         started = time.perf_counter() - layout_seconds
         try:
             calibration = self.index.calibration
         except KVRagError:
-            calibration = None  # it is learnt without, from the second prompt on
+            calibration = None  # the estimates then come from earlier prompts
         if calibration is None:
             return Streaming(ttft, started, self._estimates)
         if not self._estimates.computing.is_known:
@@ -235,9 +235,9 @@ class KVEngine:
         return Streaming(ttft, started, self._estimates, prior)
 
     def _choice(self, request: Request) -> Choice:
-        """Return how reused tokens are repaired, with the index's calibration where it is needed.
+        """Return how to repair reused tokens, with the index's calibration if that is needed.
 
-        Raises ParameterError where the index holds nothing that could be recomputed.
+        Raise ParameterError if the index holds no tokens that the policy could recompute.
         """
         choice = request.recompute.choice()
         compression = self.index.compression
@@ -246,7 +246,7 @@ class KVEngine:
                 return Repair(NonePolicy())
             raise ParameterError(
                 f"policy {request.policy!r} computes reused tokens again, but this index stores "
-                f"chunks as {compression}: their rows are no tokens. Use policy 'none', or an "
+                f"chunks as {compression}, whose rows are not tokens. Use policy 'none', or an "
                 "index without compression"
             )
         return calibrated(choice, lambda: self.index.calibration)
@@ -257,15 +257,15 @@ class KVEngine:
             return None
         if choice.scaling is not None:
             raise ParameterError(
-                f"policy {choice} scales attention to reused keys, which eviction does not: leave "
-                "out temperature and scale, or eviction"
+                f"policy {choice} scales attention to reused keys, which eviction does not "
+                "support: leave out temperature and scale, or eviction"
             )
         check_evictable(self.index.model.hf)
         return chosen
 
     @property
     def links_digest(self) -> str:
-        """Digest of the link tokens put behind chunks, "" without any; loads no weights."""
+        """Digest of the link tokens that follow chunks, or "" without any; loads no weights."""
         return self._links.digest
 
     def generate(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> Answer:
@@ -275,18 +275,18 @@ class KVEngine:
         ----------
         prompt
             One string, or messages (``{"role": ..., "content": ...}``) for the chat template; or
-            a `Request`, which has its options with it.
+            a `Request`, which already contains its options.
         options
-            The other fields of `Request`. What is left out is the engine's.
+            The other fields of `Request`. The engine's defaults apply to those left out.
 
         Raises
         ------
         ParameterError
-            For a value out of range or an unknown policy.
+            If a value is out of range or a policy is unknown.
         PromptTooLongError
-            When the prompt leaves no room in the context window.
+            If the prompt leaves no room in the context window.
         UnsupportedModelError
-            For eviction from a model that attends in code of its own.
+            If eviction is requested for a model with custom attention code.
         """
         *_, last = self.stream(prompt, **options)
         assert last.answer is not None
@@ -297,12 +297,12 @@ class KVEngine:
     ) -> Iterator[AnswerDelta]:
         """Answer a prompt piece by piece; parameters and errors as in `generate`.
 
-        Arguments are checked by the call itself, before the first piece is asked for.
+        The call itself checks the arguments, before you ask for the first piece.
 
         Yields
         ------
         AnswerDelta
-            Pieces of text as they are certain; the last carries the whole `Answer`.
+            Pieces of text as soon as they are final; the last one carries the whole `Answer`.
         """
         started = time.perf_counter()
         request = Request.of(prompt, options).over(self.defaults)
@@ -319,7 +319,7 @@ class KVEngine:
         laid_out: LaidOutPrompt,
         layout_seconds: float,
     ) -> Iterator[AnswerDelta]:
-        # This runs when the first piece is asked for; time that passed before is the caller's.
+        # This runs when the caller asks for the first piece; time before that does not count.
         started = time.perf_counter() - layout_seconds
         fused = self._fuse(request, choice, laid_out, layout_seconds)
         try:
@@ -332,7 +332,8 @@ class KVEngine:
             sampler = Sampler(request.sampling, fused.logits.device)
             text = TextStream(model.tokenizer, request.stop)
             decoder: Decoder | None = None
-            # Only what was said: no penalty may count link tokens, or miss a compressed chunk's.
+            # The plain ids: repetition penalties must not count link tokens, nor miss the tokens
+            # of compressed chunks.
             token_ids = torch.tensor(layout.plain_token_ids, device=fused.logits.device)
 
             token = sampler.next_token(fused.logits, token_ids)
@@ -354,7 +355,7 @@ class KVEngine:
                     finish = "timeout"
                     break
                 token_ids = torch.cat([token_ids, token_ids.new_tensor([token])])
-                # Behind the first token, which needs nothing of it.
+                # Made after the first token, which does not need it.
                 decoder = decoder or make_decoder(model, fused, eviction)
                 logits = decoder.step(token)
                 token = sampler.next_token(logits, token_ids)
@@ -375,7 +376,7 @@ class KVEngine:
             self._buffers.give_back(fused.kv)
 
     def plain_ttft_seconds(self, prompt: Prompt) -> float:
-        """Measure plain Transformers: seconds from the prompt's ids to its first token."""
+        """Measure plain Transformers: seconds from the prompt's ids to the first token."""
         model = self.index.model
         ids = torch.tensor([self.prompt_ids(prompt)], device=model.device)
         with model.lock, torch.no_grad(), without_adapters(model.hf):

@@ -1,4 +1,4 @@
-"""What an index's use comes to, for Prometheus (extra ``metrics``)."""
+"""Metrics of an index's use, for Prometheus (extra ``metrics``)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ DEFAULT_PORT = 9464
 
 
 class IndexCollector:
-    """Gives Prometheus what this process has counted of an index, whenever it asks.
+    """Collects what this process has counted for an index, whenever Prometheus asks.
 
-    Beside the metrics of `StoreCollector`: ``kvrag_prompts_total``, ``kvrag_tokens_total`` (label
-    ``kind``), ``kvrag_chunks_total`` (``outcome``: loaded, or computed by decision),
+    In addition to the metrics of `StoreCollector`: ``kvrag_prompts_total``,
+    ``kvrag_tokens_total`` (label ``kind``), ``kvrag_chunks_total`` (``outcome``: loaded, or
+    computed by decision),
     ``kvrag_misses_total`` (``reason``), ``kvrag_seconds_total`` (``stage``),
     ``kvrag_stream_chunks_total`` (``level``) and ``kvrag_stream_deadlines_total`` (``outcome``).
 
     Parameters
     ----------
     index
-        The index; the counts of its store are read anew each time.
+        The index; the counts of its store are read again each time.
 
     Raises
     ------
     ParameterError
-        When the library ``prometheus-client`` is not installed.
+        If the library ``prometheus-client`` is not installed.
     """
 
     def __init__(self, index: Index) -> None:
@@ -41,18 +42,18 @@ class IndexCollector:
         self._index = index
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics as they are now; called by a Prometheus registry."""
+        """Yield the current metrics; a Prometheus registry calls this."""
         yield from families(self._core, METRICS, self._index.counters.counts())
         yield from StoreCollector(self._index.store).collect()
 
 
 class MetricsServer:
-    """Answers Prometheus over HTTP until it is closed.
+    """Answers Prometheus over HTTP until you close it.
 
     Attributes
     ----------
     port
-        Where it listens.
+        The port it listens on.
     """
 
     def __init__(self, server: Any, thread: Any) -> None:
@@ -81,21 +82,22 @@ class MetricsServer:
 def serve_metrics(
     index: Index | str | Path, port: int = DEFAULT_PORT, host: str = "127.0.0.1"
 ) -> MetricsServer:
-    """Let Prometheus ask this process what it has counted, at ``http://HOST:PORT/metrics``.
+    """Serve this process's metrics to Prometheus, at ``http://HOST:PORT/metrics``.
 
     Parameters
     ----------
     index
         An opened index, or the folder that the process's language models and retrievers name.
     port
-        0 takes a free one.
+        The port to listen on; 0 chooses a free one.
     host
-        ``0.0.0.0`` to be asked by other machines; the counts are then seen by all who reach it.
+        The address to listen on. ``0.0.0.0`` serves other machines too: anyone who reaches the
+        port can then read the counts.
 
     Raises
     ------
     ParameterError
-        When the port cannot be had, or the library ``prometheus-client`` is not installed.
+        If the port is not available, or the library ``prometheus-client`` is not installed.
 
     Examples
     --------

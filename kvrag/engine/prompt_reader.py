@@ -1,4 +1,4 @@
-"""Reads prompts: their tokens, and the chunks that stand in their text."""
+"""Reading prompts: their tokens, and the chunks that their text contains."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("kvrag")
 
 MISS_CATALOG = "catalog damaged"
 
-# Characters that are tokenised whatever the model: in a second or so.
+# Prompts of up to this many characters are tokenised for any model: that takes about a second.
 _SURELY_TOKENISED = 1_000_000
 
 
@@ -36,11 +36,11 @@ class LaidOutPrompt:
     Attributes
     ----------
     layout
-        The prompt's tokens, and what of it is stored.
+        The prompt's tokens, and which of them are stored.
     chunks
-        By id, in prompt order; empty where the caller laid the prompt out.
+        The chunks by id, in prompt order; empty if the caller laid the prompt out.
     open_kv
-        Opens what the layout's spans name; None stands for the index's own.
+        Opens the records that the layout's spans name; None means the index's.
     """
 
     layout: Layout
@@ -49,7 +49,7 @@ class LaidOutPrompt:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What an answer says of the chunks."""
+        """The chunks as an answer's sources."""
         return tuple(
             Source(chunk.chunk_id, chunk.source, chunk.ordinal, chunk.text, dict(chunk.metadata))
             for chunk in self.chunks.values()
@@ -57,17 +57,17 @@ class LaidOutPrompt:
 
 
 class PromptReader:
-    """Lays prompts out over an index; every engine reads its prompts with one.
+    """Lays prompts out over an index; every engine reads its prompts with a reader.
 
     Parameters
     ----------
     index
-        Whose chunks are looked for, and whose tokenizer makes the tokens.
+        The index whose chunks to look for, and whose tokenizer to use.
 
     Raises
     ------
     ParameterError
-        For anything but an index.
+        If `index` is not an index.
     """
 
     def __init__(self, index: Index) -> None:
@@ -86,14 +86,14 @@ class PromptReader:
         return tokenise_prompt(self._index, self._text(prompt), hints).token_ids
 
     def lay_out(self, request: Request) -> LaidOutPrompt:
-        """Return a request's prompt as tokens and chunks, and say what looks wrong with it.
+        """Return a request's prompt as tokens and chunks, and warn if it looks wrong.
 
         Raises
         ------
         ParameterError
-            For a prompt that is no text, or empty.
+            If the prompt is empty or not text.
         PromptTooLongError
-            For one too long to be tokenised in reasonable time.
+            If the prompt is too long to tokenise in reasonable time.
         """
         index, prompt, hints = self._index, request.prompt, request.hints
         index.require_open()
@@ -117,21 +117,21 @@ class PromptReader:
         return LaidOutPrompt(layout, found)
 
     def _text(self, prompt: str | Sequence[Message]) -> PromptText:
-        """Return the prompt as text. Raises ParameterError for what is no text."""
+        """Return the prompt as text. Raise ParameterError if it is not text."""
         if isinstance(prompt, str):
             written = PromptText(prompt, True)
         else:
             messages = checked_messages(prompt)
             written = render_messages(self._index.tokenizer, messages, self._index.control)
         if len(written.text) > _SURELY_TOKENISED:
-            # What cannot fit is refused before tokenising it takes minutes.
+            # Tokenising a prompt that cannot fit would take minutes.
             longest = max(map(len, self._index.tokenizer.get_vocab()))
             holds = self._index.config.max_positions
             most = max(_SURELY_TOKENISED, holds * longest)
             if len(written.text) > most:
                 raise PromptTooLongError(
                     f"the prompt has {len(written.text):,} characters, but the model holds "
-                    f"{holds:,} tokens, which are {most:,} characters at the most; shorten it, or "
+                    f"{holds:,} tokens, which are at most {most:,} characters; shorten it, or "
                     "retrieve fewer chunks"
                 )
         arguments.text(written.text, "the prompt")
@@ -140,12 +140,12 @@ class PromptReader:
     def _find_chunks(
         self, text: str, hints: Sequence[str]
     ) -> tuple[Sequence[Match], Mapping[str, Chunk], Mapping[str, int]]:
-        """Return where chunks stand in a text, the chunks by id, and misses by reason."""
+        """Return the matches of chunks in a text, the chunks by id, and misses by reason."""
         index = self._index
         try:
             matches = index.matcher.find(text, hints)
             wanted = [match.chunk_id for match in matches]
-            # Where chunks are encoded behind nothing, those of one text are one.
+            # Without context, chunks with the same text are interchangeable.
             if index.config.context != NO_CONTEXT:
                 wanted += chain.from_iterable(match.other_ids for match in matches)
             found = index.catalog.find_chunks(wanted)
@@ -162,22 +162,22 @@ class PromptReader:
             return
         self._has_warned_of_control = True
         logger.warning(
-            "the prompt is one string with %d control strings of the model in no document of the "
-            "index: they are taken for the caller's own. Where some may come from elsewhere, pass "
-            "messages: what stands in them is never control",
+            "the prompt is one string and contains %d control strings of the model that are in no "
+            "document of the index: they are treated as your own. If some may come from elsewhere, "
+            "pass messages: their text is never read as control",
             num_control,
         )
 
     def _warn_if_nothing_matched(self, found: Collection[str]) -> None:
-        # Once a chunk has arrived the pipeline is sound: later prompts may well hold none (a
-        # chain that rephrases the question first, say).
+        # After one chunk has arrived, the pipeline works. Later prompts may contain no chunk, for
+        # example in a chain that rephrases the question first.
         if not (found or self._index.recent_chunk_ids):
             return
         self._watching = False
         if found:
             return
         logger.warning(
-            "chunks were retrieved, but none of their texts stands in the prompt, so all of it is "
+            "chunks were retrieved, but the prompt contains none of their texts, so all of it is "
             "computed. Usual causes: no formatter between retriever and prompt (the prompt holds "
             "the repr of the documents), a template that escapes characters (mustache turns & "
             "into &amp;), or chunks rewritten before they reach the prompt."
@@ -185,5 +185,5 @@ class PromptReader:
 
 
 def _is_usable(match: Match, damaged: Collection[str], chunks: Collection[str]) -> bool:
-    """Say whether some chunk of a text found can be read."""
+    """Return whether at least one chunk with a match's text can be read."""
     return match.chunk_id not in damaged or any(one in chunks for one in match.other_ids)

@@ -1,4 +1,4 @@
-"""`Request`: one prompt and how it is answered, as every door to the engine hands it in."""
+"""`Request`: one prompt and the options for answering it, the same for every entry point."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True)
 class PlacedPrompt:
-    """A prompt that is laid out already.
+    """A prompt that is already laid out.
 
     Attributes
     ----------
     layout
-        Its tokens, positions, and what of it is stored.
+        Its tokens and positions, and which of them are stored.
     open_kv
-        Opens what the layout's spans name.
+        Opens the records that the layout's spans name.
     """
 
     layout: Layout
@@ -42,15 +42,15 @@ Prompt = str | Sequence[Message] | PlacedPrompt
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which reused tokens are recomputed, as callers say it.
+    """The reused tokens to recompute, as callers specify them.
 
     Attributes
     ----------
     policy
-        A name with parameters, as in ``"gradual:spread=0.8"``, or an object; None leaves it to
-        the default.
+        A name with parameters, as in ``"gradual:spread=0.8"``, or an object; None uses the
+        default.
     ratio, boundary_tokens
-        Parameters of a policy that is named; None leaves them to the default or the policy.
+        Parameters of a named policy; None uses the default's or the policy's own.
     """
 
     policy: str | Choice | RecomputePolicy | None = None
@@ -58,10 +58,10 @@ class Recompute:
     boundary_tokens: int | None = None
 
     def over(self, default: Recompute) -> Recompute:
-        """Return what is meant where `default` stands for what is not said.
+        """Return these settings, with `default` for what they leave out.
 
-        The default's parameters belong to the default's policy and give way together, because
-        ``"boundary"`` takes the one or the other.
+        The default's parameters belong to the default's policy. If either is given here, both of
+        the default's are dropped, because ``"boundary"`` takes one or the other.
         """
         if self.policy is not None and self.policy != default.policy:
             return self
@@ -75,7 +75,8 @@ class Recompute:
         Raises
         ------
         ParameterError
-            For an unknown policy, a value out of range, or a parameter beside an object.
+            If the policy is unknown, a value is out of range, or a parameter is given together
+            with a policy object.
         """
         if self.policy is None or isinstance(self.policy, str):
             return make_choice(
@@ -84,18 +85,20 @@ class Recompute:
         for name in ("ratio", "boundary_tokens"):
             if getattr(self, name) is not None:
                 raise ParameterError(
-                    f"{name} {getattr(self, name)} beside policy {self.policy}: an object says "
-                    "that itself; leave one out, or name the policy"
+                    f"{name} {getattr(self, name)} given with policy {self.policy}: a policy "
+                    "object sets its own parameters; leave one out, or name the policy"
                 )
         if isinstance(self.policy, RecomputePolicy):
             return Repair(self.policy)
         if isinstance(self.policy, Choice):
             return self.policy
-        raise ParameterError(f"policy {self.policy!r}: expected a name, as 'query', or a policy")
+        raise ParameterError(
+            f"policy {self.policy!r}: expected a name such as 'query', or a policy"
+        )
 
 
 class RequestOptions(TypedDict, total=False):
-    """The fields of a `Request` beside its prompt."""
+    """The fields of a `Request` other than its prompt."""
 
     policy: str | Choice | RecomputePolicy | None
     ratio: float | None
@@ -116,39 +119,40 @@ class RequestOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, and how it is answered. Checked when it is made.
+    """A prompt and the options for answering it; the constructor checks them.
 
     Parameters
     ----------
     prompt
         One string, or messages (``{"role": ..., "content": ...}``) for the chat template.
     policy, ratio, boundary_tokens
-        Which reused tokens are recomputed (`Recompute`); None leaves it to the engine.
+        Which reused tokens to recompute (`Recompute`); None uses the engine's default.
     eviction
-        What is forgotten while the answer is written; None leaves it to the engine.
+        What to evict from the cache while the answer is generated; None uses the engine's default.
     max_tokens
-        Tokens of the answer at the most; the context window may end it earlier. None leaves it
-        to the engine.
+        Maximum number of tokens in the answer; the context window may end it earlier. None uses
+        the engine's default.
     temperature, top_p, top_k, repetition_penalty, seed
-        How tokens are drawn (`Sampling`); the default takes the likeliest.
+        How to sample tokens (`Sampling`); the default always takes the most likely one.
     stop
-        Strings that end the answer; they are not part of it, even across tokens.
+        Strings that end the answer. The answer does not include them, even if one spans several
+        tokens.
     timeout_seconds
-        Ends the answer after that time, with ``finish_reason="timeout"``; of a stream, the
-        time its reader takes counts too.
+        Ends the answer after this time, with ``finish_reason="timeout"``. In a stream, the time
+        that the reader takes counts too.
     hints
-        Ids of chunks likely in the prompt: they are compared first, and tell chunks of one
-        text apart where what stands in the prompt does not.
+        Ids of chunks that the prompt probably contains. They are compared first, and they decide
+        between chunks with the same text where the prompt itself does not.
     reuse
-        False computes every token, as a plain pipeline would: for comparison.
+        False computes every token, as a plain pipeline would, for comparison.
     ttft
-        Seconds to the first token that stored KV is streamed towards; None leaves it to the
-        engine.
+        Target for the time to first token, in seconds, when streaming stored KV; None uses the
+        engine's default.
 
     Raises
     ------
     ParameterError
-        For a value of another type or out of range.
+        If a value has the wrong type or is out of range.
     """
 
     prompt: Prompt
@@ -192,18 +196,19 @@ class Request:
 
     @classmethod
     def of(cls, prompt: Prompt | Request, options: RequestOptions) -> Request:
-        """Return a request as it is, or a prompt with its options as one.
+        """Return a request unchanged, or make one from a prompt and its options.
 
         Raises
         ------
         ParameterError
-            For a value of another type or out of range, an option that there is none of, or
-            options beside a request.
+            If a value has the wrong type or is out of range, an option is unknown, or options are
+            given together with a request.
         """
         if isinstance(prompt, Request):
             if options:
                 raise ParameterError(
-                    f"{', '.join(options)} beside a Request: use dataclasses.replace(request, ...)"
+                    f"{', '.join(options)} given with a Request: use "
+                    "dataclasses.replace(request, ...)"
                 )
             return prompt
         unknown = sorted(set(options) - RequestOptions.__optional_keys__)
@@ -213,7 +218,7 @@ class Request:
         return cls(prompt, **options)
 
     def over(self, defaults: Request) -> Self:
-        """Return the request with an engine's defaults for what it does not say."""
+        """Return the request with an engine's defaults for the fields that it leaves out."""
         meant = self.recompute.over(defaults.recompute)
         given = {
             name: getattr(self if getattr(self, name) is not None else defaults, name)
@@ -229,32 +234,33 @@ class Request:
 
     @property
     def recompute(self) -> Recompute:
-        """Which reused tokens are recomputed."""
+        """The reused tokens to recompute."""
         return Recompute(self.policy, self.ratio, self.boundary_tokens)
 
     @cached_property
     def sampling(self) -> Sampling:
-        """How tokens are drawn."""
+        """How to sample tokens."""
         return Sampling(
             self.temperature, self.top_p, self.top_k, self.repetition_penalty, self.seed
         )
 
     @cached_property
     def eviction_policy(self) -> EvictionPolicy | None:
-        """What is forgotten while the answer is written; None: nothing."""
+        """What to evict while the answer is generated; None keeps everything."""
         return make_eviction(self.eviction)
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return messages as the chat template takes them. Raises ParameterError."""
+    """Return messages in the form that the chat template takes. Raises ParameterError."""
     if (
         isinstance(messages, str | bytes | Mapping)
         or not isinstance(messages, Sequence)
         or not all(isinstance(one, Mapping) for one in messages)
     ):
         raise ParameterError(
-            f"a prompt is one text, or messages such as {{'role': 'user', 'content': '...'}} in a "
-            f"list; found {type(messages).__name__} {str(messages)[:60]!r}"
+            "a prompt is one text, or a list of messages such as "
+            "{'role': 'user', 'content': '...'}; "
+            f"found {type(messages).__name__} {str(messages)[:60]!r}"
         )
     if not messages:
         raise ParameterError("the prompt has no messages: there is nothing to answer")

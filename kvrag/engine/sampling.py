@@ -1,4 +1,4 @@
-"""From logits to the next token: greedy, or Transformers' own warpers and a seeded draw."""
+"""Sampling the next token from logits: greedily, or with Transformers' warpers and a seed."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from transformers.generation.logits_process import (
 from kvrag import arguments
 from kvrag.errors import ParameterError
 
-# Colder than this, logits divided by the temperature leave float32.
+# Below this temperature, the divided logits overflow float32.
 _COLDEST = 1e-4
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """How to sample tokens.
 
     Attributes
     ----------
     temperature
-        0 takes the likeliest token; above 0 divides the logits before drawing.
+        0 takes the most likely token; a higher value divides the logits before sampling.
     top_p
-        Draw among the likeliest tokens that hold this share of the probability, 0 < p <= 1.
+        Sample from the most likely tokens that hold this share of the probability, 0 < p <= 1.
     top_k
-        Draw among the k likeliest tokens; 0 draws among all.
+        Sample from the k most likely tokens; 0 samples from all.
     repetition_penalty
-        Above 1 makes tokens already in the prompt or answer less likely; 1 changes nothing.
+        A value above 1 makes tokens already in the prompt or answer less likely; 1 changes nothing.
     seed
-        Makes a draw repeatable; None takes a new one each time.
+        Makes sampling repeatable; None uses a new seed each time.
     """
 
     temperature: float = 0.0
@@ -48,7 +48,7 @@ class Sampling:
         temperature = arguments.number(self.temperature, "temperature", 0.0)
         if 0.0 < temperature < _COLDEST:
             raise ParameterError(
-                f"temperature {temperature}: expected 0 (the likeliest token) or at least "
+                f"temperature {temperature}: expected 0 (the most likely token) or at least "
                 f"{_COLDEST}"
             )
         checked = {
@@ -62,18 +62,18 @@ class Sampling:
         if self.seed is not None:
             checked["seed"] = arguments.whole(self.seed, "seed", 0, 2**63 - 1)
         for name, value in checked.items():
-            object.__setattr__(self, name, value)  # plain numbers, whatever library they came from
+            object.__setattr__(self, name, value)  # plain numbers, also if NumPy's were given
 
 
 class Sampler:
-    """Draws the tokens of one answer.
+    """Samples the tokens of one answer.
 
     Parameters
     ----------
     sampling
-        How.
+        How to sample.
     device
-        Where the logits are.
+        The device of the logits.
     """
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
@@ -82,13 +82,13 @@ class Sampler:
         if sampling.repetition_penalty != 1.0:
             self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
         if not self._greedy:
-            # Transformers' own order: temperature, then top-k, then top-p.
+            # The same order as in Transformers: temperature, then top-k, then top-p.
             self._processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
             if sampling.top_k:
                 self._processors.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1.0:
                 self._processors.append(TopPLogitsWarper(sampling.top_p))
-        # A generator of its own: draws of other requests, and torch's global state, stay apart.
+        # A separate generator, independent of other requests and of torch's global state.
         self._generator = torch.Generator(device)
         if sampling.seed is None:
             self._generator.seed()
@@ -96,14 +96,14 @@ class Sampler:
             self._generator.manual_seed(sampling.seed)
 
     def next_token(self, logits: torch.Tensor, token_ids: torch.Tensor) -> int:
-        """Return a token id.
+        """Return the id of the next token.
 
         Parameters
         ----------
         logits
             ``[vocabulary]``.
         token_ids
-            ``[n]`` all tokens so far, prompt included.
+            ``[n]``: all tokens so far, including the prompt's.
         """
         scores = self._processors(token_ids[None], logits.float()[None])[0]  # type: ignore[arg-type]
         if self._greedy:

@@ -1,4 +1,4 @@
-"""Indexes opened once for a whole process, for adapters that are given a path.
+"""Indexes opened once per process, for adapters that take a path.
 
 A retriever and a language model that name the same folder then share one catalog, one
 embedding model and one set of weights.
@@ -14,8 +14,8 @@ from kvrag import arguments
 from kvrag.ingest.config import FILE_NAME
 from kvrag.ingest.index import Index
 
-# What was opened is told by its index.json, which is written once: a folder that was deleted and
-# made again is another index.
+# index.json identifies an opened index. It is written once, so a folder that was deleted and made
+# again is another index.
 _opened: dict[tuple[str, str | None, str | None], tuple[tuple[int, ...] | None, Index]] = {}
 _opening = threading.Lock()
 
@@ -23,22 +23,22 @@ _opening = threading.Lock()
 def shared_index(
     index: Index | str | Path, *, model: str | None = None, device: str | None = None
 ) -> Index:
-    """Return `index` if it is one, else the process's index for that folder.
+    """Return an opened `index` unchanged, or the process's index for a folder.
 
     Parameters
     ----------
     index
         An opened index, or the folder of one.
     model
-        Where to take the model from, if not from where the index says; an opened index is
-        then opened once more, from its folder.
+        The model to use instead of the one that the index names; an opened index is then opened
+        again from its folder.
     device
-        Where the model runs, such as ``"cuda"``; as with `model`.
+        The device of the model, such as ``"cuda"``; an opened index is then opened again too.
 
     Raises
     ------
     IndexNotFoundError, IndexFormatError, IndexMismatchError
-        As `Index.open` does.
+        See `Index.open`.
     """
     if isinstance(index, Index):
         if model is None and device is None:
@@ -60,7 +60,7 @@ def _identity(path: Path) -> tuple[int, ...] | None:
     try:
         status = (path / FILE_NAME).stat()
     except OSError:
-        return None  # opening says what is wrong
+        return None  # opening the index reports what is wrong
     return status.st_dev, status.st_ino, status.st_mtime_ns
 
 

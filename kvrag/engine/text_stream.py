@@ -1,4 +1,4 @@
-"""From token ids to text, piece by piece, never showing what may still be taken back."""
+"""Decoding token ids to text piece by piece, without emitting text that may still change."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from transformers import PreTrainedTokenizerBase
 class TextStream:
     """The text of one answer as its tokens arrive.
 
-    Characters whose bytes are incomplete and text that may be the beginning of a stop string are
-    held back until they are settled.
+    The stream withholds characters with incomplete bytes, and text that may begin a stop string,
+    until they are final.
 
     Parameters
     ----------
     tokenizer
-        Decodes the tokens; special tokens are left out.
+        Decodes the tokens, without special tokens.
     stop
-        Strings that end the answer and are not part of it.
+        Strings that end the answer; the text does not include them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
@@ -30,7 +30,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that is now certain."""
+        """Add a token; return the text that has become final."""
         self._token_ids.append(token_id)
         self.text = self._decode()
         cut = min((at for s in self._stop if (at := self.text.find(s)) >= 0), default=-1)
@@ -43,12 +43,12 @@ class TextStream:
         return self._show(settled - self._undecided(self.text[:settled]))
 
     def finish(self) -> str:
-        """Return what was held back; nothing more will come."""
+        """Return the text withheld so far; call this after the last token."""
         return self._show(len(self.text))
 
     def _decode(self) -> str:
-        # The whole answer each time: byte-level and SentencePiece decoders both need their left
-        # neighbours. Quadratic, yet a thousand-token answer costs milliseconds in all.
+        # Decodes the whole answer each time, because byte-level and SentencePiece decoders need
+        # the tokens to the left. That is quadratic, but takes milliseconds for a thousand tokens.
         return str(
             self._tokenizer.decode(
                 self._token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -72,7 +72,7 @@ class TextStream:
 
 
 def end_ids(generation_config: object, tokenizer: object) -> frozenset[int]:
-    """Return the tokens that end a text, as the model and its tokenizer declare them."""
+    """Return the end-of-text tokens that the model and its tokenizer declare."""
     declared = getattr(generation_config, "eos_token_id", None)
     ids = set(declared if isinstance(declared, list) else [declared])
     ids.add(getattr(tokenizer, "eos_token_id", None))

@@ -1,1 +1,1 @@
-"""From a prompt to fused KV."""
+"""Fusion: from a prompt and stored chunks to the prompt's KV."""

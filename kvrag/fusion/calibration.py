@@ -1,4 +1,4 @@
-"""What each policy loses and costs with one model: measured once, read by ``auto``."""
+"""Calibration: the loss and cost of each policy with one model, measured for ``auto``."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class Measured:
-    """One policy at one ratio.
+    """The measured loss of one policy at one ratio.
 
     Attributes
     ----------
     policy, ratio
-        As `make_repair` takes them; a ratio of None for policies that take none.
+        Arguments of `make_repair`; the ratio is None for policies that take none.
     loss
         Share of full prefill's quality that is lost, 0 to 1; never below 0.
     loss_low, loss_high
-        Its 95 % interval, paired over questions.
+        The loss's 95 % interval, paired over questions.
 
     Raises
     ------
     ParameterError
-        When `make` could not make the policy, or a figure is none.
+        If `make` cannot make the policy, or a figure is not a finite number.
     """
 
     policy: str
@@ -54,17 +54,18 @@ class Measured:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a fused prompt on the machine of the calibration.
+    """The cost model of a fused prompt, on the machine of the calibration.
 
     Attributes
     ----------
     fixed_seconds, seconds_per_row, seconds_per_cached_token
-        A constant, the price of one row in one layer, and of one token whose stored KV is read.
+        The constant cost, the cost of one row in one layer, and the cost of reading one token's
+        stored KV.
 
     Raises
     ------
     ParameterError
-        When one of them is below 0, or not finite.
+        If one of them is below 0 or not finite.
     """
 
     fixed_seconds: float
@@ -78,7 +79,7 @@ class Cost:
             raise ParameterError(f"cost {prices}: expected 0 or more seconds each")
 
     def of(self, num_rows: int, num_cached: int) -> float:
-        """Return the estimate for so many rows, summed over layers, and cached tokens."""
+        """Return the estimated seconds for rows, summed over layers, and cached tokens."""
         return (
             self.fixed_seconds
             + self.seconds_per_row * num_rows
@@ -88,14 +89,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds that a prompt is expected to take.
+    """The time that a prompt is expected to take.
 
     Attributes
     ----------
     seconds
-        From the layout to the first token.
+        Seconds from the layout to the first token.
     load_seconds
-        Of loading, hidden or not; None where it was not measured.
+        Seconds of loading, hidden or not; None if loading was not measured.
     """
 
     seconds: float
@@ -104,25 +105,25 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the referee found for one model.
+    """The results of calibrating one model.
 
     Attributes
     ----------
     model_fingerprint
-        The model; another one has to be calibrated anew.
+        Identifies the model; another model needs its own calibration.
     data
-        What was asked.
+        The questions' data set.
     measure
-        What quality is: ``"exact match"``, or where no answers are known ``"agreement"`` of the
-        likeliest tokens with full prefill's.
+        The measure of quality: ``"exact match"``, or ``"agreement"`` of the most likely tokens
+        with full prefill's if no answers are known.
     num_questions
-        Questions asked.
+        Number of questions asked.
     policies
-        What was measured.
+        The measured policies.
     cost
-        What prompts cost whose KV is near.
+        The cost of prompts whose KV is near.
     loading
-        What it costs to load KV from the index's store; None where that was not measured.
+        The cost of loading KV from the index's store; None if that was not measured.
     """
 
     model_fingerprint: str
@@ -140,16 +141,18 @@ class Calibration:
         num_fresh: int,
         records: Sequence[StoredRows],
     ) -> Estimate:
-        """Return what a prompt will take with a policy.
+        """Return the expected time of a prompt with a policy.
 
         Parameters
         ----------
+        policy
+            The recompute policy.
         prompt
-            Before the question is asked.
+            The prompt's reused tokens, before the question's attention is observed.
         num_fresh
-            Tokens that are computed in any case.
+            Number of tokens that are computed in any case.
         records
-            What is loaded for the prompt, exact spans included.
+            The records to load for the prompt, including those of exact spans.
         """
         num_asked = policy.question_layers(prompt.num_layers).stop
         asked = self.cost.seconds_per_row * num_asked * num_fresh
@@ -157,7 +160,7 @@ class Calibration:
         if self.loading is None:
             return Estimate(compute)
         load = sum(self.loading.tier(one.tier).of(one.num_rows) for one in records)
-        # The question looks at so many layers before any of them is computed again.
+        # The question's attention is observed in `num_asked` layers before any is computed again.
         looked = load * num_asked / prompt.num_layers
         seconds = pipelined_seconds(load - looked, compute - asked, prompt.num_layers)
         if num_asked:
@@ -170,22 +173,22 @@ class Calibration:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Calibration:
-        """Return what `to_json` wrote.
+        """Return the calibration that `to_json` wrote.
 
         Raises
         ------
         IndexFormatError
-            When the text is something else; `where` says what to call it.
+            If the text is not a calibration; the message names it by `where`.
         """
         try:
             fields: Mapping[str, Any] = json.loads(text)
             version = fields["format_version"]
             if version != FORMAT_VERSION:
                 raise IndexFormatError(
-                    f"{where}: calibration of format {version}, this version reads "
+                    f"{where}: calibration of format {version}, but this version reads format "
                     f"{FORMAT_VERSION}: run 'kvrag calibrate' again"
                 )
-            # Calibrations of before loading was measured have none.
+            # Older calibrations did not measure loading.
             loading = fields.get("loading")
             return cls(
                 model_fingerprint=str(fields["model_fingerprint"]),
@@ -198,8 +201,8 @@ class Calibration:
             )
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise IndexFormatError(
-                f"{where}: no calibration ({type(error).__name__}: {error}); run 'kvrag calibrate' "
-                "again"
+                f"{where}: not a calibration ({type(error).__name__}: {error}); run "
+                "'kvrag calibrate' again"
             ) from error
 
 

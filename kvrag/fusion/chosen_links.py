@@ -1,4 +1,4 @@
-"""Which links a prompt gets: those that the user names, or those that lie beside the model."""
+"""Choosing a prompt's links: those that the user names, or those in the model's folder."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ LINKS_OFF = "off"
 class ChosenLinks:
     """The links of one model: given, found in its folder, or none.
 
-    Given ones that do not fit are an error. Those found are nobody's wish: where they are damaged
-    or do not fit they are left out, with one warning, and counted in every prompt.
+    Given links that do not fit raise an error. Nobody asked for links that were only found in the
+    folder: if those are damaged or do not fit, prompts go without, one warning says so, and every
+    report counts it.
 
     Parameters
     ----------
     given
-        LinkTokens, a file of them, ``"off"``, or None for those of the model's folder.
+        LinkTokens, a file of them, ``"off"``, or None for those in the model's folder.
     folder
-        Returns the model's folder, without loading its weights, or None where it has none.
+        Returns the model's folder without loading the weights, or None if it has none.
     model
         Returns the model.
 
     Raises
     ------
     ParameterError
-        When `given` is something else.
+        If `given` is something else.
     LinksError
-        For a file that is absent or damaged.
+        If the file is missing or damaged.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ChosenLinks:
         elif given is not None and not isinstance(given, LinkTokens):
             raise ParameterError(
                 f"links {given!r}: expected a file that 'kvrag train links' wrote, or "
-                f"{LINKS_OFF!r}; None takes those of the model's folder"
+                f"{LINKS_OFF!r}; None uses those in the model's folder"
             )
         self._given = given
         self._folder = folder
@@ -74,12 +75,15 @@ class ChosenLinks:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the links, "" without any; loads no weights."""
+        """Digest of the links, or "" without any; loads no weights."""
         return "" if self._loaded is None else self._loaded.digest
 
     @cached_property
     def on_model(self) -> LinkTokens | None:
-        """The links where the model is, or None. Raises LinksError for given ones of another."""
+        """The links on the model's device, or None.
+
+        Raises LinksError if given links belong to another model.
+        """
         if self._loaded is None:
             return None
         try:
@@ -91,14 +95,16 @@ class ChosenLinks:
             return None
 
     def insert(self, layout: Layout, max_tokens: int) -> Layout:
-        """Return the layout with links, or as it is where there are none or no room for them.
+        """Return the layout with links, or unchanged if there are none or no room for them.
 
         Raises as `on_model` does.
 
         Parameters
         ----------
+        layout
+            The prompt.
         max_tokens
-            Of the answer, whose room links do not take.
+            Maximum number of tokens in the answer; links leave room for them.
         """
         links = self.on_model
         if links is not None:
@@ -113,4 +119,4 @@ class ChosenLinks:
 
     def _leave_out(self, error: LinksError) -> None:
         self._is_left_out = True
-        logger.warning("the links in the model's folder are left out: %s", error)
+        logger.warning("the links in the model's folder are not used: %s", error)

@@ -1,4 +1,4 @@
-"""The controller ``auto``: policy and ratio for each prompt, from what was measured."""
+"""The controller ``auto``: chooses policy and ratio for each prompt from a calibration."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from kvrag.loading.cost import ChunkDecision, StoredRows
 from kvrag.models.scaling import KeyScaling
 from kvrag.parameters import check_fields, describe, parse_spec
 
-# Estimates that differ by less are taken for the same.
+# Estimates within this factor count as equal.
 _SAME = 1.02
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a controller expects of a prompt; None where it is not known.
+    """A controller's expectations for a prompt; None where unknown.
 
     Attributes
     ----------
     loss
         Share of full prefill's quality that will be lost.
     seconds, load_seconds
-        What the prompt will take, and the loading in it, hidden or not.
+        Seconds that the prompt will take, and seconds of loading among them, hidden or not.
     """
 
     loss: float | None = None
@@ -50,31 +50,31 @@ class LoadingController:
 
     The controller takes the cheapest policy within the budget that loses no more than `loss`. If
     all lose more, it takes the one that loses least; if the budget allows nothing, the cheapest
-    of all. Where the cost of loading was measured, it prefers a policy that loses less to the
-    cheapest one if the difference hides behind loading.
+    of all. If the cost of loading was measured, it prefers a policy that loses less to the
+    cheapest one when loading hides the difference in time.
 
     Source: CacheBlend (arXiv 2405.16444) §5.1, the loading controller: the share at which computing
-    takes as long as loading, and no less than quality needs. Deviations: the criterion is chosen as
-    well as the share, among those that were measured; quality is measured for the model instead of
-    assumed.
+    takes as long as loading, and no less than quality needs. Deviations: it chooses the criterion
+    as well as the share, among those that were measured; quality is measured for the model instead
+    of assumed.
 
     Parameters
     ----------
     ratio
-        Greatest share of the reused tokens that may be recomputed; None sets no bound.
+        Largest share of the reused tokens that may be recomputed; None sets no bound.
     ttft
-        Seconds that fusing may take, as the calibration's machine would; None sets no bound.
+        Seconds that fusing may take on the calibration's machine; None sets no bound.
     loss
         Share of full prefill's quality that may be lost.
     temperature, scale
-        How tokens that stay reused are attended to, whatever is chosen (see `Repair`).
+        How to attend to tokens that stay reused, whichever policy is chosen (see `Repair`).
     calibration
-        What was measured for the model.
+        The measurements for the model.
 
     Raises
     ------
     ParameterError
-        For a value of another type or out of range.
+        If a value has the wrong type or is out of range.
     """
 
     name: ClassVar[str] = "auto"
@@ -91,7 +91,7 @@ class LoadingController:
         if self.ratio is not None:
             check_ratio(self.ratio)
         if self.ttft is not None and not 0.0 < self.ttft < math.inf:
-            raise ParameterError(f"auto ttft {self.ttft}: expected seconds above 0, and finite")
+            raise ParameterError(f"auto ttft {self.ttft}: expected a finite number above 0")
         if not 0.0 <= self.loss <= 1.0:
             raise ParameterError(f"auto loss {self.loss}: expected a share between 0 and 1")
 
@@ -100,42 +100,42 @@ class LoadingController:
 
     @property
     def scaling(self) -> KeyScaling | None:
-        """How tokens that stay reused are attended to, if it is said here."""
+        """The attention to tokens that stay reused, if the controller sets it."""
         return self._scaled(Repair(NonePolicy())).scaling
 
     def require_calibration(self) -> Calibration:
-        """Return the calibration; ParameterError when there is none."""
+        """Return the calibration. Raise ParameterError if there is none."""
         if self.calibration is None or not self.calibration.policies:
             raise ParameterError(
-                "policy 'auto' chooses by what was measured for the model: run 'kvrag calibrate'"
+                "policy 'auto' needs measurements of the model: run 'kvrag calibrate'"
             )
         return self.calibration
 
     @property
     def weighs_loading(self) -> bool:
-        """Whether `decide` has something to say; only then does it need to know the tiers."""
+        """Whether `decide` can decide anything; only then does it need to know the tiers."""
         return self.calibration is not None and self.calibration.loading is not None
 
     def decide(
         self, prompt: PromptRows, num_fresh: int, records: Sequence[StoredRows]
     ) -> Sequence[ChunkDecision]:
-        """Say for each record whether it is loaded or computed; nothing means all are loaded.
+        """Decide for each record whether to load or compute it; an empty result loads all.
 
-        Chunks are computed in the order of what computing them saves, as many as make the
-        estimate of the whole prompt least. A chunk that is slower to load than to compute is
-        still loaded where that hides behind other work. Computing a chunk is always right.
+        Chunks are computed in the order of the time that this saves, and as many of them as
+        minimise the estimate for the whole prompt. A chunk that is slower to load than to compute
+        is still loaded if other work hides that. Computing a chunk is always exact.
 
         Source: CacheBlend §5.1 weighs loading against computing for a whole prompt. Deviation:
-        chunk by chunk, by where each of them is.
+        it decides for each chunk separately, by the tier that holds it.
 
         Parameters
         ----------
         prompt
-            Before any record was opened.
+            The prompt's reused tokens, before any record is opened.
         num_fresh
-            Tokens that are computed in any case.
+            Number of tokens that are computed in any case.
         records
-            What would be loaded, exact spans included.
+            The records that would be loaded, including those of exact spans.
         """
         calibration = self.require_calibration()
         loading = calibration.loading
@@ -174,12 +174,12 @@ class LoadingController:
     def choose(
         self, prompt: PromptRows, num_fresh: int, records: Sequence[StoredRows] = ()
     ) -> tuple[Repair, Expected]:
-        """Return what repairs a prompt, and what is expected of it; parameters as in `decide`."""
-        # What hides behind loading is free: the least loss for the same time is taken.
+        """Return a prompt's repair and its expectations; for the parameters see `decide`."""
+        # Computing that loading hides is free: take the least loss for the same time.
         is_free = self.weighs_loading
         loss, repair, found = self._choose(prompt, num_fresh, records, is_free=is_free)
         scaled = self._scaled(repair)
-        # What was measured without scaling says nothing about the loss with it.
+        # A loss measured without scaling says nothing about the loss with scaling.
         known = loss if scaled == repair else None
         return scaled, Expected(known, found.seconds, found.load_seconds)
 
@@ -198,11 +198,11 @@ class LoadingController:
     ) -> tuple[float, Repair, Estimate]:
         """Return the loss, the policy and its estimate that the budget allows.
 
-        With `is_free`, what is as fast as the cheapest may be taken in its place.
+        With `is_free`, a policy as fast as the cheapest may replace it.
         """
         calibration = self.require_calibration()
         if not prompt.spans:
-            # Nothing is off, so nothing is lost.
+            # Without inexact tokens, nothing is lost.
             nothing = Repair(NonePolicy())
             estimate = calibration.estimate(nothing.policy, prompt, num_fresh, records)
             return 0.0, nothing, estimate
@@ -232,7 +232,7 @@ class LoadingController:
 
 
 Choice = Repair | LoadingController
-"""What a caller asks for: a policy, or the controller that chooses one for each prompt."""
+"""A caller's choice: a policy, or the controller that chooses one for each prompt."""
 
 _PARAMETERS = frozenset(one.name for one in fields(LoadingController)) - {"calibration", *MODIFIERS}
 
@@ -240,7 +240,7 @@ _PARAMETERS = frozenset(one.name for one in fields(LoadingController)) - {"calib
 def make_choice(
     spec: str, *, ratio: float | None = None, boundary_tokens: int | None = None
 ) -> Choice:
-    """Return what a caller's string names: a policy (`make_repair`), or ``auto``.
+    """Return the choice that a string names: a policy (`make_repair`) or ``auto``.
 
     Parameters and errors are those of `make_repair`.
     """
@@ -253,9 +253,9 @@ def make_choice(
 
 
 def calibrated(choice: Choice, load: Callable[[], Calibration | None]) -> Choice:
-    """Return a choice with what `load` returns, if it chooses by that and has none yet.
+    """Return a choice with its calibration, which `load` returns if it is needed and missing.
 
-    Raises ParameterError where nothing was measured.
+    Raise ParameterError if nothing was measured.
     """
     if not isinstance(choice, LoadingController):
         return choice
@@ -267,7 +267,7 @@ def calibrated(choice: Choice, load: Callable[[], Calibration | None]) -> Choice
 def takes_ratio(spec: str) -> bool:
     """Return whether `make_choice` takes a ratio with `spec`.
 
-    Not where the policy has none (``"none"``), nor where `spec` says itself what is to be spent
+    It takes none if the policy has no ratio (``"none"``), or if `spec` already sets the amount
     (``"query:ratio=0.5"``, ``"boundary:tokens=4"``). Raises ParameterError as `make_choice` does.
     """
     name, given = parse_spec(spec, "policy", POLICIES, [LoadingController.name])
@@ -276,7 +276,7 @@ def takes_ratio(spec: str) -> bool:
 
 
 def _without(prompt: PromptRows, record: StoredRows) -> PromptRows:
-    """Return the prompt with a record's tokens computed."""
+    """Return the prompt as it is when a record's tokens are computed."""
     meant = record.chunk_id, record.context_ids
     spans = tuple(span for span in prompt.spans if (span.chunk_id, span.context_ids) != meant)
     return replace(prompt, spans=spans)

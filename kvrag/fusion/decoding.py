@@ -1,4 +1,4 @@
-"""Generation behind a fused prompt, token by token in its own buffer."""
+"""Generation after a fused prompt, token by token in the prompt's buffer."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from kvrag.models.rows import Attending
 
 
 class Decoder(Protocol):
-    """Computes one token after the other behind a fused prompt."""
+    """Computes the tokens after a fused prompt, one at a time."""
 
     def step(self, token_id: int) -> torch.Tensor:
         """Write a token's KV; return the logits ``[vocabulary]`` of what follows it."""
         ...
 
     def report(self) -> EvictionReport | None:
-        """Return what was evicted so far; None where nothing is."""
+        """Return what was evicted so far; None if the decoder evicts nothing."""
         ...
 
 
 def make_decoder(model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy | None) -> Decoder:
-    """Return what goes on from a prompt.
+    """Return the decoder that continues a prompt.
 
     Raises
     ------
     ParameterError, UnsupportedModelError
-        As `EvictingDecoder` does.
+        See `EvictingDecoder`.
     """
     if eviction is not None:
         return EvictingDecoder(model, fused, eviction)
@@ -43,7 +43,7 @@ def make_decoder(model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy | 
 
 
 class CacheDecoder:
-    """Lets Transformers go on from a prompt without gaps in its positions.
+    """Continues a prompt without gaps in its positions, by means of Transformers.
 
     Parameters
     ----------
@@ -72,17 +72,17 @@ class CacheDecoder:
 
 
 class RowDecoder:
-    """Goes on behind a prompt whose positions have gaps, row by row.
+    """Continues a prompt whose positions have gaps, row by row.
 
-    Transformers numbers what follows a cache by the cache's length, and families with ALiBi take no
-    positions at all; here new rows continue from the prompt's last position.
+    Transformers derives the positions after a cache from the cache's length, and families with
+    ALiBi take no positions at all. Here, new rows continue from the prompt's last position.
 
     Parameters
     ----------
     model
         The model.
     fused
-        The prompt, with room behind it in its buffer: that many tokens can be decoded.
+        The prompt. The room left in its buffer limits how many tokens can be decoded.
     """
 
     def __init__(self, model: KVModel, fused: FusedPrompt) -> None:

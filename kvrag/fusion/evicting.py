@@ -1,8 +1,8 @@
-"""Generation behind a fused prompt from a cache that forgets.
+"""Generation after a fused prompt from a cache that evicts keys.
 
-Behind the prompt, its last tokens are computed once more, layer by layer, over the fused keys and
-values as they are, which stay as they are: stored chunks bring no queries, and it is queries that
-say which keys are needed. With everything recomputed these are the queries of a plain prefill.
+Eviction policies need queries to see which keys matter, and stored chunks have none. So the last
+tokens of the prompt are computed once more, layer by layer, over the fused keys and values, which
+this does not change. If everything was recomputed, these are the queries of a plain prefill.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from kvrag.models.rows import Attending
 
 
 def evict_prompt(model: KVModel, fused: FusedPrompt, policy: str | EvictionPolicy) -> EvictingCache:
-    """Return a cache that holds what a policy leaves of a fused prompt.
+    """Return a cache with the keys and values of a fused prompt that a policy keeps.
 
-    Rows of the buffer are its tokens: link tokens count, and so do rows of compressed chunks;
-    neither is asked what it attends to. The buffer is left as it is.
+    Each row of the buffer counts as a token, including link tokens and rows of compressed chunks;
+    those two give no queries. The buffer does not change.
 
     Raises
     ------
     ParameterError
-        Where reused keys are attended to with a temperature or scale, or as `make_eviction` does.
+        If the prompt's policy sets a temperature or scale, or as `make_eviction` does.
     UnsupportedModelError
-        As `EvictingCache` does.
+        See `EvictingCache`.
     """
     if fused.scaled:
         raise ParameterError(
             f"policy {fused.report.policy} scales attention to reused keys, which an evicting "
-            "cache does not: leave out temperature and scale, or eviction"
+            "cache does not support: leave out temperature and scale, or eviction"
         )
     cache = EvictingCache(model.hf, policy)
     layout, kv = fused.layout, fused.kv
@@ -76,7 +76,10 @@ def evict_prompt(model: KVModel, fused: FusedPrompt, policy: str | EvictionPolic
 
 
 class _Observer:
-    """Hands on what rows attend with; key heads come in their order, each with all of a block."""
+    """Passes the rows' attention weights to a cache layer.
+
+    Key heads come in order, and each with all rows of a block.
+    """
 
     def __init__(self, layer: Any, num_kv_heads: int) -> None:
         self._layer = layer
@@ -99,26 +102,26 @@ class _Observer:
 
 
 class EvictingDecoder:
-    """Computes one token after the other behind a fused prompt, forgetting as a policy says.
+    """Computes the tokens after a fused prompt, one at a time, and evicts keys as a policy says.
 
     Parameters
     ----------
     model
         The model.
     fused
-        The prompt; its buffer is let go of.
+        The prompt; the decoder releases its buffer.
     policy
-        What is forgotten.
+        Chooses the keys to evict.
 
     Attributes
     ----------
     cache
-        What is left.
+        The keys and values that remain.
 
     Raises
     ------
     ParameterError, UnsupportedModelError
-        As `evict_prompt` does.
+        See `evict_prompt`.
     """
 
     def __init__(self, model: KVModel, fused: FusedPrompt, policy: str | EvictionPolicy) -> None:
@@ -138,7 +141,7 @@ class EvictingDecoder:
         ):
             output = model.hf(
                 input_ids=torch.tensor([[token_id]], device=model.device),
-                # The prompt may leave positions out.
+                # The prompt's positions may have gaps.
                 position_ids=torch.tensor([[self._position]], device=model.device),
                 past_key_values=self.cache,
                 use_cache=True,

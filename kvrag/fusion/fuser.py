@@ -1,8 +1,8 @@
-"""The fuser: a laid-out prompt and stored chunks in, the prompt's KV and first logits out.
+"""The fuser: turns a laid-out prompt and stored chunks into the prompt's KV and first logits.
 
-One pass through the layers: the stored rows of a layer are placed, then everything that is not
-stored (question, separators, misses) is computed over them together with what the policy wants
-again, so that the weights are read once.
+It passes through the layers once, so the weights are read once. In each layer it places the stored
+rows. Then it computes over them everything that is not stored (question, separators, misses),
+together with the tokens that the policy recomputes.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ class FusedPrompt:
     Attributes
     ----------
     kv
-        KV of all N prompt tokens, link tokens included, with room for what follows.
+        KV of all N prompt tokens, including link tokens, with room for the answer.
     logits
         ``[vocabulary]`` in the model's dtype: the distribution of the first answer token.
     report
-        What was done.
+        The account of the fusion.
     fresh
-        ``[m]``: ascending positions of the rows computed that were never in the store.
+        ``[m]``: ascending positions of the computed rows that were not in the store.
     picks
-        For each layer ``[n]``: ascending positions of the reused tokens computed again in it.
+        For each layer ``[n]``: ascending positions of the reused tokens recomputed in it.
     layout
-        What was fused: the rows of `kv`.
+        The fused layout, which describes the rows of `kv`.
     scaled
-        For each layer the keys that are attended to otherwise; empty where none is.
+        For each layer, the keys with scaled attention; empty if no key has.
     links
-        Those of the layout, on the model; None where it has none.
+        The layout's links, on the model's device; None if the layout has none.
     """
 
     kv: FusedKV
@@ -74,27 +74,27 @@ class FusedPrompt:
 
     @contextmanager
     def answering(self, model: KVModel) -> Iterator[None]:
-        """Let the model's own forwards go on with the attention and adapter of the prompt."""
+        """Let the model's own forward passes use the prompt's attention and adapter."""
         adapting = without_adapters(model.hf) if self.links is None else self.links.answering(model)
         with model.lock, scaled_answers(model.hf, self.kv, self.scaled), adapting:
             yield
 
     def to_generate(self) -> dict[str, Any]:
-        """Return the arguments with which Transformers' ``generate`` goes on from this prompt.
+        """Return the arguments with which Transformers' ``generate`` continues this prompt.
 
-        The prompt's last token is left to it, so that it computes the first logits itself. It
-        reckons positions by the number of ids, and the buffer has more rows than the prompt has
-        tokens where there are link tokens, fewer where chunks are compressed: ids are added at the
-        beginning, those of the first token, or left out there.
+        ``generate`` computes the prompt's last token again, to get the first logits itself. It
+        derives positions from the number of ids, but the buffer has more rows than the prompt has
+        tokens if there are link tokens, and fewer if chunks are compressed. So ids are added at
+        the beginning (copies of the first one) or left out there.
 
         Raises
         ------
         ParameterError
-            Where the prompt leaves positions out (markup): ``generate`` cannot be told.
+            If the prompt's positions have gaps (markup), which ``generate`` does not support.
         """
         if self.layout.positions is not None:
             raise ParameterError(
-                "this prompt leaves positions out, which Transformers' generate reckons without: "
+                "this prompt's positions have gaps, which Transformers' generate does not support: "
                 "answer it with KVEngine"
             )
         num_rows = self.kv.num_tokens
@@ -103,19 +103,19 @@ class FusedPrompt:
         input_ids = torch.tensor([[*added, *token_ids]], device=self.logits.device)
         return {
             "input_ids": input_ids,
-            # Otherwise taken from the ids, of which a prompt may begin with one that pads.
+            # By default it is derived from the ids, but a prompt may begin with a padding id.
             "attention_mask": torch.ones_like(input_ids),
             "past_key_values": FusedCache(self.kv, num_rows - 1),
         }
 
 
 class CompressedLostError(Exception):
-    """KV of compressed chunks cannot be had: the prompt has to be laid out without them.
+    """Compressed chunks' KV is not available: the prompt has to be laid out without them.
 
     Attributes
     ----------
     lost
-        Chunk id to the reason of the miss.
+        Chunk id to the reason for the miss.
     """
 
     def __init__(self, lost: Mapping[str, str]) -> None:
@@ -139,24 +139,24 @@ def fuse(
     model
         The model that the chunks were encoded with.
     layout
-        The prompt's tokens and the spans of it that are stored.
+        The prompt's tokens and its stored spans.
     open_kv
-        Opens a chunk's record; what it cannot deliver is prefilled and counted.
+        Opens a chunk's record; records that it cannot deliver are prefilled and counted.
     choice
-        Which reused tokens are recomputed (CacheBlend §4, and others), and how attention treats
-        the rest; or the controller that chooses that.
+        Which reused tokens to recompute (CacheBlend §4, and others), and how attention treats
+        the rest; or the controller that chooses both.
     fused
         The buffer, on the model's device, made for the layout's number of tokens.
     links
-        `LinkTokens.on` the model, where the layout holds link tokens (KVLink §3.3).
+        The result of `LinkTokens.on` for the model, if the layout has link tokens (KVLink §3.3).
     loading
-        How stored KV is brought.
+        How to load stored KV.
 
     Raises
     ------
     CompressedLostError
-        When stored rows that stand for a compressed chunk cannot be had: nobody can tell from them
-        alone what to compute instead. All other chunks that are lost are computed.
+        If the stored rows of a compressed chunk are not available: the rows do not say which
+        tokens to compute instead. All other lost chunks are computed.
     """
     clock = _Clock()
     if isinstance(choice, RecomputePolicy):
@@ -171,12 +171,13 @@ def fuse(
                 made = execute(model, plan, loader, linked, fused, clock)
                 break
             except LostError as error:
-                # Rows computed so far have seen those chunks. Each round has fewer, so this ends.
+                # The rows computed so far have seen the lost chunks, so start again without them.
+                # Each round has fewer, so this ends.
                 clock.lap("lost")
                 _require_compressed(plan, error)
                 plan = plan.without(error.lost)
     finally:
-        # Whoever gets the buffer next must not find anything written into it.
+        # The buffer's next user must not have anything written into it.
         loader.end()
     report = replace(made.report, hidden_load_seconds=loader.hidden_seconds)
     if loading.streaming is not None and isinstance(loader, StreamedLoader):
@@ -188,7 +189,7 @@ def fuse(
 
 
 def computing_seconds(seconds: Mapping[str, float]) -> float:
-    """Return what of a report's seconds computing took."""
+    """Return the part of a report's seconds that computing took."""
     return sum(seconds.get(stage, 0.0) for stage in ("ask", "select", "compute"))
 
 
@@ -233,19 +234,19 @@ def execute(
     fused: FusedKV,
     clock: _Clock,
 ) -> FusedPrompt:
-    """Carry a plan out: one pass through the layers.
+    """Carry out a plan in one pass through the layers.
 
     Raises
     ------
     LostError
-        When records of the plan cannot be had: plan again without them.
+        If records of the plan are not available: plan again without them.
     """
     layout, repair = plan.layout, plan.repair
     tables = model.tables(len(layout.token_ids), layout.positions)
     fresh = linked.without_stored(plan.fresh.to(model.device))
     try:
         loader.open(plan.spans)
-        # Before the model is free: another prompt may be at it.
+        # Loading starts before the model is free: another prompt may be using it.
         loader.begin(fused, tables, dict.fromkeys(plan.inexact, plan.num_whole_layers))
     finally:
         clock.lap("load")
@@ -261,7 +262,7 @@ def execute(
             attention = QuestionAttention(positions, plan.question_start, asked)
             ask(model, linked.embed, fresh, attention, loader, fused, tables, clock.lap)
             prompt = replace(prompt, relevance=attention.relevance)
-        # Where nothing is inexact there is nothing to choose from.
+        # Without inexact spans there is nothing to choose from.
         policy = repair.policy if plan.inexact else NonePolicy()
         encoded = None
         by_attention = not asked and chooses_by_attention(policy, prompt)
@@ -279,11 +280,11 @@ def execute(
             clock.lap("select")
             rows = selection.rows
             if scaling is not None:
-                # What is recomputed is right, and attended to as such.
+                # Recomputed keys are exact, so their attention is not scaled.
                 scaled.append(ScaledKeys(scaling, held.index_fill(0, rows, False)))
             rows_by_layer.append(len(rows))
             if layer_index == last_layer:
-                # Only the last token's output is needed; of the others only their K/V.
+                # Only the last token's output is needed; the other rows need only their K/V.
                 _write_projections(model, layer_index, hidden, rows, fused, table)
                 hidden, rows = hidden[-1:].contiguous(), rows[-1:]
                 noted = None
@@ -348,7 +349,7 @@ def _report(
 
 
 class _Clock:
-    """Wall seconds by stage; a stage may be entered more than once."""
+    """Wall seconds by stage; one stage may have several laps."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -361,7 +362,7 @@ class _Clock:
 
 
 def _encoded(layout: Layout, spans: Sequence[ReusedSpan], device: torch.device) -> EncodedScope:
-    """Return of all rows what those of `spans` were encoded with, as far as it stands here too."""
+    """Return the rows that each row was encoded with, as far as they precede it here too."""
     starts = torch.arange(len(layout.token_ids))
     for span in spans:
         starts[span.prompt_start : span.prompt_end] = layout.encoded_from(span)

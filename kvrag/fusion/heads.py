@@ -1,4 +1,4 @@
-"""The beginnings of chunks, and where in a text one of them may stand."""
+"""The heads (first characters) of chunks, and a search for them in a text."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-# Characters that decide whether a position is looked at closely; a head has at least as many.
+# Characters sampled to decide whether to check a position; a head has at least as many.
 _NUM_SAMPLED = 6
-# Odd, and without a pattern, so that few positions are looked at for nothing.
+# Odd multipliers without a pattern, so that few positions are checked in vain.
 _FACTORS = (
     0x9E3779B97F4A7C15,
     0xC2B2AE3D27D4EB4F,
@@ -20,25 +20,26 @@ _FACTORS = (
 )
 _LEAST_MARKS = 1 << 16
 _MARKS_PER_HEAD = 8
-# Half a kilobyte each while they are marked; those of an index are not left to its first prompt.
+# Marking takes half a kilobyte per head. An index's heads are marked as they are added, not all at
+# the first prompt.
 _MARKED_AT_ONCE = 1 << 12
-# Of so few positions each is looked up.
+# Up to this many positions are looked up one by one.
 _FEW = 256
 
 _Codes = NDArray[np.uint64]
 
 
 class Heads:
-    """Which chunks begin with which characters, all heads of one width.
+    """A table of the characters that chunks begin with; all heads have the same width.
 
     Notes
     -----
-    Readers may share it between threads as long as nobody adds or discards meanwhile.
+    Several threads may read the table at once as long as no thread adds or discards heads.
 
     Parameters
     ----------
     width
-        Characters of a head, 6 or more.
+        Number of characters in a head, 6 or more.
     """
 
     def __init__(self, width: int) -> None:
@@ -46,7 +47,8 @@ class Heads:
         self._sampled = [width * part // (_NUM_SAMPLED - 1) for part in range(_NUM_SAMPLED - 1)]
         self._sampled.append(width - 1)
         self._families: dict[str, dict[str, int]] = {}
-        # Where a hash of sampled characters is set, a head may begin; discarded ones stay set.
+        # A mark at the hash of sampled characters means that a head may begin there; the marks of
+        # discarded heads stay set.
         self._marks = np.zeros(_LEAST_MARKS, bool)
         self._unmarked: list[str] = []
 
@@ -54,11 +56,11 @@ class Heads:
         return bool(self._families)
 
     def __getitem__(self, head: str) -> dict[str, int]:
-        """Return the chunks that begin with `head`, and the length of each."""
+        """Return the chunks that begin with `head`: chunk id to length in characters."""
         return self._families[head]
 
     def add(self, head: str, chunk_id: str, length: int) -> None:
-        """Make known that a chunk of so many characters begins with `head`."""
+        """Add a chunk of `length` characters that begins with `head`."""
         family = self._families.get(head)
         if family is None:
             family = self._families[head] = {}
@@ -68,14 +70,14 @@ class Heads:
         family[chunk_id] = length
 
     def discard(self, head: str, chunk_id: str) -> None:
-        """Forget a chunk that was added."""
+        """Remove a chunk that was added."""
         family = self._families[head]
         del family[chunk_id]
         if not family:
             del self._families[head]
 
     def positions(self, text: str, start: int, end: int) -> list[int]:
-        """Return the ascending positions of ``text[start:end]`` at which a head stands whole."""
+        """Return the ascending positions in `text` of all heads within ``text[start:end]``."""
         width, families = self._width, self._families
         places: Iterable[int] = range(start, end - width + 1)
         if end - start > _FEW:
@@ -87,7 +89,7 @@ class Heads:
         return [place for place in places if text[place : place + width] in families]
 
     def _mark(self) -> None:
-        """Set the marks of heads added since the last time."""
+        """Set the marks of heads added since the last call."""
         unmarked = self._unmarked
         if not unmarked:
             return
@@ -99,18 +101,18 @@ class Heads:
             some = unmarked[begin : begin + _MARKED_AT_ONCE]
             codes = _codes("".join(some)).reshape(len(some), self._width)
             marks[_index(codes.T[self._sampled], len(marks))] = True
-        # In this order: who finds nothing unmarked has all marks before it.
+        # In this order: a thread that sees no unmarked heads must already see all marks.
         self._marks = marks
         self._unmarked = []
 
 
 def _index(sampled: Iterable[_Codes], num_marks: int) -> _Codes:
-    """Return ``[n]``: the marks of n places, of each of which the sampled characters are given."""
+    """Return ``[n]``: the index of the mark of each of n places, from their sampled characters."""
     products = (codes * np.uint64(factor) for codes, factor in zip(sampled, _FACTORS, strict=True))
     mixed = next(products)
     for product in products:
         mixed ^= product
-    # The highest bits: all characters have a part in them.
+    # All characters influence the highest bits.
     mixed >>= np.uint64(64 - (num_marks.bit_length() - 1))
     return mixed
 

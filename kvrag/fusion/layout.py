@@ -1,8 +1,8 @@
-"""Which tokens of a prompt can be taken from stored chunks.
+"""The layout of a prompt: which of its tokens can be taken from stored chunks.
 
 The prompt is tokenised as a whole, so its ids are those of the plain pipeline. A chunk found
-in the text is then laid over the prompt's tokens by character offset and token id. Where the
-text around it changed its first or last tokens, those are left out and computed.
+in the text is then aligned with the prompt's tokens by character offset and token id. If the
+surrounding text changed the chunk's first or last tokens, those are left out and computed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvrag.fusion.segments import Match
 from kvrag.models.tokens import Tokens
 
 MIN_RUN_LENGTH = 4
-"""Tokens below which a stretch is computed: reading its KV would save nothing."""
+"""Shortest span that is reused: reading the KV of fewer tokens would save nothing."""
 
 MISS_UNKNOWN_CHUNK = "chunk no longer in the index"
 MISS_TOKENS_DIFFER = "tokens differ from the chunk's own"
@@ -27,11 +27,11 @@ MISS_NO_OFFSETS = "tokenizer gives no character offsets"
 MISS_OWNER_UNCLEAR = "text of several chunks, encoded behind different text"
 
 MAX_EDGE_TOKENS = 2
-"""Tokens of a chunk that the text around it may change, and it still counts as being there."""
+"""Tokens of a chunk that the surrounding text may change while the chunk still counts as whole."""
 
 
 RecordId = tuple[str, tuple[int, ...]]
-"""A chunk's id, and the tokens that the record meant was encoded behind."""
+"""A chunk's id, and the context tokens that precede the chunk where the record was encoded."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class ReusedSpan:
     """Prompt tokens that are tokens of a stored chunk.
 
     Prompt tokens ``[prompt_start, prompt_start + length)`` equal the chunk's tokens
-    ``[chunk_start, chunk_start + length)``. Of the chunk's records the one is meant that was
-    encoded behind `context_ids`.
+    ``[chunk_start, chunk_start + length)``. The span refers to the chunk's record that was encoded
+    after `context_ids`.
 
-    Of a compressed chunk (`num_compressed` above 0) the record's rows are meant instead of its
-    tokens: all of them, which stand for so many tokens of the prompt.
+    If the chunk is compressed (`num_compressed` above 0), the span covers all rows of the record
+    instead of tokens; they replace `num_compressed` tokens of the prompt.
 
     `encoded_at` is the position at which the chunk's first token was encoded; None means directly
-    behind the shared prefix and the context.
+    after the shared prefix and the context.
     """
 
     chunk_id: str
@@ -59,30 +59,30 @@ class ReusedSpan:
 
     @property
     def record_id(self) -> RecordId:
-        """Which record it is taken from."""
+        """The record that the span is taken from."""
         return self.chunk_id, self.context_ids
 
     @property
     def prompt_end(self) -> int:
-        """The first prompt token behind the span."""
+        """The first prompt token after the span."""
         return self.prompt_start + self.length
 
     @property
     def chunk_end(self) -> int:
-        """The first chunk token behind the span."""
+        """The first chunk token after the span."""
         return self.chunk_start + self.length
 
 
 LINK = -1
-"""Stands in a layout's token ids where a link token is: no tokenizer has it."""
+"""The id of a link token in a layout's token ids; no tokenizer uses it."""
 
 COMPRESSED = -2
-"""Stands where a row of a compressed chunk is: it is no token, and cannot be computed again."""
+"""The id of a compressed chunk's row, which is no token and cannot be computed again."""
 
 
 @dataclass(frozen=True)
 class LinkRow:
-    """A link token in a prompt: where it stands, and its row in the table of link tokens."""
+    """A link token in a prompt: its position, and its row in the table of link tokens."""
 
     position: int
     row: int
@@ -95,33 +95,33 @@ class Layout:
     Attributes
     ----------
     token_ids
-        The prompt's tokens, exactly as the plain pipeline feeds them; `LINK` where link tokens were
-        put between them (`kvrag.fusion.links.insert_links`), `COMPRESSED` where rows stand for a
+        The prompt's tokens, exactly as the plain pipeline feeds them, except for `LINK` at each
+        inserted link token (`kvrag.fusion.links.insert_links`) and `COMPRESSED` at each row of a
         compressed chunk (`kvrag.fusion.compression.compacting.compact`).
     spans
-        What can be reused, in order, without overlap; neither the shared prefix nor the last
-        token is ever part of one (the last one has to be computed to give logits).
+        The reusable spans, in order, without overlap. No span contains the shared prefix or the
+        last token, which has to be computed to give logits.
     prefix_length
-        Tokens of the shared prefix at the prompt's beginning: all of them or 0.
+        Number of shared prefix tokens at the start of the prompt: all of them or 0.
     has_prefix
-        Whether the prompt begins with the shared prefix (always true of an empty one).
+        Whether the prompt begins with the shared prefix (always true if that is empty).
     misses
         Matches that gave no span: reason -> count.
     links
         The link tokens, in order.
     num_unlinked
-        Spans behind which links were wanted, but there are none for so many, or no room.
+        Spans without link tokens, because the table has too few or the prompt has no room.
     given_ids
-        The plain pipeline's tokens, where `token_ids` no longer tell them; else None.
+        The plain pipeline's tokens if `token_ids` no longer contain them, otherwise None.
     chunk_ids
-        The chunks found, in order, those included that gave no span.
+        The chunks found, in order, including those that gave no span.
     positions
-        For each of `token_ids` its position, ascending; None where they are 0, 1, 2 and so on.
-        Rows of buffers are numbered without gaps all the same: row r has position ``positions[r]``.
+        The position of each token in `token_ids`, ascending; None means 0, 1, 2 and so on.
+        Buffer rows have no gaps in either case: row r has position ``positions[r]``.
     num_neutralised
-        Control strings of documents and messages that are tokenised as text.
+        Number of control strings in documents and messages that are tokenised as text.
     num_control
-        Control strings of a prompt given as one string that are its own, as far as can be told.
+        Number of control strings, in a prompt given as one string, that are in no known document.
     """
 
     token_ids: tuple[int, ...]
@@ -139,7 +139,7 @@ class Layout:
 
     @property
     def end_position(self) -> int:
-        """The first position behind the prompt."""
+        """The first position after the prompt."""
         return len(self.token_ids) if self.positions is None else self.positions[-1] + 1
 
     def position(self, row: int) -> int:
@@ -148,7 +148,7 @@ class Layout:
 
     @property
     def num_reused(self) -> int:
-        """Tokens covered by spans."""
+        """Number of tokens covered by spans."""
         return sum(span.num_compressed or span.length for span in self.spans)
 
     @property
@@ -159,30 +159,30 @@ class Layout:
         return tuple(token for token in self.token_ids if token != LINK)
 
     def is_exact(self, span: ReusedSpan) -> bool:
-        """Whether `span` stands where it was encoded, so that its KV needs no correction.
+        """Return whether `span` is where it was encoded, so that its KV needs no correction.
 
-        True of a span that starts with its chunk, where between the shared prefix and it stand the
-        very tokens that it was encoded behind (none for most: it follows the prefix directly).
+        That holds if the span starts with its chunk, and the tokens between the shared prefix and
+        the span are its context (usually none: the span then follows the prefix directly).
         """
         if not self.has_prefix or span.chunk_start != 0 or span.num_compressed:
             return False
         first, encoded_at = span.prompt_start, span.encoded_at
         if encoded_at is None:
             encoded_at = self.prefix_length + len(span.context_ids)
-        # Where it was encoded there was no gap but one before a chunk given its position.
+        # At encoding, the only gap was one before a chunk that was given its position.
         if (first and self.position(first - 1) != first - 1) or self.position(first) != encoded_at:
             return False
-        # Compared in length first: contexts are long, and few spans stand where they could be so.
+        # Compares lengths first: contexts are long, and few spans are at a position that fits.
         return (
             span.prompt_start - self.prefix_length == len(span.context_ids)
             and self.token_ids[self.prefix_length : span.prompt_start] == span.context_ids
         )
 
     def encoded_from(self, span: ReusedSpan) -> int:
-        """Return the first row of what `span` was encoded with and stands behind here as well.
+        """Return the first row that `span` was encoded with and that precedes it here as well.
 
-        The shared prefix aside. That is its own first row, or its context's, where that stands
-        before it.
+        That is the first row of its context if that precedes the span here, otherwise the span's
+        own first row. The shared prefix does not count.
         """
         start = span.prompt_start - len(span.context_ids)
         if span.chunk_start or start < self.prefix_length:
@@ -200,23 +200,24 @@ def lay_out(
     hints: Collection[str] = (),
     min_run_length: int = MIN_RUN_LENGTH,
 ) -> Layout:
-    """Lay the chunks found in a prompt over its tokens.
+    """Return the layout of a prompt, with spans for the chunks found in it.
 
     Parameters
     ----------
     tokens
-        The rendered prompt's (`kvrag.models.tokens.encode`).
+        The tokens of the rendered prompt (`kvrag.models.tokens.encode`).
     matches
         Chunks found in the prompt, in order, without overlap (`ChunkMatcher.find`).
     chunks
-        The chunks matched, by id, with others of their texts where chunks are encoded behind
-        context; a match of which none is there is a miss.
+        The matched chunks by id, including others with the same text if chunks are encoded after
+        context. A match without any of its chunks here is a miss.
     prefix_ids
-        The shared prefix that the chunks were encoded behind.
+        The shared prefix that the chunks were encoded after.
     hints
-        Ids of chunks likely in the prompt: they tell chunks of one text apart.
+        Ids of chunks that the prompt probably contains; they decide between chunks with the same
+        text.
     min_run_length
-        Tokens a span has at least; a match with fewer is a miss.
+        Minimum number of tokens in a span; a match with fewer is a miss.
     """
     token_ids = tokens.token_ids
     prefix = tuple(prefix_ids)
@@ -226,7 +227,7 @@ def lay_out(
     chunk_ids: list[str] = []
     spans: list[ReusedSpan] = []
     texts: list[FoundText] = []
-    places: list[int] = []  # of each span's chunk among the ids
+    places: list[int] = []  # the index of each span's chunk in chunk_ids
     placed = _PromptTokens(token_ids, tokens.offsets) if tokens.offsets else None
     for match in matches:
         known = [chunks[i] for i in (match.chunk_id, *match.other_ids) if i in chunks]
@@ -269,7 +270,7 @@ def lay_out(
 
 
 def _found_text(match: Match, span: ReusedSpan, known: Sequence[Chunk]) -> FoundText:
-    """Return what the prompt holds of a text, with those of the chunks that truly have it."""
+    """Return what the prompt contains of a text, with the chunks that have the same tokens."""
     run = slice(span.chunk_start, span.chunk_end)
     first = known[0]
     return FoundText(
@@ -280,19 +281,20 @@ def _found_text(match: Match, span: ReusedSpan, known: Sequence[Chunk]) -> Found
 
 
 class _PromptTokens:
-    """The prompt's tokens with the characters that they start at."""
+    """The prompt's tokens with the character offsets at which they start."""
 
     def __init__(self, token_ids: tuple[int, ...], offsets: Sequence[tuple[int, int]]) -> None:
         self._ids = token_ids
         self._starts = [start for start, _ in offsets]
-        # A special token has the offsets (0, 0), also at the end; bisection wants order.
+        # A special token has the offsets (0, 0) even at the end, but bisection needs order.
         self._ascending_starts = list(accumulate(self._starts, max))
 
     def longest_run(self, match: Match, chunk: Chunk, first: int) -> ReusedSpan:
-        """Return the longest run of the chunk's tokens in its place, of length 0 if none.
+        """Return the longest run of the chunk's tokens in the match, of length 0 if there is none.
 
-        A run begins where both have a token of one id at one character. Several tokens can
-        start there (the bytes of an emoji), so a start leads to a list of the chunk's tokens.
+        A run begins where prompt and chunk have the same token id at the same character. Several
+        tokens can start at one character (the bytes of an emoji), so each start maps to a list of
+        the chunk's tokens.
         """
         begin = max(first, bisect_left(self._ascending_starts, match.start))
         end = min(bisect_left(self._ascending_starts, match.end), len(self._ids) - 1)
@@ -313,7 +315,7 @@ class _PromptTokens:
 
 
 def _num_equal(ids: tuple[int, ...], others: tuple[int, ...]) -> int:
-    """Return how many ids agree from the beginning."""
+    """Return the length of the common beginning."""
     for index, (one, other) in enumerate(zip(ids, others, strict=False)):
         if one != other:
             return index

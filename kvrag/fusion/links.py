@@ -1,14 +1,15 @@
-"""Link tokens: a few trained rows behind each reused chunk that look at all before them.
+"""Link tokens: a few trained rows after each reused chunk that attend to everything before them.
 
-Source: KVLink (arXiv 2502.16002) §3.3. A chunk's stored KV has seen no other chunk; the rows of
-its link tokens are computed at question time, see every earlier row, and give what the question
-then reads. They are no tokens of the tokenizer: the token ids of a prompt stay those of the plain
-pipeline, the links stand between them. The n-th chunk of a prompt always has the same links
-(``(n - 1) K .. n K - 1`` of the table), one row opens the chunks and one closes them.
+Source: KVLink (arXiv 2502.16002) §3.3. A chunk's stored KV has seen no other chunk. The rows of
+its link tokens are computed at question time and see every earlier row; the question then reads
+what they gathered. Link tokens are not in the tokenizer's vocabulary: the token ids of a prompt
+stay those of the plain pipeline, with the links between them. The n-th chunk of a prompt always
+has the same links (rows ``(n - 1) K .. n K - 1`` of the table). One more row precedes the first
+chunk, and one follows the last.
 
-Deviation: the paper trains the whole model. Here a base model may also stay as it is (mode
-``frozen``): then embeddings, per-layer keys and values, or low-rank additions to link, question
-and answer rows are trained, and every chunk stored with the base stays valid.
+Deviation: the paper trains the whole model. Here the base model may also stay unchanged (mode
+``frozen``). Then only embeddings, per-layer keys and values, or low-rank additions to link,
+question and answer rows are trained, and every chunk stored with the base model stays valid.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from kvrag.models.loading import all_finite
 from kvrag.positions.rotary import RotaryTable
 
 FILE_NAME = "links.safetensors"
-"""Under this name links are looked for in a model's folder."""
+"""Name of the links' file in a model's folder."""
 
 MAX_DOCUMENTS = 40
-"""Chunks of a prompt that can have links (KVLink §3.3); further ones go without."""
+"""Maximum number of a prompt's chunks that have links (KVLink §3.3); further ones have none."""
 
 MODES = ("tuned", "frozen")
 WAYS = ("embeddings", "kv", "adapter")
@@ -54,25 +55,26 @@ _MAX_SCALE = 1000
 
 @dataclass(frozen=True)
 class LinksHeader:
-    """What a file of links says about itself.
+    """The header of a file of links.
 
     Attributes
     ----------
     mode
-        ``"tuned"``: the whole model was trained with them. ``"frozen"``: the model is as it was.
+        ``"tuned"``: the whole model was trained with the links. ``"frozen"``: the model is
+        unchanged.
     way
-        What holds them: ``"embeddings"``, ``"kv"`` (each layer's keys and values) or
+        The form of the links: ``"embeddings"``, ``"kv"`` (each layer's keys and values) or
         ``"adapter"`` (embeddings, and an adapter for link, question and answer rows).
     num_links
-        K, links behind each chunk.
+        K, the number of links after each chunk.
     max_documents
-        M, chunks that have links.
+        M, the number of chunks that have links.
     model_fingerprint
-        Of the model that they work with.
+        Fingerprint of the model that the links work with.
     scale
-        Of the adapter; 0 where there is none.
+        The adapter's scale; 0 without an adapter.
     version
-        Of the file's format.
+        Version of the file format.
     """
 
     mode: str
@@ -85,17 +87,17 @@ class LinksHeader:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the table: M * K links, then the row before all chunks and the one behind."""
+        """Rows of the table: M * K links, then the row before all chunks and the one after them."""
         return self.max_documents * self.num_links + 2
 
     @property
     def start_row(self) -> int:
-        """The row that stands before the first chunk."""
+        """The row of the link before the first chunk."""
         return self.max_documents * self.num_links
 
     @property
     def end_row(self) -> int:
-        """The row that stands behind the last chunk and its links."""
+        """The row of the link after the last chunk and its links."""
         return self.start_row + 1
 
 
@@ -106,13 +108,13 @@ class LinkTokens:
     Attributes
     ----------
     header
-        What they are.
+        The header of their file.
     embeddings
-        ``[rows, hidden]``: first layer's inputs; None in way ``kv``.
+        ``[rows, hidden]``: inputs of the first layer; None in way ``kv``.
     keys, values
-        ``[L, rows, H, D]``, keys position-free, of way ``kv``; else None.
+        ``[L, rows, H, D]`` in way ``kv``, with position-free keys; otherwise None.
     adapter
-        Of way ``adapter``; else None.
+        The adapter in way ``adapter``; otherwise None.
     """
 
     header: LinksHeader
@@ -123,7 +125,7 @@ class LinkTokens:
 
     @property
     def is_computed(self) -> bool:
-        """Whether link rows run through the layers, as all fresh rows do."""
+        """Whether link rows are computed in every layer, as fresh rows are."""
         return self.embeddings is not None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -140,7 +142,7 @@ class LinkTokens:
 
     @cached_property
     def digest(self) -> str:
-        """40 hexadecimal digits that tell these links from all others."""
+        """40 hexadecimal digits that identify these links."""
         digest = blake2b(json.dumps(asdict(self.header)).encode(), digest_size=20)
         for name, tensor in sorted(self._tensors().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -157,14 +159,14 @@ class LinkTokens:
 
     @classmethod
     def load(cls, path: Path | str) -> LinkTokens:
-        """Read what `save` wrote.
+        """Read the links that `save` wrote.
 
         Raises
         ------
         LinksError
-            When the file is absent, damaged, too new, or no file of links.
+            If the file is missing, damaged, too new, or not a file of links.
         """
-        # Not Path.expanduser, which raises where it knows no such user.
+        # Not Path.expanduser, which raises for an unknown user.
         place = Path(os.path.expanduser(path))  # noqa: PTH111
         if not place.is_file():
             raise LinksError(
@@ -180,14 +182,14 @@ class LinkTokens:
         return cls(header, **_checked_tensors(header, tensors, place))
 
     def check(self, model: KVModel) -> None:
-        """Raise LinksError unless these links are of `model`."""
+        """Raise LinksError unless these links belong to `model`."""
         header, spec = self.header, model.spec
         if header.model_fingerprint != model.fingerprint:
             raise LinksError(
-                f"links of another model: expected those of {model.name} (fingerprint "
+                f"links of another model: expected links of {model.name} (fingerprint "
                 f"{model.fingerprint}), found fingerprint {header.model_fingerprint}; train them "
-                "with 'kvrag train links' (element type counts: the same weights in another type "
-                "are another model), or pass links='off'"
+                "with 'kvrag train links' (the element type counts: the same weights in another "
+                "type are another model), or pass links='off'"
             )
         wanted: dict[str, tuple[int, ...]] = {
             "embeddings": (header.num_rows, model.hf.config.hidden_size),
@@ -199,7 +201,7 @@ class LinkTokens:
             if tensor is not None and tuple(tensor.shape) != shape:
                 raise LinksError(
                     f"links: {name} of shape {tuple(tensor.shape)}, expected {shape} for "
-                    f"{model.name}; train them anew"
+                    f"{model.name}; train them again"
                 )
         if self.adapter is not None:
             layers = linear_layers(model.hf)
@@ -212,11 +214,11 @@ class LinkTokens:
                 ):
                     raise LinksError(
                         f"links: adapter for {name!r} of shapes {tuple(down.shape)} and "
-                        f"{tuple(up.shape)} fits no linear layer of {model.name}; train it anew"
+                        f"{tuple(up.shape)} fits no linear layer of {model.name}; train it again"
                     )
 
     def on(self, model: KVModel) -> LinkTokens:
-        """Return these links where `model` is, in its element type; the adapter in float32.
+        """Return these links on the model's device, in its dtype; the adapter stays in float32.
 
         Raises LinksError as `check` does.
         """
@@ -238,10 +240,10 @@ class LinkTokens:
 
     @contextmanager
     def answering(self, model: KVModel) -> Iterator[None]:
-        """Let the adapter, if there is one, act on every row: those of an answer.
+        """Let the adapter, if there is one, act on all rows, as is right for an answer.
 
-        Only on rows that the caller forwards: what is indexed, fused or answered meanwhile by
-        kvrag itself is what it is outside.
+        It acts only on rows that the caller forwards, not on what kvrag itself indexes, fuses or
+        answers meanwhile.
         """
         acting = (
             without_adapters(model.hf) if self.adapter is None else self.adapter.acting(model.hf)
@@ -251,16 +253,17 @@ class LinkTokens:
 
 
 def find_links(folder: Path | str) -> LinkTokens | None:
-    """Return the links that lie in a model's folder, or None. Raises as `LinkTokens.load` does."""
+    """Return the links in a model's folder, or None. Raises as `LinkTokens.load` does."""
     path = Path(folder) / FILE_NAME
     return LinkTokens.load(path) if path.is_file() else None
 
 
 def insert_links(layout: Layout, header: LinksHeader) -> Layout:
-    """Put link rows behind every reused span, and the two rows around them all.
+    """Insert link rows after every reused span, one row before all spans and one after them.
 
-    Everything behind a row shifts, so positions are those of the longer sequence. A layout
-    without spans, or K = 0, is returned as it is. Spans past M get none and are counted.
+    Everything after an inserted row shifts, so positions are those of the longer sequence. If
+    there are no spans or K = 0, the layout is returned unchanged. Spans beyond the first M get no
+    links and are counted.
     """
     if not layout.spans or not header.num_links or layout.links:
         return layout
@@ -295,25 +298,25 @@ def insert_links(layout: Layout, header: LinksHeader) -> Layout:
 
 
 class LinkedRows:
-    """The rows of one prompt: where its links are, and how each row enters the first layer.
+    """The rows of one prompt: the positions of its links, and each row's first-layer input.
 
     Parameters
     ----------
     model
         The model.
     layout
-        The prompt, with links inserted or without.
+        The prompt, with or without inserted links.
     links
-        `LinkTokens.on` the model; needed where the layout holds any.
+        The result of `LinkTokens.on` for the model; required if the layout has links.
 
     Attributes
     ----------
     links
-        Those, or None where the layout holds none.
+        The given links, or None if the layout has none.
     """
 
     def __init__(self, model: KVModel, layout: Layout, links: LinkTokens | None) -> None:
-        assert links is not None or not layout.links, "links were laid out, and none are given"
+        assert links is not None or not layout.links, "the layout has links, but none are given"
         self._model = model
         self.links = links if layout.links else None
         device = model.device
@@ -332,17 +335,17 @@ class LinkedRows:
 
     @property
     def adapter(self) -> RowAdapter | None:
-        """What acts on this prompt's fresh rows."""
+        """The adapter that acts on this prompt's fresh rows, or None."""
         return None if self.links is None else self.links.adapter
 
     def without_stored(self, fresh: torch.Tensor) -> torch.Tensor:
-        """Return the positions of `fresh` that have to be computed: links with KV do not."""
+        """Return the positions of `fresh` without links that have stored KV."""
         if self.links is None or self.links.is_computed:
             return fresh
         return fresh[~torch.isin(fresh, self._positions)]
 
     def embed(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the first layer's inputs ``[n, hidden]`` of positions ``[n]``."""
+        """Return the first layer's inputs ``[n, hidden]`` for rows ``[n]``."""
         token_ids = self._token_ids[rows]
         if self.links is None:
             return self._model.embed(token_ids, self._row_positions[rows])
@@ -354,7 +357,7 @@ class LinkedRows:
         return hidden
 
     def write_kv(self, layer_index: int, fused: FusedKV, table: RotaryTable) -> None:
-        """Place the links' own keys and values of one layer, where they have any."""
+        """Write the links' stored keys and values of one layer, if they have any."""
         if self.links is None or self.links.keys is None:
             return
         assert self.links.values is not None
@@ -368,14 +371,14 @@ class LinkedRows:
 
 def _checked_header(text: str | None, place: Path) -> LinksHeader:
     if text is None:
-        raise LinksError(f"{place}: no file of links: its metadata has no {_METADATA!r}")
+        raise LinksError(f"{place}: not a file of links: its metadata has no {_METADATA!r}")
     try:
         fields: Any = json.loads(text)
         version = fields["version"]
         if version != FORMAT_VERSION:
             raise LinksError(
                 f"{place}: links of format {version}, expected {FORMAT_VERSION}: use the kvrag "
-                "that wrote them, or train them anew"
+                "that wrote them, or train them again"
             )
         header = LinksHeader(**fields)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -402,14 +405,14 @@ def _is_count(value: object, most: int) -> bool:
 
 
 def _is_scale(value: Any) -> bool:
-    # Not-a-number is no less than anything.
+    # The comparison is false for NaN.
     return type(value) in (int, float) and abs(value) <= _MAX_SCALE
 
 
 def _checked_tensors(
     header: LinksHeader, tensors: Mapping[str, torch.Tensor], place: Path
 ) -> dict[str, Any]:
-    """Return the fields of `LinkTokens` that the tensors of a file make up."""
+    """Return the fields of `LinkTokens` that a file's tensors hold."""
     wanted = {"kv": {"keys", "values"}}.get(header.way, {"embeddings"})
     down = {name.removeprefix(_DOWN): t for name, t in tensors.items() if name.startswith(_DOWN)}
     up = {name.removeprefix(_UP): t for name, t in tensors.items() if name.startswith(_UP)}

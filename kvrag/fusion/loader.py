@@ -1,4 +1,4 @@
-"""Stored chunks into the fused buffer: read, check, place."""
+"""Loading stored chunks into the fused buffer: read, check, place."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MISS_UNREADABLE = "store unreadable"
 MISS_PROFILE = "codec profile missing"
 
 DAMAGE = (RecordError, StoreError, IndexFormatError, ProfileError)
-"""What the state of a store or a record may raise: the span is then computed, and counted."""
+"""Errors that a store or record may raise; the span is then computed, and counted as a miss."""
 
 OpenKV = Callable[[str, tuple[int, ...]], EncodedChunk | None]
-"""From a chunk id, and the tokens that the chunk was encoded behind, to the opened record, or None
-where the store has none.
+"""Takes a chunk id and the chunk's context tokens; returns the opened record, or None if the store
+has none.
 """
 
 WriteKV = Callable[[int, FusedKV, RotaryTable], None]
@@ -32,12 +32,12 @@ WriteKV = Callable[[int, FusedKV, RotaryTable], None]
 
 
 class LostError(Exception):
-    """Records cannot be had, or are not to be had: the prompt has to be planned without them.
+    """Records are unavailable or not wanted: the prompt has to be planned without them.
 
     Attributes
     ----------
     lost
-        For each record why it is a miss; None where computing it is a choice.
+        For each record the reason for the miss; None if computing it is a choice.
     """
 
     def __init__(self, lost: Mapping[RecordId, str | None]) -> None:
@@ -46,28 +46,28 @@ class LostError(Exception):
 
 
 class SpanLoader:
-    """Brings the stored KV of a prompt's spans into its buffer, one layer at a time.
+    """Loads the stored KV of a prompt's spans into its buffer, one layer at a time.
 
-    `open` opens records and checks their headers. Layers are read in the background from `begin`
-    on, or each when it is asked for, so that the rows of later layers take no memory before they
-    are needed. The state of a store raises nothing but `LostError`.
+    `open` opens records and checks their headers. After `begin`, threads read layers in the
+    background; without threads, each layer is read on request. So the rows of later layers take no
+    memory before they are needed. Damage in a store raises only `LostError`.
 
     Parameters
     ----------
     open_kv
-        Opens a record of a chunk; called by several threads.
+        Opens a record of a chunk; several threads call it.
     write_more
-        Writes what else has KV of its own into a layer, besides the spans; None: nothing has.
+        Writes other stored KV of a layer besides the spans'; None if there is none.
     num_threads
-        Records read at the same time, while the caller computes; 0 reads each layer when it is
-        asked for, in the caller's thread.
+        Number of records read at the same time while the caller computes; 0 reads each layer on
+        request, in the caller's thread.
 
     Attributes
     ----------
     hidden_seconds
-        Wall seconds in which layers were read and nobody waited for them; complete after `end`.
+        Wall seconds of reading layers during which nobody waited; complete after `end`.
     record_seconds
-        For each record, the seconds in which a thread opened and read it.
+        For each record, the seconds that a thread took to open and read it.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class SpanLoader:
         self._records: dict[RecordId, EncodedChunk] = {}
 
     def open(self, spans: Sequence[ReusedSpan]) -> None:
-        """Open the records of these spans, which are from now on those that are loaded.
+        """Set the spans to load, and open their records.
 
-        Records that are open already stay so.
+        Records that are already open stay open.
 
         Raises
         ------
         LostError
-            When some of them cannot be had; the others are open.
+            If some of the records are not available; the others are open.
         """
         self._spans = spans
         ends: dict[RecordId, int] = {}
@@ -106,7 +106,7 @@ class SpanLoader:
         for record_id in self._records.keys() - ends.keys():
             self._drop(record_id)
         wanted = [record_id for record_id in ends if record_id not in self._records]
-        # Each costs a round trip at least.
+        # Opening a record costs at least one round trip.
         found = threads.each(self._opened, wanted, max(self._num_threads, 1))
         lost: dict[RecordId, str | None] = {}
         for record_id, record in zip(wanted, found, strict=True):
@@ -132,7 +132,7 @@ class SpanLoader:
 
     @property
     def bytes_loaded(self) -> int:
-        """Bytes read from the store, headers included."""
+        """Bytes read from the store, including headers."""
         return self._bytes_of_dropped + sum(r.bytes_read for r in self._records.values())
 
     def begin(
@@ -141,14 +141,19 @@ class SpanLoader:
         tables: Sequence[RotaryTable],
         unneeded: Mapping[ReusedSpan, int] | None = None,
     ) -> None:
-        """Read all layers into `fused` from now on, in the background.
+        """Start to read all layers into `fused` in the background.
 
-        `end` must be called before the buffer is used for anything else.
+        Call `end` before you use the buffer for anything else.
 
         Parameters
         ----------
+        fused
+            The buffer.
+        tables
+            The rotary table of each layer.
         unneeded
-            Of how many first layers a span's stored KV are of no use; none of those left out.
+            For some spans, the number of first layers whose stored KV is not needed; 0 for the
+            others.
         """
         self.end()
         self._unneeded = unneeded or {}
@@ -170,7 +175,7 @@ class SpanLoader:
         )
 
     def end(self) -> None:
-        """Stop reading; nothing is written into the buffer afterwards."""
+        """Stop reading; the loader writes nothing into the buffer afterwards."""
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is not None:
             prefetch.close()
@@ -178,20 +183,20 @@ class SpanLoader:
             self._waited_seconds = 0.0
 
     def load_layer(self, layer_index: int, fused: FusedKV, table: RotaryTable) -> None:
-        """Have one layer of every span that needs it in its rows, keys at global positions.
+        """Load one layer of every span that needs it into its rows, keys at global positions.
 
         Raises
         ------
         LostError
-            When a layer of a record is damaged or unreadable, this one or, where layers are read
-            in the background, any. What has been computed with it must be computed again.
+            If this layer of a record is damaged or unreadable; with background reading, if any
+            layer is. Rows computed with the lost records must be computed again.
         """
         if self._prefetch is not None:
             busy_before = self._prefetch.busy_seconds
             failures = self._prefetch.wait(layer_index)
             self._waited_seconds += self._prefetch.busy_seconds - busy_before
             if failures:
-                # One new beginning is enough: let the other records show their damage too.
+                # Find the damage of all other records as well, so that one restart is enough.
                 self._lose({self._lanes[i]: e for i, e in self._prefetch.drain().items()})
         else:
             for span in self._spans:
@@ -219,11 +224,11 @@ class SpanLoader:
         record_id = span.record_id
         started = time.perf_counter()
         self._records[record_id].place_layer(layer_index, into)
-        # By one thread at a time for each record.
+        # Only one thread at a time works on a record.
         self.record_seconds[record_id] += time.perf_counter() - started
 
     def _lose(self, failures: Mapping[RecordId, Exception]) -> NoReturn:
-        """Raise what failures of records mean for the caller."""
+        """Raise LostError for damaged records, or the first error of another kind."""
         self.end()
         for error in failures.values():
             if not isinstance(error, DAMAGE):
@@ -242,7 +247,7 @@ class SpanLoader:
         return spans
 
     def _other_damage(self, lost: RecordId, num_layers: int) -> dict[RecordId, Exception]:
-        """Read what is needed of the other records, so that one new beginning is enough."""
+        """Return the damage of the other records' needed layers, so that one restart is enough."""
         first_layers: dict[RecordId, int] = {}
         for span in self._spans:
             known = first_layers.get(span.record_id, num_layers)
@@ -259,7 +264,7 @@ class SpanLoader:
 
 
 def reason_of(error: Exception) -> str:
-    """Return why a span could not be had, for a report."""
+    """Return the reason, for a report, why a span is not available."""
     if isinstance(error, ProfileError):
         return MISS_PROFILE
     return MISS_UNREADABLE if isinstance(error, StoreError) else MISS_DAMAGED

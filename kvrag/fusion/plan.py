@@ -1,4 +1,4 @@
-"""What is decided about a prompt before any of it is computed."""
+"""Planning a fusion: every decision that is made before anything is computed."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from kvrag.models.kv_model import KVModel
 MISS_POSITION = "encoded at another position"
 
 TierOf = Callable[[str, tuple[int, ...]], int | None]
-"""From a chunk id, and the tokens that the chunk was encoded behind, to the number of the store's
-tier that would deliver the record, 0 the fastest; None where that is not known. It reads nothing.
+"""Takes a chunk id and the chunk's context tokens; returns the number of the store's tier that
+would deliver the record (0 is the fastest), or None if that is unknown. It reads no record.
 """
 
 
 @dataclass(frozen=True)
 class Loading:
-    """How stored KV is brought.
+    """How to load stored KV.
 
     Attributes
     ----------
     num_threads
-        Records read at the same time while layers are computed; 0 reads each layer before it is
-        computed.
+        Number of records read at the same time while layers are computed; 0 reads each layer
+        before it is computed.
     tier_of
-        Tells where a record is, so that a controller may have chunks computed that are quicker to
-        compute than to load; None loads all of them.
+        Returns the tier of a record, so that a controller can compute chunks that are quicker to
+        compute than to load; None loads all chunks.
     streaming
-        Bring the records before anything is computed, as finely as a time to first token allows;
-        `tier_of` is then of no use. None loads them whole.
+        Loads the records before anything is computed, in the quality that the time to first token
+        allows; `tier_of` is then not used. None loads them whole.
     """
 
     num_threads: int = LOAD_THREADS
@@ -51,20 +51,20 @@ class Loading:
 
 @dataclass(frozen=True)
 class FusePlan:
-    """All that is decided about a prompt: `kvrag.fusion.fuser.execute` carries it out.
+    """The plan of one prompt; `kvrag.fusion.fuser.execute` carries it out.
 
     Attributes
     ----------
     layout
-        The prompt's tokens and positions, and what was found of it.
+        The prompt's tokens and positions, and the chunks found in it.
     choice
-        What the caller asked for.
+        The caller's choice of repair.
     num_layers
-        Of the model.
+        Number of the model's layers.
     spans
-        What is taken from the store, in prompt order.
+        The spans to take from the store, in prompt order.
     decisions
-        For each record whether it is loaded or computed; empty where all are loaded.
+        For each record whether it is loaded or computed; empty if all are loaded.
     misses
         Why found chunks are computed instead: reason to number of spans.
     """
@@ -76,21 +76,21 @@ class FusePlan:
     decisions: Mapping[RecordId, ChunkDecision] = field(default_factory=dict)
     misses: Mapping[str, int] = field(default_factory=dict)
 
-    # -- what is taken from the store --------------------------------------------------------
+    # -- spans taken from the store ----------------------------------------------------------
 
     @cached_property
     def exact(self) -> tuple[ReusedSpan, ...]:
-        """Spans that stand where they were encoded: they need no repair."""
+        """Spans at the place where they were encoded: they need no repair."""
         return tuple(span for span in self.spans if self.layout.is_exact(span))
 
     @cached_property
     def compressed(self) -> tuple[ReusedSpan, ...]:
-        """Spans of compressed chunks: they have no tokens that could be recomputed."""
+        """Spans of compressed chunks, which have no tokens that could be recomputed."""
         return tuple(span for span in self.spans if span.num_compressed)
 
     @cached_property
     def prompt(self) -> PromptRows:
-        """What a policy may know: the spans that it may repair."""
+        """The input of a policy: the spans that it may repair."""
         others = {*self.exact, *self.compressed}
         spans = tuple(span for span in self.spans if span not in others)
         return PromptRows(len(self.layout.token_ids), self.num_layers, spans)
@@ -102,10 +102,10 @@ class FusePlan:
 
     @cached_property
     def fresh(self) -> torch.Tensor:
-        """Ascending positions ``[m]`` that are not taken from the store."""
+        """Ascending positions ``[m]`` of the rows that are not taken from the store."""
         return (~covered(len(self.layout.token_ids), self.spans)).nonzero()[:, 0]
 
-    # -- how it is repaired ------------------------------------------------------------------
+    # -- repair ------------------------------------------------------------------------------
 
     @cached_property
     def _chosen(self) -> tuple[Repair, Expected]:
@@ -117,23 +117,23 @@ class FusePlan:
 
     @property
     def repair(self) -> Repair:
-        """The policy, and how attention treats what stays reused."""
+        """The policy, and the attention to tokens that stay reused."""
         return self._chosen[0]
 
     @property
     def expected(self) -> Expected:
-        """What is expected of the prompt, as far as a controller knows."""
+        """The controller's expectations for the prompt; unknown without a controller."""
         return self._chosen[1]
 
     @cached_property
     def num_whole_layers(self) -> int:
-        """Layers, from the first on, that recompute all reused tokens and so load none."""
+        """Number of first layers that recompute all reused tokens and so need none of their KV."""
         return num_whole_layers(self.repair.policy, self.prompt)
 
     @property
     def question_layers(self) -> range:
-        """Layers in which the question's attention is observed before anything is chosen."""
-        # Where nothing is inexact there is nothing to choose from.
+        """Layers in which to observe the question's attention before the policy chooses."""
+        # Without inexact spans there is nothing to choose from.
         return self.repair.policy.question_layers(self.num_layers) if self.inexact else range(0)
 
     @cached_property
@@ -150,15 +150,15 @@ class FusePlan:
     # -- other plans -------------------------------------------------------------------------
 
     def num_planned_rows(self, spans: Sequence[ReusedSpan]) -> int:
-        """Return the rows, summed over layers, that are computed if only these spans are loaded."""
+        """Return the rows to compute, summed over layers, if only these spans are loaded."""
         plan = replace(self, spans=tuple(spans))
         policy = plan.repair.policy if plan.inexact else NonePolicy()
         return planned_rows(policy, plan.prompt, len(plan.fresh))
 
     def without(self, lost: Mapping[RecordId, str | None]) -> FusePlan:
-        """Return the plan for a prompt that computes some records, each with the reason of a miss.
+        """Return the plan that computes some records; `lost` gives the reason for each miss.
 
-        A reason of None means that computing was a choice and no miss.
+        A reason of None means that computing the record is a choice, not a miss.
         """
         gone = [span for span in self.spans if span.record_id in lost]
         misses = Counter(self.misses)
@@ -168,33 +168,33 @@ class FusePlan:
 
 
 def plan_fusion(model: KVModel, layout: Layout, choice: Choice, loading: Loading) -> FusePlan:
-    """Decide how a prompt is fused; no record is opened.
+    """Decide how to fuse a prompt, without opening any record.
 
     Parameters
     ----------
     model
         The model that the chunks were encoded with.
     layout
-        The prompt's tokens and the spans of it that are stored.
+        The prompt's tokens and its stored spans.
     choice
-        How reused tokens are repaired.
+        How to repair reused tokens.
     loading
-        How stored KV is brought.
+        How to load stored KV.
     """
     layout = _without_misplaced(model, layout)
     num_layers = model.spec.num_layers
     if num_layers == 1:
-        # The only layer's K/V depend on no other token: stored ones are exact as they are.
+        # K/V of the only layer depend on no other token, so the stored ones are exact.
         choice = Repair(NonePolicy())
     plan = FusePlan(layout, choice, num_layers, layout.spans, misses=layout.misses)
     if not isinstance(choice, LoadingController) or not choice.weighs_loading:
         return plan
-    # Rows that stand for a compressed chunk are no tokens that could be computed.
+    # A compressed chunk's rows are not tokens, so they cannot be computed instead.
     if loading.tier_of is None or loading.streaming is not None or plan.compressed:
         return plan
     tier_of = loading.tier_of
     records = list(dict.fromkeys(span.record_id for span in layout.spans))
-    # A tier may be far away.
+    # In threads: asking a tier may take a round trip.
     found = threads.each(lambda one: tier_of(*one), records, max(loading.num_threads, 1))
     stored = stored_rows(layout.spans, dict(zip(records, found, strict=True)))
     made = choice.decide(plan.prompt, len(plan.fresh), stored)
@@ -206,7 +206,7 @@ def plan_fusion(model: KVModel, layout: Layout, choice: Choice, loading: Loading
 def stored_rows(
     spans: Sequence[ReusedSpan], tiers: Mapping[RecordId, int | None]
 ) -> tuple[StoredRows, ...]:
-    """Return the records that spans are taken from, each with the number of its rows."""
+    """Return the records that spans are taken from, each with its number of rows."""
     num_rows: Counter[RecordId] = Counter()
     for span in spans:
         num_rows[span.record_id] += span.length
@@ -214,8 +214,8 @@ def stored_rows(
 
 
 def covered(num_tokens: int, spans: Sequence[ReusedSpan]) -> torch.Tensor:
-    """Return ``[N]`` bool: whether a span covers a position."""
-    # Filled as bytes: a tensor's slices cost a hundred times as much, beside threads that load.
+    """Return ``[N]`` bool: whether a span covers each row."""
+    # Filled as bytes: while threads load, slices of a tensor cost a hundred times as much.
     marks = bytearray(num_tokens)
     for span in spans:
         marks[span.prompt_start : span.prompt_end] = b"\1" * span.length
@@ -223,7 +223,7 @@ def covered(num_tokens: int, spans: Sequence[ReusedSpan]) -> torch.Tensor:
 
 
 def _without_misplaced(model: KVModel, layout: Layout) -> Layout:
-    """Leave out, counted, the spans of KV that holds for another position than it stands at."""
+    """Leave out and count the spans whose KV is valid only at another position."""
     if not model.is_position_bound:
         return layout
     standing = []

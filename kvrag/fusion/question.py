@@ -1,4 +1,4 @@
-"""The question's look at stored KV: which reused tokens it gathers how much from."""
+"""The question's attention to stored KV: how much it gathers from each reused token."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvrag.positions.rotary import RotaryTable
 
 
 class QuestionAttention:
-    """Attention of the question's tokens to reused ones, weighted by the values' norms.
+    """Attention of the question's tokens to reused tokens, weighted by the values' norms.
 
-    An observer of `KVModel.forward_rows`: what each question token takes from each key is its
-    attention weight times the L2 norm of the key's value, the sum over query heads and question
-    tokens. Memory grows with the keys of one head, never with the square of the prompt.
+    An observer of `KVModel.forward_rows`. The relevance of a key is its attention weight times the
+    L2 norm of its value, summed over query heads and question tokens. Memory grows linearly with
+    the prompt.
 
     Parameters
     ----------
@@ -29,12 +29,12 @@ class QuestionAttention:
     question_start
         The first position that counts as the question.
     layers
-        The layers that are observed.
+        The layers to observe.
 
     Attributes
     ----------
     layers
-        As given.
+        The observed layers.
     relevance
         ``[M, n]`` float32, on the device of `reused`.
     """
@@ -46,7 +46,7 @@ class QuestionAttention:
         self.relevance = torch.zeros(len(layers), len(reused), device=reused.device)
 
     def observer_of(self, layer_index: int) -> partial[None] | None:
-        """Return the observer of one layer, or None where none is wanted."""
+        """Return the observer of one layer, or None if the layer is not observed."""
         if layer_index not in self.layers:
             return None
         return partial(self._observe, self.relevance[self.layers.index(layer_index)])
@@ -61,7 +61,7 @@ class QuestionAttention:
     ) -> None:
         asking = int((mask.positions[rows] < self._question_start).sum())
         taken = weights[:, asking:].sum((0, 1)) * value.norm(dim=-1)
-        # A sliding window shows the last keys only; what lies before it gives nothing.
+        # A sliding window shows only the last keys; earlier keys get no attention.
         shown = self._reused - mask.first_key
         inside = (shown >= 0) & (shown < len(taken))
         into[inside] += taken[shown[inside]]
@@ -79,18 +79,18 @@ def ask(
 ) -> None:
     """Compute the fresh rows over stored KV up to the last observed layer, noting their attention.
 
-    Call inside ``model.computing_rows()``. Stored KV of those layers are in `fused` afterwards;
-    rows of fresh tokens hold what has to be computed again.
+    Call this inside ``model.computing_rows()``. Afterwards `fused` holds the stored KV of those
+    layers; the fresh tokens' rows have to be computed again.
 
     Parameters
     ----------
     embed
-        Returns the first layer's inputs of positions.
+        Returns the first layer's inputs for rows.
     fresh
         ``[m]`` ascending positions of tokens that are not stored.
     lap
-        Books the time since it was last called: ``"load"``, which fusing needs in any case, or
-        ``"ask"``.
+        Records the time since its last call under a stage: ``"load"``, which fusing needs in any
+        case, or ``"ask"``.
     """
     hidden = embed(fresh)
     for layer_index in range(attention.layers.stop):

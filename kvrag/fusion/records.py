@@ -1,8 +1,8 @@
-"""Which record of a chunk's KV fits a prompt: what stands before the chunk decides.
+"""Choosing the record of a chunk's KV that fits a prompt, by the text before the chunk.
 
-Chunks of several documents may have one text, and each of them may be encoded behind other text.
-KV that has seen what another document says must not be taken for the one that is meant: where it
-cannot be told which is meant, a record encoded behind nothing is taken, or none.
+Chunks of several documents may have the same text, each encoded after different context. KV that
+has seen another document must not be used for this one. If the prompt does not show which document
+is meant, a record without context is chosen, or none.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from kvrag.chunk import Chunk
 
 Record = tuple[Chunk, tuple[int, ...]]
-"""A chunk, and the tokens that this record of it was encoded behind."""
+"""A chunk, and the context tokens that this record of it was encoded after."""
 
 
 @dataclass(frozen=True)
 class FoundText:
-    """A stretch of the prompt that is a text of the index.
+    """A stretch of the prompt that is the text of a chunk.
 
     Attributes
     ----------
     chunks
-        The chunks that have this text, at least one.
+        The chunks with this text, at least one.
     is_whole
-        Whether the prompt holds all of it.
+        Whether the prompt contains all of the text.
     has_more
-        Whether further chunks may have this text.
+        Whether further chunks may have the same text.
     """
 
     chunks: Sequence[Chunk]
@@ -42,21 +42,24 @@ def choose_records(
 ) -> list[Record | None]:
     """Choose for every text found the record that fits the prompt best.
 
-    That is the one that is exact where the text stands. Else, of the chunks whose predecessor in
-    their document stands before it, whole, the one whose predecessor is nearest, behind it. Else
-    the first record of its chunk; of several chunks, that of the only document of which more stands
-    in the prompt, or that of the chunk hinted at. Where these too are encoded behind different
-    text, a record that was encoded behind nothing; else None.
+    The rules apply in this order:
+
+    1. A record that is exact at the text's place.
+    2. The record with context of a chunk whose predecessor in the document precedes the text,
+       whole; the nearest predecessor counts.
+    3. The first record of the chunk. If several chunks have the text: that of the only document
+       with more text in the prompt, or that of the chunk hinted at.
+    4. If the records that remain have different contexts: a record without context, or None.
 
     Parameters
     ----------
     found
-        In the order of the prompt.
+        The texts in prompt order.
     is_exact
-        From the number of a text, and a context of one of its chunks, to whether that record is
-        exact there.
+        Takes the number of a text and a context of one of its chunks; returns whether that record
+        is exact there.
     hints
-        Ids of chunks likely in the prompt.
+        Ids of chunks that the prompt probably contains.
     """
     choice = _Choice(found, hints)
     return [choice.record(number, is_exact) for number in range(len(found))]
@@ -80,7 +83,7 @@ class _Choice:
         likely = self._behind_predecessors(number, records)
         likely = likely or [(chunk, chunk.contexts[0]) for chunk in here.chunks]
         if here.has_more:
-            # Of those that are not known as much may stand in the prompt; hinted ones are known.
+            # The prompt may contain as much of the documents of unknown chunks; hints decide.
             likely = self._hinted(likely)
         elif _differ(likely):
             likely = self._of_present_document(number, likely)
@@ -90,7 +93,7 @@ class _Choice:
         return next((record for record in records if not record[1]), None)
 
     def _behind_predecessors(self, number: int, records: list[Record]) -> list[Record]:
-        """Return the records behind the nearest predecessor that stands before, whole."""
+        """Return the records encoded after the nearest predecessor that the prompt has whole."""
         for earlier in reversed(self._found[:number]):
             if earlier.is_whole:
                 ends = {(chunk.source, chunk.ordinal + 1) for chunk in earlier.chunks}
@@ -104,13 +107,13 @@ class _Choice:
         return []
 
     def _of_present_document(self, number: int, likely: list[Record]) -> list[Record]:
-        """Return the records of the only document of which other text stands in the prompt."""
+        """Return the records of the only document with other text in the prompt."""
         text = self._found[number].chunks[0].text
         candidates = {chunk.source for chunk, _ in likely}
         present = set()
         for other in self._found:
             if not other.has_more and other.chunks[0].text != text:
-                # Text that several of them have speaks for none.
+                # Text that several candidates share supports none of them.
                 owners = candidates & {chunk.source for chunk in other.chunks}
                 present |= owners if len(owners) == 1 else set()
         if len(present) != 1:
@@ -122,5 +125,5 @@ class _Choice:
 
 
 def _differ(records: Sequence[Record]) -> bool:
-    """Whether records of one text are encoded behind different text: others are the same KV."""
+    """Return whether records of one text have different contexts; otherwise their KV is equal."""
     return len({ids for _, ids in records}) > 1

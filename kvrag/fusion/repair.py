@@ -1,4 +1,4 @@
-"""How the reused tokens of a prompt are repaired: a policy, and how attention treats the rest."""
+"""Repairing a prompt's reused tokens: a recompute policy, and the attention to the rest."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from kvrag.models.scaling import KeyScaling
 from kvrag.parameters import check_fields, parse_spec
 
 MODIFIERS = ("temperature", "scale")
-"""Parameters that every policy may be given."""
+"""Parameters that every policy takes."""
 
-# Beyond these limits the scores leave float32, and every answer is made of not-a-number.
+# Beyond these limits the scores overflow float32, and all logits become NaN.
 _COLDEST, _HOTTEST, _LARGEST_SCALE = 1e-4, 1e4, 1e4
-# What a parameter is called where policies are named by strings.
+# Names of parameters in messages, as callers of string policies know them.
 _SHOWN = {"tokens": "boundary_tokens"}
 
 
 @dataclass(frozen=True)
 class Repair:
-    """A recompute policy, and the attention of APE to the tokens that it leaves reused.
+    """A recompute policy, and APE's scaled attention to the tokens that stay reused.
 
     Source of the attention: APE (arXiv 2502.05431) §4; deviations: see `kvrag.models.scaling`.
-    It costs no further computation, and generation goes on with it.
+    It needs no further computation, and generation uses it too.
 
     Parameters
     ----------
     policy
-        Which tokens are recomputed.
+        Chooses the tokens to recompute.
     temperature
-        The scores of reused keys are divided by it, 0.0001 to 10,000.
+        Divides the scores of reused keys, 0.0001 to 10,000.
     scale
-        The log-sum-exp of reused keys is multiplied by it, 0 to 10,000.
+        Multiplies the log-sum-exp of reused keys, 0 to 10,000.
 
     Raises
     ------
     ParameterError
-        For a value of another type or out of range.
+        If a value has the wrong type or is out of range.
     """
 
     policy: RecomputePolicy
@@ -62,7 +62,7 @@ class Repair:
 
     @property
     def scaling(self) -> KeyScaling | None:
-        """How tokens that stay reused are attended to; None: as all others are."""
+        """The attention to tokens that stay reused; None if it is not scaled."""
         if self.temperature == self.scale == 1.0:
             return None
         return KeyScaling(self.temperature, self.scale)
@@ -78,7 +78,7 @@ class Repair:
 def make_repair(
     spec: str, *, ratio: float | None = None, boundary_tokens: int | None = None
 ) -> Repair:
-    """Return the policy that `spec` names, as ``"query"`` or ``"gradual:spread=0.8:on=k"``.
+    """Return the policy that `spec` names, such as ``"query"`` or ``"gradual:spread=0.8:on=k"``.
 
     Every policy also takes ``temperature`` and ``scale`` (`Repair`).
 
@@ -87,13 +87,13 @@ def make_repair(
     spec
         A name of `POLICIES`, followed by values of its parameters, each after a colon.
     ratio, boundary_tokens
-        The parameters `ratio` and `tokens`; None leaves them at what `spec` or the policy says.
+        The parameters `ratio` and `tokens`; None uses the values of `spec` or the policy.
 
     Raises
     ------
     ParameterError
-        For an unknown name, a value out of range, a parameter the policy does not have, or one
-        that `spec` has given already.
+        If the name is unknown, a value is out of range, the policy does not have a parameter, or
+        `spec` already sets it.
     """
     name, given = parse_spec(spec, "policy", POLICIES)
     add_given(given, spec, ratio=ratio, tokens=boundary_tokens)
@@ -103,13 +103,13 @@ def make_repair(
 
 
 def add_given(given: dict[str, Any], spec: str, **more: float | None) -> None:
-    """Add parameters that stand beside a spec. Raises ParameterError where both say one."""
+    """Add parameters given besides a spec. Raise ParameterError if the spec sets them too."""
     for key, value in more.items():
         if value is None:
             continue
         if key in given:
             raise ParameterError(
-                f"policy {spec!r} and {_SHOWN.get(key, key)} {value}: both say the {key}; leave "
+                f"policy {spec!r} and {_SHOWN.get(key, key)} {value}: both set the {key}; leave "
                 "one out"
             )
         given[key] = value

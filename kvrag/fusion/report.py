@@ -1,4 +1,4 @@
-"""What fusing one prompt did: an account of every token, byte and second."""
+"""The report on fusing one prompt: an account of every token, byte and second."""
 
 from __future__ import annotations
 
@@ -25,61 +25,61 @@ class FusionReport:
     num_tokens
         Tokens of the prompt.
     num_exact
-        Taken from the store and equal to a full prefill: the chunk stands where it was encoded.
+        Tokens taken from the store and equal to a full prefill: the chunk is where it was encoded.
     num_reused
-        Taken from the store, not corrected for the text before the chunk.
+        Tokens taken from the store and not corrected for the text before the chunk.
     num_recomputed
-        Found in the store, then computed again because the policy chose them; where layers differ,
-        the mean over all but the first, rounded up: in the first a policy may compute everything
-        to choose by.
+        Tokens found in the store but computed again because the policy chose them. If layers
+        differ, this is the mean over all but the first, rounded up: in the first layer, a policy
+        may compute everything in order to choose.
     num_fresh
-        Never in the store: the question, separators, chunk edges, misses.
+        Tokens not in the store: the question, separators, chunk edges, misses.
     num_chunks
         Chunks of the prompt whose KV was used.
     bytes_loaded
         Bytes read from the store.
     seconds
         Wall time by stage: ``layout`` (find chunks, tokenise), ``load`` (read, check and place
-        stored KV, as far as it was waited for), ``ask`` (see where the question looks),
+        stored KV, only the time spent waiting), ``ask`` (observe the question's attention),
         ``select`` (choose what to recompute), ``compute`` (layers and logits), and ``lost`` (work
-        thrown away when a record turned out damaged half-way).
+        discarded when a record turned out to be damaged).
     hidden_load_seconds
-        Seconds of loading besides those of ``load``: nobody waited while they passed.
+        Seconds of loading in addition to ``load``, during which nothing waited.
     rows_by_layer
         Prompt and link tokens computed in each layer.
     num_links
-        Link tokens put between the prompt's own, counted nowhere else but in the rows computed.
+        Link tokens inserted into the prompt; no other figure counts them except computed rows.
     num_compressed, num_compressed_rows
-        Of the reused tokens, those of compressed chunks; and the stored rows that stand for them.
+        Reused tokens that belong to compressed chunks, and the stored rows that replace them.
     num_unlinked
-        Chunks without link tokens: there are none for so many, or no room for any.
+        Chunks without link tokens, because the table has too few or the prompt has no room.
     rows_asked
-        Rows computed, over all layers, only to see where the question looks.
+        Rows computed, over all layers, only to observe the question's attention.
     num_in_context
-        Of the tokens found in the store, those encoded behind other text of their document.
+        Tokens found in the store that were encoded after other text of their document.
     expected_loss
         Share of full prefill's quality that policy ``auto`` expects to lose, by its calibration;
-        None of other policies.
+        None for other policies.
     expected_seconds, expected_load_seconds
-        What ``auto`` expects fusing to take, and the loading in it, hidden or not; None of other
-        policies, and of loading that was not measured. It took the sum of `seconds`, and
-        `load_seconds`.
+        Seconds that ``auto`` expects fusing to take, and the seconds of loading among them, hidden
+        or not; None for other policies, and if loading was not measured. Compare them with the sum
+        of `seconds`, and with `load_seconds`.
     decisions
-        Of policy ``auto`` with loading that was measured: whether each stored chunk was loaded or
-        computed, what was expected of the one and the other, and what it took. A chunk that is
-        computed by decision is no miss; its tokens are fresh.
+        For policy ``auto`` with measured loading: whether each stored chunk was loaded or
+        computed, the expected seconds of both, and the actual seconds. A chunk that is computed by
+        decision is not a miss; its tokens are fresh.
     eviction
-        What an eviction policy kept while the answer was written; None where there was none, or the
-        answer had one token.
+        What an eviction policy kept while the answer was generated; None without a policy, or if
+        the answer has one token.
     misses
         Why chunks found in the prompt were prefilled instead: reason to number of chunks.
     stream
-        What streaming towards a time to first token came to; None where the KV was loaded whole.
+        Result of streaming towards a time to first token; None if the KV was loaded whole.
     num_neutralised
-        Control strings of documents and messages (``<|im_end|>``) that were tokenised as text.
+        Control strings in documents and messages (``<|im_end|>``) that were tokenised as text.
     num_control
-        Control strings that stand in a prompt given as one string, in no document that is known:
-        they were taken for the caller's own. Not counted where the index keeps control strings.
+        Control strings, in a prompt given as one string, that are in no known document: they were
+        treated as the caller's own. They are not counted if the index keeps control strings.
     """
 
     policy: str
@@ -111,7 +111,7 @@ class FusionReport:
 
     @property
     def num_computed(self) -> int:
-        """Of the fresh tokens, those of stored chunks that were quicker to compute than to load."""
+        """Fresh tokens of stored chunks that were quicker to compute than to load."""
         return sum(one.num_tokens for one in self.decisions if one.is_computed)
 
     @property
@@ -121,24 +121,24 @@ class FusionReport:
 
     @property
     def load_seconds(self) -> float:
-        """Seconds of loading, waited for or hidden."""
+        """Seconds of loading, both waited for and hidden."""
         return self.seconds.get("load", 0.0) + self.hidden_load_seconds
 
     @property
     def recomputed_share(self) -> float:
-        """Recomputed tokens over those found in the store and not exact; 0 where none were."""
+        """Recomputed tokens over inexact tokens found in the store; 0 if there were none."""
         found = self.num_reused + self.num_recomputed
         return self.num_recomputed / found if found else 0.0
 
     @property
     def work_share(self) -> float:
-        """Rows computed in all layers, over those of a full prefill."""
+        """Rows computed in all layers, over the rows of a full prefill."""
         return (sum(self.rows_by_layer) + self.rows_asked) / (
             len(self.rows_by_layer) * self.num_tokens
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, the derived figures included."""
+        """Return the report as plain JSON values, including the derived figures."""
         return {
             **asdict(self),
             "stream": None if self.stream is None else self.stream.to_dict(),

@@ -1,10 +1,10 @@
-"""Which known chunks stand in a rendered prompt, and where.
+"""Finding known chunks in a rendered prompt.
 
-The frameworks hand over one string. Every place in it where the text of an indexed chunk
-begins is found through a table of chunk heads, the candidates are settled by a hash of the
-whole text, and the one chosen is compared character by character. The prompt is never
-altered: a chunk whose line ends or accents were rewritten on the way is simply not found
-beyond the point where its characters change, and that part is prefilled as usual.
+The frameworks pass one string. A table of chunk heads finds every position in it where a chunk's
+text begins, a hash of the whole text selects among the candidates, and the selected chunk is
+compared character by character. The prompt is never altered: if something rewrote a chunk's line
+ends or accents, the chunk is found only up to the first changed character, and the rest is
+prefilled as usual.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.heads import Heads
 
 HEAD_LENGTH = 32
-"""Characters of a chunk that are looked up at every position of the prompt."""
+"""Number of a chunk's first characters that are looked up at every position of the prompt."""
 
 MIN_LENGTH = 8
-"""Chunks of fewer characters are never matched: computing them costs less than finding them."""
+"""Chunks with fewer characters are never matched: computing them costs less than finding them."""
 
 MIN_PREFIX_LENGTH = 64
-"""Characters below which the beginning of a cut chunk is left to plain prefill."""
+"""Shortest beginning of a cut chunk that is matched; plain prefill computes shorter ones."""
 
-# Cut chunks can only be told apart by their texts. Where very many chunks begin alike (every
-# one opens with the same metadata header), comparing all of them would cost more than it saves.
+# Only comparing texts distinguishes cut chunks. If very many chunks begin alike (each with the same
+# metadata header), comparing all of them would cost more than it saves.
 _MAX_CUT_CANDIDATES = 32
 # A prompt of ten thousand dashes can make every position a candidate for hundreds of chunks.
-# Past these bounds (some 0.5 s of work in all) what is left of a prompt is prefilled plainly.
+# Beyond these bounds (about 0.5 s of work in all) the rest of a prompt is prefilled plainly.
 _MAX_COMPARISONS = 4096
 _MAX_HASHES = 200_000
 _MAX_OTHERS = 256
@@ -50,11 +50,11 @@ class Match:
         Character offsets in the prompt: ``prompt[start:end]`` equals the chunk's text, or its
         first ``end - start`` characters.
     is_prefix
-        Whether the prompt holds only the beginning of the chunk.
+        Whether the prompt contains only the beginning of the chunk.
     other_ids
-        Further chunks whose text this is, by a hash of it; not compared.
+        Further chunks with the same text, by its hash; they are not compared.
     has_more
-        Whether there may be still more of them.
+        Whether there may be even more of them.
     """
 
     chunk_id: str
@@ -66,21 +66,21 @@ class Match:
 
 
 class ChunkMatcher:
-    """Exact search of known chunk texts in prompts.
+    """Exact search for known chunk texts in prompts.
 
     Parameters
     ----------
     fetch_text
-        Returns the normalised text of a chunk added before, or None if it is gone. With it the
-        matcher keeps only the head, the length and a hash of each text (under 1 kB a chunk) and
-        asks for the texts of the chunks it finds; without it the texts are kept here.
+        Returns the normalised text of a chunk added before, or None if it is gone. With it, the
+        matcher keeps only the head, the length and a hash of each text (under 1 kB per chunk) and
+        fetches the texts of the chunks it finds; without it, the matcher keeps all texts.
     min_prefix_length
-        Characters that must agree for the beginning of a cut chunk to count; at least the
-        length of a head (32).
+        Number of characters that must agree for the beginning of a cut chunk to count; at least
+        the length of a head (32).
 
     Notes
     -----
-    Readers may share a matcher between threads as long as nobody adds or discards meanwhile.
+    Several threads may search with one matcher as long as no thread adds or discards chunks.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ChunkMatcher:
     ) -> None:
         if min_prefix_length < HEAD_LENGTH:
             raise ParameterError(
-                f"min_prefix_length is at least {HEAD_LENGTH}, found {min_prefix_length}"
+                f"min_prefix_length {min_prefix_length}: expected at least {HEAD_LENGTH}"
             )
         self.min_prefix_length = min_prefix_length
         self._texts: dict[str, str] | None = {} if fetch_text is None else None
@@ -108,7 +108,7 @@ class ChunkMatcher:
         return chunk_id in self._entries
 
     def add(self, chunk_id: str, text: str) -> None:
-        """Make a chunk known; a chunk already known under this id is replaced."""
+        """Add a chunk, or replace the one with this id."""
         self.discard(chunk_id)
         text = normalise_text(text)
         if len(text) < MIN_LENGTH:
@@ -127,7 +127,7 @@ class ChunkMatcher:
         self._entries[chunk_id] = entry
 
     def discard(self, chunk_id: str) -> None:
-        """Forget a chunk; nothing happens if it is not known."""
+        """Remove a chunk; an unknown id is ignored."""
         entry = self._entries.pop(chunk_id, None)
         if entry is None or not entry.head:
             return
@@ -142,40 +142,40 @@ class ChunkMatcher:
             del self._texts[chunk_id]
 
     def find(self, prompt: str, hints: Sequence[str] = ()) -> list[Match]:
-        """Return the chunks that stand in `prompt`, in order, without overlap.
+        """Return the chunks in `prompt`, in order, without overlap.
 
-        Of candidates that overlap, the one that starts first is taken, and of those that start
-        together the longest. The beginning of a cut chunk gives way to a chunk that starts
-        inside it and ends behind it, since a few characters may agree beyond the cut by chance.
-        Chunks shorter than a head fill what the others leave.
+        If candidates overlap, the one that starts first is taken, and among those that start
+        together the longest. The beginning of a cut chunk ends where another chunk starts inside
+        it and ends after it, since a few characters may agree beyond the cut by chance. Chunks
+        shorter than a head are found in the gaps between the others.
 
         Parameters
         ----------
         prompt
             The rendered prompt.
         hints
-            Ids of chunks retrieved recently. They never decide whether a whole chunk is found,
-            only which id is reported where several chunks have the same text, and which
-            chunks are compared first where many begin like one that was cut.
+            Ids of chunks retrieved recently. They never decide whether a whole chunk is found.
+            They decide which id is reported if several chunks have the same text, and which
+            chunks are compared first if many begin like one that was cut.
         """
         return _Search(self, prompt, hints).run()
 
     def find_all(
         self, prompt: str, hints: Sequence[str] = ()
     ) -> tuple[list[tuple[int, int]], bool]:
-        """Return where chunks stand in `prompt`, those included that overlap others.
+        """Return the places of chunks in `prompt`, including those that overlap others.
 
         Parameters
         ----------
         prompt, hints
-            As in `find`.
+            See `find`.
 
         Returns
         -------
         list of (int, int)
-            First characters and first behind, in order of the former.
+            Start and exclusive end of each chunk in characters, ordered by start.
         bool
-            Whether these are all: of a prompt with far too many candidates they are not.
+            Whether the list is complete; it is not if the prompt has far too many candidates.
         """
         return _Search(self, prompt, hints).run_all()
 
@@ -209,7 +209,7 @@ class _Found:
 
 
 class _Search:
-    """One pass over one prompt; holds the texts and findings that it meets more than once."""
+    """One search of one prompt; caches the texts and findings that recur."""
 
     def __init__(self, matcher: ChunkMatcher, prompt: str, hints: Sequence[str]) -> None:
         self._matcher = matcher
@@ -268,13 +268,13 @@ class _Search:
         return matches
 
     def _give_way(self, start: int, cut_end: int, hits: list[int], behind: int) -> int:
-        """Return where a cut chunk ends, given what starts inside it and ends behind it."""
+        """Return where a cut chunk ends, given the chunks that start inside it and end after it."""
         for other_start in islice(hits, behind, None):
             if other_start >= cut_end:
                 break
             other = self._at(other_start)
             if other.end > cut_end and (
-                # Both can stand, or the other one is the better find.
+                # Both can be matched, or the other one is the better match.
                 other_start - start >= self._matcher.min_prefix_length
                 or other.whole_end > cut_end
                 or other.end - other_start > cut_end - start
@@ -307,7 +307,7 @@ class _Search:
     def _whole(
         self, position: int, family: dict[str, int], limit: int
     ) -> tuple[tuple[str, ...], int]:
-        """Return the longest chunks that stand whole at `position`, and their end."""
+        """Return the longest chunks that are whole at `position`, and their end."""
         prompt, ids_by_hash = self._prompt, self._matcher._ids_by_hash
         head = prompt[position : position + HEAD_LENGTH]
         lengths = self._lengths.get(head)
@@ -324,7 +324,7 @@ class _Search:
                 if text is not None and len(text) == length and prompt.startswith(text, position):
                     if len(chunk_ids) == 1:
                         return chunk_ids, end
-                    # Those hinted at first, lest they be left out of very many.
+                    # Hinted chunks first, so that the limit does not drop them.
                     hinted = (i for i in self._hints if i in chunk_ids)
                     some = islice(chunk_ids, _MAX_OTHERS + 2)
                     return tuple(dict.fromkeys(chain((chunk_id,), hinted, some))), end
@@ -333,8 +333,9 @@ class _Search:
     def _cut(
         self, position: int, family: dict[str, int], whole_end: int
     ) -> tuple[tuple[str, ...], int, bool]:
-        """Return the chunks of which the longest beginning stands at `position`, its end, and
-        whether there may be more of them.
+        """Return the chunks whose beginning matches longest at `position`, and the match's end.
+
+        The third value says whether there may be more of them.
         """
         best_ids: list[str] = []
         best_end = position
@@ -369,7 +370,7 @@ def _match(
 
 
 def _common_length(text: str, prompt: str, start: int) -> int:
-    """Return how many characters of `text` stand at `start` of `prompt`, from its beginning."""
+    """Return the length of the longest beginning of `text` that `prompt` has at `start`."""
     low, high = 0, min(len(text), len(prompt) - start)
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""Which rows of a prompt each layer computes, as the policy narrows them down."""
+"""Selecting the rows of a prompt that each layer computes, as the policy narrows them down."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from kvrag.positions.rotary import RotaryTable
 
 
 class Selection:
-    """The rows computed: fresh ones in every layer, and the policy's candidates while they last.
+    """The rows to compute: fresh rows in every layer, and the candidates that are not dropped.
 
     Parameters
     ----------
     policy
-        Names the candidates and their scores.
+        Chooses the candidates and scores them.
     prompt
-        What the policy may know.
+        The input of the policy.
     fresh
         ``[m]`` ascending positions of tokens that are not stored.
     encoded
-        What each row of the prompt was encoded with, for a policy that chooses in layer 0; None
-        where attention cannot be compared.
+        The rows that each row was encoded with, for a policy that chooses in layer 0; None if
+        attention cannot be compared.
 
     Attributes
     ----------
     rows
-        ``[n]`` ascending positions of the rows of the present layer.
+        ``[n]`` ascending positions of the current layer's rows.
     picks
-        For each layer begun so far, the positions of its candidates.
+        For each layer entered so far, the positions of its candidates.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Selection:
         # Which of `rows` the policy may still drop; fresh rows never.
         self._optional = order >= len(fresh)
         self._counts: Sequence[int] | None = policy.counts(prompt) if len(candidates) else None
-        # How far stored KV were off where they were last looked at, for each of `rows`.
+        # The deviation of stored KV when they were last compared, for each of `rows`.
         self._deviation: dict[str, torch.Tensor] | None = None
         self._compared_layer: int | None = None
         self.picks: list[torch.Tensor] = []
@@ -66,17 +66,23 @@ class Selection:
         fused: FusedKV,
         table: RotaryTable,
     ) -> torch.Tensor:
-        """Drop what the policy wants computed no longer, and return the inputs of what is left.
+        """Drop the candidates that the policy no longer wants; return the remaining inputs.
 
         Parameters
         ----------
         layer_index
-            The layer that is about to run; its stored KV are in `fused`.
+            The layer that is about to run.
+        model
+            The model.
         hidden
-            ``[n, hidden]``, its inputs for `rows`.
+            ``[n, hidden]``: the layer's inputs for `rows`.
+        fused
+            The buffer, which holds the layer's stored KV.
+        table
+            The layer's rotary table.
         """
         count = None if self._counts is None else self._counts[layer_index]
-        # No K/V of layer 0 differ: without attention to go by, all go on to where they do.
+        # K/V of layer 0 never differ: without attention to compare, the choice waits for layer 1.
         may_choose = layer_index > 0 or self._encoded is not None
         if count is not None and may_choose and count < int(self._optional.sum()):
             if self._deviation is None:
@@ -95,9 +101,9 @@ class Selection:
         return hidden
 
     def noting(self, layer_index: int) -> Deviation | None:
-        """Return what the layer's forward is to fill in for the next choice; None if there is none.
+        """Return the deviation that the layer's forward has to fill in; None if none is needed.
 
-        The layer of the first choice has been compared already, and holds fresh K/V by now.
+        The layer of the first choice has already been compared, and its K/V are now fresh.
         """
         if self._counts is None or self._deviation is None or layer_index == self._compared_layer:
             return None
@@ -109,7 +115,7 @@ class Selection:
         return noted
 
     def _choose(self, count: int, deviation: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the ascending indices into `rows` of fresh rows and of the best candidates."""
+        """Return the ascending indices into `rows` of the fresh rows and the best candidates."""
         which = self._optional.nonzero()[:, 0]
         stats = CandidateStats(self.rows[which], {on: far[which] for on, far in deviation.items()})
         kept = highest(self._policy.score(self._prompt, stats), count)
@@ -125,15 +131,15 @@ class Selection:
         fused: FusedKV,
         table: RotaryTable,
     ) -> dict[str, torch.Tensor]:
-        """Return how far the candidates are off in a layer yet to run.
+        """Return the candidates' deviation in a layer that has not run yet.
 
-        In layer 0 that is what they gather, behind it their stored K/V. Their fresh K/V replace
-        the stored ones: they have been computed to be compared.
+        Layer 0 compares their attention outputs; later layers compare their stored K/V with fresh
+        K/V, which then replace the stored ones.
         """
         if layer_index == 0:
             assert self._encoded is not None
             encoded = replace(self._encoded, starts=self._encoded.starts[self.rows])
-            # The fresh rows run along: candidates see them.
+            # Includes the fresh rows, because candidates see them.
             change = model.compare_rows(0, hidden, self.rows, fused, table, encoded=encoded)
             return {"attention": change}
         deviation = Deviation.empty(len(self.rows), self.rows.device)

@@ -1,11 +1,11 @@
-"""Several prompts in one buffer: rows that they share are there once.
+"""Several prompts in one buffer, with one copy of the rows that they share.
 
 Source: Prompt Cache §4: prompts of one batch point to the same module's memory. Deviation: the
-paper shares pages; here all prompts are one run of rows, and a mask says whose rows a row sees, so
-the modules are in memory once, and the model's weights are read once for all prompts.
+paper shares pages; here all prompts form one sequence of rows, and a mask says which rows each row
+sees. So the modules are in memory once, and the model's weights are read once for all prompts.
 
-A shared row belongs to no prompt, so nothing of it can be computed again for one: there is no
-recompute policy here.
+A shared row belongs to no single prompt, so it cannot be recomputed for one: there is no recompute
+policy here.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
 
 _Place = tuple[str, tuple[int, ...], int]
-"""A record by chunk and context, and the position at which its first token stands."""
+"""A record by chunk and context, and the position of its first token."""
 
 
 @dataclass(frozen=True)
 class SharedReport:
-    """What fusing a batch did.
+    """The report on fusing a batch.
 
     Attributes
     ----------
     num_prompts, num_tokens
-        Prompts, and the tokens of all of them.
+        Number of prompts, and of tokens in all of them.
     num_shared_rows, num_fresh_rows
-        Rows loaded once for all, and rows computed for single prompts.
+        Rows loaded once for all prompts, and rows computed for single prompts.
     bytes_loaded, buffer_bytes
-        Read from the store, and allocated for KV, room for answers included.
+        Bytes read from the store, and bytes allocated for KV, including room for answers.
     separate_bytes
-        What a buffer for each prompt would take.
+        Bytes that separate buffers for the prompts would take.
     misses
-        Why stretches were computed instead: reason to number.
+        Why spans were computed instead: reason to number of spans.
     seconds
         Wall time to the first logits.
     """
@@ -66,18 +66,18 @@ class SharedPrompts:
     model
         The model.
     layouts
-        Of each prompt; spans of one record at one position are shared.
+        The layout of each prompt. Prompts share spans of the same record at the same position.
     open_kv
-        Opens a record of any of them.
+        Opens a record of any layout.
     room
-        Tokens that may be decoded for each prompt.
+        Number of tokens that can be decoded for each prompt.
 
     Attributes
     ----------
     logits
-        ``[B, vocabulary]`` of each prompt's first answer token.
+        ``[B, vocabulary]``: each prompt's logits for the first answer token.
     report
-        What was done.
+        The account of the fusion.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SharedPrompts:
                 fused = self._fuse(rows, loader)
                 break
             except LostError as error:
-                # Each round has a record less, so this ends.
+                # Each round has fewer records, so this ends.
                 lost = error.lost
             misses.update(str(lost[one.record_id]) for one in shared if one.record_id in lost)
             layouts = [_without(layout, lost) for layout in layouts]
@@ -120,7 +120,7 @@ class SharedPrompts:
         device = model.device
         fused = FusedKV(model.spec, rows.num_rows, len(rows.positions), device)
         for kv in (*fused.keys, *fused.values):
-            # Prompts stand between one another's answers: what a mask hides has to be a number.
+            # Answers' rows are interleaved with unused ones, and even masked rows must not be NaN.
             kv[:, :, rows.num_rows :] = 0
         self._tables = model.tables(len(rows.positions), rows.positions)
         self._positions = torch.tensor(rows.positions, device=device)
@@ -140,7 +140,7 @@ class SharedPrompts:
     def _visible(
         self, rows: _Rows, owners: Sequence[int], queries: torch.Tensor, num_keys: int
     ) -> dict[int, torch.Tensor]:
-        """Return for each window what `queries` see: rows of their prompt at or before them."""
+        """Return for each window which rows `queries` see: their prompt's, at or before them."""
         positions = self._positions
         mine = torch.stack([rows.mask_of(owner, len(positions)) for owner in owners])
         mine = mine[:, :num_keys].to(positions.device)
@@ -152,12 +152,12 @@ class SharedPrompts:
         }
 
     def step(self, token_ids: dict[int, int]) -> dict[int, torch.Tensor]:
-        """Write one more token of some prompts; return the logits of what follows each.
+        """Write one more token for some prompts; return the logits of the token after each.
 
         Parameters
         ----------
         token_ids
-            Prompt to token.
+            Number of the prompt to token id.
         """
         model, rows = self._model, self._rows_of
         owners = list(token_ids)
@@ -176,7 +176,7 @@ class SharedPrompts:
 
 
 class _Rows:
-    """Which row of the buffer is what: shared records first, then each prompt's own, then room."""
+    """The order of the buffer's rows: shared records, each prompt's own rows, room for answers."""
 
     def __init__(self, layouts: Sequence[Layout], room: int) -> None:
         self.shared: dict[_Place, ReusedSpan] = {}
@@ -225,13 +225,13 @@ class _Rows:
         self.last_rows.append(len(self.positions) - 1)
 
     def mask_of(self, owner: int, num_rows: int) -> torch.Tensor:
-        """Return ``[num_rows]`` bool: the rows of one prompt, its answer's included."""
+        """Return ``[num_rows]`` bool: the rows of one prompt and its answer."""
         mask = torch.zeros(num_rows, dtype=torch.bool)
         mask[self._visible[owner]] = True
         return mask
 
     def append(self, owner: int) -> int:
-        """Return the row of a prompt's next token."""
+        """Take the row of a prompt's next token, and return its number."""
         row = self._starts[owner] + self._decoded[owner]
         self._decoded[owner] += 1
         self._visible[owner].append(row)

@@ -1,4 +1,4 @@
-"""Stored chunks into the fused buffer, streamed towards a time to first token."""
+"""Streaming stored chunks into the fused buffer, towards a time to first token."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from kvrag.loading.streaming import ChunkStream, Streaming, StreamItem
 from kvrag.positions.rotary import RotaryTable
 
 PlannedRows = Callable[[Sequence[ReusedSpan]], int]
-"""From the spans that are loaded to the rows, summed over layers, that are then computed."""
+"""Takes the spans to load; returns the rows, summed over layers, that are then computed."""
 
 
 class StreamedLoader(SpanLoader):
-    """Brings the spans of a prompt before anything is computed, as finely as there is time for.
+    """Loads a prompt's spans before anything is computed, in the quality that the time allows.
 
     Parameters
     ----------
     open_kv, write_more, num_threads
         See `SpanLoader`; the threads open records.
     streaming
-        The time to first token aimed at, and what is known.
+        The target time to first token, and the estimates.
     planned_rows
-        Tells what the prompt will cost when only some spans are loaded.
+        Returns the rows to compute if only some spans are loaded.
 
     Attributes
     ----------
     report
-        What came of it so far; None before `stream`.
+        The report on streaming; None before `begin`.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class StreamedLoader(SpanLoader):
         tables: Sequence[RotaryTable],
         unneeded: Mapping[ReusedSpan, int] | None = None,  # noqa: ARG002
     ) -> None:
-        """Bring all layers into `fused`, the first time; nothing is left to be brought later.
+        """Load all layers into `fused` on the first call; later calls do nothing.
 
         Raises
         ------
         LostError
-            For records that cannot be had, and for those that are quicker to compute.
+            If records are not available, or are quicker to compute.
         """
         if self.report is not None:
             return
@@ -98,7 +98,7 @@ class StreamedLoader(SpanLoader):
             StreamItem(
                 lane[0],
                 self._records[lane],
-                # Rows that stand for compressed chunks have no text of their own.
+                # Only spans without compressed chunks have text to compute instead.
                 not any(span.num_compressed for span in spans[lane]),
                 functools.partial(place, lane),
             )
@@ -114,11 +114,11 @@ class StreamedLoader(SpanLoader):
         return lost
 
     def _expect(self) -> None:
-        """Let the link know what opening took, and what is expected of loading."""
+        """Pass the time of opening and the expected loading speed to the link's estimate."""
         link, records = self._streaming.estimates.link, self._records.values()
         if not records:
             return
-        # Opened at the same time they slow one another down.
+        # The fastest: records opened at the same time slow each other down.
         link.note_request(min(self.record_seconds[record] for record in self._records))
         if self._streaming.load_seconds_per_token:
             num_bytes = sum(sum(record.plane_bytes) for record in records)
@@ -127,6 +127,6 @@ class StreamedLoader(SpanLoader):
             link.expect(num_bytes / seconds)
 
     def load_layer(self, layer_index: int, fused: FusedKV, table: RotaryTable) -> None:
-        """Write what has KV of its own besides the spans, which are there."""
+        """Write other stored KV of the layer; the spans' is already there."""
         if self._write_more is not None:
             self._write_more(layer_index, fused, table)

@@ -233,7 +233,7 @@ def test_a_call_says_anew_what_is_spent(index: Index) -> None:
     engine = KVEngine(index, policy="boundary", boundary_tokens=4)
     assert engine.fuse(PROMPT).report.policy == "boundary(tokens=4)"
     assert engine.fuse(PROMPT, ratio=0.5).report.policy == "boundary(ratio=0.5)"
-    with pytest.raises(ParameterError, match="both say the ratio"):
+    with pytest.raises(ParameterError, match="both set the ratio"):
         KVEngine(index, policy="query:ratio=0.5", ratio=0.1)
 
 

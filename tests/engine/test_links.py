@@ -70,7 +70,7 @@ def test_positions_left_out_are_nothing_for_transformers(index: Index) -> None:
     fused = KVEngine(index).fuse(PROMPT)
     positions = tuple(range(7, 7 + fused.kv.num_tokens))
     gapped = replace(fused, layout=replace(fused.layout, positions=positions))
-    with pytest.raises(ParameterError, match="leaves positions out"):
+    with pytest.raises(ParameterError, match="positions have gaps"):
         gapped.to_generate()
 
 
@@ -133,7 +133,7 @@ def test_a_folders_links_that_cannot_be_used_are_left_out(
             assert (report.num_links, report.num_unlinked) == (0, report.num_chunks)
             assert engine.generate(prompt).text == plain.text
             assert plain.report.num_unlinked == 0
-        assert caplog.text.count("the links in the model's folder are left out") == 1
+        assert caplog.text.count("the links in the model's folder are not used") == 1
         with pytest.raises(LinksError):
             KVEngine(index, links=folder / FILE_NAME).generate(TEXTS[0])
 

@@ -37,7 +37,7 @@ def test_an_option_or_a_request_give_the_same(index: Index) -> None:
 
 
 def test_options_beside_a_request_are_refused(index: Index) -> None:
-    with pytest.raises(ParameterError, match="ratio beside a Request"):
+    with pytest.raises(ParameterError, match="ratio given with a Request"):
         KVEngine(index).generate(Request(PROMPT), ratio=0.5)
 
 
@@ -67,5 +67,5 @@ def test_a_policy_object_says_its_ratio_itself() -> None:
     assert Request("x", policy=DeviationPolicy(0.2)).recompute.choice() == Repair(
         DeviationPolicy(0.2)
     )
-    with pytest.raises(ParameterError, match=r"ratio 0\.1 beside policy deviation"):
+    with pytest.raises(ParameterError, match=r"ratio 0\.1 given with policy deviation"):
         Request("x", policy=DeviationPolicy(0.2), ratio=0.1)

@@ -169,7 +169,7 @@ def test_loading_is_kept_and_older_calibrations_have_none() -> None:
     del fields["loading"]
     assert Calibration.from_json(json.dumps(fields), "here") == CALIBRATION
     fields["loading"] = {"store": "file:x"}
-    with pytest.raises(IndexFormatError, match="no calibration"):
+    with pytest.raises(IndexFormatError, match="not a calibration"):
         Calibration.from_json(json.dumps(fields), "here")
 
 

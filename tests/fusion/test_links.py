@@ -294,7 +294,7 @@ def damaged(path: Path, **changed: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({}, "no file of links"),
+        ({}, "not a file of links"),
         ({"fields": "{"}, "damaged header"),
         ({"fields": "[]"}, "damaged header"),
         ({"fields": {"version": 9}}, "of format 9, expected 1"),

@@ -324,7 +324,7 @@ def test_somebody_elses_artefact_is_refused(
     llm: Any, oracle: KVEngine, artefacts: ArtefactStore
 ) -> None:
     other = artefacts.put(oracle.fuse(make_prompt(8, 9), policy="none"))
-    _assert_computed(llm, oracle, RequestParams(artefact=other), "not of this prompt")
+    _assert_computed(llm, oracle, RequestParams(artefact=other), "does not belong to this prompt")
 
 
 def test_a_missing_artefact_is_computed(
@@ -357,7 +357,7 @@ def test_an_artefact_that_says_more_tokens_than_it_has_is_refused(
 ) -> None:
     name = artefacts.put(oracle.fuse(make_prompt(3, 1), policy="none"))
     longer = replace(name, num_tokens=name.num_tokens + 1)
-    _assert_computed(llm, oracle, RequestParams(artefact=longer), "not of this prompt")
+    _assert_computed(llm, oracle, RequestParams(artefact=longer), "does not belong to this prompt")
 
 
 def test_a_request_that_is_given_up_while_it_is_fused(

@@ -235,7 +235,7 @@ def test_names_hold_for_their_prompt_alone(served: Index, oracle: KVEngine) -> N
         (replace(name, num_tokens=name.num_tokens - 1), ids),
         (replace(name, key="0" * 40), ids),
     ):
-        with pytest.raises(RecordError, match="not of this prompt"):
+        with pytest.raises(RecordError, match="does not belong to this prompt"):
             store.check(wrong, prompt)
     store.close()
 

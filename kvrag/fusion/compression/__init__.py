@@ -1,1 +1,1 @@
-"""Chunks stored as fewer rows of KV than they have tokens."""
+"""Compression: chunks stored as fewer rows of KV than they have tokens."""

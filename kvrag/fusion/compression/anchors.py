@@ -1,14 +1,14 @@
-"""Anchors: trained tokens into which a model writes a block of a chunk; only their KV is stored.
+"""Anchors: trained tokens that summarise a block of a chunk; only their KV is stored.
 
 Source: improved ANLLMs, KVLink (arXiv 2502.16002) §2.4 and appendix A.6, after Pang et al.,
-Anchor-based LLMs (arXiv 2402.07616): fixed blocks of `BLOCK_TOKENS` tokens, several anchors a
-block, which see the block and the anchors of the blocks before it.
+Anchor-based LLMs (arXiv 2402.07616): fixed blocks of `BLOCK_TOKENS` tokens, with several anchors
+per block, which see the block and the anchors of the blocks before it.
 
-Deviations: an anchor's input is not a learned row alone but the embedding of the token at which it
-stands plus a learned row, at that token's position: before any training it is that token's own KV,
-so that training starts from even token dropping and not from nothing. So it sees its block's tokens
-but not the anchors beside it, which repeat some of them. And a chunk's own tokens see all tokens of
-it before them, as in a plain prefill, not those of their block alone.
+Deviations: each anchor is placed at a token, and has that token's position. Its input is the
+token's embedding plus a learned row, not a learned row alone. An untrained anchor therefore equals
+the token's own KV, so training starts from evenly spaced token dropping. For the same reason, an
+anchor sees its block's tokens but not the block's other anchors, which repeat some of them. And a
+chunk's tokens see all earlier tokens of the chunk, as in a plain prefill, not only their block's.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import all_finite
 
 FILE_NAME = "anchors.safetensors"
-"""Under this name anchors are looked for in a model's folder."""
+"""Name of the anchors' file in a model's folder."""
 
 FORMAT_VERSION = 1
 _METADATA = "kvrag-anchors"
 _MAX_RATES = 16
 
 PREFIX, PADDING = -1, -2
-"""Blocks of rows that are none of the chunk's: what stands in front of it, and nothing."""
+"""Block numbers of rows that are not the chunk's: rows before the chunk, and padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +49,11 @@ class Anchors:
     Attributes
     ----------
     rates
-        The compression rates that they were trained for, ascending.
+        The compression rates that the anchors were trained for, ascending.
     model_fingerprint
-        Of the model that writes into them and reads them.
+        Fingerprint of the model that encodes and reads the anchors.
     embeddings
-        ``[rows, hidden]``: for each rate in turn the rows of a whole block's anchors.
+        ``[rows, hidden]``: for each rate in order, the rows of a full block's anchors.
     """
 
     rates: tuple[float, ...]
@@ -62,7 +62,7 @@ class Anchors:
 
     @property
     def digest(self) -> str:
-        """BLAKE2b-160 of all that decides about stored KV, hexadecimal."""
+        """BLAKE2b-160, hexadecimal, of everything that stored KV depends on."""
         found = hashlib.blake2b(self._metadata().encode(), digest_size=20)
         table = self.embeddings.detach().to("cpu", torch.float32).contiguous()
         found.update(table.flatten().view(torch.uint8).numpy().data)
@@ -86,12 +86,12 @@ class Anchors:
 
     @classmethod
     def load(cls, path: Path | str) -> Anchors:
-        """Read what `save` wrote.
+        """Read the anchors that `save` wrote.
 
         Raises
         ------
         AnchorsError
-            When the file is absent, damaged, too new, or no file of anchors.
+            If the file is missing, damaged, too new, or not a file of anchors.
         """
         place = Path(path).expanduser()
         if not place.is_file():
@@ -110,49 +110,49 @@ class Anchors:
         if table.dim() != 2 or len(table) != num_slots(found.rates) or not is_finite:
             raise AnchorsError(
                 f"{place}: embeddings {list(table.shape)}, expected finite numbers of shape "
-                f"[{num_slots(found.rates)}, hidden]; train them anew"
+                f"[{num_slots(found.rates)}, hidden]; train them again"
             )
         return found
 
     def check(self, model: KVModel, compression: Compression) -> None:
-        """Raise AnchorsError unless these anchors are of `model` and of that rate."""
+        """Raise AnchorsError unless these anchors belong to `model` and to the rate."""
         if self.model_fingerprint != model.fingerprint:
             raise AnchorsError(
-                f"anchors of another model: expected those of {model.name} (fingerprint "
+                f"anchors of another model: expected anchors of {model.name} (fingerprint "
                 f"{model.fingerprint}), found fingerprint {self.model_fingerprint}; train them "
-                "with 'kvrag train anchors' (element type counts: the same weights in another type "
-                "are another model)"
+                "with 'kvrag train anchors' (the element type counts: the same weights in another "
+                "type are another model)"
             )
         if compression.rate not in self.rates:
             known = ", ".join(f"{ANCHORS}:{rate:g}" for rate in self.rates)
             raise AnchorsError(
-                f"these anchors were trained for {known}, asked for {compression}: choose one of "
-                "those, or train others with 'kvrag train anchors --rates'"
+                f"these anchors were trained for {known}, not for {compression}: choose one of "
+                "their rates, or train others with 'kvrag train anchors --rates'"
             )
         width = model.hf.config.hidden_size
         if self.embeddings.shape[1] != width:
             raise AnchorsError(
                 f"anchors: embeddings of width {self.embeddings.shape[1]}, expected {width} for "
-                f"{model.name}; train them anew"
+                f"{model.name}; train them again"
             )
 
     def of_model(self, fingerprint: str) -> Anchors:
-        """Return the same anchors as those of another model."""
+        """Return the same anchors with the fingerprint of another model."""
         return replace(self, model_fingerprint=fingerprint)
 
 
 def num_slots(rates: Sequence[float]) -> int:
-    """Return the rows of the table of anchors for these rates."""
+    """Return the number of rows in the table of anchors for these rates."""
     return sum(Compression(ANCHORS, rate).num_rows(BLOCK_TOKENS) for rate in rates)
 
 
 def find_anchors(model: KVModel) -> Anchors:
-    """Return the anchors that lie in the model's folder. Raises as `Anchors.load` does."""
+    """Return the anchors in the model's folder. Raises as `Anchors.load` does."""
     folder = Path(getattr(model.hf, "name_or_path", ""))
     if not folder.is_absolute():
         raise AnchorsError(
-            f"{model.name} was not loaded from a folder, so there are no anchors beside it: train "
-            "some with 'kvrag train anchors', and name the folder it writes as the model"
+            f"{model.name} was not loaded from a folder, so it has no anchors: train some with "
+            "'kvrag train anchors', and use the folder that it writes as the model"
         )
     return Anchors.load(folder / FILE_NAME)
 
@@ -164,13 +164,13 @@ class AnchoredRows:
     Attributes
     ----------
     token_ids, positions
-        Of an anchor those of the token at which it stands.
+        Token id and position of each row; an anchor has those of the token where it is placed.
     slots
-        An anchor's row in the table of anchors; -1 elsewhere.
+        Each anchor's row in the table of anchors; -1 for other rows.
     blocks
-        The block that a row belongs to; `PREFIX` in front of the chunk.
+        The block that each row belongs to; `PREFIX` for rows before the chunk.
     num_anchors
-        The last rows are anchors.
+        Number of anchors; they are the last rows.
     """
 
     token_ids: tuple[int, ...]
@@ -186,13 +186,13 @@ def anchored_rows(
     compression: Compression,
     rates: Sequence[float],
 ) -> AnchoredRows:
-    """Return the rows that one chunk is encoded in, for anchors trained for `rates`."""
+    """Return the rows for encoding one chunk, with anchors trained for `rates`."""
     stands_at = compression.anchored_tokens(len(token_ids))
     earlier = [rate for rate in rates if rate < compression.rate]
     first_slot = num_slots(earlier)
     slots: list[int] = []
     for place, token in enumerate(stands_at):
-        # Of each block the first anchor has the first row.
+        # Each block's first anchor uses the first slot.
         is_first = place == 0 or stands_at[place - 1] // BLOCK_TOKENS != token // BLOCK_TOKENS
         slots.append(first_slot if is_first else slots[-1] + 1)
     num_before, num_tokens = len(prefix_ids), len(token_ids)
@@ -210,10 +210,10 @@ def anchored_rows(
 
 
 def anchor_mask(positions: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return which rows see which, ``[B, W, W]`` bool, of ``[B, W]`` rows as in `AnchoredRows`.
+    """Return which rows see which, ``[B, W, W]`` bool, for ``[B, W]`` rows as in `AnchoredRows`.
 
     Tokens see the tokens before them. Anchors see the prefix, their block's tokens and the anchors
-    of earlier blocks. Padding sees itself, and nobody sees it.
+    of earlier blocks. Each padding row sees only itself, and no other row sees it.
     """
     is_anchor = slots >= 0
     seen_block, seen_anchor = blocks[:, None, :], is_anchor[:, None, :]
@@ -242,14 +242,16 @@ def encode_anchors(
 
     Parameters
     ----------
+    model
+        The model.
     prefix_ids
-        Token ids in front of the chunk.
+        Token ids before the chunk.
     token_ids
-        T >= 1 of them.
+        The chunk's T >= 1 token ids.
     compression
-        Its rate is one of the anchors'.
+        A compression with one of the anchors' rates.
     anchors
-        Of the model (`Anchors.check`).
+        The model's anchors (`Anchors.check`).
     """
     laid = anchored_rows(prefix_ids, token_ids, compression, anchors.rates)
     ids, positions, slots, blocks = (
@@ -266,7 +268,7 @@ def encode_anchors(
 
 def _checked_header(text: str | None, place: Path) -> tuple[tuple[float, ...], str]:
     if text is None:
-        raise AnchorsError(f"{place}: no file of anchors: its metadata has no {_METADATA!r}")
+        raise AnchorsError(f"{place}: not a file of anchors: its metadata has no {_METADATA!r}")
     try:
         fields: Any = json.loads(text)
         version, rates, fingerprint = (
@@ -277,7 +279,7 @@ def _checked_header(text: str | None, place: Path) -> tuple[tuple[float, ...], s
     if version != FORMAT_VERSION:
         raise AnchorsError(
             f"{place}: anchors of format {version}, expected {FORMAT_VERSION}: use the kvrag that "
-            "wrote them, or train them anew"
+            "wrote them, or train them again"
         )
     sound = (
         isinstance(rates, list)

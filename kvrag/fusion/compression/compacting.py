@@ -1,9 +1,9 @@
-"""Compressed chunks in a prompt: as many rows as are stored, side by side.
+"""Compressed chunks in a prompt: their stored rows, side by side.
 
-Source: KVLink (arXiv 2502.16002) §2.4. A compressed chunk takes the span of its stored rows and no
-more: what stands behind it moves up, in positions and in the buffer. So the buffer, and every
-attention over it, shrink with what is stored. The token ids that the plain pipeline would feed stay
-those of the prompt (`Layout.plain_token_ids`); the rows that stand for a chunk have none.
+Source: KVLink (arXiv 2502.16002) §2.4. A compressed chunk takes up only its stored rows, and
+everything after it moves up, in positions and in the buffer. So the buffer, and every attention
+over it, shrink with the stored rows. `Layout.plain_token_ids` still holds the token ids that the
+plain pipeline would feed; the rows of a compressed chunk have no token ids.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ MISS_PART = "only a part of a compressed chunk"
 
 
 def compact(layout: Layout, chunks: Mapping[str, Chunk], compression: Compression) -> Layout:
-    """Put every chunk's stored rows in place of its tokens.
+    """Return the layout with every chunk's stored rows in place of its tokens.
 
-    A chunk of which the prompt holds a part only is left to be computed, and counted: its rows
-    would tell of text that is not there. Of its first and last tokens some may be written into
-    others by the text around them; they are then computed, and stored rows know of them as well.
+    If the prompt contains only a part of a chunk, the chunk is computed, and counted as a miss:
+    its rows would include text that the prompt does not. The surrounding text may change some of a
+    chunk's first and last tokens; these are computed although the stored rows cover them too.
 
     Parameters
     ----------
     layout
-        Of an index in which every chunk is compressed; without link tokens.
+        A layout without link tokens, over an index in which every chunk is compressed.
     chunks
-        At least the chunks of its spans, by id.
+        The chunks by id, at least those of the layout's spans.
     compression
-        How.
+        The index's compression.
     """
-    assert not layout.links, "link tokens are put in behind"
+    assert not layout.links, "link tokens are inserted after compacting"
     token_ids: list[int] = []
     spans: list[ReusedSpan] = []
     misses = dict(layout.misses)
@@ -68,14 +68,14 @@ def compact(layout: Layout, chunks: Mapping[str, Chunk], compression: Compressio
 
 
 def without_chunks(layout: Layout, lost: Mapping[str, str]) -> Layout:
-    """Leave chunks to be computed whose KV turned out not to be had, and count them.
+    """Return the layout without chunks whose KV is not available, and count them as misses.
 
     Parameters
     ----------
     layout
-        Not compacted.
+        A layout that is not compacted.
     lost
-        Chunk id to the reason of the miss.
+        Chunk id to the reason for the miss.
     """
     misses = dict(layout.misses)
     kept = []

@@ -1,13 +1,13 @@
-"""Token dropping: only the tokens that say most keep their KV.
+"""Token dropping: stores only the KV of the most informative tokens.
 
 Source: self-information of Selective Context (Li et al., arXiv 2310.06201, §3), the criterion that
 the LLMLingua family and KVLink (arXiv 2502.16002) §2.4 prune prompts by: a token that the text
-before it makes likely says little. KVLink uses the trained classifier of LLMLingua-2; here the
-model itself is asked, so that nothing else is needed.
+before it makes likely carries little information. KVLink uses the trained classifier of
+LLMLingua-2; here the model itself gives the probabilities, so no other model is needed.
 
-Deviation: the tokens are chosen by themselves, not by phrases, and their KV are those of the whole
-chunk: each kept token has seen the dropped ones before it. (Encoding the kept text alone was
-measured beside it; see docs/results/compression.md.)
+Deviation: tokens are chosen one by one, not by phrases, and their KV are those of the whole chunk:
+each kept token has seen the dropped ones before it. (docs/results/compression.md compares this
+with encoding the kept text alone.)
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ def drop_tokens(
     token_ids: Sequence[int],
     compression: Compression,
 ) -> ChunkKV:
-    """Return the position-free KV of the tokens of a chunk that say most, in their order.
+    """Return the position-free KV of a chunk's most informative tokens, in order.
 
     Parameters
     ----------
+    model
+        The model.
     prefix_ids
-        Token ids in front of the chunk, whose KV is not kept.
+        Token ids before the chunk, whose KV is not kept.
     token_ids
-        T >= 1 of them.
+        The chunk's T >= 1 token ids.
     compression
-        How many rows are kept.
+        Sets how many rows to keep.
     """
     kv, information = encode_informed(model, prefix_ids, token_ids)
     kept = most_informative(information, compression.num_rows(len(token_ids)))
@@ -51,7 +53,7 @@ def encode_informed(
 ) -> tuple[ChunkKV, torch.Tensor]:
     """Return a chunk's KV, and the self-information of its tokens in nats, ``[T]`` float32.
 
-    That of a first token without any before it is infinite: nothing says what it could be.
+    The first token's is infinite if no token precedes it, since nothing predicts it.
     """
     ids = torch.tensor([*prefix_ids, *token_ids], device=model.device)
     first = max(0, len(prefix_ids) - 1)
@@ -61,7 +63,7 @@ def encode_informed(
         kv, hidden = capture_rows(model, embed_tokens(model, ids), positions, rows)
         behind = ids[first + 1 :]
         found = []
-        # In blocks: logits of a whole chunk over a large vocabulary would outweigh its KV.
+        # In blocks: a whole chunk's logits over a large vocabulary need more memory than its KV.
         for begin in range(0, len(behind), ROW_BLOCK):
             block = slice(begin, begin + ROW_BLOCK)
             logits = project_logits(model.hf, hidden[:-1][block]).float()
@@ -74,5 +76,5 @@ def encode_informed(
 
 
 def most_informative(information: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ascending indices of the `count` tokens that say most; of equals, the first."""
+    """Return the ascending indices of the `count` most informative tokens; ties take the first."""
     return information.sort(descending=True, stable=True).indices[:count].sort().values

@@ -1,4 +1,4 @@
-"""A chunk's compressed KV, whichever way it is compressed."""
+"""Encoding chunks with any kind of compression."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvrag.models.kv_model import KVModel
 
 
 def room_behind(compression: Compression, tokenizer: Any, num_tokens: int) -> int:
-    """Return the positions that compressing a chunk of so many tokens takes behind it.
+    """Return the positions after a chunk of `num_tokens` tokens that compressing it needs.
 
-    Those of one token are the fewest that a chunk can be compressed in.
+    The number for one token is the minimum with which any chunk can be compressed.
     """
     return room_to_repeat(tokenizer, num_tokens) if compression.kind == KVZIP else 0
 
@@ -30,16 +30,16 @@ class Compressor:
     model
         The model.
     compression
-        How.
+        The kind and rate of compression.
     anchors
-        Of ``anchors``; None takes those that lie in the model's folder.
+        The anchors for kind ``anchors``; None uses those in the model's folder.
 
     Raises
     ------
     UnsupportedModelError
-        When the model's KV holds for the positions alone that it was computed at.
+        If the model's KV is valid only at the positions where it was computed.
     AnchorsError
-        When anchors are wanted and there are none, or they are of another model or other rates.
+        If anchors are needed but missing, or belong to another model or other rates.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Compressor:
     ) -> None:
         if model.is_position_bound:
             raise UnsupportedModelError(
-                f"{model.name} learned its positions, so rows of a chunk cannot move together; "
-                "store its chunks uncompressed"
+                f"{model.name} learned its positions, so a chunk's rows cannot move; store its "
+                "chunks uncompressed"
             )
         self._model = model
         self.compression = compression
@@ -59,16 +59,16 @@ class Compressor:
 
     @property
     def key_options(self) -> dict[str, str]:
-        """What a chunk's key has to name: KV of one compression is never taken for another's."""
+        """Options for a chunk's key, so that each compression's KV has its own key."""
         return key_options(self.compression, self.anchors_digest)
 
     @property
     def anchors_digest(self) -> str:
-        """Digest of the anchors, or "" where there are none."""
+        """Digest of the anchors, or "" if there are none."""
         return "" if self._anchors is None else self._anchors.digest
 
     def encode(self, prefix_ids: Sequence[int], token_ids: Sequence[int]) -> ChunkKV:
-        """Return the position-free KV of the rows that stand for a chunk."""
+        """Return the position-free KV of a chunk's compressed rows."""
         if self._anchors is None:
             keep = keep_rebuilding if self.compression.kind == KVZIP else drop_tokens
             return keep(self._model, prefix_ids, token_ids, self.compression)

@@ -1,14 +1,14 @@
-"""KVzip: each head keeps the KV that the model needs most to say the chunk again.
+"""KVzip: each head keeps the KV that the model needs most to repeat the chunk.
 
 Source: KVzip (Kim et al., arXiv 2505.23416) §3: the model is asked to repeat the text that it has
-read; the most that any of the repeated tokens takes of a key in attention is the key's score. What
-rebuilds the text serves any question about it, so nothing of a question has to be known when a
-chunk is stored. Long chunks are repeated in parts (§3.4).
+read. A key's score is the maximum attention that any of the repeated tokens gives it. Keys that
+rebuild the text serve any question about it, so a chunk can be compressed before any question is
+known. Long chunks are repeated in parts (§3.4).
 
-Deviations: every head keeps equally many keys, so that a record stays an array; the paper spreads
-one budget over heads and layers. No row is kept for being first: the attention sink is the shared
-prefix, whose rows are not stored. Rows stand side by side in a prompt
-(`kvrag.fusion.compression.compacting`): they are as many as are stored, and each head has its own.
+Deviations: every head keeps the same number of keys, so that a record stays an array; the paper
+spreads one budget over heads and layers. No row is kept for being first: the attention sink is the
+shared prefix, whose rows are not stored. A prompt contains only the stored rows, side by side
+(`kvrag.fusion.compression.compacting`); the tokens that a row comes from differ between heads.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from kvrag.positions.rotary import RotaryTable
 
 _REQUEST = "\n\nRepeat the previous context exactly."
 _REQUEST_PART = "\n\nRepeat the part of the previous context exactly, starting with"
-# Tokens repeated at a time, and those of the part before it that the request names (§3.4).
+# Tokens repeated at a time, and how many of the previous part's the request quotes (§3.4).
 _PART_TOKENS = 2048
 _NAMED_TOKENS = 8
 
 
 def room_to_repeat(tokenizer: Any, num_tokens: int) -> int:
-    """Return the positions behind a chunk of so many tokens in which it is said again.
+    """Return the positions needed after a chunk of `num_tokens` tokens to repeat it.
 
-    A chunk that has fewer goes in smaller parts, down to those of one token.
+    With fewer positions, the chunk is repeated in smaller parts, down to one token each.
     """
     line_end = _tokenised(tokenizer, "\n")
     whole = len(_tokenised(tokenizer, _REQUEST))
@@ -55,34 +55,37 @@ def keep_rebuilding(
     token_ids: Sequence[int],
     compression: Compression,
 ) -> ChunkKV:
-    """Return the position-free KV of a chunk that each head needs most to say it again.
+    """Return the position-free KV of a chunk that each head needs most to repeat it.
 
     Parameters
     ----------
+    model
+        The model.
     prefix_ids
-        Token ids in front of the chunk, whose KV is not kept.
+        Token ids before the chunk, whose KV is not kept.
     token_ids
-        T >= 1 of them.
+        The chunk's T >= 1 token ids.
     compression
-        How many rows are kept.
+        Sets how many rows to keep.
 
     Returns
     -------
     ChunkKV
-        ``[L, H, n, D]``: of each layer and head n of the chunk's rows, in their order.
+        ``[L, H, n, D]``: for each layer and head, n of the chunk's rows, in order.
 
     Raises
     ------
     ParameterError
-        When the model's context has no room to say any of the chunk again behind it.
+        If the model's context has no room to repeat any of the chunk after it.
     """
     whole, scores = score_by_repeating(model, prefix_ids, token_ids)
     return keep_highest(whole, scores, compression.num_rows(len(token_ids)))
 
 
 def keep_highest(whole: ChunkKV, scores: torch.Tensor, num_rows: int) -> ChunkKV:
-    """Return for each layer and head the `num_rows` rows of highest score ``[L, H, T]``, in their
-    order; of equals the last, which a sliding window shows longest.
+    """Return for each layer and head the `num_rows` rows with the highest scores, in order.
+
+    `scores` is ``[L, H, T]``. Ties take the last row, which a sliding window shows longest.
     """
     ascending = scores.sort(dim=-1, stable=True).indices
     kept = (
@@ -98,11 +101,11 @@ def keep_highest(whole: ChunkKV, scores: torch.Tensor, num_rows: int) -> ChunkKV
 def score_by_repeating(
     model: KVModel, prefix_ids: Sequence[int], token_ids: Sequence[int]
 ) -> tuple[ChunkKV, torch.Tensor]:
-    """Return a chunk's position-free KV, and ``[L, H, T]`` float32, the most that any token takes
-    of each key while the model says the chunk again.
+    """Return a chunk's position-free KV and the scores of its keys, ``[L, H, T]`` float32.
 
-    Query heads that share a key head count with the one that takes most. Memory grows with the
-    chunk, never with its square.
+    A key's score is the maximum attention that any token gives it while the model repeats the
+    chunk. If several query heads share a key head, the maximum over them counts. Memory grows
+    linearly with the chunk.
     """
     num_before, num_tokens = len(prefix_ids), len(token_ids)
     first = num_before + num_tokens
@@ -129,7 +132,7 @@ def score_by_repeating(
 
 @dataclass(frozen=True)
 class _Part:
-    """Tokens of a chunk that are said again in one go, and what is computed for it."""
+    """Tokens of a chunk that are repeated in one go, and the ids to compute for that."""
 
     start: int
     end: int
@@ -137,17 +140,17 @@ class _Part:
 
 
 class _Taken:
-    """Keeps the most that any row takes of each key of a part, in one layer.
+    """Records the maximum attention that any row gives each key of a part, in one layer.
 
-    An observer of `KVModel.forward_rows`. What a row takes of the chunk's other parts does not
-    count: it is as if they were not there (§3.4).
+    An observer of `KVModel.forward_rows`. Attention to the chunk's other parts does not count: the
+    rest is normalised as if they were not there (§3.4).
 
     Parameters
     ----------
     scores
-        ``[H, T]`` of the chunk, raised to what is seen.
+        ``[H, T]`` of the chunk, raised in place to the observed maximum.
     chunk, part
-        Their positions.
+        Positions of the chunk and of the part.
     """
 
     def __init__(self, scores: torch.Tensor, chunk: range, part: range) -> None:
@@ -164,17 +167,17 @@ class _Taken:
         weights: torch.Tensor,
         value: torch.Tensor,  # noqa: ARG002
     ) -> None:
-        # Of a block of rows, heads come one after the other, each from its first row on.
+        # For each block of rows, heads come one after the other, each from its first row on.
         if mask is not self._mask:
             self._mask, self._head = mask, -1
         self._head += rows.start == 0
-        # A sliding window shows the last keys only; of those before it nothing is taken.
+        # A sliding window shows only the last keys; earlier keys get no attention.
         begin, start, end, stop = (
             max(0, edge - mask.first_key)
             for edge in (self._chunk.start, self._part.start, self._part.stop, self._chunk.stop)
         )
         taken = weights[..., start:end]
-        # Summed up, not taken off 1: next to nothing may go to this part.
+        # Summed, not subtracted from 1: this part may get almost no attention.
         shares = (weights[..., :begin], taken, weights[..., stop:])
         total = torch.stack([share.sum(-1) for share in shares]).sum(0)
         taken = taken / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None]
@@ -191,7 +194,7 @@ def _compute(
     tables: Sequence[RotaryTable],
     observers: Sequence[AttentionObserver | None] | None = None,
 ) -> None:
-    """Compute tokens at positions from `start` on, behind those that the buffer holds."""
+    """Compute tokens at positions from `start` on, after those in the buffer."""
     rows = torch.arange(start, start + len(token_ids), device=model.device)
     hidden = model.embed(torch.tensor(token_ids, device=model.device), rows)
     for layer_index, table in enumerate(tables):
@@ -201,7 +204,7 @@ def _compute(
 
 
 def _parts(model: KVModel, token_ids: Sequence[int], room: int) -> Iterator[_Part]:
-    """Yield the parts of a chunk, as long as there is `room` for behind it."""
+    """Yield the parts of a chunk, each as long as the `room` after the chunk allows."""
     line_end = _tokenised(model.tokenizer, "\n")
     request = [*_tokenised(model.tokenizer, _REQUEST), *line_end]
     further = _tokenised(model.tokenizer, _REQUEST_PART)
@@ -209,7 +212,7 @@ def _parts(model: KVModel, token_ids: Sequence[int], room: int) -> Iterator[_Par
     if length < 1:
         raise ParameterError(
             f"compression kvzip: a chunk of {len(token_ids)} tokens leaves {room} of the "
-            f"{model.max_positions} positions of {model.name} to say it again; choose smaller "
+            f"{model.max_positions} positions of {model.name} to repeat it; choose smaller "
             "chunks (chunk_tokens), about half of the model's context"
         )
     for begin in range(0, len(token_ids), length):

@@ -1,4 +1,4 @@
-"""How chunks are compressed at ingestion, by name: ``kvzip:0.5``, ``anchors:0.75``, ``none``."""
+"""Compression of chunks at ingestion, by name: ``kvzip:0.5``, ``anchors:0.75``, ``none``."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from kvrag.errors import ParameterError
 
 NO_COMPRESSION = "none"
 DROP = "drop"
-"""The tokens that say most are kept (LLMLingua's family; KVLink §2.4, option 1)."""
+"""Keeps the most informative tokens (LLMLingua's family; KVLink §2.4, option 1)."""
 ANCHORS = "anchors"
-"""Trained tokens stand for blocks of the chunk (improved ANLLMs; KVLink §2.4, option 2)."""
+"""Replaces blocks of the chunk by trained tokens (improved ANLLMs; KVLink §2.4, option 2)."""
 KVZIP = "kvzip"
-"""Each head keeps the keys that it needs most to say the chunk again (KVzip)."""
+"""Keeps, for each head, the keys that it needs most to repeat the chunk (KVzip)."""
 KINDS = (KVZIP, DROP, ANCHORS)
 
 BLOCK_TOKENS = 100
-"""Tokens of a block that has anchors of its own (KVLink §2.4: s = 100)."""
+"""Number of tokens in a block; each block has its own anchors (KVLink §2.4: s = 100)."""
 
 
 @dataclass(frozen=True)
 class Compression:
-    """What is left of a chunk's KV.
+    """A kind of compression and its rate.
 
     Attributes
     ----------
@@ -44,9 +44,9 @@ class Compression:
         return 1.0 - self.rate
 
     def num_rows(self, num_tokens: int) -> int:
-        """Return the rows stored of a chunk of so many tokens, at least 1.
+        """Return the number of rows stored for a chunk of `num_tokens` tokens, at least 1.
 
-        Rounded up: for each block with anchors, else for the whole chunk.
+        It is rounded up for each block with anchors, and for the whole chunk otherwise.
         """
         if self.kind != ANCHORS:
             return self._rows_of(num_tokens)
@@ -54,8 +54,9 @@ class Compression:
         return full * self._rows_of(BLOCK_TOKENS) + (self._rows_of(rest) if rest else 0)
 
     def anchored_tokens(self, num_tokens: int) -> list[int]:
-        """Return the tokens of a chunk at which its anchors stand: the last of each of as many
-        even parts of a block as it has anchors.
+        """Return the indices of the tokens at which a chunk's anchors are placed.
+
+        A block is split into equal parts, one for each anchor; each anchor is at its part's end.
         """
         found = []
         for first in range(0, num_tokens, BLOCK_TOKENS):
@@ -65,17 +66,17 @@ class Compression:
         return found
 
     def _rows_of(self, num_tokens: int) -> int:
-        # 0.75 * 100 may be a little off in binary; that little is not another row.
+        # The tolerance keeps a rounding error of the product from adding a row.
         return math.ceil(self.share * num_tokens - 1e-9)
 
 
 def parse_compression(text: str) -> Compression | None:
-    """Return what ``"kvzip:0.5"`` or ``"anchors:0.75"`` names, or None for ``"none"``.
+    """Return the compression named ``"kvzip:0.5"`` or ``"anchors:0.75"``, or None for ``"none"``.
 
     Raises
     ------
     ParameterError
-        For anything else, or a rate that leaves nothing or everything.
+        If the name is unknown, or the rate is not above 0 and below 1.
     """
     if text == NO_COMPRESSION:
         return None
@@ -83,20 +84,20 @@ def parse_compression(text: str) -> Compression | None:
         raise ParameterError(f"compression {text!r}: expected a name such as '{KVZIP}:0.5'")
     kind, colon, rate_text = text.partition(":")
     try:
-        # As it is recorded: one that rounds to 1 could not be read again.
+        # Rounded as in the index's configuration: a rate that rounds to 1 could not be read back.
         rate = float(f"{float(rate_text):g}")
     except ValueError:
         rate = math.nan
     if kind not in KINDS or not colon or not 0.0 < rate < 1.0:
         raise ParameterError(
             f"compression {text!r}: expected {NO_COMPRESSION}, or one of {', '.join(KINDS)} with "
-            f"the share of rows that is not stored, above 0 and below 1, as in '{KVZIP}:0.5'"
+            f"the share of rows not to store, above 0 and below 1, as in '{KVZIP}:0.5'"
         )
     return Compression(kind, rate)
 
 
 def key_options(compression: Compression | None, anchors_digest: str) -> dict[str, str]:
-    """Return the options of a chunk's key that compression adds (`kvrag.chunk.chunk_key`)."""
+    """Return the options that compression adds to a chunk's key (`kvrag.chunk.chunk_key`)."""
     if compression is None:
         return {}
     options = {"compression": str(compression)}

@@ -1,4 +1,4 @@
-"""Which reused tokens are computed again: one policy a file."""
+"""Recompute policies, which choose the reused tokens to compute again; one policy per file."""
 
 DEFAULT_POLICY = "two_stage"
-"""What the engine, the adapters and the command line take where nobody names a policy."""
+"""The default policy of the engine, the adapters and the command line."""

@@ -1,4 +1,4 @@
-"""The first tokens of each chunk: where the missing context before it weighs most."""
+"""The policy ``boundary``: each chunk's first tokens, where missing context matters most."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ DEFAULT_TOKENS = 16
 class BoundaryPolicy(RecomputePolicy):
     """Compute the first tokens of each chunk again, in every layer.
 
-    Source: EPIC (arXiv 2410.15332), "LegoLink": each chunk's own attention sink is the first
-    thing to lose its place when the chunk is no longer first.
+    Source: EPIC (arXiv 2410.15332), "LegoLink": a chunk's first tokens are its attention sink,
+    which is wrong when the chunk is no longer first.
 
     Parameters
     ----------
     tokens
-        Tokens a chunk, 1 or more; 16 where no ratio is given either.
+        Tokens per chunk, 1 or more; 16 if no ratio is given either.
     ratio
-        In place of `tokens`: of each chunk as many, the fewest that make up this share of the
-        reused, inexact tokens, 0..1.
+        Alternative to `tokens`: a share of the reused, inexact tokens, 0..1. Every chunk gets the
+        same number of tokens, the smallest that reaches this share.
     """
 
     name: ClassVar[str] = "boundary"
@@ -44,14 +44,14 @@ class BoundaryPolicy(RecomputePolicy):
             )
         if self.tokens is not None and self.tokens < 1:
             raise ParameterError(
-                f"{self.name} tokens {self.tokens}: expected at least 1 (policy 'none' computes "
-                "none)"
+                f"{self.name} tokens {self.tokens}: expected at least 1 (to recompute none, use "
+                "policy 'none')"
             )
         if self.ratio is not None:
             check_ratio(self.ratio)
 
     def tokens_of(self, prompt: PromptRows) -> int:
-        """Return how many tokens of each chunk are computed again."""
+        """Return how many tokens of each chunk to compute again."""
         if self.tokens is not None:
             return self.tokens
         assert self.ratio is not None

@@ -1,4 +1,4 @@
-"""The tokens whose stored KV is furthest from fresh KV: CacheBlend's criterion."""
+"""The policy ``deviation``: tokens whose stored KV is furthest from fresh KV (CacheBlend)."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ ON = ("k", "v", "kv", "attention")
 
 @dataclass(frozen=True)
 class DeviationPolicy(RecomputePolicy):
-    """Compute the tokens of highest KV deviation (HKVD) again.
+    """Compute the tokens with the highest KV deviation (HKVD) again.
 
     Source: CacheBlend (arXiv 2405.16444) §4.2-4.3. Layer 0 runs for all tokens: its K/V depend on
-    no other token, so layer 1 is the first where stored and fresh KV can differ, and the first to
-    choose on; the choice holds for all layers (`GradualPolicy` goes on choosing).
+    no other token. So stored and fresh KV first differ in layer 1, and the choice is made there.
+    It holds for all later layers (`GradualPolicy` narrows it further).
 
     Deviations: fresh K/V of layer 1 are written for all tokens, chosen or not, since they have
-    been computed anyway and are exact. On ``"attention"`` the choice is made in layer 0 already, by
-    what makes those of layer 1 differ: how far what a token gathers from all tokens is from what
-    it gathers from its own chunk's. The MLP of layer 0, most of what the paper's criterion costs,
-    then runs for the chosen only.
+    been computed anyway and are exact. On ``"attention"`` the choice is already made in layer 0,
+    by what makes layer 1's K/V differ: the distance between a token's attention output over all
+    tokens and its output over its own chunk. Then the MLP of layer 0, most of the cost of the
+    paper's criterion, runs only for the chosen tokens.
 
     Parameters
     ----------
     ratio
-        Share of the reused, inexact tokens that is computed again from layer 1 on, 0..1 (on
-        attention: in all layers).
+        Share of the reused, inexact tokens to compute again from layer 1 on, 0..1 (on attention:
+        in all layers).
     on
-        ``"v"`` measures values (the paper's code), ``"k"`` keys (LMCache's choice), ``"kv"`` both,
-        each against its mean; ``"attention"`` what tokens gather in layer 0. Of BLOOM, MPT and
-        Falcon that cannot be told: there it stands for ``"v"``.
+        What to compare: ``"v"`` values (the paper's code), ``"k"`` keys (LMCache's choice),
+        ``"kv"`` both, each relative to its mean, or ``"attention"`` the attention outputs in
+        layer 0. BLOOM, MPT and Falcon do not give those: there it means ``"v"``.
     """
 
     name: ClassVar[str] = "deviation"
@@ -74,9 +74,9 @@ class DeviationPolicy(RecomputePolicy):
 
 
 def _combined(deviation: Mapping[str, torch.Tensor], on: str) -> torch.Tensor:
-    """Return ``[m]``: by attention where that was compared, else by K, V or both.
+    """Return ``[m]``: the deviation of attention if that was compared, otherwise of K, V or both.
 
-    Of both, each counts against its mean. V counts where attention was wanted and not compared.
+    With both, each is divided by its mean. V replaces attention that could not be compared.
     """
     if "attention" in deviation:
         return deviation["attention"]

@@ -1,4 +1,4 @@
-"""CacheBlend's gradual filtering: the choice is made anew, and narrower, on every layer."""
+"""The policy ``gradual``: CacheBlend's gradual filtering, which narrows the choice per layer."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from kvrag.fusion.policies.deviation import DeviationPolicy
 
 @dataclass(frozen=True)
 class GradualPolicy(DeviationPolicy):
-    """Start with more tokens than `ratio` and drop, layer by layer, those least off.
+    """Start with more tokens than `ratio` and drop, layer by layer, those that deviate least.
 
-    Source: CacheBlend (arXiv 2405.16444) §4.3, figure 9. Each layer drops the tokens of which the
-    layer before found the stored KV nearest to fresh ones, so that what stays is far off on
-    several layers. The mean over the layers from 1 on is `ratio`.
+    Source: CacheBlend (arXiv 2405.16444) §4.3, figure 9. Each layer drops the tokens whose stored
+    KV was nearest to fresh KV in the layer before, so that the remaining tokens deviate in several
+    layers. The mean share over the layers from 1 on is `ratio`.
 
     Deviations: the paper leaves the shares open; here they fall linearly from ``1 + spread`` to
-    ``1 - spread`` times the ratio. A layer's deviation is taken while its K/V are written, so that
-    nothing is projected twice; it decides for the next layer. On ``"attention"`` what
-    tokens gather decides the first choice only, and values those from then on.
+    ``1 - spread`` times the ratio. A layer's deviation is measured while its K/V are written, so
+    that nothing is projected twice; it decides for the next layer. On ``"attention"``, attention
+    outputs decide only the first choice, and values decide the later ones.
 
     Parameters
     ----------
     ratio, on
-        As in `DeviationPolicy`.
+        See `DeviationPolicy`.
     spread
-        Above 0, up to 1.
+        How far the shares fall around the mean, relative to it; above 0, up to 1.
     """
 
     name: ClassVar[str] = "gradual"
@@ -39,8 +39,8 @@ class GradualPolicy(DeviationPolicy):
         super().__post_init__()
         if not 0.0 < self.spread <= 1.0:
             raise ParameterError(
-                f"gradual spread {self.spread}: expected more than 0, up to 1 (policy 'deviation' "
-                "chooses once)"
+                f"gradual spread {self.spread}: expected more than 0, up to 1 (to choose only "
+                "once, use policy 'deviation')"
             )
 
     def counts(self, prompt: PromptRows) -> Sequence[int] | None:
@@ -51,9 +51,9 @@ class GradualPolicy(DeviationPolicy):
 
 
 def _falling_counts(ratio: float, spread: float, num_tokens: int, num_layers: int) -> list[int]:
-    """Return how many tokens each layer computes: falling, and in sum `ratio` of them all.
+    """Return how many tokens each layer computes: falling counts, whose mean is `ratio`.
 
-    No share may pass 1, so a ratio above a half leaves less room to fall.
+    No share may exceed 1, so a ratio above one half leaves less room to fall.
     """
     if num_layers == 1 or ratio == 0.0:
         return [share_of(ratio, num_tokens)] * num_layers
@@ -63,7 +63,7 @@ def _falling_counts(ratio: float, spread: float, num_tokens: int, num_layers: in
     counts = [min(num_tokens, int(count + 1e-9)) for count in exact]
     missing = share_of(ratio, num_tokens * num_layers) - sum(counts)
     for layer, count in enumerate(counts):
-        # From the first layer on, so that the counts go on falling.
+        # From the first layer on, so that the counts never rise.
         if missing and count < num_tokens:
             counts[layer] += 1
             missing -= 1

@@ -1,4 +1,4 @@
-"""Plain reuse: nothing is computed again. The fastest, and the baseline for quality."""
+"""The policy ``none``: plain reuse, the fastest policy and the baseline for quality."""
 
 from __future__ import annotations
 

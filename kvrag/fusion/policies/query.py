@@ -1,4 +1,4 @@
-"""The tokens that the question looks at: what is not looked at need not be right."""
+"""The policy ``query``: the tokens that the question attends to; others need not be exact."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from kvrag.fusion.policies.base import (
 
 @dataclass(frozen=True)
 class QueryPolicy(RecomputePolicy):
-    """Compute the tokens again that the question gathers most from.
+    """Compute the tokens again from which the question gathers most.
 
     Source: InfoFlow KV: the question's attention over the reused KV, placed at their global
-    positions, weighted by the norm of the values. The question is computed once over stored KV
-    for it, and a second time over the repaired ones.
+    positions, weighted by the norm of the values. For this, the question is computed once over
+    stored KV, and then again over the repaired KV.
 
-    Deviations: by default the mean over all layers counts; the norms of the values see to it
-    that layers which move the residual stream more count more.
+    Deviations: by default the mean over all layers counts. The norms of the values give more
+    weight to layers that change the residual stream more.
 
     Parameters
     ----------
     ratio
-        Share of the reused, inexact tokens that is computed again in every layer, 0..1.
+        Share of the reused, inexact tokens to compute again in every layer, 0..1.
     depth
-        The one layer whose attention counts, as a share of the layers: 0 is the first, 1 the
-        last; None takes all.
+        The single layer whose attention counts, as a share of the layers: 0 is the first, 1 the
+        last; None uses all layers.
     """
 
     name: ClassVar[str] = "query"
@@ -57,7 +57,7 @@ class QueryPolicy(RecomputePolicy):
         return range(layer_index, layer_index + 1)
 
     def counts(self, prompt: PromptRows) -> Sequence[int] | None:
-        # The same in all layers, and known before the question has been looked at.
+        # The same in all layers, and known before the question is observed.
         return [share_of(self.ratio, prompt.num_reused)] * prompt.num_layers
 
     def candidates(self, prompt: PromptRows) -> torch.Tensor:

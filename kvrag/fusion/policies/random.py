@@ -1,4 +1,4 @@
-"""Tokens drawn by chance: what any criterion has to beat."""
+"""The policy ``random``: tokens chosen at random, which any criterion has to beat."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, check_ratio,
 
 @dataclass(frozen=True)
 class RandomPolicy(RecomputePolicy):
-    """Compute a random share of the reused tokens again, in every layer: a control.
+    """Compute a random share of the reused tokens again, in every layer, as a control.
 
     Parameters
     ----------
     ratio
         Share of the reused, inexact tokens, 0..1.
     seed
-        0 or more; the same seed draws the same tokens of prompts with as many reused tokens.
+        0 or more; the same seed chooses the same tokens in prompts with the same number of reused
+        tokens.
     """
 
     name: ClassVar[str] = "random"

@@ -1,4 +1,4 @@
-"""Recompute policies by name. `kvrag.fusion.repair` adds what a prompt may be given beside one."""
+"""Recompute policies by name. `kvrag.fusion.repair` adds the parameters that all policies take."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def make_policy(name: str, given: Mapping[str, Any]) -> RecomputePolicy:
     Raises
     ------
     ParameterError
-        For a parameter that the policy does not have, a value out of range, or a policy of
-        another distribution that cannot be used.
+        If the policy does not have a parameter, a value is out of range, or another
+        distribution's policy cannot be used.
     """
     return _class_of(name)(**given)
 
@@ -46,6 +46,6 @@ def _class_of(name: str) -> type[RecomputePolicy]:
     found = POLICIES[name]
     require_subclass(POLICIES, name, found, RecomputePolicy)
     if not is_dataclass(found) or found.name != name:
-        # By its name and its fields a policy is written into reports, and read again.
+        # Reports store a policy as its name and fields, and it is made from them again.
         POLICIES.refuse(name, f"a dataclass with the class attribute name = {name!r}", repr(found))
     return found

@@ -1,4 +1,4 @@
-"""A few tokens on both sides of every joint between chunks."""
+"""The policy ``seam``: a few tokens on both sides of every seam between chunks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvrag.fusion.policies.boundary import BoundaryPolicy
 class SeamPolicy(BoundaryPolicy):
     """Compute the first and the last tokens of each chunk again, in every layer.
 
-    What stands between chunks (blank lines, headings, the prompt's own delimiters) is never
-    stored, so it is computed in any case. Of a chunk's own tokens, the first have lost the text
-    before them, and the last are what the next chunk's first tokens lean on.
+    Text between chunks (blank lines, headings, the prompt's delimiters) is never stored, so it is
+    computed in any case. A chunk's first tokens have lost the text before them, and its last
+    tokens are the nearest context of the next chunk's first tokens.
 
     Parameters
     ----------
     tokens, ratio
-        As in `BoundaryPolicy`: half of the tokens (one more, if odd) at a chunk's head, the others
-        at its end.
+        See `BoundaryPolicy`. Half of the tokens (plus one if the number is odd) are at the chunk's
+        start, the others at its end.
     """
 
     name: ClassVar[str] = "seam"

@@ -1,4 +1,4 @@
-"""What the question looks at *and* what is off there: two criteria, one after the other."""
+"""The policy ``two_stage``: tokens that the question attends to *and* whose KV deviates."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from kvrag.fusion.policies.base import (
 
 @dataclass(frozen=True)
 class TwoStagePolicy(RecomputePolicy):
-    """Compute the tokens again that the question gathers much from and that have changed most.
+    """Compute the tokens again that matter most to the question and have changed most.
 
-    Source: ProphetKV: a choice by the question, fused over all layers, then recomputation of one
-    set of tokens. The first stage takes `pool` times as many tokens as wanted by what the question
-    gathers from each, mean over all layers: weighted by the values' norms, layers that move the
-    residual stream more count more. The second ranks them by that, times how far their stored
-    values are off in layer 1.
+    Source: ProphetKV: a choice by the question, combined over all layers, then recomputation of
+    one set of tokens. The first stage takes `pool` times as many tokens as wanted, by how much the
+    question gathers from each, as the mean over all layers. This is weighted by the values' norms,
+    so layers that change the residual stream more count more. The second stage ranks these tokens
+    by the same mean, times the distance between stored and fresh values in layer 1.
 
-    Deviations: the second stage is CacheBlend's criterion (§4.2) inside the pool: salient tokens
-    that no other chunk has changed are right as they are and make room. The pool runs through
-    layer 0 only. To compare attention there, as `DeviationPolicy` can, would save next to nothing:
-    half of the pool is chosen, and would attend twice.
+    Deviations: the second stage applies CacheBlend's criterion (§4.2) inside the pool: relevant
+    tokens that no other chunk has changed are already exact, and leave room for others. The pool
+    runs only through layer 0. Comparing attention there, as `DeviationPolicy` can, would save
+    almost nothing: half of the pool is chosen, and would attend twice.
 
     Parameters
     ----------
     ratio
-        Share of the reused, inexact tokens that is computed again from layer 1 on, 0..1.
+        Share of the reused, inexact tokens to compute again from layer 1 on, 0..1.
     pool
-        Candidates over tokens wanted, 1 or more; 1 leaves out the second stage.
+        Number of candidates per token wanted, 1 or more; 1 skips the second stage.
     """
 
     name: ClassVar[str] = "two_stage"
@@ -81,6 +81,6 @@ class TwoStagePolicy(RecomputePolicy):
 
     @staticmethod
     def _fused(prompt: PromptRows) -> torch.Tensor:
-        """Return ``[n]``: the mean relevance of all layers."""
+        """Return ``[n]``: the mean relevance over all layers."""
         assert prompt.relevance is not None
         return prompt.relevance.mean(dim=0)

@@ -1,4 +1,4 @@
-"""What the framework classes over vLLM add to `EngineSettings`, and the engines they share."""
+"""Settings of the framework classes over vLLM, and the engines that these classes share."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _starting = threading.Lock()
 
 
 class VLLMSettings(EngineSettings):
-    """Parameters of a language model that vLLM answers for.
+    """Parameters of a language model that answers through vLLM.
 
     Attributes
     ----------
     base_url
         Address of a server that ``kvrag serve`` has started, such as
-        ``http://127.0.0.1:8000/v1``; None starts vLLM here, with the first call, once for all
-        objects with the same index and arguments.
+        ``http://127.0.0.1:8000/v1``; None starts vLLM in this process at the first call, once for
+        all objects with the same index and arguments.
     engine_args
-        Further arguments of ``vllm.LLM`` where it is started here.
+        Further arguments of ``vllm.LLM`` if it is started in this process.
     any_version
-        Whether a vLLM started here may be of a version that was not tested.
+        Whether to accept an untested version of a vLLM started in this process.
 
     Notes
     -----
-    ``links``, ``schemas``, ``device``, ``ttft`` and ``eviction`` are refused: vLLM counts one row a
-    token, knows no gaps between positions, has a device of its own, loads a record whole, and keeps
-    what it has.
+    ``links``, ``schemas``, ``device``, ``ttft`` and ``eviction`` are refused: vLLM has one row per
+    token, supports no gaps between positions, chooses its own device, loads records whole, and
+    keeps all keys.
     """
 
     base_url: str | None = None
@@ -59,11 +59,13 @@ class VLLMSettings(EngineSettings):
                 "vLLM takes no links, schemas, device, ttft or eviction; leave them out"
             )
         if self.base_url is not None and self.engine_args:
-            raise ParameterError("engine_args are for a vLLM started here: leave out base_url")
+            raise ParameterError(
+                "engine_args are for a vLLM started in this process: leave out base_url"
+            )
         return self
 
     def engine(self, model: str | None = None) -> Engine:
-        """Return the engine that answers; vLLM is started or asked with the first prompt."""
+        """Return the engine that answers; it starts or contacts vLLM at the first prompt."""
         index = shared_index(self.index)
         name = model or self.model
         engine = self._engines.get(name)
@@ -81,19 +83,19 @@ class VLLMSettings(EngineSettings):
 
 
 def start_engine(settings: ConnectorSettings, engine_args: dict[str, Any]) -> InProcess:
-    """Return the process's engine for these settings, starting it if there is none.
+    """Return the process's engine for these settings, and start it if there is none.
 
     Parameters
     ----------
     settings
-        The connector's.
+        The connector's settings.
     engine_args
-        Arguments of ``vllm.LLM``; those that are None are left out.
+        Arguments of ``vllm.LLM``; None values are left out.
 
     Raises
     ------
     EngineVersionError
-        When vLLM is not installed, or of a version that was not tested.
+        If vLLM is not installed, or its version was not tested.
     """
     require_tested(any_version=settings.any_version)
     given = {name: value for name, value in engine_args.items() if value is not None}

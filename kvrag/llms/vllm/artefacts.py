@@ -1,10 +1,9 @@
-"""Fused artefacts: the KV of a prompt's beginning, fused before, under an opaque name.
+"""Fused artefacts: the already fused KV of a prompt's beginning, under an opaque name.
 
-The name is a keyed hash over everything that the rows depend on: the tenant's salt, model and
-tokenizer, the prompt's own token ids and how they were fused. Whoever loads one computes it again
-from the prompt at hand, so that a foreign name, another model or other tokens never lead to its
-bytes. The record is that of the lossless codecs; its keys are placed (rotated) from position 0
-on.
+The name is a keyed hash of everything that the rows depend on: the tenant's salt, the model and
+tokenizer, the prompt's token ids and how they were fused. Loading computes the name again from the
+current prompt, so another tenant's name, another model or other tokens never lead to its bytes. The
+record has the format of the lossless codecs; its keys are placed (rotated) from position 0 on.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ _MAX_LABEL = 200
 
 @dataclass(frozen=True)
 class ArtefactName:
-    """What a request names a fused artefact by.
+    """The name of a fused artefact in a request.
 
     Attributes
     ----------
     key
         40 hexadecimal digits, opaque.
     num_tokens
-        Tokens of the prompt's beginning that it covers.
+        Number of tokens at the prompt's beginning that the artefact covers.
     label
-        How it was fused; part of what the key is a hash of.
+        Describes how it was fused; the key's hash includes it.
     """
 
     key: str
@@ -49,7 +48,7 @@ class ArtefactName:
 
     @classmethod
     def parse(cls, values: Any) -> ArtefactName:
-        """Return a name from a request. Raises ParameterError when it is none."""
+        """Return the name in a request's values. Raise ParameterError if they are not a name."""
         if isinstance(values, Mapping) and set(values) == {"key", "num_tokens", "label"}:
             key, num_tokens, label = values["key"], values["num_tokens"], values["label"]
             if (
@@ -70,9 +69,9 @@ class ArtefactName:
 
 
 def _label(fused: FusedPrompt) -> str:
-    """Return what tells one way of fusing a text from all others."""
+    """Return a label that identifies the way in which a text was fused."""
     report, layout = fused.report, fused.layout
-    # What was missing was computed instead, and policies look at the question behind the rows kept.
+    # Missing chunks were computed instead, and policies observe the question after the kept rows.
     whole = f"{report.policy} {layout.spans} {sorted(report.misses.items())} {layout.token_ids}"
     digest = hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
     return f"{report.policy}"[: _MAX_LABEL - len(digest) - 1] + f" {digest}"
@@ -84,14 +83,14 @@ class ArtefactStore:
     Parameters
     ----------
     index
-        Whose model, tokenizer and salt name them.
+        The index whose model, tokenizer and salt the names depend on.
     url
-        Where they are kept; None means a folder in the index's own.
+        URL of the store; None means a folder inside the index's folder.
 
     Raises
     ------
     StoreError, ParameterError
-        As `open_store` does.
+        See `open_store`.
     """
 
     def __init__(self, index: Index, url: str | None = None) -> None:
@@ -104,33 +103,35 @@ class ArtefactStore:
         self._store.close()
 
     def put(self, fused: FusedPrompt, num_tokens: int | None = None) -> ArtefactName:
-        """Keep the KV of a fused prompt, all rows but the last, and return its name.
+        """Store the KV of a fused prompt, and return the artefact's name.
 
         Parameters
         ----------
+        fused
+            The prompt.
         num_tokens
-            Rows to keep; None means all but the last, which vLLM computes.
+            Number of rows to store; None means all except the last, which vLLM computes.
 
         Raises
         ------
         ParameterError
-            For a prompt whose rows are not its tokens (link tokens, compressed chunks, positions
-            left out).
+            If the prompt's rows are not its tokens (link tokens, compressed chunks, gaps between
+            positions).
         StoreError
-            When the store refuses it.
+            If the store refuses the record.
         """
         layout = fused.layout
         if layout.positions is not None or layout.token_ids != layout.plain_token_ids:
             raise ParameterError(
-                "vLLM counts one row a token: a prompt with link tokens, compressed chunks or "
-                "positions left out cannot be handed over"
+                "vLLM has one row per token: a prompt with link tokens, compressed chunks or gaps "
+                "between positions cannot be stored for it"
             )
         if num_tokens is None:
             num_tokens = len(layout.token_ids) - 1
         if not 1 <= num_tokens < len(layout.token_ids):
             raise ParameterError(
-                f"num_tokens {num_tokens}: expected 1 to {len(layout.token_ids) - 1}, the last "
-                "token is always computed"
+                f"num_tokens {num_tokens}: expected 1 to {len(layout.token_ids) - 1}, because the "
+                "last token is always computed"
             )
         label = _label(fused)
         key = self._key(layout.token_ids[:num_tokens], label)
@@ -139,23 +140,23 @@ class ArtefactStore:
             torch.stack([layer[0, :, rows] for layer in fused.kv.keys]).cpu(),
             torch.stack([layer[0, :, rows] for layer in fused.kv.values]).cpu(),
         )
-        # Rows under one name are the same up to rounding: the newest.
+        # Rows under one name are equal up to rounding, so the newest may replace older ones.
         self._store.replace(key, self._codec.encode(key, kv))
         return ArtefactName(key.digest, num_tokens, label)
 
     def check(self, name: ArtefactName, token_ids: Sequence[int]) -> ChunkKey:
-        """Return the key of an artefact that holds for a prompt.
+        """Return the key of an artefact that is valid for a prompt.
 
         Raises
         ------
         RecordError
-            When it is one of other tokens, another model or another tenant.
+            If the artefact belongs to other tokens, another model or another tenant.
         """
         key = self._key(token_ids[: name.num_tokens], name.label)
         if name.num_tokens > len(token_ids) or key.digest != name.key:
             raise RecordError(
-                f"artefact {name.key} is not of this prompt's first {name.num_tokens} tokens under "
-                "this model: the prompt is computed; fuse it again with this index"
+                f"artefact {name.key} does not belong to this prompt's first {name.num_tokens} "
+                "tokens and this model: the prompt is computed; fuse it again with this index"
             )
         return key
 
@@ -165,9 +166,9 @@ class ArtefactStore:
         Raises
         ------
         RecordError
-            When there is none, or it is damaged or of another shape.
+            If the artefact is missing, damaged or of another shape.
         StoreError
-            When the store cannot be read.
+            If the store cannot be read.
         """
         record = self._store.open(key)
         if record is None:
@@ -181,7 +182,7 @@ class ArtefactStore:
             return read_all(encoded, self._index.config.spec)
         except RecordError as error:
             self._store.note_damage(key)
-            # What is wrong, without the remedy for a document's record.
+            # The cause only: the message's remedy is for a document's record.
             reason = str(error).partition(";")[0]
             raise RecordError(
                 f"artefact {key} is damaged ({reason}): the prompt is computed; fuse it again"

@@ -1,4 +1,4 @@
-"""Whether an engine is set up in a way that stored KV fits."""
+"""Checks that an engine's configuration fits stored KV."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 def check_engine(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: ConnectorSettings
 ) -> IndexConfig:
-    """Return what the index was made with.
+    """Check an engine's configuration, and return that of the index.
 
     Raises
     ------
     EngineError
-        When the engine splits the model, caches another type of KV, or runs the model in another
-        type than the index.
+        If the engine splits the model, caches another type of KV, runs the model in another dtype
+        than the index, or is otherwise set up so that stored KV does not fit.
     IndexNotFoundError, IndexFormatError
-        When there is no index.
+        If there is no index, or its configuration is damaged.
     """
     config = IndexConfig.load(Path(settings.index).expanduser().resolve())
     parallel = vllm_config.parallel_config
@@ -36,25 +36,25 @@ def check_engine(
         ("pipeline_parallel_size", parallel.pipeline_parallel_size),
     ):
         if size != 1:
-            raise EngineError(f"{what}={size}: kvrag writes whole models' KV only; set it to 1")
+            raise EngineError(f"{what}={size}: kvrag writes only whole models' KV; set it to 1")
     found = vllm_config.model_config.dtype
     if found != DTYPES[config.dtype]:
         raise EngineError(
-            f"the engine runs the model in {found}, the index holds KV in {config.dtype}: serve "
-            f"with dtype={config.dtype!r}, or make the index with the engine's type"
+            f"the engine runs the model in {found}, but the index holds KV in {config.dtype}: "
+            f"serve with dtype={config.dtype!r}, or make the index with the engine's dtype"
         )
     cache_type = vllm_config.cache_config.cache_dtype
     if cache_type not in ("auto", config.dtype):
-        raise EngineError(f"kv_cache_dtype={cache_type!r}: stored KV fits 'auto' only")
+        raise EngineError(f"kv_cache_dtype={cache_type!r}: stored KV fits only 'auto'")
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise EngineError(
-            "the engine caches several kinds of layers apart, which kvrag does not write into; set "
-            "disable_hybrid_kv_cache_manager"
+            "the engine has separate caches for several kinds of layers, which kvrag does not "
+            "support; set disable_hybrid_kv_cache_manager"
         )
     if config.compression != NO_COMPRESSION:
         raise EngineError(
-            f"{settings.index} stores chunks as {config.compression}: their rows are no tokens, "
-            "and vLLM counts one row a token. Serve an index without compression"
+            f"{settings.index} stores chunks as {config.compression}, whose rows are not tokens, "
+            "but vLLM has one row per token. Serve an index without compression"
         )
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
         raise EngineError(

@@ -1,6 +1,6 @@
-"""`KVRagConnector`: fused prompts offered to vLLM as external prefix hits.
+"""`KVRagConnector`: offers fused prompts to vLLM as external prefix hits.
 
-A stock vLLM takes it by module path::
+An unmodified vLLM loads it by module path::
 
     KVTransferConfig(
         kv_connector="KVRagConnector",
@@ -10,7 +10,7 @@ A stock vLLM takes it by module path::
         kv_connector_extra_config={"index": "my-index"},
     )
 
-`kvrag.llms.vllm.options.engine_options` writes all of that.
+`kvrag.llms.vllm.options.engine_options` returns all of these arguments.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 
 
 class KVRagConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """vLLM's interface over the two sides; see `SchedulerSide` and `WorkerSide`.
+    """vLLM's connector interface; `SchedulerSide` and `WorkerSide` do the work.
 
     Raises
     ------
     EngineVersionError
-        For a version of vLLM that was not tested.
+        If the version of vLLM was not tested.
     EngineError
-        When the engine is set up in a way that stored KV does not fit.
+        If the engine's configuration does not fit stored KV.
     IndexMismatchError
-        When its model is not that of the index.
+        If the engine's model is not the index's.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class KVRagConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 side.close()
         self._scheduler_side = self._worker_side = None
 
-    # -- the worker's ------------------------------------------------------------------------
+    # -- called in the worker ----------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._worker_side is not None
@@ -92,25 +92,28 @@ class KVRagConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert isinstance(step, StepMetadata)
         if step.engine_id != self._kv_transfer_config.engine_id:
             raise EngineError(
-                "another engine of this process has taken vLLM's only connector: shut it down "
-                "first, or let engines run in processes of their own "
+                "another engine of this process already uses vLLM's only connector: shut it down "
+                "first, or run each engine in a separate process "
                 "(VLLM_ENABLE_V1_MULTIPROCESSING=1)"
             )
         self._worker_side.start(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request is scheduled when all its rows are there."""
+        """Do nothing: vLLM schedules a request only after all its rows are loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing is taken out of the engine."""
+        """Do nothing: kvrag saves no KV from the engine."""
 
     def wait_for_save(self) -> None:
-        """Nothing is taken out of the engine."""
+        """Do nothing: kvrag saves no KV from the engine."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Name failed requests, not blocks: a window's table holds blocks that others have too."""
+        """Return the requests whose loading ended or failed.
+
+        It names requests, not blocks: a window's block table contains blocks that others share.
+        """
         assert self._worker_side is not None
         ended, failed = self._worker_side.finish(finished_req_ids)
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
@@ -119,7 +122,7 @@ class KVRagConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._worker_side is not None
         return self._worker_side.take_outcome()
 
-    # -- the scheduler's ---------------------------------------------------------------------
+    # -- called in the scheduler -------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
         assert self._scheduler_side is not None

@@ -1,6 +1,6 @@
-"""The cores that this process may use, noted before vLLM binds its threads to single ones.
+"""The cores that this process may use, recorded before vLLM binds its threads to single cores.
 
-The worker's module imports it, which vLLM does before it binds anything.
+The worker's module imports this module, and vLLM imports that before it binds any thread.
 """
 
 from __future__ import annotations
@@ -10,4 +10,4 @@ import os
 PROCESS_CORES: frozenset[int] = (
     frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 )
-"""Numbers of the cores; empty where the system does not say."""
+"""Numbers of the cores; empty if the system does not report them."""

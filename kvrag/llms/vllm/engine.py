@@ -1,4 +1,4 @@
-"""`VLLMEngine`: an engine whose prompts a vLLM fuses and computes."""
+"""`VLLMEngine`: an engine that lets a vLLM fuse and compute prompts."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from kvrag.llms.vllm.transports import EngineRequest, Piece, Transport
 
 
 class VLLMEngine:
-    """Answers prompts over an index, fused and computed by a vLLM.
+    """Answers prompts over an index by means of a vLLM, which fuses and computes them.
 
-    Answers are those of `kvrag.KVEngine`. The server finds the chunks itself; here they are found
-    to name an answer's sources. No weights are loaded in this process unless vLLM runs in it.
+    Answers are those of `kvrag.KVEngine`. The server finds the chunks itself; this class finds them
+    too, to name an answer's sources. It loads no weights unless vLLM runs in this process.
 
     Parameters
     ----------
     index
         The index that the vLLM serves.
     connect
-        Makes the way to it; called once, with the first prompt that can be served.
+        Connects to the vLLM; called once, at the first prompt that can be served.
     policy, ratio, boundary_tokens, max_tokens
-        As of `kvrag.KVEngine`.
+        See `kvrag.KVEngine`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class VLLMEngine:
 
     @property
     def transport(self) -> Transport:
-        """The way to the vLLM, made at first use."""
+        """The connection to the vLLM, made at first use."""
         with self._connecting:
             if self._connected is None:
                 self._connected = self._connect()
@@ -68,21 +68,21 @@ class VLLMEngine:
 
     @property
     def links_digest(self) -> str:
-        """Digest of the link tokens put behind chunks: vLLM takes none."""
+        """Always "": vLLM supports no link tokens."""
         return ""
 
     def generate(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> Answer:
-        """Answer a prompt; parameters as in `kvrag.KVEngine.generate`.
+        """Answer a prompt; for the parameters see `kvrag.KVEngine.generate`.
 
         Raises
         ------
         ParameterError
-            For what vLLM cannot do (a placed prompt, eviction, a time to first token to stream
-            towards), or as `KVEngine.generate` does.
+            If the request asks for something that vLLM cannot do (a placed prompt, eviction, a
+            target time to first token), or as `KVEngine.generate` does.
         PromptTooLongError
-            When the prompt leaves no room in the context window.
+            If the prompt leaves no room in the context window.
         EngineError
-            When vLLM refuses the request or cannot be reached.
+            If vLLM refuses the request or cannot be reached.
         """
         *_, last = self._answer(Request.of(prompt, options), is_streamed=False)
         assert last.answer is not None
@@ -111,14 +111,14 @@ class VLLMEngine:
                 f"{self.index.config.max_positions} with at least one to answer in; retrieve fewer "
                 "chunks"
             )
-        assert asked.max_tokens is not None  # of the engine's defaults, if of no other
+        assert asked.max_tokens is not None  # the engine's defaults set it
         request = EngineRequest(
             layout.token_ids,
             params.to_params(),
             min(asked.max_tokens, left),
             asked.sampling,
             tuple(asked.stop),
-            # Only a stream can be left in time.
+            # Only a stream can be stopped at the timeout.
             is_streamed=is_streamed or timeout_seconds is not None,
         )
 
@@ -141,7 +141,7 @@ class VLLMEngine:
                     break
             report = replace(
                 _report(last, params, num_prompt, self.index.config.num_layers),
-                # It is told token ids alone.
+                # The server gets only token ids, so it cannot count these.
                 num_neutralised=layout.num_neutralised,
                 num_control=layout.num_control,
             )
@@ -160,13 +160,13 @@ class VLLMEngine:
 
 
 def _check_servable(asked: Request) -> None:
-    """Raise ParameterError for what a vLLM cannot do for a request."""
+    """Raise ParameterError if a request asks for something that vLLM cannot do."""
     if isinstance(asked.prompt, PlacedPrompt):
         raise ParameterError(
-            "a prompt laid out here (markup) cannot be handed to vLLM: answer it with KVEngine"
+            "vLLM does not take a prompt that is already laid out (markup): answer it with KVEngine"
         )
     if not isinstance(asked.policy, str):
-        raise ParameterError(f"policy {asked.policy}: name it, as 'gradual:spread=0.8'")
+        raise ParameterError(f"policy {asked.policy}: expected a name such as 'gradual:spread=0.8'")
     if asked.eviction_policy is not None:
         raise ParameterError(
             f"eviction {asked.eviction!r}: vLLM keeps all keys of an answer; leave it out, or "
@@ -184,7 +184,7 @@ def _finish(reason: str | None) -> FinishReason:
 
 
 def _report(last: Piece, params: RequestParams, num_prompt: int, num_layers: int) -> FusionReport:
-    """Return the server's report, or what the engine's own count of cached tokens says."""
+    """Return the server's report, or one from the engine's own count of cached tokens."""
     given: Mapping[str, Any] | None = (last.said or {}).get("report")
     if given is not None:
         known = {field.name for field in fields(FusionReport)}

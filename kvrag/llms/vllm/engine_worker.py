@@ -1,4 +1,4 @@
-"""vLLM's own worker, which lets the connector use the weights that it has loaded."""
+"""vLLM's worker, extended to share its loaded weights with the connector."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
 
 
 class KVRagWorker(_Worker):  # type: ignore[misc]
-    """The platform's worker; named by vLLM's option ``worker_cls``."""
+    """The platform's worker; vLLM's option ``worker_cls`` names this class."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and lend it to the connector that is made next in this process."""

@@ -1,9 +1,9 @@
-"""Known chunks in the token ids of a prompt, wherever they stand.
+"""Finding known chunks anywhere in the token ids of a prompt.
 
-A server is handed token ids, not text. The first ids of every chunk are in a table; where a
-prompt's ids agree with an entry, the chunk's own ids are compared, one by one, and the longest
-agreement is taken. No separators are needed, and none are looked for. The text around a chunk may
-have changed its first tokens: a chunk is also found from its second or third token on.
+A server gets token ids, not text. A table holds the first ids of every chunk. If a prompt's ids
+agree with an entry, the chunk's ids are compared one by one, and the longest agreement is taken.
+This needs no separators. The surrounding text may have changed a chunk's first tokens, so a chunk
+is also found from its second or third token on.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from kvrag.ingest.index import Index
 from kvrag.ingest.rows import pack_ids
 
 HEAD_TOKENS = 8
-"""Tokens that are looked up at every place of a prompt; shorter chunks are never found."""
+"""Number of tokens looked up at every place of a prompt; shorter chunks are never found."""
 
 MIN_CUT_TOKENS = 16
-"""Tokens that must agree for the beginning of a chunk to count, where it is not there whole."""
+"""Number of tokens that must agree for a part of a chunk to count."""
 
 MISS_UNCLEAR = "text of several chunks, encoded behind different text"
 
-# Where very many chunks begin alike, comparing all of them would cost more than it saves.
+# If very many chunks begin alike, comparing all of them would cost more than it saves.
 _MAX_CANDIDATES = 64
 
 
 class TokenFinder:
-    """Lays an index's chunks over the token ids of prompts.
+    """Finds an index's chunks in the token ids of prompts.
 
-    Safe to use from several threads; follows the index as it changes.
+    You can use it from several threads. It follows changes of the index.
 
     Raises
     ------
     IndexFormatError, StoreError
-        When the catalog cannot be read.
+        If the catalog cannot be read.
     """
 
     def __init__(self, index: Index) -> None:
@@ -46,7 +46,7 @@ class TokenFinder:
         self._lock = threading.Lock()
         self._generation = -1
         self._heads: dict[bytes, list[tuple[str, int]]] = {}
-        self._table()  # the first prompt need not wait for it
+        self._table()  # so that the first prompt does not wait for it
 
     def find(self, token_ids: Sequence[int]) -> Layout:
         """Return the layout of a prompt: its token ids, and the spans that stored KV can fill.
@@ -54,7 +54,7 @@ class TokenFinder:
         Raises
         ------
         IndexFormatError, StoreError
-            When the catalog cannot be read.
+            If the catalog cannot be read.
         """
         ids = tuple(token_ids)
         prefix = self._index.prefix_ids
@@ -105,7 +105,7 @@ class TokenFinder:
     def _table(self) -> dict[bytes, list[tuple[str, int]]]:
         with self._lock:
             if self._generation != self._index.catalog.generation():
-                # Made anew rather than altered: other threads may be searching with the old one.
+                # Made again, not changed in place: other threads may be searching the old one.
                 heads: dict[bytes, list[tuple[str, int]]] = {}
 
                 def add(chunk_id: str, first: bytes, length: int) -> None:
@@ -125,7 +125,7 @@ def _longest(
     candidates: Sequence[tuple[str, int]],
     chunks: dict[str, Chunk],
 ) -> tuple[ReusedSpan, FoundText] | None:
-    """Return the longest run of a candidate's tokens at `place`, and all chunks that have it."""
+    """Return the longest run of a candidate's tokens at `place`, and all chunks that share it."""
     best = ReusedSpan("", place, 0, 0)
     owners: list[Chunk] = []
     for chunk_id, offset in candidates:
@@ -146,7 +146,7 @@ def _longest(
 
 
 def _num_equal(ids: tuple[int, ...], place: int, others: tuple[int, ...], offset: int) -> int:
-    """Return how many of `others`, from `offset` on, stand at `place` of `ids`."""
+    """Return how many of `others`, from `offset` on, equal `ids` from `place` on."""
     length = min(len(ids) - place, len(others) - offset)
     if ids[place : place + length] == others[offset : offset + length]:
         return length

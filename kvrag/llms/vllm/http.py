@@ -1,4 +1,4 @@
-"""vLLM behind its OpenAI-compatible server, as `kvrag serve` starts it."""
+"""A connection to vLLM's OpenAI-compatible server, as `kvrag serve` starts it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvrag.llms.vllm.settings import PARAMS
 from kvrag.llms.vllm.transports import EngineRequest, Piece
 
 API_KEY_VARIABLE = "KVRAG_SERVER_KEY"
-"""Environment variable that holds the server's key, where it wants one."""
+"""Environment variable that holds the server's key, if it requires one."""
 
 _MAX_REASON = 300
 
@@ -26,16 +26,16 @@ class HTTPServer:
     Parameters
     ----------
     base_url
-        Such as ``http://127.0.0.1:8000/v1``.
+        Address of the API, such as ``http://127.0.0.1:8000/v1``.
     model
-        What the server calls the model; None asks it.
+        The server's name for the model; None asks the server.
     timeout_seconds
         How long the server may be silent.
 
     Notes
     -----
-    The server sends what kvrag says of a request only with whole answers: streamed ones bring its
-    own count of cached tokens, no report.
+    The server sends kvrag's report only with whole answers. Streamed answers contain only the
+    server's own count of cached tokens.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class HTTPServer:
 
     @property
     def model(self) -> str:
-        """What the server calls the model. Raises EngineError."""
+        """The server's name for the model. Raises EngineError."""
         if self._model is None:
             with self._open("/models", None) as response:
                 served = self._json(response.read())["data"]
@@ -106,7 +106,9 @@ class HTTPServer:
                 if data:
                     yield self._json(data)
         except (OSError, HTTPException) as error:
-            raise EngineError(f"{self._base_url} went away in mid-answer: {error}") from error
+            raise EngineError(
+                f"{self._base_url} closed the connection during an answer: {error}"
+            ) from error
         raise EngineError(f"{self._base_url} ended its answer too early; ask again")
 
     def _open(self, path: str, body: Mapping[str, Any] | None) -> HTTPResponse:

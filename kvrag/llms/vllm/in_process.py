@@ -1,4 +1,4 @@
-"""vLLM in this process: one engine, whose steps are taken by whoever waits for an answer."""
+"""vLLM in this process: one engine, which the threads that wait for answers drive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrag.llms.vllm.settings import PARAMS
 from kvrag.llms.vllm.transports import EngineRequest, Piece
 
 _FOLLOW_SECONDS = 0.01
-"""How long a request waits for its output before it tries to take the next step itself."""
+"""How long a request waits for its output before it tries to run the next step itself."""
 
 
 class InProcess:
@@ -28,8 +28,7 @@ class InProcess:
     Attributes
     ----------
     num_cached
-        Prompt tokens of the request answered last that the engine did not compute, by its own
-        count.
+        Prompt tokens that the engine did not compute for the last request, by its own count.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -42,10 +41,12 @@ class InProcess:
         self.num_cached = 0
 
     def forget(self) -> None:
-        """Empty the engine's own prefix cache. Raises EngineError while requests are under way."""
+        """Empty the engine's prefix cache. Raise EngineError while requests are running."""
         with self._at_the_door():
             if not self._engine.reset_prefix_cache():
-                raise EngineError("vLLM keeps its prefix cache while requests are under way")
+                raise EngineError(
+                    "vLLM cannot empty its prefix cache while requests are running; wait for them"
+                )
 
     def stream(self, request: EngineRequest) -> Generator[Piece, None, None]:
         """Yield an answer piece by piece; see `Transport`."""
@@ -65,7 +66,7 @@ class InProcess:
                 try:
                     prompt = {"prompt_token_ids": list(request.token_ids)}
                     self._engine.add_request(name, prompt, params)
-                except Exception as error:  # of several kinds, as the request is wrong
+                except Exception as error:  # its type depends on what is wrong with the request
                     is_done = True
                     raise EngineError(f"vLLM refuses the request: {error}") from error
             while not is_done:
@@ -82,7 +83,7 @@ class InProcess:
 
     @contextmanager
     def _at_the_door(self) -> Iterator[None]:
-        """Hold the engine between two steps; whoever takes steps lets this one in first."""
+        """Hold the engine between two steps; threads that run steps give way to this one."""
         with self._knocking_lock:
             self._num_knocking += 1
         try:
@@ -93,20 +94,20 @@ class InProcess:
                 self._num_knocking -= 1
 
     def _next(self, mine: queue.SimpleQueue[Any]) -> Any:
-        """Return the next output of one request; one of those who wait takes steps for all."""
+        """Return the next output of one request; one of the waiting threads runs steps for all."""
         while True:
             try:
                 return mine.get_nowait()
             except queue.Empty:
                 pass
             if self._num_knocking or not self._stepping.acquire(blocking=False):
-                # Somebody else is at it, or wants to be: what is ours comes through the queue.
+                # Another thread runs steps or waits to: our output comes through the queue.
                 try:
                     return mine.get(timeout=_FOLLOW_SECONDS)
                 except queue.Empty:
                     continue
             try:
-                # What the one before left may have come in between.
+                # The previous thread's last step may have delivered our output.
                 if mine.empty():
                     self._step()
             finally:

@@ -1,6 +1,6 @@
 """LangChain language models over vLLM: `KVRagVLLM` and `ChatKVRagVLLM`.
 
-They are those of `kvrag.llms.langchain`, answered by a vLLM in this process or behind its server.
+They extend the classes of `kvrag.llms.langchain`; vLLM answers, in this process or as a server.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _MAX_THREADS = 64
 
 
 class KVRagVLLM(VLLMSettings, KVRagLLM):
-    """A LangChain LLM whose prompts are fused and answered by vLLM.
+    """A LangChain LLM that lets vLLM fuse and answer prompts.
 
-    Several prompts of one call are one batch.
+    Several prompts in one call form one batch.
 
     >>> llm = KVRagVLLM(index="my-index", base_url="http://127.0.0.1:8000/v1")  # doctest: +SKIP
     >>> llm.batch(["...", "..."])                                               # doctest: +SKIP
@@ -34,4 +34,4 @@ class KVRagVLLM(VLLMSettings, KVRagLLM):
 
 
 class ChatKVRagVLLM(VLLMSettings, ChatKVRag):
-    """A LangChain chat model whose conversations are fused and answered by vLLM."""
+    """A LangChain chat model that lets vLLM fuse and answer conversations."""

@@ -1,6 +1,6 @@
 """The LlamaIndex language model over vLLM: `KVRagVLLM`.
 
-It is that of `kvrag.llms.llamaindex`, answered by a vLLM in this process or behind its server.
+It extends the class of `kvrag.llms.llamaindex`; vLLM answers, in this process or as a server.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from kvrag.llms.vllm.adapter_settings import VLLMSettings
 
 
 class KVRagVLLM(VLLMSettings, KVRagLLM):
-    """A LlamaIndex LLM whose prompts are fused and answered by vLLM.
+    """A LlamaIndex LLM that lets vLLM fuse and answer prompts.
 
     >>> llm = KVRagVLLM(index="my-index", base_url="http://127.0.0.1:8000/v1")  # doctest: +SKIP
     """

@@ -1,4 +1,4 @@
-"""Everything that a vLLM must be told so that it serves fused prompts."""
+"""The arguments and the command with which vLLM serves fused prompts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def engine_options(settings: ConnectorSettings) -> dict[str, Any]:
     Parameters
     ----------
     settings
-        The operator's; model, type and context window are the index's own.
+        The operator's settings; model, dtype and context window are the index's.
 
     Raises
     ------
     IndexNotFoundError, IndexFormatError
-        When there is no index.
+        If there is no index, or its configuration is damaged.
     ModelLoadError
-        When its model's folder is gone.
+        If the folder of the index's model is gone.
     """
     folder = Path(settings.index).expanduser().resolve()
     config = IndexConfig.load(folder)
@@ -56,20 +56,20 @@ def serve_command(
     Parameters
     ----------
     settings
-        The operator's.
+        The operator's settings.
     host, port
-        Where it listens.
+        The address to listen on.
     more
-        Further options of ``vllm serve``; they come last, and so count where one comes twice.
+        Further options of ``vllm serve``; they come last, so they override earlier ones.
 
     Raises
     ------
     EngineVersionError
-        When vLLM is not installed, or of a version that was not tested.
+        If vLLM is not installed, or its version was not tested.
     IndexNotFoundError, IndexFormatError, ModelLoadError
-        As `engine_options` does.
+        See `engine_options`.
     ParameterError, StoreError
-        When a store's URL is wrong or it refuses, or the policy wants what was never measured.
+        If a store's URL is wrong, the store refuses, or the policy needs a missing calibration.
     """
     require_tested(any_version=settings.any_version)
     _check_opening(settings)
@@ -77,13 +77,13 @@ def serve_command(
     return [
         sys.executable,
         "-m",
-        # What "vllm serve" runs; builds of vLLM for CPUs come without a working "vllm".
+        # The module that "vllm serve" runs; CPU builds of vLLM have no working "vllm" command.
         "vllm.entrypoints.openai.api_server",
         f"--model={options['model']}",
         f"--dtype={options['dtype']}",
         f"--worker-cls={options['worker_cls']}",
         f"--kv-transfer-config={json.dumps(options['kv_transfer_config'])}",
-        # How many tokens came from the cache is in every answer, streamed ones too.
+        # Every answer, also a streamed one, then contains the number of cached tokens.
         "--enable-prompt-tokens-details",
         f"--host={host}",
         f"--port={port}",
@@ -92,7 +92,7 @@ def serve_command(
 
 
 def _check_opening(settings: ConnectorSettings) -> None:
-    """Raise now what the engine would raise a minute later, from inside its own processes."""
+    """Raise the errors now that the engine's processes would otherwise raise a minute later."""
     with Index.open(Path(settings.index), store=settings.store) as index:
         ArtefactStore(index, settings.artefacts).close()
         calibrated(settings.make_policy(), lambda: index.calibration)

@@ -1,4 +1,4 @@
-"""What is to be loaded for one request: decided by the scheduler, done by the worker."""
+"""Planning what to load for one request; the scheduler plans, and the worker loads."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from kvrag.llms.vllm.settings import ConnectorSettings, RequestParams
 logger = logging.getLogger("kvrag")
 
 MAX_ASKED_TOKENS = 512
-"""Tokens behind the last chunk computed while fusing, for policies that look at the question.
+"""Tokens after the last chunk that fusing computes, for policies that observe the question.
 
-What follows is the engine's, in its own batches.
+The engine computes the rest of the prompt in its own batches.
 """
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Rows of a prompt that come from kvrag: ``[0, num_tokens)``.
+    """The rows of a prompt that come from kvrag: ``[0, num_tokens)``.
 
     Attributes
     ----------
     num_tokens
-        Rows that are offered to the engine.
+        Number of rows offered to the engine.
     salt
-        Names these very rows: what the engine caches of them is found under it alone.
+        Identifies exactly these rows; the engine finds cached blocks of them only under this salt.
     layout, policy
-        What is fused for them; None where they were fused before.
+        The layout to fuse, and the policy; None if the rows were fused before.
     artefact
-        The KV that was fused before; None where it is fused now.
+        The key of KV that was fused before; None if the rows are fused now.
     """
 
     num_tokens: int
@@ -52,22 +52,22 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class NoPlan:
-    """Why a request is left to the engine; empty where there was nothing to look for."""
+    """Why the engine computes a request; empty if there was nothing to look for."""
 
     reason: str = ""
 
 
 class Planner:
-    """Decides for every request what kvrag brings to it. Loads no weights.
+    """Decides for every request what kvrag loads for it. Loads no weights.
 
     Parameters
     ----------
     index
-        Whose chunks are looked for.
+        The index whose chunks to look for.
     settings
-        The operator's.
+        The operator's settings.
     artefacts
-        Where fused artefacts are.
+        The store of fused artefacts.
     """
 
     def __init__(self, index: Index, settings: ConnectorSettings, artefacts: ArtefactStore) -> None:
@@ -77,16 +77,16 @@ class Planner:
         self._finder = TokenFinder(index)
 
     def plan(self, token_ids: Sequence[int], params: Mapping[str, Any] | None) -> LoadPlan | NoPlan:
-        """Return what is loaded for a prompt, or why nothing is.
+        """Return what to load for a prompt, or why nothing is loaded.
 
-        Raises nothing: whatever is wrong with a request, the index or a store, the engine computes
-        the prompt.
+        It raises nothing: if anything is wrong with a request, the index or a store, the engine
+        computes the prompt.
         """
         try:
             return self._plan(token_ids, RequestParams.parse(params))
         except (
             Exception
-        ) as error:  # a client's values come unchecked; all others would wait in vain
+        ) as error:  # a client's values are unchecked, and must not stop other requests
             what = str(error) if isinstance(error, KVRagError) else repr(error)
             logger.warning("a prompt of %d tokens is computed: %s", len(token_ids), what)
             return NoPlan(what)
@@ -109,21 +109,21 @@ class Planner:
         if not layout.spans:
             return NoPlan("; ".join(layout.misses))
         if len(token_ids) >= self._index.config.max_positions:
-            raise ParameterError("it fills the context window")
+            raise ParameterError("the prompt fills the context window")
         num_tokens = len(_cut(layout, policy, self._index.config.num_layers)) - 1
         layout = replace(layout, token_ids=layout.token_ids[: num_tokens + 1])
         return LoadPlan(num_tokens, _salt_of(layout, policy), layout, policy)
 
 
 def _cut(layout: Layout, policy: Choice, num_layers: int) -> tuple[int, ...]:
-    """Return the tokens that are fused: up to the last chunk's end, one more, and what is asked."""
+    """Return the tokens to fuse: up to the last chunk's end, and one more or the question."""
     end = layout.spans[-1].prompt_end
     asks = isinstance(policy, LoadingController) or bool(policy.policy.question_layers(num_layers))
     return layout.token_ids[: end + (MAX_ASKED_TOKENS if asks else 1)]
 
 
 def _salt_of(layout: Layout, policy: Choice) -> str:
-    """Return what names the rows of a fused prompt."""
+    """Return the salt that identifies the rows of a fused prompt."""
     spans = [
         (span.chunk_id, span.prompt_start, span.chunk_start, span.length, span.context_ids)
         for span in layout.spans

@@ -1,4 +1,4 @@
-"""The connector's half in vLLM's scheduler: what is offered for which request."""
+"""The connector's half in vLLM's scheduler: decides what to offer for each request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Known:
-    """A request under way: its plan, as long as it stands, and what came of it."""
+    """A running request: its plan, while that is valid, and the result of loading."""
 
     request: Request
     plan: LoadPlan | None
@@ -30,12 +30,12 @@ class _Known:
 
 
 class SchedulerSide:
-    """Plans requests, offers their rows, and says in the response what was done.
+    """Plans requests, offers their rows, and reports in the response what was done.
 
     Parameters
     ----------
     settings
-        The operator's.
+        The operator's settings.
     """
 
     def __init__(self, settings: ConnectorSettings) -> None:
@@ -46,17 +46,17 @@ class SchedulerSide:
         self._loads: list[Load] = []
 
     def close(self) -> None:
-        """Close index and artefacts."""
+        """Close the index and the artefact store."""
         self._artefacts.close()
         self._index.close()
 
     def on_new_request(self, request: Request) -> None:
-        """Plan a request before the engine looks into its own cache for it."""
+        """Plan a request before the engine looks it up in its own cache."""
         token_ids = request.prompt_token_ids
         if (
             token_ids is None
             or request.sampling_params is None
-            or request.skip_reading_prefix_cache  # it wants every prompt token computed
+            or request.skip_reading_prefix_cache  # every prompt token must be computed
             or request.prompt_embeds is not None
             or request.lora_request is not None  # other weights than those of the stored KV
             or request.mm_features
@@ -71,16 +71,16 @@ class SchedulerSide:
         _add_salt(request, plan.salt)
 
     def num_matched(self, request: Request, num_computed: int) -> int:
-        """Return how many rows are offered beyond those that the engine has cached itself."""
+        """Return how many rows to offer beyond those that the engine has cached itself."""
         known = self._known.get(request.request_id)
         if known is None or known.plan is None:
             return 0
-        # At least one token has to be computed, or there are no logits.
+        # At least one token has to be computed, for the logits.
         num_tokens: int = request.num_tokens
         return max(0, min(known.plan.num_tokens, num_tokens - 1) - num_computed)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
-        """Note where the rows of a request are to be written."""
+        """Note where to write the rows of a request."""
         known = self._known.get(request.request_id)
         if num_external == 0 or known is None or known.plan is None:
             return
@@ -90,27 +90,27 @@ class SchedulerSide:
         known.num_loaded = num_external
 
     def take_loads(self) -> list[Load]:
-        """Return what the worker begins in this step."""
+        """Return the loads that the worker begins in this step."""
         loads, self._loads = self._loads, []
         return loads
 
     def note(self, outcome: StepOutcome) -> None:
-        """Take what the worker says of loads that have ended."""
+        """Take the worker's results of the loads that have ended."""
         for request_id, report in outcome.reports.items():
             if (known := self._known.get(request_id)) is not None:
                 known.report = report
                 if report is not None and _misses_more(report, known.plan):
-                    # Computed in place of a chunk that was gone: not what the salt stands for.
+                    # A lost chunk was computed instead, so these are not the salt's rows.
                     _add_salt(known.request, request_id)
         for request_id, reason in outcome.failures.items():
             if (known := self._known.get(request_id)) is not None:
-                # Offered once more, it would fail once more: the engine computes it, and what
-                # it computes is not what the salt stands for.
+                # Offered again, the rows would fail again. So the engine computes the prompt, and
+                # its rows are not the salt's.
                 known.plan, known.reason, known.num_loaded = None, reason, 0
                 _add_salt(known.request, request_id)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Forget a request; return what its response says of it, or None."""
+        """Forget a request; return kvrag's part of the response, or None."""
         known = self._known.pop(request.request_id, None)
         if known is None:
             return None
@@ -125,13 +125,13 @@ class SchedulerSide:
 
 
 def _misses_more(report: FusionReport, plan: LoadPlan | None) -> bool:
-    """Return whether fusing went without something that was planned."""
+    """Return whether fusing had more misses than planned."""
     planned = plan.layout.misses if plan is not None and plan.layout is not None else {}
     return sum(report.misses.values()) > sum(planned.values())
 
 
 def _whole(report: FusionReport, request: Request) -> FusionReport:
-    """Return the report of a whole prompt: what was not fused was computed by the engine."""
+    """Return the report for a whole prompt, including the tokens that the engine computed."""
     num_more = request.num_prompt_tokens - report.num_tokens
     return replace(
         report,
@@ -142,11 +142,11 @@ def _whole(report: FusionReport, request: Request) -> FusionReport:
 
 
 def _add_salt(request: Request, salt: str) -> None:
-    """Have everything that the engine caches of a request found under this salt alone.
+    """Make the engine find a request's cached blocks only under this salt.
 
-    vLLM names cached blocks by their tokens, so that fused blocks would be handed to ordinary
-    requests of the same text. It hashes a request's own salt into the first block's name, hence
-    into all; names that were made already are made again.
+    vLLM names cached blocks by their tokens, so it would give fused blocks to ordinary requests
+    with the same text. It hashes a request's salt into the first block's name, and so into all
+    names. Names that already exist are made again.
     """
     request.cache_salt = salt if request.cache_salt is None else f"{request.cache_salt}|{salt}"
     request.block_hashes.clear()

@@ -1,4 +1,4 @@
-"""What the operator says to both sides of the connector, and a client with each request.
+"""The operator's settings for both sides of the connector, and a client's for each request.
 
 The operator's part travels in vLLM's ``kv_connector_extra_config``, a client's in the
 ``kv_transfer_params`` of a request, under the key `PARAMS`. A client names policies and opaque ids,
@@ -18,7 +18,7 @@ from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.llms.vllm.artefacts import ArtefactName
 
 PARAMS = "kvrag"
-"""The key of our part in a request's ``kv_transfer_params``, and in those of its response."""
+"""The key of kvrag's part in the ``kv_transfer_params`` of a request and of its response."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,20 @@ class ConnectorSettings:
     index
         The folder of the index.
     store
-        URL of where its KV is kept, in place of the one recorded.
+        URL of the store of its KV, instead of the recorded one.
     artefacts
-        URL of the store of fused artefacts; None means a folder in the index's own.
+        URL of the store of fused artefacts; None means a folder inside the index's folder.
     policy, ratio, boundary_tokens
-        What is computed again, unless a request says otherwise; see `kvrag.KVEngine`.
+        What to compute again, unless a request says otherwise; see `kvrag.KVEngine`.
     find_chunks
-        Whether known chunks are looked for in prompts that say nothing of kvrag.
+        Whether to look for known chunks in requests without parameters for kvrag.
     any_version
-        Whether versions of vLLM that were not tested are taken.
+        Whether to accept untested versions of vLLM.
 
     Raises
     ------
     ParameterError
-        For a policy that is unknown, or that vLLM's own attention cannot answer with.
+        If the policy is unknown, or vLLM's attention does not support it.
     """
 
     index: str
@@ -57,7 +57,9 @@ class ConnectorSettings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.index, str) or not self.index:
-            raise ParameterError("kv_connector_extra_config: 'index' names the index's folder")
+            raise ParameterError(
+                f"kv_connector_extra_config: index {self.index!r}: expected the index's folder"
+            )
         self.make_policy()
 
     @classmethod
@@ -71,7 +73,7 @@ class ConnectorSettings:
         return cls(**extra)
 
     def to_extra_config(self) -> dict[str, Any]:
-        """Return what differs from the defaults, as vLLM's configuration holds it."""
+        """Return the settings that differ from the defaults, for vLLM's configuration."""
         return {
             field.name: value
             for field in fields(self)
@@ -79,22 +81,22 @@ class ConnectorSettings:
         }
 
     def make_policy(self) -> Choice:
-        """Return the policy of requests that name none. Raises ParameterError."""
+        """Return the policy for requests that name none. Raises ParameterError."""
         return servable_policy(self.policy, self.ratio, self.boundary_tokens)
 
 
 @dataclass(frozen=True)
 class RequestParams:
-    """A client's wishes for one request.
+    """A client's parameters for one request.
 
     Attributes
     ----------
     policy, ratio, boundary_tokens
-        What is computed again; None leaves it to the operator's settings.
+        What to compute again; None uses the operator's settings.
     reuse
-        Whether anything may be reused; False is plain prefill.
+        Whether anything may be reused; False means plain prefill.
     artefact
-        KV that was fused before, in place of fusing now.
+        KV that was fused before, to use instead of fusing now.
     """
 
     policy: str | None = None
@@ -105,12 +107,12 @@ class RequestParams:
 
     @classmethod
     def parse(cls, params: Mapping[str, Any] | None) -> RequestParams | None:
-        """Return what a request's ``kv_transfer_params`` say to kvrag, or None.
+        """Return kvrag's part of a request's ``kv_transfer_params``, or None if it has none.
 
         Raises
         ------
         ParameterError
-            When they say something that it does not know. Values are checked where they are used.
+            If a parameter is unknown. Values are checked where they are used.
         """
         if not params or PARAMS not in params:
             return None
@@ -128,14 +130,14 @@ class RequestParams:
         return cls(**values)
 
     def to_params(self) -> dict[str, Any]:
-        """Return the ``kv_transfer_params`` that say this."""
+        """Return these parameters as ``kv_transfer_params``."""
         said = {name: value for name, value in asdict(self).items() if value is not None}
         if self.reuse:
             del said["reuse"]
         return {PARAMS: said}
 
     def make_policy(self, settings: ConnectorSettings) -> Choice:
-        """Return the policy of this request. Raises ParameterError."""
+        """Return the policy for this request. Raises ParameterError."""
         said = Recompute(self.policy, self.ratio, self.boundary_tokens)
         meant = said.over(Recompute(settings.policy, settings.ratio, settings.boundary_tokens))
         assert isinstance(meant.policy, str)
@@ -145,11 +147,11 @@ class RequestParams:
 def servable_policy(
     name: str, ratio: float | None = None, boundary_tokens: int | None = None
 ) -> Choice:
-    """Return a policy. Raises ParameterError where there is none, or vLLM cannot answer with it."""
+    """Return a policy. Raise ParameterError if it is unknown or vLLM does not support it."""
     choice = make_choice(name, ratio=ratio, boundary_tokens=boundary_tokens)
     if choice.scaling is not None:
         raise ParameterError(
             f"policy {name!r} attends to reused keys with a temperature or scale, which vLLM's "
-            "attention does not know; leave both out"
+            "attention does not support; leave both out"
         )
     return choice

@@ -1,4 +1,4 @@
-"""What the two sides of the connector tell each other, step by step."""
+"""Messages between the two sides of the connector, one per step and direction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvrag.llms.vllm.plan import LoadPlan
 
 @dataclass(frozen=True)
 class Load:
-    """Rows ``[start, end)`` of one request, and the blocks of the engine's cache that take them."""
+    """Rows ``[start, end)`` of one request, and the blocks of the engine's cache for them."""
 
     request_id: str
     plan: LoadPlan
@@ -26,17 +26,17 @@ class Load:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to the worker.
+    """The message from the scheduler to the worker.
 
     Attributes
     ----------
     loads
-        To be begun in this step.
+        Loads to begin in this step.
     is_idle
         Whether the engine computes nothing in this step.
     engine_id
-        Whose step it is. vLLM keeps one connector a process: a second engine in one process would
-        be handed the first one's.
+        The engine that runs the step. vLLM keeps one connector per process: a second engine in the
+        same process would get the first one's.
     """
 
     loads: list[Load]
@@ -46,20 +46,20 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the worker to the scheduler: of the requests whose loading has ended, how it went.
+    """The message from the worker to the scheduler: the results of loads that have ended.
 
     Attributes
     ----------
     reports
-        What fusing did; None for what was fused before.
+        For each loaded request, the fusion's report; None for KV that was fused before.
     failures
-        Why nothing was loaded: these are computed.
+        For each failed request, the reason; the engine computes its prompt.
     """
 
     reports: dict[str, FusionReport | None] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return both in one."""
+        """Return both outcomes combined."""
         assert isinstance(other, StepOutcome)
         return StepOutcome({**self.reports, **other.reports}, {**self.failures, **other.failures})

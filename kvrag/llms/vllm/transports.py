@@ -1,4 +1,4 @@
-"""How a prompt's token ids reach vLLM, and the answer comes back piece by piece."""
+"""The interface for sending prompts to vLLM and receiving answers piece by piece."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from kvrag.engine.sampling import Sampling
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One prompt and how it is answered.
+    """One prompt and the options for answering it.
 
     Attributes
     ----------
     token_ids
-        The prompt's.
+        The prompt's token ids.
     params
-        Its ``kv_transfer_params`` (`kvrag.llms.vllm.settings.RequestParams`).
+        The request's ``kv_transfer_params`` (`kvrag.llms.vllm.settings.RequestParams`).
     max_tokens, sampling, stop
-        As of `kvrag.KVEngine.generate`.
+        See `kvrag.engine.request.Request`.
     ignore_end
-        Whether the answer goes on behind the model's own end of text.
+        Whether the answer continues after an end-of-text token.
     is_streamed
-        Whether pieces are wanted as they are made; a server sends kvrag's report only with a whole
-        answer.
+        Whether to send pieces as they are generated; a server sends kvrag's report only with a
+        whole answer.
     """
 
     token_ids: Sequence[int]
@@ -37,7 +37,7 @@ class EngineRequest:
     is_streamed: bool = True
 
     def sampling_values(self) -> dict[str, Any]:
-        """Return how tokens are drawn, in the names that vLLM and its server share."""
+        """Return the sampling parameters, with the names that vLLM and its server share."""
         sampling = self.sampling
         return {
             "max_tokens": self.max_tokens,
@@ -53,21 +53,20 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class Piece:
-    """What came of an answer since the last piece.
+    """A piece of a streamed answer.
 
     Attributes
     ----------
     text
-        Of the answer.
+        The answer's text since the last piece.
     num_tokens
-        Tokens of the answer since the last piece.
+        The answer's tokens since the last piece.
     finish_reason
-        Why it ended; None before the last piece.
+        Why the answer ended; None before the last piece.
     said
-        What kvrag says of the request on the server, with the last piece; None where it says
-        nothing.
+        kvrag's part of the server's response, with the last piece; None if there is none.
     num_cached
-        Tokens of the prompt that the engine did not compute, by its own count, with the last piece.
+        Prompt tokens that the engine did not compute, by its own count, with the last piece.
     """
 
     text: str
@@ -78,14 +77,14 @@ class Piece:
 
 
 class Transport(Protocol):
-    """A way to one running engine. Safe to use from several threads."""
+    """A connection to one running engine. You can use it from several threads."""
 
     def stream(self, request: EngineRequest) -> Iterator[Piece]:
-        """Yield an answer piece by piece; whoever stops reading gives the request up.
+        """Yield an answer piece by piece; closing the iterator aborts the request.
 
         Raises
         ------
         EngineError
-            When the engine refuses the request or cannot be reached.
+            If the engine refuses the request or cannot be reached.
         """
         ...

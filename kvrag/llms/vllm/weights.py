@@ -1,10 +1,9 @@
-"""The model that fuses in a worker: vLLM's own weights where they serve, else a second copy.
+"""The model that fuses in a worker: it shares vLLM's weights, or loads a second copy.
 
-A Transformers skeleton is made without memory, and its parameters become views of vLLM's: equal
-ones as they are, and rows of the matrices that vLLM has fused (q, k and v; gate and up). So the
-one fuser of kvrag serves, and no family is written again. Whether the views are right is not
-believed but hashed: engines repack weights for their kernels, and some drop the originals (the
-CPU build does).
+A Transformers model is made without memory, and its parameters become views of vLLM's: of equal
+parameters, or of rows in the matrices that vLLM has merged (q, k and v; gate and up). So kvrag's
+fuser works unchanged, without new code for each family. A hash verifies the views: engines repack
+weights for their kernels, and some drop the originals (the CPU build does).
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ _lent: dict[str, nn.Module] = {}
 
 
 class NotShareableError(Exception):
-    """The engine's weights cannot stand for Transformers'; the message says which and why."""
+    """The engine's weights cannot replace Transformers'; the message says which and why."""
 
 
 def lend_model(vllm_config: VllmConfig, model: nn.Module) -> None:
-    """Keep an engine's model for `fusing_model` of the same engine."""
+    """Keep an engine's model for the same engine's call of `fusing_model`."""
     _lent[vllm_config.instance_id] = model
 
 
 def fusing_model(vllm_config: VllmConfig, index_config: IndexConfig) -> KVModel:
     """Return the model that fuses for an engine.
 
-    It is made of the engine's weights if `lend_model` was called for it and they are, hashed, those
-    of the index; else it is loaded a second time, and the user is told.
+    It shares the engine's weights if `lend_model` was called for the engine and the weights' hash
+    is that of the index. Otherwise it is loaded a second time, and a log message says so.
 
     Raises
     ------
     ModelLoadError, UnsupportedModelError
-        When it cannot be loaded.
+        If it cannot be loaded.
     """
     path: str = vllm_config.model_config.model
     device = torch.device(vllm_config.device_config.device)
@@ -62,13 +61,13 @@ def fusing_model(vllm_config: VllmConfig, index_config: IndexConfig) -> KVModel:
             )
         shared = share_weights(model, path, DTYPES[index_config.dtype], device)
         if shared.fingerprint != index_config.model_fingerprint:
-            raise NotShareableError("they hash otherwise than those that the index was made with")
+            raise NotShareableError("their hash differs from that of the index's model")
     except NotShareableError as error:
-        # Its own, not one that others of this process hold: it is made for fusing alone.
+        # A separate model, not one shared in this process, because its weights get packed.
         hf = load_weights(path, DTYPES[index_config.dtype], str(device))
         kv_model = KVModel(hf, load_tokenizer(path), name=path)
         num_bytes = sum(one.numel() * one.element_size() for one in hf.parameters())
-        _ = kv_model.fingerprint  # is kept: of the weights as they were
+        _ = kv_model.fingerprint  # cached now, of the weights before packing
         pack_linears(hf)
         logger.warning(
             "kvrag fuses with a second copy of the model (%.2f GB): vLLM's own weights cannot be "
@@ -87,18 +86,18 @@ def share_weights(model: nn.Module, path: str, dtype: torch.dtype, device: torch
     Parameters
     ----------
     model
-        vLLM's.
+        vLLM's model.
     path
         Folder or hub name of the model's configuration and tokenizer.
     dtype, device
-        Of the engine's weights.
+        Dtype and device of the engine's weights.
 
     Raises
     ------
     NotShareableError
-        When a parameter has no counterpart of its shape and type.
+        If a parameter has no counterpart with its shape and dtype.
     UnsupportedModelError
-        When the family cannot be served at all.
+        If kvrag does not support the model's family.
     """
     with torch.device("meta"):
         hf: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -107,7 +106,7 @@ def share_weights(model: nn.Module, path: str, dtype: torch.dtype, device: torch
     theirs = dict(model.named_parameters())
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     shapes = {name: one.shape for name, one in hf.named_parameters(remove_duplicate=False)}
-    # Tied ones are one parameter here too; its first name is the one that engines know.
+    # Tied parameters stay one parameter here too; engines know it by its first name.
     made: dict[int, nn.Parameter] = {}
     for name, parameter in list(hf.named_parameters(remove_duplicate=False)):
         if id(parameter) not in made:
@@ -141,7 +140,7 @@ def _view(
     shape = shapes[name]
     if found is None:
         raise NotShareableError(f"it has no {name}")
-    # Vocabularies are padded there: the rows behind ours are nobody's.
+    # Engines pad vocabularies: rows after ours are unused.
     if found.dim() != len(shape) or first_row + shape[0] > found.shape[0]:
         raise NotShareableError(
             f"it has repacked {name}: expected {list(shape)}, found {list(found.shape)}"
@@ -153,7 +152,7 @@ def _view(
 
 
 def _make_buffers(hf: PreTrainedModel, device: torch.device) -> None:
-    """Give the skeleton the buffers that no checkpoint holds: the frequencies of its positions."""
+    """Make the buffers that no checkpoint holds: the frequencies of rotary positions."""
     for name, module in list(hf.named_modules()):
         if not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             continue

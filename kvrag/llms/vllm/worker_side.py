@@ -1,7 +1,7 @@
-"""The connector's half in vLLM's worker: fuse, and write the rows into the engine's cache.
+"""The connector's half in vLLM's worker: fuses prompts, and writes rows to the engine's cache.
 
-Prompts are fused in a thread of their own, one after another, while the engine goes on with its
-batch; the rows are written between two steps.
+A separate thread fuses prompts, one after another, while the engine computes its batch. The rows
+are written between two steps.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ logger = logging.getLogger("kvrag")
 _IDLE_WAIT_SECONDS = 0.02
 """How long a step without work waits for a fused prompt, so that an idle engine does not spin."""
 _WRITE_SECONDS = 0.005
-"""How long rows are written behind a step while a batch goes on; a layer at least."""
+"""How long rows are written after a step while a batch runs; at least one layer."""
 
 
 @dataclass(frozen=True)
 class Brought:
-    """Rows from the first of a prompt on, on their way into the engine's cache.
+    """The first rows of a prompt, to be written into the engine's cache.
 
     Attributes
     ----------
     keys, values
         For each layer ``[H, n, D]``; keys are placed.
     report
-        What fusing did; None of what was fused before.
+        The fusion's report; None for KV that was fused before.
     release
-        Gives the memory back once the rows are written.
+        Releases the memory after the rows are written.
     """
 
     keys: Sequence[torch.Tensor]
@@ -60,21 +60,21 @@ class Brought:
 
 
 class Pages:
-    """The engine's cache, as far as rows are written into it.
+    """Writes rows into the engine's cache.
 
     Parameters
     ----------
     layers
-        Attention layers by name, as vLLM's forward context holds them.
+        Attention layers by name, from vLLM's forward context.
     caches
         Each layer's cache, by the same names.
     block_size
-        Tokens of a block.
+        Number of tokens in a block.
 
     Attributes
     ----------
     block_size
-        As given.
+        Number of tokens in a block.
     """
 
     def __init__(
@@ -86,14 +86,13 @@ class Pages:
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """L, the number of layers."""
         return len(self._caches)
 
     def write(self, load: Load, brought: Brought) -> Iterator[None]:
         """Write a request's rows, and yield between layers.
 
-        The layout of a cache is its backend's own business, and differs from one to the next: the
-        backend writes.
+        The attention backend does the writing, because each has its own cache layout.
         """
         rows = torch.arange(load.start, load.end)
         blocks = torch.tensor(load.block_ids)
@@ -102,7 +101,7 @@ class Pages:
             if index:
                 yield
             layer = self._layers[name]
-            # [H, n, D] -> [n, H, D], as the engine's own projections come.
+            # [H, n, D] -> [n, H, D], the shape of the engine's own projections.
             keys, values = (
                 one[index][:, load.start : load.end].transpose(0, 1).contiguous().to(cache.device)
                 for one in (brought.keys, brought.values)
@@ -115,24 +114,24 @@ def _layer_index(name: str) -> int:
     """Return the number in a layer's name, as in ``model.layers.7.self_attn.attn``."""
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     if len(numbers) != 1:
-        raise EngineError(f"layer {name!r}: expected one number in its name, its place in order")
+        raise EngineError(f"layer {name!r}: expected one number in its name, the layer's index")
     return numbers[0]
 
 
 class WorkerSide:
-    """Brings what the scheduler has promised.
+    """Loads the rows that the scheduler has offered.
 
     Parameters
     ----------
     settings
-        The operator's.
+        The operator's settings.
     model
         The model that fuses.
 
     Raises
     ------
     IndexMismatchError
-        When it is not the model that the index was made with.
+        If it is not the model that the index was made with.
     """
 
     def __init__(self, settings: ConnectorSettings, model: KVModel) -> None:
@@ -147,41 +146,41 @@ class WorkerSide:
         self._outcome = StepOutcome()
 
     def use_pages(self, pages: Pages) -> None:
-        """Take the engine's cache. Raises EngineError when it is not this model's."""
+        """Use the engine's cache. Raise EngineError if it is not for the index's model."""
         expected = self._index.config.num_layers
         if pages.num_layers != expected:
             raise EngineError(
-                f"the engine caches KV of {pages.num_layers} layers, the index was made with a "
-                f"model of {expected}: serve the model of the index"
+                f"the engine caches KV of {pages.num_layers} layers, but the index's model has "
+                f"{expected}: serve the index's model"
             )
         self._pages = pages
 
     def close(self) -> None:
-        """Finish what runs, and close index and artefacts."""
+        """Finish running loads, and close the index and the artefact store."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._artefacts.close()
         self._index.close()
 
     def start(self, step: StepMetadata) -> None:
-        """Begin the loads of a step; where the engine has nothing else to do, wait a little."""
+        """Begin the loads of a step; if the engine is idle, wait for them a little."""
         for load in step.loads:
             self._running[load.request_id] = (load, self._submit(load.plan))
         self._is_idle = step.is_idle
-        # What is half written already can be finished without waiting for anything.
+        # A partly written request can be finished without waiting.
         if step.is_idle and self._running and not self._writing:
             futures = [future for _, future in self._running.values()]
             wait(futures, timeout=_IDLE_WAIT_SECONDS, return_when=FIRST_COMPLETED)
 
     def finish(self, abandoned: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Write what is ready; return the requests whose loading has ended, and which failed.
+        """Write the rows that are ready; return the requests that ended, and which of them failed.
 
-        While there is a batch to go on with, no more is written than takes a part of its step; the
-        rest is written behind the next ones.
+        While the engine has a batch, writing takes only a fraction of a step's time; the rest is
+        written after later steps.
 
         Parameters
         ----------
         abandoned
-            Requests that nobody waits for any more.
+            Requests that the engine has given up.
         """
         for request_id in abandoned:
             if request_id in self._running:
@@ -195,7 +194,7 @@ class WorkerSide:
                 if not all(time.perf_counter() < until for _ in writing):
                     break
             except Exception as error:
-                # Whatever it was, the engine can compute the prompt; it must not go down with it.
+                # No error may stop the engine: it can compute the prompt itself.
                 logger.warning("request %s is computed: %s", request_id, error)
                 failed.add(request_id)
                 self._outcome.failures[request_id] = f"{type(error).__name__}: {error}"
@@ -204,14 +203,14 @@ class WorkerSide:
         return ended, failed
 
     def take_outcome(self) -> StepOutcome | None:
-        """Return what became of loads since the last call, None for nothing."""
+        """Return the results of loads since the last call, or None if there are none."""
         outcome, self._outcome = self._outcome, StepOutcome()
         return outcome if outcome.reports or outcome.failures else None
 
     def _submit(self, plan: LoadPlan) -> Future[Brought]:
         try:
             return self._threads.submit(self._bring, plan)
-        except RuntimeError as error:  # no thread to be had: one more way to fail
+        except RuntimeError as error:  # no thread is available: the load fails
             failed: Future[Brought] = Future()
             failed.set_exception(error)
             return failed
@@ -235,7 +234,7 @@ class WorkerSide:
         prompt = PlacedPrompt(plan.layout, self._index.open_kv)
         fused = self._engine.fuse(prompt, policy=plan.policy, max_tokens=1)
         if fused.kv.storage.is_cuda:
-            # The engine writes from a thread, and perhaps on a stream, of its own.
+            # The engine writes from another thread, and perhaps on another stream.
             torch.cuda.current_stream(fused.kv.storage.device).synchronize()
         return Brought(
             [layer[0] for layer in fused.kv.keys],
@@ -246,8 +245,8 @@ class WorkerSide:
 
 
 def _use_all_cores() -> None:
-    """Let this thread run where the process may: vLLM binds its own to a core, and they inherit."""
+    """Let this thread run on all of the process's cores, not only on the one it inherits."""
     if PROCESS_CORES:
-        # A core may have gone since; fusing is then slower, and goes on.
+        # A core may no longer be available; fusing is then slower, but works.
         with suppress(OSError):
             os.sched_setaffinity(0, PROCESS_CORES)
