@@ -64,6 +64,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.prose
+	$(BIN)/python -m tools.prose --python
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
