@@ -153,7 +153,7 @@ def test_files_that_are_no_data_set(tmp_path: Path) -> None:
         ({"policies": ("best",)}, "unknown policy 'best'; known: none"),
         ({"codecs": ("zip",)}, "no codec 'zip'; known codecs: raw"),
         ({"ratios": (1.5,)}, "ratio 1.5"),
-        ({"ratios": ()}, "only policy 'none'"),
+        ({"ratios": ()}, "choose policy .none."),
         ({"policies": ("query:ratio=0.5:ratio=0.1",)}, "gives ratio twice"),
         ({"policies": ()}, "at least one policy"),
         ({"max_tokens": 0}, "max_tokens 0"),

@@ -203,7 +203,7 @@ def test_the_process_goes_with_its_parent(signum: signal.Signals) -> None:
         assert parent.stdout is not None
         worker = Path(f"/proc/{int(parent.stdout.readline())}")
         assert worker.exists()
-        time.sleep(0.2)
+        time.sleep(1.0)
         os.kill(parent.pid, signum)
         _, errors = parent.communicate(timeout=30)
         # The interrupt reaches the user once, from the parent.
