@@ -4,6 +4,7 @@
     ├── ParameterError            a caller gave a value that is not allowed (also a ValueError)
     ├── PromptTooLongError        prompt and answer exceed the model's context window
     ├── DocumentError             a document cannot be read
+    ├── ParserError               the process that parses documents cannot be started
     ├── PMLError                  prompt markup is wrong: file, line, column
     ├── ModelLoadError            the model cannot be loaded
     ├── UnsupportedModelError     the model lacks something that fusion needs
@@ -11,6 +12,7 @@
     ├── IndexFormatError          the index is damaged or of another version
     ├── IndexMismatchError        the index was made with another model, tokenizer or embedding
     ├── IndexLockedError          another process writes to the index
+    ├── IndexClosedError          the index was closed
     ├── RecordError               stored bytes are not a valid record
     ├── StoreError                a store cannot be used
     │   └── StoreUnreachableError     it does not answer, but may later

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from kvrag import errors
 from tools.structure import PICTURE, ROOT, circles, draw, module_graph, package_graph
 
 GRAPH = module_graph()
@@ -54,3 +55,19 @@ def test_every_package_is_on_the_map() -> None:
 def test_the_glossary_stays_short() -> None:
     words = MAP.partition("## Words")[2]
     assert len(re.findall(r"^\| (?!word|---)", words, re.MULTILINE)) <= 30
+
+
+def test_the_map_names_files_that_exist() -> None:
+    named = re.findall(r"`((?:kvrag|bench|cuda|tests)/[\w./]*)`", MAP)
+    assert len(named) > 40
+    assert [one for one in named if "NAME" not in one and not (ROOT / one).exists()] == []
+
+
+def test_the_tree_of_exceptions_is_whole() -> None:
+    defined = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.KVRagError)
+    }
+    drawn = set(re.findall(r"\b\w+Error\b", (errors.__doc__ or "").partition("::")[2]))
+    assert drawn - {"ValueError"} == defined
