@@ -185,7 +185,7 @@ def test_refusals(index: Index, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="unknown eviction 'lru'"):
         KVEngine(index, eviction="lru")
     engine = KVEngine(index)
-    with pytest.raises(ParameterError, match="takes no budget"):
+    with pytest.raises(ParameterError, match="has no parameter budget"):
         engine.generate(PROMPT, eviction="corm:budget=3")
     for policy in ("none:temperature=0.9", "two_stage:scale=0.8"):
         with pytest.raises(ParameterError, match="leave out temperature and scale, or eviction"):

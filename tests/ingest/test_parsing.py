@@ -182,6 +182,9 @@ def test_an_interpreter_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPat
 
 
 _PARENT = """
+import signal
+# A parent in the background may have left it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from kvrag.ingest.parsing import Parser
 with Parser(loaders={".hang": "tests.ingest.bad_loaders:hang"}) as parser:
     parser.parse("/a.txt", b"x")
