@@ -19,9 +19,9 @@ NATIVE := CMakeLists.txt $(wildcard cuda/include/kvrag/*.h cuda/host/*.h cuda/ho
 .PHONY: help demo test test-all install-vllm test-vllm check format install clean sanitize train-tiny
 
 help:
-	@echo "make demo     index a few text files and answer questions about them"
-	@echo "make test     make check, then the tests, except slow ones (minutes)"
-	@echo "make test-all make test, then the slow tests, and property tests with more examples"
+	@echo "make demo     index a few pages, answer questions about them, and compare with plain prefill"
+	@echo "make test     the tests, except slow ones (minutes)"
+	@echo "make test-all make check and make test, then the slow tests, and property tests with more examples"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of its own (2.5 GB)"
 	@echo "make check    lint, types, layers and the English of the pages"
 	@echo "make format   rewrite the sources in the house's style"
@@ -29,18 +29,20 @@ help:
 	@echo "make train-tiny  train kvrag-tiny from nothing (hours on two cores; continues when stopped)"
 	@echo "make clean    remove the environment and all that was built"
 
+# Where the model cannot be installed, the demo says so and takes kvrag-tiny.
 demo: $(STAMP)
+	@$(BIN)/kvrag models pull smollm2-135m >/dev/null || true
 	$(BIN)/kvrag demo
 
 # A worker for each core; each imports all the libraries, hence at most eight.
 WORKERS ?= logical
 PYTEST := $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-test: check
+test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
-# `make test-all -o test` runs what `make test` has left out, and no more.
-test-all: test
+# `make test-all -o test` runs make check and what `make test` has left out.
+test-all: check test
 	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=full
 
 # vLLM pins a torch of its own.
@@ -103,4 +105,4 @@ $(STAMP): pyproject.toml bench/pyproject.toml constraints-dev.txt $(NATIVE) | $(
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist kvrag-index .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 _Numbers = NDArray[np.uint8] | NDArray[np.int16]
 _Floats = NDArray[np.float32]
+_Elements = NDArray[np.float32] | NDArray[np.int16]
 _Patches = tuple[NDArray[np.uint32], NDArray[np.uint32], _Floats]
 
 class Model:
@@ -71,6 +72,19 @@ def channels(
     element_type: int,
     first_token: int,
     tables: tuple[_Floats, _Floats] | None,
+    threads: int,
+) -> None: ...
+def attend(
+    query: _Elements,
+    key: _Elements,
+    value: _Elements,
+    last_keys: NDArray[np.int64],
+    out: _Elements,
+    window: int,
+    scale: float,
+    softcap: float,
+    mass: _Floats | None,
+    first_counted: int,
     threads: int,
 ) -> None: ...
 def contexts(values: NDArray[np.int16], out: NDArray[np.uint8]) -> None: ...

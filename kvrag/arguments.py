@@ -6,6 +6,7 @@ infinity are refused.
 
 from __future__ import annotations
 
+import errno
 import math
 import numbers
 import operator
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvrag.errors import ParameterError
+
+_MOST_SHOWN = 200
 
 
 def whole(value: Any, name: str, least: int | None = None, most: int | None = None) -> int:
@@ -83,33 +86,72 @@ def text(value: Any, name: str) -> str:
     return value
 
 
-def texts(value: Any, name: str) -> list[str]:
-    """Return `value` as a list of strings; raise ParameterError if it is not several strings."""
+def texts(value: Any, name: str, *, is_utf8: bool = False) -> list[str]:
+    """Return `value` as a list of strings; raise ParameterError if it is not several strings.
+
+    With `is_utf8`, UTF-8 must be able to encode each of them.
+    """
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise _refused(name, value, "several texts, such as a list of them")
     found = list(value)
     for one in found:
         if not isinstance(one, str):
-            raise ParameterError(f"{name} holds {_shown(one)}: expected texts only")
+            raise ParameterError(f"{name} holds {shown(one)}: expected texts only")
+        if is_utf8:
+            text(one, f"{shown(one)} in {name}")
     return found
 
 
 def path(value: Any, name: str) -> Path:
-    """Return `value` as a `Path`; raise ParameterError if it is not a path."""
-    if isinstance(value, bytes) or not isinstance(value, str | os.PathLike):
-        raise _refused(name, value, "a path")
-    if "\0" in str(value):
-        raise _refused(name, value, "a path without zero bytes")
-    return Path(value)
+    """Return `value` as a `Path`, with the home folder in place of ``~``.
+
+    Raises
+    ------
+    ParameterError
+        When it is not a path, or one that the system can never open: the name is too long, or
+        links lead in a circle. The path need not exist.
+    """
+    given = os.fspath(value) if isinstance(value, str | os.PathLike) else b""
+    if isinstance(given, bytes) or not given:
+        raise _refused(name, value, "a path to a file or folder")
+    try:
+        found = Path(given).expanduser()
+        found.stat()
+    except RuntimeError:
+        raise _refused(name, given, "the name of a user with a home folder after ~") from None
+    except UnicodeEncodeError:
+        raise _refused(name, given, "a path that the system can encode") from None
+    except ValueError:
+        raise _refused(name, given, "a path without zero bytes") from None
+    except OSError as error:
+        # The code that opens the path reports everything else.
+        if error.errno == errno.ELOOP:
+            raise _refused(name, given, "no links that lead in a circle: remove them") from error
+        if error.errno == errno.ENAMETOOLONG:
+            raise _refused(name, given, "a shorter name; this one is too long") from error
+    return found
+
+
+def resolved_path(value: Any, name: str) -> Path:
+    """Return `value` as an absolute path without links. Raises as `path` does."""
+    return path(value, name).resolve()
+
+
+def shown(value: Any) -> str:
+    """Return `value` as messages quote it: in Python's notation, and cut (`cut`)."""
+    try:
+        return cut(repr(value))
+    except Exception:  # such as a whole number of 5,000 digits
+        return f"a value of type {type(value).__name__}"
+
+
+def cut(text: str) -> str:
+    """Return at most 200 characters of a text for a message; anybody may have written the text."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 
 
 def _refused(name: str, value: Any, expected: str) -> ParameterError:
-    return ParameterError(f"{name} {_shown(value)}: expected {expected}")
-
-
-def _shown(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return ParameterError(f"{name} {shown(value)}: expected {expected}")
 
 
 def _range(least: float | None, most: float | None) -> str:

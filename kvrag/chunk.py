@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 
 KEY_FORMAT_VERSION = 1
@@ -135,7 +136,7 @@ class ChunkKey:
 
     def __post_init__(self) -> None:
         if not _HEX_KEY.fullmatch(self.digest):
-            raise ValueError(f"a chunk key is 40 hexadecimal digits, found {self.digest!r}")
+            raise ValueError(f"a chunk key is 40 hexadecimal digits, found {shown(self.digest)}")
 
     def __str__(self) -> str:
         return self.digest

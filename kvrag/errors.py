@@ -1,4 +1,6 @@
-"""The exception tree. Every error that a user can see is one of these::
+"""The exception tree: every error that a user can see.
+
+::
 
     KVRagError
     ├── ParameterError            a caller gave a value that is not allowed (also a ValueError)

@@ -13,6 +13,7 @@ from itertools import chain
 from types import NoneType
 from typing import Any
 
+from kvrag.arguments import cut, shown
 from kvrag.errors import ParameterError
 
 # The types that a parameter accepts, for each word in its field's annotation.
@@ -44,18 +45,20 @@ def parse_spec(spec: str, kind: str, *known: Collection[str]) -> tuple[str, dict
         For an unknown name, a setting without a value, or one that is given twice.
     """
     if not isinstance(spec, str):
-        raise ParameterError(f"{kind} {spec!r}: expected a name; known: {_names(known)}")
+        raise ParameterError(f"{kind} {shown(spec)}: expected a name; known: {_names(known)}")
     described = _DESCRIBED.fullmatch(spec)
     name, *settings = [described[1], *described[2].split(", ")] if described else spec.split(":")
     if not any(name in some for some in known):
-        raise ParameterError(f"unknown {kind} {name!r}; known: {_names(known)}")
+        raise ParameterError(f"unknown {kind} {shown(name)}; known: {_names(known)}")
     given: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
-            raise ParameterError(f"{kind} {spec!r}: expected PARAMETER=VALUE, found {setting!r}")
+            raise ParameterError(
+                f"{kind} {shown(spec)}: expected PARAMETER=VALUE, found {shown(setting)}"
+            )
         if key in given:
-            raise ParameterError(f"{kind} {spec!r} gives {key} twice; remove one")
+            raise ParameterError(f"{kind} {shown(spec)} gives {cut(key)} twice; remove one")
         given[key] = _value(text)
     return name, given
 
@@ -73,7 +76,7 @@ def check_fields(method: Any, kind: str) -> None:
         accepted = tuple(one for kind in kinds for one in _TYPES[kind])
         if isinstance(value, bool) or not isinstance(value, accepted):
             raise ParameterError(
-                f"{kind} {method.name!r}: {field.name}={value!r} has the wrong type: expected "
+                f"{kind} {method.name!r}: {field.name}={shown(value)} has the wrong type: expected "
                 f"{_EXPECTED[kinds[0]]}"
             )
 

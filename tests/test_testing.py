@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 THEIRS = """
 import pytest
 
@@ -57,6 +59,7 @@ def run(*arguments: str, folder: Path) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_without_pytest_they_say_what_is_missing(tmp_path: Path) -> None:
     missing = "kvrag.testing's suites run under pytest: pip install pytest"
     assert run("-c", WITHOUT_PYTEST, folder=tmp_path).splitlines() == [
@@ -64,6 +67,7 @@ def test_without_pytest_they_say_what_is_missing(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_stores_of_theirs_are_judged(tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text(THEIRS)
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-W", "error")

@@ -4,32 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
 from kvrag.fusion.fuser import FusedPrompt
+from kvrag.models import attention
 from kvrag.models.kv_model import KVModel
+from kvrag.native import Mass, Seen, attend
 
 
 def operations_spent(work: Callable[[], object]) -> int:
     """Return the multiplications and additions of all matrix products that `work` carries out.
 
-    Those of attention count whether a mask hides their result or not.
+    Those of attention in PyTorch count whether a mask hides their result or not. The compiled
+    kernel, which PyTorch does not see, carries out only those of keys that a row sees.
     """
+    in_kernel = 0
+
+    def counted(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, **options: Any
+    ) -> Any:
+        nonlocal in_kernel
+        in_kernel += _in_kernel(query, value, seen, options["mass"])
+        return attend(query, key, value, seen, **options)
+
     counter = FlopCounterMode(
         display=False,
         # PyTorch prices its GPU kernels only.
         custom_mapping={torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _on_cpu},
     )
-    with counter:
+    with counter, patch.object(attention, "attend", counted):
         work()
-    return int(counter.get_total_flops())
+    return int(counter.get_total_flops()) + in_kernel
 
 
 def _on_cpu(query_shape: Any, key_shape: Any, value_shape: Any, *_: Any, **__: Any) -> int:
     return int(sdpa_flop(query_shape, key_shape, value_shape))
+
+
+def _in_kernel(query: torch.Tensor, value: torch.Tensor, seen: Seen, mass: Mass | None) -> int:
+    num_heads, num_rows, head_dim = query.shape
+    num_seen = torch.as_tensor(seen.last_keys) + 1
+    if seen.window is not None:
+        num_seen = num_seen.clamp(max=seen.window)
+    first_counted = num_rows if mass is None else mass.first_row
+    gathering = int(num_seen.sum()) * (head_dim + value.shape[-1])
+    return 2 * num_heads * (gathering + int(num_seen[first_counted:].sum()) * head_dim)
 
 
 def operations_needed(model: KVModel, fused: FusedPrompt) -> int:

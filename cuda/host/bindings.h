@@ -18,6 +18,7 @@ inline void require(bool condition, const char* message) {
   if (!condition) throw nb::value_error(message);
 }
 
+void bind_attention(nb::module_& m);
 void bind_reconstruction(nb::module_& m);
 
 }  // namespace kvrag::host

@@ -1,10 +1,12 @@
 // AVX2 and FMA: four registers of 8 lanes.
 #define KVRAG_FLOATS 8  // in a register
 #define KVRAG_TOKENS 4  // whose sums fit the registers, two vectors each
+#define KVRAG_SUMS 6    // lines of attention whose sums fit the registers
 #define KVRAG_UNROLL _Pragma("GCC unroll 4")
 
 #include <immintrin.h>
 
+#include "attend_tile.h"
 #include "channels_tile.h"
 #include "lane_tables.h"
 #include "planes.h"
@@ -170,6 +172,8 @@ const Kernels kAvx2 = {
     channels_tile,
     magnitude_contexts,
     refine_values,
+    attend_tile,
+    attention::kLanes,
 };
 
 }  // namespace kvrag::host

@@ -1,10 +1,12 @@
 // AVX-512 (F, BW, DQ, VL): two registers of 16 lanes.
 #define KVRAG_FLOATS 16  // in a register
 #define KVRAG_TOKENS 8   // whose sums fit the registers, two vectors each
+#define KVRAG_SUMS 8    // lines of attention whose sums fit the registers
 #define KVRAG_UNROLL _Pragma("GCC unroll 2")
 
 #include <immintrin.h>
 
+#include "attend_tile.h"
 #include "channels_tile.h"
 #include "planes.h"
 #include "rans_streams.h"
@@ -133,6 +135,8 @@ const Kernels kAvx512 = {
     channels_tile,
     magnitude_contexts,
     refine_values,
+    attend_tile,
+    attention::kLanes,
 };
 
 }  // namespace kvrag::host

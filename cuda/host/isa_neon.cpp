@@ -1,10 +1,12 @@
 // NEON: eight registers of 4 lanes.
 #define KVRAG_FLOATS 4  // in a register
 #define KVRAG_TOKENS 8  // whose sums fit the registers, two vectors each
+#define KVRAG_SUMS 6    // lines of attention whose sums fit the registers
 #define KVRAG_UNROLL _Pragma("GCC unroll 8")
 
 #include <arm_neon.h>
 
+#include "attend_tile.h"
 #include "channels_tile.h"
 #include "lane_tables.h"
 #include "planes.h"
@@ -153,6 +155,8 @@ const Kernels kNeon = {
     channels_tile,
     magnitude_contexts,
     refine_values,
+    attend_tile,
+    attention::kLanes,
 };
 
 }  // namespace kvrag::host

@@ -2,8 +2,10 @@
 // processor has vectors of four floats; for others the compiler splits them.
 #define KVRAG_FLOATS 4  // in a register
 #define KVRAG_TOKENS 4  // whose sums fit the registers, two vectors each
+#define KVRAG_SUMS 3    // lines of attention whose sums fit the registers
 #define KVRAG_UNROLL
 
+#include "attend_tile.h"
 #include "channels_tile.h"
 #include "planes.h"
 #include "rans_streams.h"
@@ -71,6 +73,8 @@ const Kernels kScalar = {
     channels_tile,
     magnitude_contexts,
     refine_values,
+    attend_tile,
+    attention::kLanes,
 };
 
 }  // namespace kvrag::host

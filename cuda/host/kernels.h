@@ -99,6 +99,46 @@ constexpr u64 transform_scratch(u64 num_rows, u64 head_dim) {
 }
 constexpr u64 channels_scratch(u64 head_dim) { return 2 * kTileTokens * head_dim; }
 
+// Rows of queries that attend to the keys before them. Queries, keys, values and the output have one
+// type, f32 or bf16; strides are in elements, channels are contiguous.
+struct Attention {
+  ElementType type;
+  const void* query;  // [num_kv_heads * group, num_rows, key_dim]
+  const void* key;    // [num_kv_heads, keys, key_dim]
+  const void* value;  // [num_kv_heads, keys, value_dim]
+  void* out;          // [num_rows, num_kv_heads * group, value_dim], packed
+  i64 query_head_stride;
+  i64 query_row_stride;
+  i64 key_head_stride;
+  i64 key_row_stride;
+  i64 value_head_stride;
+  i64 value_row_stride;
+  u64 num_rows;
+  u64 num_keys;
+  u64 num_kv_heads;
+  u64 group;  // query heads that share a key head
+  u64 key_dim;
+  u64 value_dim;
+  const i64* last_keys;  // [num_rows] the last key that each row sees, ascending
+  i64 window;            // how many keys a row sees at most
+  float scale;           // of the scores, before they are capped
+  float softcap;         // 0: none
+  float* mass;           // [num_kv_heads, num_keys] or nullptr: what rows' weights sum to
+  u64 first_counted;     // the first row that counts for it
+};
+
+// Keys whose scores exist at a time; a multiple of what the instruction sets take at once.
+constexpr u64 kAttentionBlock = 96;
+
+// Floats of scratch: of each strip, `lanes` rows that attend together, and of all.
+constexpr u64 attention_strip(u64 lanes, u64 key_dim, u64 value_dim) {
+  return lanes * (key_dim + value_dim + 4);
+}
+constexpr u64 attention_scratch(u64 lanes, u64 strips, u64 key_dim, u64 value_dim) {
+  return kAttentionBlock * (lanes + key_dim + value_dim) +
+         strips * attention_strip(lanes, key_dim, value_dim);
+}
+
 struct Kernels {
   const char* name;
   // Decode `count` streams of one payload, 1 to `streams_at_once`; one Damage for each.
@@ -115,6 +155,11 @@ struct Kernels {
   // Refinement of numbers by digits to base 3; see planes.h.
   void (*contexts)(const i16* values, u8* contexts, u64 count) noexcept;
   void (*refine)(i16* values, const u8* symbols, u64 count) noexcept;
+  // Attend with rows [begin, end) of a key head; row r is query head r % group of row r / group.
+  // Add their weights to `mass` [num_keys], unless it is nullptr.
+  void (*attend)(const Attention&, u64 kv_head, u64 begin, u64 end, float* mass,
+                 float* scratch) noexcept;
+  u64 attention_lanes;
 };
 
 extern const Kernels kScalar;

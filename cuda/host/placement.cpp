@@ -1,7 +1,6 @@
 #include "placement.h"
 
 #include <algorithm>
-#include <memory>
 
 #include "dispatch.h"
 #include "pool.h"
@@ -11,21 +10,6 @@ namespace {
 
 // With fewer multiplications, a second thread costs more than it saves.
 constexpr u64 kWorkPerThread = 1 << 21;
-
-// Grows to the size of this thread's largest tile, and is kept: allocating for every call would
-// touch fresh pages each time.
-float* scratch(u64 num_floats) {
-  thread_local std::unique_ptr<float[]> storage;
-  thread_local u64 capacity = 0;
-  constexpr u64 kAlignment = 16;
-  if (capacity < num_floats) {
-    storage.reset();
-    storage.reset(new float[num_floats + kAlignment]);
-    capacity = num_floats;
-  }
-  const u64 address = reinterpret_cast<u64>(storage.get());
-  return storage.get() + (-address & 63) / sizeof(float);
-}
 
 template <class Tile>
 void run_tiles(const Placement& placement, u64 work, u32 threads, const Tile& tile) {

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -97,6 +98,19 @@ void parallel_for(u64 count, u32 threads, const std::function<void(u64)>& body) 
   }
   Task task{count, &body};
   pool().run(task, static_cast<u32>(helpers - 1));
+}
+
+float* scratch(u64 num_floats) {
+  thread_local std::unique_ptr<float[]> storage;
+  thread_local u64 capacity = 0;
+  constexpr u64 kAlignment = 16;
+  if (capacity < num_floats) {
+    storage.reset();
+    storage.reset(new float[num_floats + kAlignment]);
+    capacity = num_floats;
+  }
+  const u64 address = reinterpret_cast<u64>(storage.get());
+  return storage.get() + (-address & 63) / sizeof(float);
 }
 
 }  // namespace kvrag::host

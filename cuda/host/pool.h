@@ -12,4 +12,8 @@ namespace kvrag::host {
 // same time and share the idle threads. A call never waits for a thread that serves another call.
 void parallel_for(u64 count, u32 threads, const std::function<void(u64)>& body);
 
+// This thread's scratch, aligned to 64 bytes. It grows to the largest that was asked for, and is
+// kept: allocating for every call would touch fresh pages each time.
+float* scratch(u64 num_floats);
+
 }  // namespace kvrag::host

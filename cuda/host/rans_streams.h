@@ -1,4 +1,4 @@
-// Coding of one stream, the same for every instruction set. `Simd` supplies a register of `kWidth`
+// The entropy coder's loops over one stream, the same for every instruction set. `Simd` supplies a register of `kWidth`
 // lanes and its operations; isa_scalar.cpp has the simplest one.
 //
 // Only the isa_*.cpp include this file. Each is compiled with its own flags, so everything here is

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvrag.cli import console
-from kvrag.cli.prompts import Messages, chat_messages, plain_prompt, reading_order
+from kvrag.cli.prompts import Messages, chat_messages, reading_order
 from kvrag.errors import IndexFormatError
+from kvrag.models.plain import few_shot_prompt, plain_prompt
 
 if TYPE_CHECKING:
     from kvrag.engine.answer import Answer, Source
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
     from kvrag.ingest.index import Index
 
 _SNIPPET_CHARACTERS = 200  # more than a terminal's line, which cuts the rest
-# A model without a chat template may continue with a next question that it invents.
+# Without a chat template, a model may continue with a next question that it invents. The examples
+# of a few-shot prompt have answers of one line.
 _PLAIN_STOP = ("\nQuestion:",)
+_FEW_SHOT_STOP = ("\n",)
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Settings:
     seed: int | None = None
     use_chat_template: bool = True
     ttft: float | None = None
+    instruction: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,8 +134,11 @@ def retrieve(
     texts = [chunk.text for chunk in chunks]
     chunk_ids = tuple(chunk.chunk_id for chunk in chunks)
     if converses(index, settings):
-        messages = chat_messages(question, texts, history)
+        messages = chat_messages(question, texts, history, settings.instruction)
         return Retrieved(question, messages, (), chunk_ids, seconds)
+    if settings.use_chat_template:
+        prompt = few_shot_prompt(question, texts)
+        return Retrieved(question, prompt, _FEW_SHOT_STOP, chunk_ids, seconds)
     return Retrieved(question, plain_prompt(question, texts), _PLAIN_STOP, chunk_ids, seconds)
 
 

@@ -16,7 +16,7 @@ _POLICIES = "none,boundary,deviation,query,query:depth=0.5,query:depth=1,two_sta
 
 
 def calibrate(
-    index: o.IndexOption,
+    index: o.IndexOption = o.DEFAULT_INDEX,
     data: Annotated[
         str | None,
         typer.Option(

@@ -1,4 +1,4 @@
-"""`kvrag chat`: a conversation, with retrieval for each question."""
+"""`kvrag chat`: a conversation, with retrieval for each question; shortens its history."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Refused:
 
 
 def chat(
-    index: o.IndexOption,
+    index: o.IndexOption = o.DEFAULT_INDEX,
     model: o.ModelOption = None,
     device: o.DeviceOption = None,
     store: o.StoreOption = None,

@@ -150,10 +150,23 @@ def _processor() -> Iterator[Finding]:
         yield Finding("threads", "ok", detail)
     capability = torch.backends.cpu.get_cpu_capability()
     yield Finding("processor", "ok", ", ".join([capability, *_cpu_flags()]))
+    yield _kernels()
     if torch.cuda.is_available():
         yield Finding("accelerator", "ok", torch.cuda.get_device_name())
     else:
         yield Finding("accelerator", "note", "none; models run on the processor")
+
+
+def _kernels() -> Finding:
+    """Say which of kvrag's compiled kernels run."""
+    try:
+        from kvrag.native import instruction_set, instruction_sets
+    except ImportError as error:
+        remedy = "reinstall kvrag"
+        return Finding("kernels", "problem", f"cannot be imported: {error}", remedy)
+    built = ", ".join(instruction_sets())
+    used = f"{instruction_set()}, for the codec and for attention"
+    return Finding("kernels", "ok", f"{used} (this processor runs: {built})")
 
 
 def _cpu_flags() -> list[str]:

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def choose_store(
-    index: o.IndexOption,
     stores: Annotated[
         str, typer.Option(metavar="URL|URL", help="Stores to choose from (quote the list).")
     ],
+    index: o.IndexOption = o.DEFAULT_INDEX,
     prices: Annotated[
         Path | None,
         typer.Option(
@@ -59,7 +59,7 @@ def choose_store(
     from kvrag.ingest.config import write_atomically
     from kvrag.loading.price_list import EXAMPLES, FILE_NAME, read_prices
     from kvrag.store.registry import check_kind
-    from kvrag.tune.store_choice import measure_and_choose
+    from kvrag.tune.stores import measure_and_choose
 
     urls = stores.split("|")
     if any(not url or url.startswith(("tiered:", "memory:")) for url in urls):

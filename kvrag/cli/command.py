@@ -11,11 +11,11 @@ import typer
 from typer.core import TyperCommand
 from typer.main import get_command
 
+from kvrag.arguments import cut
 from kvrag.cli import console
 from kvrag.cli import settings as s
-from kvrag.cli.failures import fail, guarded
+from kvrag.cli.failures import guard, guarded
 from kvrag.cli.options import RESEARCH
-from kvrag.errors import KVRagError
 
 _PANEL = "Settings"
 _FILE = "kvrag.file"
@@ -49,10 +49,8 @@ class Command(TyperCommand):
         self._tell_settings(ctx, args)
         given, _, _ = self.make_parser(ctx).parse_args(list(args))
         if not given.get("help") and not ctx.resilient_parsing:
-            try:
+            with guard():
                 self._settle(ctx, given)
-            except KVRagError as error:
-                raise fail(str(error)) from None
         return super().parse_args(ctx, args)
 
     def _tell_settings(self, ctx: Any, args: list[str]) -> None:
@@ -76,13 +74,14 @@ class Command(TyperCommand):
         ctx.meta[_FILE] = file
         ctx.meta[_FOUND] = {self.keys[name].parameter: one for name, one in found.items()}
         used = [
-            f"{name}={one.value}"
+            cut(f"{name}={one.value}")
             for name, one in sorted(from_file.items())
             if name not in pairs and given.get(self.keys[name].parameter) is None
         ]
         if file is not None and not file.is_named and used:
             # The user did not name this file, so report what it sets.
-            print(console.harmless(f"{file.path}: {', '.join(used)}"), file=sys.stderr)
+            line = " ".join(f"{file.path}: {', '.join(used)}".split())
+            print(console.harmless(line), file=sys.stderr)
 
 
 def make_command(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> Command:

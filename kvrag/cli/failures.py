@@ -6,7 +6,8 @@ import errno
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import typer
@@ -31,24 +32,31 @@ def fail(message: str) -> typer.Exit:
     return typer.Exit(EXIT_FAILURE)
 
 
+@contextmanager
+def guard() -> Iterator[None]:
+    """Let an error in the block print one sentence, not a traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise
+    except Exception as error:
+        if os.environ.get(DEBUG_VARIABLE):
+            raise
+        if isinstance(error, OSError) and error.errno == errno.EPIPE:
+            raise  # The reader of stdout has closed the pipe: nothing to report.
+        raise fail(_describe(error)) from None
+
+
 def guarded(command: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a command so that an error prints one sentence, not a traceback."""
+    """Wrap a command in `guard`."""
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
+        with guard():
             return command(*args, **kwargs)
-        except KeyboardInterrupt:
-            print("\ninterrupted", file=sys.stderr)
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-        except (typer.Exit, typer.Abort, typer.BadParameter):
-            raise
-        except Exception as error:
-            if os.environ.get(DEBUG_VARIABLE):
-                raise
-            if isinstance(error, OSError) and error.errno == errno.EPIPE:
-                raise  # The reader of stdout has closed the pipe: nothing to report.
-            raise fail(_describe(error)) from None
 
     return wrapper
 

@@ -11,7 +11,7 @@ from kvrag.cli import options as o
 
 
 def gc(
-    index: o.IndexOption,
+    index: o.IndexOption = o.DEFAULT_INDEX,
     shared: Annotated[
         bool,
         typer.Option(

@@ -6,27 +6,26 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from kvrag import arguments
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE
 from kvrag.errors import IndexNotFoundError, ParameterError
+from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
+from kvrag.ingest.limits import ParseLimits
+from kvrag.ingest.settings import IndexOptions, IndexSettings
 
 if TYPE_CHECKING:
     from kvrag.codec.profile import Profile
     from kvrag.ingest.index import Index
-    from kvrag.ingest.limits import ParseLimits
     from kvrag.ingest.report import IngestReport
 
 _DEFAULT_MODEL = "kvrag-tiny"
-_DEFAULT_EMBEDDING = "minilm"
-_DEFAULT_CODEC = "raw"
-_DEFAULT_CHUNK_TOKENS = 512
-_DEFAULT_CONTEXT = "none"
-_DEFAULT_COMPRESSION = "none"
+_LIMITS = ParseLimits()
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,13 @@ class _Settings:
     chunk_tokens: int | None
     dtype: str | None
     context: str | None
-    context_tokens: int | None
     compression: str | None
     control_tokens: str | None
 
 
 def ingest(
     paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Files and folders to index.")],
-    index: o.IndexOption,
+    index: o.IndexOption = o.DEFAULT_INDEX,
     model: Annotated[
         str | None,
         typer.Option(
@@ -61,7 +59,7 @@ def ingest(
     embedding: Annotated[
         str | None,
         typer.Option(
-            help=f"Embedding for retrieval. Default for a new index: {_DEFAULT_EMBEDDING}.",
+            help=f"Embedding for retrieval. Default for a new index: {IndexSettings.embedding}.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -69,8 +67,9 @@ def ingest(
     chunk_tokens: Annotated[
         int | None,
         typer.Option(
+            min=MIN_CHUNK_TOKENS,
             help="Maximum length of a chunk, in tokens. Default for a new index: "
-            f"{_DEFAULT_CHUNK_TOKENS}.",
+            f"{IndexSettings.chunk_tokens}.",
             show_default=False,
         ),
     ] = None,
@@ -78,7 +77,7 @@ def ingest(
         str | None,
         typer.Option(
             help="How KV is stored: raw, lossless, cachegen:1 to cachegen:4, transform:BITS or "
-            f"stream:BITS. Default for a new index: {_DEFAULT_CODEC}.",
+            f"stream:BITS. Default for a new index: {IndexSettings.codec}.",
             show_default=False,
         ),
     ] = None,
@@ -95,18 +94,12 @@ def ingest(
     context: Annotated[
         str | None,
         typer.Option(
-            help="Text that the model reads before each chunk it encodes: none, document (earlier "
-            "text of the same document) or neighbours (also stores a second record, encoded after "
-            f"the previous chunk). Default for a new index: {_DEFAULT_CONTEXT}.",
+            metavar="NAME[:TOKENS]",
+            help="Text that the model reads before each chunk it encodes: none, filler (the same "
+            "unrelated text for all chunks, 512 tokens), document (earlier text of the same "
+            "document, at most 256 tokens) or neighbours (also stores a second record, encoded "
+            f"after the previous chunk). Default for a new index: {IndexSettings.context}.",
             rich_help_panel=o.TUNING,
-            show_default=False,
-        ),
-    ] = None,
-    context_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum tokens of --context document. Default for a new index: 256.",
-            rich_help_panel=o.RESEARCH,
             show_default=False,
         ),
     ] = None,
@@ -116,7 +109,7 @@ def ingest(
             help="Store KV for only a part of each chunk's tokens: kvzip:RATE (each head keeps "
             "what it needs to repeat the chunk), drop:RATE (leaves out the least informative "
             "tokens), anchors:RATE (uses anchors from 'kvrag train anchors') or none. RATE is the "
-            f"share left out. Default for a new index: {_DEFAULT_COMPRESSION}.",
+            f"share left out. Default for a new index: {IndexSettings.compression}.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -138,15 +131,16 @@ def ingest(
             help="Leave out files that are larger or contain more text.",
             rich_help_panel=o.TUNING,
         ),
-    ] = "50MB",
+    ] = f"{_LIMITS.max_file_bytes // 10**6}MB",
     parse_seconds: Annotated[
         float,
         typer.Option(
             metavar="SECONDS",
+            parser=o.above_zero,
             help="Leave out files that take longer to parse.",
             rich_help_panel=o.RESEARCH,
         ),
-    ] = 60.0,
+    ] = _LIMITS.seconds,
     parse_memory: Annotated[
         str,
         typer.Option(
@@ -154,7 +148,7 @@ def ingest(
             help="Leave out files that need more memory to parse (checked on Linux only).",
             rich_help_panel=o.RESEARCH,
         ),
-    ] = "1GiB",
+    ] = f"{_LIMITS.memory_bytes >> 30}GiB",
     loader: Annotated[
         list[str] | None,
         typer.Option(
@@ -191,12 +185,13 @@ def ingest(
     from kvrag.codec.names import parse_codec
     from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
     from kvrag.ingest.checks import check_lasting
+    from kvrag.ingest.contexts import parse_context
     from kvrag.ingest.files import resolve_path
     from kvrag.ingest.loaders import SUFFIXES
     from kvrag.ingest.parsing import Parser, check_loaders
     from kvrag.ingest.profiles import read_profile
     from kvrag.models.control import check_control_tokens
-    from kvrag.store.registry import without_password
+    from kvrag.store.registry import check_kind, without_password
 
     # Check everything before an index is created.
     for path in paths:
@@ -214,16 +209,18 @@ def ingest(
             f"--store {without_password(store)}: memory is lost when the command ends; give a "
             "persistent store, with memory as a tier before it"
         )
-    quiet_libraries()
     if codec is not None:
         codec = parse_codec(codec).label
     if compress is not None:
         compress = str(parse_compression(compress) or NO_COMPRESSION)
     check_control_tokens(control_tokens)
-    settings = _Settings(
-        embedding, codec, chunk_tokens, dtype, context, context_tokens, compress, control_tokens
-    )
+    if context is not None:
+        parse_context(context)
+    settings = _Settings(embedding, codec, chunk_tokens, dtype, context, compress, control_tokens)
+    if store is not None:
+        check_kind(store)
     given = None if profile is None else read_profile(profile)
+    quiet_libraries()
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
         scratch_folder = Path(scratch) if dry_run else None
         opened = _open_or_create(index, model, device, store, settings, given, scratch_folder)
@@ -251,7 +248,6 @@ def ingest(
 
 
 def _limits(max_file_size: str, parse_seconds: float, parse_memory: str) -> ParseLimits:
-    from kvrag.ingest.limits import ParseLimits
     from kvrag.store.registry import parse_bytes
 
     sizes = {"--max-file-size": max_file_size, "parse-memory": parse_memory}
@@ -261,8 +257,6 @@ def _limits(max_file_size: str, parse_seconds: float, parse_memory: str) -> Pars
             numbers.append(parse_bytes(text))
         except ValueError as error:
             raise ParameterError(f"{name}: {error}") from error
-    if not 0 < parse_seconds < float("inf"):
-        raise ParameterError(f"parse-seconds: expected a number above 0, found {parse_seconds}")
     return ParseLimits(max_file_bytes=numbers[0], seconds=parse_seconds, memory_bytes=numbers[1])
 
 
@@ -331,22 +325,12 @@ def _open_or_create(
     except IndexNotFoundError:
         if model is None:
             console.note(f"no --model given: the new index uses the included {_DEFAULT_MODEL}")
+        named = {name: value for name, value in asdict(settings).items() if value is not None}
+        options = {"profile": profile, "device": device, "store": store, **named}
         return Index.create(
             scratch / "index" if scratch is not None else path,
             model=model or _DEFAULT_MODEL,
-            embedding=settings.embedding or _DEFAULT_EMBEDDING,
-            codec=settings.codec or _DEFAULT_CODEC,
-            profile=profile,
-            chunk_tokens=(
-                _DEFAULT_CHUNK_TOKENS if settings.chunk_tokens is None else settings.chunk_tokens
-            ),
-            context=settings.context or _DEFAULT_CONTEXT,
-            context_tokens=settings.context_tokens,
-            compression=settings.compression or _DEFAULT_COMPRESSION,
-            dtype=settings.dtype,
-            device=device,
-            store=store,
-            control_tokens=settings.control_tokens,
+            **cast("IndexOptions", options),
         )
     try:
         if store is not None and opened.store.url != opened.config.store:
@@ -361,7 +345,13 @@ def _open_or_create(
             )
         for name, wanted in asdict(settings).items():
             recorded = getattr(opened.config, name)
-            if wanted is not None and recorded not in (wanted, _as_folder(wanted)):
+            accepted, asked = {recorded}, {wanted}
+            if name == "context":  # with or without its number of tokens
+                recorded = str(opened.config.chunk_context)
+                accepted.add(recorded)
+            if name == "embedding" and wanted is not None:  # a name, or a folder
+                asked.add(str(arguments.resolved_path(wanted, "--embedding")))
+            if wanted is not None and accepted.isdisjoint(asked):
                 raise ParameterError(
                     f"the index at {path} was made with {name}={recorded}, asked for {wanted}: "
                     "leave the option out, or make a new index in another folder"
@@ -385,8 +375,3 @@ def _check_model(opened: Index, model: str) -> None:
     else:
         with console.working("loading the model"):
             _ = opened.model
-
-
-def _as_folder(value: str | int) -> str:
-    """Return an embedding's folder in the form that an index records."""
-    return str(Path(str(value)).expanduser().resolve())

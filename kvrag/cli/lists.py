@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 
 _Value = TypeVar("_Value", int, float)
@@ -46,5 +47,5 @@ def _values(
     except ValueError:
         found = ()
     if not found or not all(map(is_allowed, found)):
-        raise ParameterError(f"{option} {text!r}: expected {expected}, comma-separated")
+        raise ParameterError(f"{option} {shown(text)}: expected {expected}, comma-separated")
     return found

@@ -8,7 +8,11 @@ from kvrag.cli import console
 from kvrag.cli import options as o
 
 
-def ls(index: o.IndexOption, store: o.StoreSetting = None, as_json: o.JsonOption = False) -> None:
+def ls(
+    index: o.IndexOption = o.DEFAULT_INDEX,
+    store: o.StoreSetting = None,
+    as_json: o.JsonOption = False,
+) -> None:
     """List the documents with their chunks, tokens and bytes of KV."""
     from rich.table import Table
     from rich.text import Text

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvrag.arguments import shown
 from kvrag.cli import console, names
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE, fail
@@ -72,7 +73,7 @@ def pull(
     if model is None:
         known = [one.name for one in NAMED_MODELS]
         raise ParameterError(
-            f"model {name!r}: 'pull' knows {', '.join(known)}{names.like(name, known)}"
+            f"model {shown(name)}: 'pull' knows {', '.join(known)}{names.like(name, known)}"
         )
     if not model.is_installed:
         console.note(f"running: {model.install_command}")
@@ -102,7 +103,9 @@ def rm(name: Annotated[str, typer.Argument(metavar="NAME", help="As listed.")]) 
     found = [one for one in made if one.name == name]
     if not found:
         known = sorted({one.name for one in made})
-        raise ParameterError(f"no converted model {name!r}: there is {', '.join(known) or 'none'}")
+        raise ParameterError(
+            f"no converted model {shown(name)}: there is {', '.join(known) or 'none'}"
+        )
     for one in found:
         remove(one)
         console.note(f"removed {one.folder}: {console.format_bytes(one.num_bytes)}")
@@ -115,7 +118,7 @@ def _convert(reference: str) -> None:
     source = find_gguf(reference)
     if source is None:
         raise ParameterError(
-            f"model {reference!r} is no GGUF model: expected a name of 'kvrag models', a GGUF "
+            f"model {shown(reference)} is no GGUF model: expected a name of 'kvrag models', a GGUF "
             "file, ollama:NAME or llama.cpp:NAME; other models need no conversion"
         )
     with console.working(f"converting {reference}"):

@@ -28,8 +28,10 @@ def open_index(
     mend: bool = False,
 ) -> Index:
     """Open an index without loading its model."""
+    opened = _open(path, model=model, device=device, store=store, mend=mend)
+    # Imports the libraries, which takes seconds: an index that is not there is reported before.
     quiet_libraries()
-    return _open(path, model=model, device=device, store=store, mend=mend)
+    return opened
 
 
 def open_catalog(path: Path, store: str | None = None) -> Index:

@@ -7,19 +7,44 @@ from typing import Annotated
 
 import typer
 
+from kvrag import arguments
+from kvrag.errors import ParameterError
+from kvrag.fusion.policies import AUTO_POLICY
+from kvrag.fusion.policies.registry import POLICIES
+from kvrag.parameters import parse_spec
+
 # The panels of --help. Options of the last panel are settings only (`kvrag.cli.settings`).
 EVERYDAY = "Everyday"
 TUNING = "Tuning"
 RESEARCH = "Research"
 
 
-def _folder(text: str) -> Path:
-    if not text.strip():
+def _folder(text: str | Path) -> Path:
+    if not str(text).strip():
         # An empty path would mean the working directory.
         raise typer.BadParameter("expected a folder, found an empty path")
     return Path(text)
 
 
+def _policy(text: str) -> str:
+    # Everything else about it is checked with the engine, which takes seconds to import.
+    try:
+        parse_spec(text, "policy", POLICIES, [AUTO_POLICY])
+    except ParameterError as error:
+        raise typer.BadParameter(str(error)) from error
+    return text
+
+
+def above_zero(text: str | float) -> float:
+    """Return an option's number above 0. Raises `typer.BadParameter`."""
+    try:
+        return arguments.number(float(text), "", above=0.0)
+    except ValueError as error:
+        found = arguments.shown(text)
+        raise typer.BadParameter(f"expected a number above 0, found {found}") from error
+
+
+DEFAULT_INDEX = Path("kvrag-index")
 IndexOption = Annotated[
     Path,
     typer.Option("--index", "-i", metavar="DIR", parser=_folder, help="Folder of the index."),
@@ -98,16 +123,20 @@ TopKOption = Annotated[int, typer.Option("-k", min=1, help="Number of chunks to 
 PolicyOption = Annotated[
     str,
     typer.Option(
+        metavar="NAME[:KEY=VALUE]",
+        parser=_policy,
         help="Which tokens of reused chunks are recomputed: none, boundary (the first of each "
         "chunk), seam (first and last), deviation (those whose KV deviates most), gradual (the "
         "same, chosen again on every layer), query (those the question attends to), two_stage "
         "(attended to and deviating), random, or auto (uses the results of 'kvrag calibrate'). "
-        "Parameters follow colons: query:depth=0.5."
+        "Parameters follow colons: query:depth=0.5.",
     ),
 ]
 RatioOption = Annotated[
     float | None,
     typer.Option(
+        min=0,
+        max=1,
         help="Share of reused tokens to recompute, 0 to 1; for 'auto', the maximum.",
         show_default=False,
     ),
@@ -116,6 +145,7 @@ BoundaryTokensOption = Annotated[
     int | None,
     typer.Option(
         "--boundary-tokens",
+        min=1,
         help="Tokens of each chunk that 'boundary' and 'seam' recompute, instead of 'ratio'.",
         rich_help_panel=RESEARCH,
         show_default=False,
@@ -149,6 +179,7 @@ TTFTOption = Annotated[
     typer.Option(
         "--ttft",
         metavar="SECONDS",
+        parser=above_zero,
         help="Target time to the first token: kvrag loads as much of each chunk as it can in that "
         "time. Default: load everything.",
         rich_help_panel=TUNING,
@@ -173,25 +204,30 @@ RepeatsOption = Annotated[
     typer.Option(min=1, help="Number of runs; the median is reported.", rich_help_panel=TUNING),
 ]
 MaxTokensOption = Annotated[
-    int, typer.Option("--max-tokens", help="Maximum length of the answer, in tokens.")
+    int, typer.Option("--max-tokens", min=1, help="Maximum length of the answer, in tokens.")
 ]
 TemperatureOption = Annotated[
     float,
     typer.Option(
-        help="0 always takes the likeliest token; higher values sample.", rich_help_panel=TUNING
+        min=0,
+        help="0 always takes the likeliest token; higher values sample.",
+        rich_help_panel=TUNING,
     ),
 ]
 SeedOption = Annotated[
     int | None,
     typer.Option(
-        help="Makes sampled answers repeatable.", rich_help_panel=RESEARCH, show_default=False
+        min=0,
+        help="Makes sampled answers repeatable.",
+        rich_help_panel=RESEARCH,
+        show_default=False,
     ),
 ]
 NoChatOption = Annotated[
     bool,
     typer.Option(
         "--no-chat",
-        help="Use a plain prompt even if the model has a chat template.",
+        help="Use the bare prompt: no chat template, no solved examples.",
         rich_help_panel=RESEARCH,
     ),
 ]

@@ -86,7 +86,7 @@ def _described(schema: Schema, layout: SchemaLayout | None) -> dict[str, object]
 
 def encode(
     file: FileArgument,
-    index: o.IndexOption,
+    index: o.IndexOption = o.DEFAULT_INDEX,
     model: o.ModelOption = None,
     device: o.DeviceOption = None,
     store: o.StoreSetting = None,
@@ -120,8 +120,8 @@ def encode(
 
 def run(
     file: PromptArgument,
-    index: o.IndexOption,
     schema: SchemaOption,
+    index: o.IndexOption = o.DEFAULT_INDEX,
     model: o.ModelOption = None,
     device: o.DeviceOption = None,
     policy: o.PolicyOption = "none",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvrag import arguments
 from kvrag.cli import console
 from kvrag.cli import options as o
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def profile(
-    index: o.IndexOption,
+    index: o.IndexOption = o.DEFAULT_INDEX,
     codec: Annotated[
         str, typer.Option(help="Codec to fit: transform, transform:BITS, cachegen or lossless.")
     ] = "transform",
@@ -51,7 +52,7 @@ def profile(
     if out is not None:
         from kvrag.ingest.config import write_atomically
 
-        write_atomically(out.expanduser().resolve(), fitted.content)
+        write_atomically(arguments.resolved_path(out, "--out"), fitted.content)
     if as_json:
         console.print_json(_plain(fitted))
     else:

@@ -10,27 +10,27 @@ Messages = list[dict[str, str]]
 
 
 def reading_order(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return chunks by document: best document first, each document's chunks in its order.
+    """Return chunks by document: best document last, each document's chunks in its order.
+
+    Small models answer best from what stands next to the question. A chunk that says only "she"
+    or "the company" makes sense after the text that it continues.
 
     Parameters
     ----------
     chunks
-        Best first. A chunk that says only "she" or "the company" makes sense after the text that
-        it continues.
+        Best first.
     """
     rank: dict[str, int] = {}
     for chunk in chunks:
         rank.setdefault(chunk.source, len(rank))
-    return sorted(chunks, key=lambda chunk: (rank[chunk.source], chunk.ordinal))
-
-
-def plain_prompt(question: str, texts: Sequence[str]) -> str:
-    """Return the chunks with blank lines between them, then the question to complete."""
-    return "\n\n".join([*texts, f"Question: {question}\nAnswer:"])
+    return sorted(chunks, key=lambda chunk: (-rank[chunk.source], chunk.ordinal))
 
 
 def chat_messages(
-    question: str, texts: Sequence[str], history: Sequence[tuple[str, str]] = ()
+    question: str,
+    texts: Sequence[str],
+    history: Sequence[tuple[str, str]] = (),
+    instruction: str = "",
 ) -> Messages:
     """Return messages for a chat template.
 
@@ -41,11 +41,14 @@ def chat_messages(
     history
         Earlier questions and answers, oldest first, without their chunks: chunks that matter
         are retrieved again.
+    instruction
+        What the model is to do with the chunks; stands between them and the question.
     """
     messages: Messages = []
     for earlier_question, answer in history:
         messages.append({"role": "user", "content": earlier_question})
         messages.append({"role": "assistant", "content": answer})
-    content = "\n\n".join([*texts, f"Question: {question}"])
+    said = [instruction] if instruction else []
+    content = "\n\n".join([*texts, *said, f"Question: {question}"])
     messages.append({"role": "user", "content": content})
     return messages

@@ -27,7 +27,7 @@ _NOT_PLAIN = (
 def query(
     context: typer.Context,
     question: Annotated[str, typer.Argument(help="The question.")],
-    index: o.IndexOption,
+    index: o.IndexOption = o.DEFAULT_INDEX,
     model: o.ModelOption = None,
     device: o.DeviceOption = None,
     store: o.StoreOption = None,

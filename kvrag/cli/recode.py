@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def recode(
-    index: o.IndexOption,
     codec: o.CodecOption,
+    index: o.IndexOption = o.DEFAULT_INDEX,
     profile: o.ProfileOption = None,
     model: o.ModelOption = None,
     device: o.DeviceOption = None,

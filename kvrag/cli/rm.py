@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
+import itertools
 import os
 import shlex
 from collections.abc import Iterable, Sequence
@@ -29,7 +31,7 @@ def rm(
             "'notes/*.md' or 'notes/**/*.md' (quote them; * stays in one folder, ** does not).",
         ),
     ],
-    index: o.IndexOption,
+    index: o.IndexOption = o.DEFAULT_INDEX,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be removed; remove nothing.")
     ] = False,
@@ -88,11 +90,22 @@ def matching_sources(pattern: str, sources: Iterable[str]) -> list[str]:
     A name is matched literally before it is matched as a pattern, and a relative name is also
     looked up in the working directory. A file, or a pattern that matches it, means all documents
     that were read from it. In a pattern ``*``, ``?`` and ``[...]`` stay within one folder; ``**``
-    matches any number of folders.
+    matches any number of folders. Wildcards in the name of the working directory are none.
+
+    Raises
+    ------
+    ParameterError
+        For ``..`` after a wildcard: it would cancel the wildcard.
     """
     if not pattern.strip():
         return []
     known = list(sources)
+    head, tail, raw = _split(pattern)
+    if ".." in tail and pattern not in known:
+        raise ParameterError(
+            f"{pattern}: expected no '..' after a wildcard, since nobody can say which folder it "
+            "means; name that folder"
+        )
     # Normalised without resolving links: `kvrag ls` shows paths relative to the working directory.
     spellings = dict.fromkeys((pattern, os.path.abspath(pattern), os.path.realpath(pattern)))  # noqa: PTH100
     for name in spellings:
@@ -100,17 +113,30 @@ def matching_sources(pattern: str, sources: Iterable[str]) -> list[str]:
         found = [one for one in known if one == name or one.startswith((f"{stem}#", f"{stem}/"))]
         if stem and found:
             return found
+    if not tail:
+        return []
+    folders = dict.fromkeys((os.path.abspath(head), os.path.realpath(head)))  # noqa: PTH100
+    patterns = [raw, *("/".join([glob.escape(one).rstrip("/"), *tail]) for one in folders)]
     return [
         one
         for one in known
         if any(
             # A relative pattern matches only below the working directory, even with **.
-            name.startswith("/") == spelling.startswith("/")
-            and _matches(name.split("/"), spelling.split("/"))
-            for spelling in spellings
+            name.startswith("/") == each.startswith("/")
+            and _matches(name.split("/"), each.split("/"))
+            for each in patterns
             for name in _names(one)
         )
     ]
+
+
+def _split(pattern: str) -> tuple[str, list[str], str]:
+    """Return the folder before the first wildcard, the parts from there on, and both together."""
+    parts = pattern.split("/")
+    literal = list(itertools.takewhile(lambda part: not set("*?[") & set(part), parts))
+    tail = [part for part in parts[len(literal) :] if part not in ("", ".")]
+    head = "/".join(["", *literal] if literal == [""] else literal) or "."
+    return head, tail, "/".join([*literal, *tail])
 
 
 def _names(source: str) -> tuple[str, ...]:

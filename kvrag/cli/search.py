@@ -21,7 +21,7 @@ _SNIPPET_CHARACTERS = 100
 
 def search(
     question: Annotated[str, typer.Argument(help="The question.")],
-    index: o.IndexOption,
+    index: o.IndexOption = o.DEFAULT_INDEX,
     top_k: o.TopKOption = o.DEFAULT_TOP_K,
     sparse: Annotated[
         bool,

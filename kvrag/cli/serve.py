@@ -15,7 +15,7 @@ from kvrag.fusion.policies import DEFAULT_POLICY
 
 def serve(
     context: typer.Context,
-    index: o.IndexOption,
+    index: o.IndexOption = o.DEFAULT_INDEX,
     store: o.StoreOption = None,
     policy: o.PolicyOption = DEFAULT_POLICY,
     ratio: o.RatioOption = None,

@@ -5,16 +5,20 @@ from __future__ import annotations
 import signal
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvrag import arguments
 from kvrag.cli import console, names
 from kvrag.cli import options as o
 from kvrag.cli.command import given
 from kvrag.errors import ParameterError
 from kvrag.store.http_protocol import TOKEN_VARIABLE, read_token
 from kvrag.store.server import DEFAULT_PORT, MAX_CONNECTIONS, RecordServer, tls_context
+
+if TYPE_CHECKING:
+    from kvrag.store.base import Store
 
 
 def serve_kv(
@@ -71,6 +75,7 @@ def serve_kv(
     tls = None
     if tls_certificate is not None:
         tls = tls_context(str(tls_certificate), None if tls_key is None else str(tls_key))
+    from kvrag.store.capabilities import ChecksWritable, capability
     from kvrag.store.registry import missing_folders, open_store, without_password
 
     if len(asked := given(context, "index", "store")) == 1:
@@ -81,14 +86,20 @@ def serve_kv(
     if store is not None and not writable:
         # After a typing error, an empty folder would be created and served.
         for folder in missing_folders(store):
+            if folder.exists():
+                raise ParameterError(
+                    f"--store {without_password(store)}: expected a folder of records, found "
+                    f"another kind of file, {folder}; name a folder"
+                )
             raise ParameterError(
                 f"--store {without_password(store)}: there is no folder {folder}"
                 f"{names.like(folder.name, names.beside(folder))}; name one that exists, or give "
                 "--writable to start with an empty one"
             )
-    url = store or _store_of(index)
-    opened = open_store(url)
+    opened = _store_of(index) if store is None else open_store(store)
     try:
+        if writable and (checks := capability(opened, ChecksWritable)):
+            checks.check_writable()
         server = RecordServer(
             opened,
             host,
@@ -110,17 +121,20 @@ def serve_kv(
     console.note(
         f"served {sum(counts['answers'].values())} requests, "
         f"{console.format_bytes(counts['bytes_sent'])}"
-        f" of {without_password(url)}"
+        f" of {without_password(opened.url)}"
     )
 
 
-def _store_of(index: Path | None) -> str:
+def _store_of(index: Path | None) -> Store:
     if index is None:
         raise ParameterError("nothing to serve: give --index DIR, or --store URL")
     from kvrag.ingest.config import KV_FOLDER, IndexConfig
+    from kvrag.store.file import FileStore
+    from kvrag.store.registry import open_store
 
-    folder = index.expanduser().resolve()
-    return IndexConfig.load(folder).store or f"file:{folder / KV_FOLDER}"
+    folder = arguments.resolved_path(index, "--index")
+    url = IndexConfig.load(folder).store
+    return open_store(url) if url else FileStore(folder / KV_FOLDER)
 
 
 def _until_told(server: RecordServer) -> None:

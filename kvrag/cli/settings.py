@@ -19,9 +19,11 @@ from typing import Any
 
 import typer
 
+from kvrag import arguments
 from kvrag.cli import names
 from kvrag.cli.options import EVERYDAY
 from kvrag.errors import ParameterError
+from kvrag.regularfile import read_regular
 
 FILE_NAME = "kvrag.toml"
 VARIABLE = "KVRAG_CONFIG"
@@ -43,7 +45,12 @@ The author of the folder's documents may have left it there. None of these keys 
 address, a model or code, or disables a check; `index` is checked.
 """
 
-_MAX_BYTES = 1_000_000
+# Far more than anybody writes. The time to parse a line grows with the square of its dots.
+_MAX_BYTES = 64_000
+_MAX_LINE = 2_000
+_MAX_DOTS = 20
+# Strings in one line; the dots in them cost nothing.
+_QUOTED = re.compile(r""""[^"]*"|'[^']*'""")
 _FLAGS = {"true": True, "false": False}
 _NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
@@ -181,11 +188,13 @@ def check(keys: Mapping[str, Key], command: str, name: str, value: object, origi
     key = keys.get(name)
     if key is None:
         raise ParameterError(
-            f"{origin}: {command} has no option {name!r}{names.like(name, keys)}; it has "
-            + ", ".join(sorted(keys))
+            f"{origin}: {command} has no option {arguments.shown(name)}{names.like(name, keys)}; "
+            "it has " + ", ".join(sorted(keys))
         )
     if not key.accepts(value):
-        raise ParameterError(f"{origin}: {name}: expected {key.expected}, found {value!r}")
+        raise ParameterError(
+            f"{origin}: {name}: expected {key.expected}, found {arguments.shown(value)}"
+        )
     if key.parse is not None:
         try:
             key.parse(typing.cast(str, value))
@@ -200,7 +209,7 @@ def from_pairs(pairs: Sequence[str], keys: Mapping[str, Key], command: str) -> d
     for pair in pairs:
         name, equals, text = pair.partition("=")
         name = name.strip()
-        origin = f"{SET} {pair}"
+        origin = f"{SET} {arguments.cut(pair)}"
         if not equals:
             raise ParameterError(f"{origin}: expected KEY=VALUE, such as seed=1")
         key = keys.get(name)
@@ -223,12 +232,12 @@ def from_pairs(pairs: Sequence[str], keys: Mapping[str, Key], command: str) -> d
 def find_file(named: Path | None) -> tuple[Path, bool] | None:
     """Return the settings file and whether the user named it, or None if there is no file."""
     if named is not None:
-        return named.expanduser(), True
+        return arguments.path(named, "--config"), True
     if given := os.environ.get(VARIABLE):
-        path = Path(given).expanduser()
+        path = arguments.path(given, VARIABLE)
         if not path.is_absolute():
             # A relative path would be trusted in every working directory.
-            raise ParameterError(f"{VARIABLE}={given}: expected an absolute path")
+            raise ParameterError(f"{VARIABLE} {arguments.shown(given)}: expected an absolute path")
         return path, True
     found = Path(FILE_NAME)
     return (found, False) if found.is_file() else None
@@ -256,7 +265,7 @@ def read_file(named: Path | None, root: Any, context: Any) -> SettingsFile | Non
     text = _text(path)
     try:
         document = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number or date can be too long to read
         raise ParameterError(f"{path} is not TOML: {error}") from error
     lines = _lines(text)
     common: dict[str, Setting] = {}
@@ -267,16 +276,20 @@ def read_file(named: Path | None, root: Any, context: Any) -> SettingsFile | Non
         key = None
         if command is None:
             if not isinstance(value, str) or not value.strip():
-                raise ParameterError(f"{origin}: {name}: expected text, found {value!r}")
+                raise ParameterError(
+                    f"{origin}: {name}: expected text, found {arguments.shown(value)}"
+                )
             setting = Setting(value, origin)
         else:
             setting = check(command.keys, f"'kvrag {' '.join(table)}'", name, value, origin)
             key = command.keys[name]
-        if not is_named:
-            _check_harmless(name, key, setting, path)
-        if name == "index" or (key is not None and key.kind is Path):
+        is_path = name == "index" or (key is not None and key.kind is Path)
+        if is_path:
             # A path in the file is relative to the file, not to the working directory.
-            setting = Setting(str(path.parent / Path(setting.value).expanduser()), origin)
+            whole = path.parent / arguments.path(value, f"{origin}: {name}")
+            setting = Setting(str(arguments.path(whole, f"{origin}: {name}")), origin)
+        if not is_named:
+            _check_harmless(name, is_path, setting, path)
         (common if command is None else tables.setdefault(tuple(table), {}))[name] = setting
     return SettingsFile(path, is_named, common, tables)
 
@@ -297,11 +310,13 @@ def _entries(
             if place:
                 raise ParameterError(
                     f"{origin()}: {' '.join(place)!r} is a group of commands: expected tables such "
-                    f"as [{'.'.join(place)}.{group.list_commands(context)[0]}], found {name!r}"
+                    f"as [{'.'.join(place)}.{group.list_commands(context)[0]}], found "
+                    f"{arguments.shown(name)}"
                 )
             if name not in COMMON:
                 raise ParameterError(
-                    f"{origin()}: {name!r} is no key for all commands{names.like(name, COMMON)}; "
+                    f"{origin()}: {arguments.shown(name)} is no key for all "
+                    f"commands{names.like(name, COMMON)}; "
                     f"expected {', '.join(COMMON)} outside tables; one command's option belongs in "
                     "its table, such as [query]"
                 )
@@ -310,7 +325,7 @@ def _entries(
         known = group.list_commands(context)
         if name not in known:
             raise ParameterError(
-                f"{origin()}: there is no command 'kvrag {' '.join(here)}'"
+                f"{origin()}: there is no command 'kvrag {arguments.cut(' '.join(here))}'"
                 f"{names.like(name, known)}; expected {', '.join(known)}"
             )
         command = group.get_command(context, name)
@@ -318,38 +333,48 @@ def _entries(
             yield from _entries(value, command, context, path, lines, here)
         elif not hasattr(command, "keys"):
             # A placeholder for a command of another distribution.
-            raise ParameterError(f"{origin()}: 'kvrag {' '.join(here)}': {command.help}")
+            raise ParameterError(
+                f"{origin()}: 'kvrag {arguments.cut(' '.join(here))}': {command.help}"
+            )
         else:
             for key, setting in value.items():
                 yield (*here, key), setting, command
 
 
 def _text(path: Path) -> str:
+    if str(path) == os.devnull:
+        return ""  # the usual name for no settings
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
+        text = read_regular(path, _MAX_BYTES).decode()
     except OSError as error:
         raise ParameterError(f"{path} cannot be read: {error.strerror}") from error
-    if len(content) > _MAX_BYTES:
-        raise ParameterError(f"{path}: expected at most {_MAX_BYTES:,} bytes")
-    try:
-        return content.decode()
     except UnicodeDecodeError as error:
         raise ParameterError(f"{path} is not UTF-8: {error}") from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        for found, most, what in (
+            (len(line), _MAX_LINE, "characters"),
+            (_QUOTED.sub("", line).partition("#")[0].count("."), _MAX_DOTS, "dots"),
+        ):
+            if found > most:
+                raise ParameterError(
+                    f"{path}:{number}: expected at most {most:,} {what} in a line, found "
+                    f"{found:,}; spread them over several lines"
+                )
+    return text
 
 
 def _lines(text: str) -> dict[tuple[str, ...], int]:
     """Return the line of each table and key, which `tomllib` does not report."""
     found: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
-    for number, line in enumerate(text.splitlines(), start=1):
-        header = re.match(r"\s*\[+\s*([^\[\]#]+?)\s*\]", line)
-        key = re.match(r"\s*([\w\"'. -]+?)\s*=", line)
-        if header:
-            table = _parts(header[1])
+    for number, line in enumerate(text.split("\n"), start=1):
+        said = line.strip()
+        key, equals, _ = said.partition("=")
+        if said.startswith("["):
+            table = _parts(said.lstrip("[ \t").partition("]")[0])
             found.setdefault(table, number)
-        elif key:
-            found.setdefault((*table, *_parts(key[1])), number)
+        elif equals and not said.startswith("#"):
+            found.setdefault((*table, *_parts(key)), number)
     return found
 
 
@@ -367,21 +392,22 @@ def _origin(path: Path, lines: Mapping[tuple[str, ...], int], place: Sequence[st
     return str(path) if first is None else f"{path}:{first}"
 
 
-def _check_harmless(name: str, key: Key | None, setting: Setting, path: Path) -> None:
+def _check_harmless(name: str, is_path: bool, setting: Setting, path: Path) -> None:
     """Raise ParameterError for a setting that is allowed only in a file that the user named."""
     remedy = (
         f"{path} was found, not named: if you trust it, name it with --config {path}, or set "
         f"{VARIABLE} to its absolute path"
     )
     if name == "index":
-        problem = _foreign_index(Path(setting.value).expanduser(), path.absolute().parent)
+        problem = _foreign_index(Path(setting.value).resolve(), path.absolute().parent.resolve())
         if problem:
             raise ParameterError(
-                f"{setting.origin}: index = {setting.value!r}: {problem}; {remedy}"
+                f"{setting.origin}: index = {arguments.shown(setting.value)}: {problem}; {remedy}"
             )
-    elif name not in HARMLESS or (key is not None and key.kind is Path):
+    elif name not in HARMLESS or is_path:
         raise ParameterError(
-            f"{setting.origin}: {name!r} can name a path, a model or code, or disable a check; "
+            f"{setting.origin}: {arguments.shown(name)} can name a path, a model or code, or "
+            "disable a check; "
             f"{remedy}"
         )
 
@@ -390,8 +416,7 @@ def _foreign_index(index: Path, folder: Path) -> str:
     """Return why an index leads outside a folder, or "" if it does not."""
     from kvrag.ingest import config
 
-    index = (folder / index).resolve()
-    if not index.is_relative_to(folder.resolve()):
+    if not index.is_relative_to(folder):
         return f"expected a folder in {folder}"
     if not (index / config.FILE_NAME).exists():
         return ""

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def stats(
-    index: o.IndexOption, store: o.StoreSetting = None, as_json: o.JsonOption = False
+    index: o.IndexOption = o.DEFAULT_INDEX,
+    store: o.StoreSetting = None,
+    as_json: o.JsonOption = False,
 ) -> None:
     """Show what an index holds, and the counters of its use.
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def verify(
-    index: o.IndexOption,
+    index: o.IndexOption = o.DEFAULT_INDEX,
     repair: Annotated[
         bool,
         typer.Option(

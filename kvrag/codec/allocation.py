@@ -1,4 +1,4 @@
-"""Bit allocation: the quantiser's step for each row, at each level of a profile."""
+"""Bit allocation between layers and rows (channels, components): relative quantiser steps."""
 
 from __future__ import annotations
 

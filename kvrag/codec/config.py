@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from kvrag.arguments import shown
 from kvrag.codec.allocation import Allocation, LayerGroups, RateDistortion
 from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Quantiser, Uniform
 from kvrag.codec.transform.anchor_delta import AnchorDelta
@@ -83,21 +84,26 @@ class PipelineConfig:
 
 def _make_stage(kind: str, values: Any) -> Any:
     if not isinstance(values, dict) or not isinstance(values.get("name"), str):
-        raise ParameterError(f"stage {kind!r} must be an object with a 'name', found {values!r}")
+        raise ParameterError(
+            f"stage {kind!r} must be an object with a 'name', found {shown(values)}"
+        )
     parameters = dict(values)
     name = parameters.pop("name")
     stage = _STAGES[kind].get(name)
     if stage is None:
         raise ParameterError(
-            f"there is no {kind} {name!r}; known: {', '.join(sorted(_STAGES[kind]))}"
+            f"there is no {kind} {shown(name)}; known: {', '.join(sorted(_STAGES[kind]))}"
         )
     known = {field.name: field for field in dataclasses.fields(stage)}
     for parameter, value in parameters.items():
         if parameter not in known:
             raise ParameterError(
-                f"{kind} {name!r} has no parameter {parameter!r}; it has {sorted(known) or 'none'}"
+                f"{kind} {shown(name)} has no parameter {shown(parameter)}; it has "
+                f"{sorted(known) or 'none'}"
             )
-        parameters[parameter] = _typed(f"{kind} {name!r}: {parameter}", known[parameter], value)
+        parameters[parameter] = _typed(
+            f"{kind} {shown(name)}: {parameter}", known[parameter], value
+        )
     return stage(**parameters)
 
 
@@ -110,7 +116,7 @@ def _typed(where: str, field: dataclasses.Field[Any], value: Any) -> Any:
         return float(value)
     if field.type == "tuple[float, ...]" and isinstance(value, list | tuple):
         return tuple(_typed(where, _FLOAT, item) for item in value)
-    raise ParameterError(f"{where} must be a {field.type}, found {value!r}")
+    raise ParameterError(f"{where} must be a {field.type}, found {shown(value)}")
 
 
 _FLOAT: dataclasses.Field[Any] = dataclasses.field()

@@ -16,6 +16,7 @@ from typing import NoReturn, Protocol
 import torch
 import xxhash
 
+from kvrag.arguments import shown
 from kvrag.chunk import ChunkKey
 from kvrag.codec.header import Block, RecordHeader, header_size, padded_size
 from kvrag.errors import ParameterError, RecordError
@@ -95,7 +96,9 @@ def write_record(
     """
     name = codec.encode("ascii", "replace")
     if not 1 <= len(name) <= 16 or not codec.isascii() or not codec.isprintable():
-        raise ParameterError(f"a codec name must have 1 to 16 ASCII characters, found {codec!r}")
+        raise ParameterError(
+            f"a codec name must have 1 to 16 ASCII characters, found {shown(codec)}"
+        )
     if spec.dtype not in _DTYPE_CODES:
         known = ", ".join(str(dtype) for dtype in _DTYPE_CODES)
         raise ParameterError(f"a record must hold KV of type {known}; found {spec.dtype}")

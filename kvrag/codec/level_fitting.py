@@ -1,4 +1,4 @@
-"""Fits the levels of a profile to tokens that the transform was not fitted to."""
+"""Fits the levels of a profile: how fine the steps are, and which rows are worth any bits."""
 
 from __future__ import annotations
 

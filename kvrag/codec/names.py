@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.plugins import Table
 
@@ -76,18 +77,20 @@ def parse_codec(name: str) -> CodecName:
         distributions register the preset.
     """
     if not isinstance(name, str):
-        raise ParameterError(f"codec {name!r}: expected a name; known codecs: {known_codecs()}")
+        raise ParameterError(
+            f"codec {shown(name)}: expected a name; known codecs: {known_codecs()}"
+        )
     preset, colon, level = name.partition(":")
     if preset not in LEVELS:
         if preset in PLAIN and not colon:
             return CodecName(preset, preset, "")
-        raise ParameterError(f"there is no codec {name!r}; known codecs: {known_codecs()}")
+        raise ParameterError(f"there is no codec {shown(name)}; known codecs: {known_codecs()}")
     levels = LEVELS[preset]
     level = level if colon else _DEFAULT_LEVELS[preset]
     if level not in levels:
         if preset not in _TAKES_BITS:
             raise ParameterError(
-                f"codec {preset!r} has no level {level!r}; it has {', '.join(levels)}"
+                f"codec {preset!r} has no level {shown(level)}; it has {', '.join(levels)}"
             )
         level = f"{_bits(name, level):g}"
     return CodecName(preset if len(levels) == 1 else f"{preset}:{level}", preset, level)
@@ -129,6 +132,7 @@ def _bits(name: str, level: str) -> float:
     if LEAST_BITS <= bits <= MOST_BITS:
         return bits
     raise ParameterError(
-        f"codec {name!r}: the level of {name.partition(':')[0]!r} must be a number of bits, "
+        f"codec {shown(name)}: the level of {shown(name.partition(':')[0])} must be a number of "
+        "bits, "
         f"{LEAST_BITS} to {MOST_BITS:g}, such as 2 or 0.5"
     )

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from kvrag.arguments import shown
 from kvrag.codec.config import PipelineConfig
 from kvrag.codec.entropy.tables import NUM_SYMBOLS, TOTAL
 from kvrag.codec.planes import NUM_CONTEXTS, value_costs
@@ -294,7 +295,7 @@ def _metadata_of(content: bytes) -> dict[str, Any]:
 def _positive(metadata: Mapping[str, Any], name: str) -> int:
     value = metadata[name]
     if type(value) is not int or not 1 <= value <= _MAX_DIMENSION:
-        raise ProfileError(f"the profile's {name!r} is {value!r}; {_REMEDY}")
+        raise ProfileError(f"the profile's {name!r} is {shown(value)}; {_REMEDY}")
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvrag.arguments import shown
 from kvrag.chunk import ChunkKey
 from kvrag.codec.base import Codec, EncodedChunk
 from kvrag.codec.container import ByteSource, RecordReader
@@ -38,12 +39,12 @@ def get_codec(name: str, profile: Profile | None = None) -> Codec:
     if choice.config is None:
         return _plain(choice.label)
     if profile is None:
-        raise ParameterError(f"codec {name!r} needs a profile: fit one with 'kvrag profile'")
+        raise ParameterError(f"codec {shown(name)} needs a profile: fit one with 'kvrag profile'")
     if not is_profile_of(profile, choice):
         raise ParameterError(
             f"the codec profile {profile.hash} was fitted for transform "
             f"{profile.config.transform.name!r} and quantiser {profile.config.quantiser.name!r}, "
-            f"codec {name!r} has {choice.config.transform.name!r} and "
+            f"codec {shown(name)} has {choice.config.transform.name!r} and "
             f"{choice.config.quantiser.name!r}: fit one with 'kvrag profile --codec {name}'"
         )
     if isinstance(profile.config.quantiser, Exact):
@@ -107,7 +108,7 @@ class RecordOpener:
                 reader.refuse(
                     "codec without a profile",
                     f"one of {', '.join(PLAIN)}",
-                    f"{name!r}{why}",
+                    f"{shown(name)}{why}",
                     "install the distribution that has this codec, or ingest the document again",
                 )
         return self._plain[name]
@@ -117,7 +118,7 @@ def _plain(name: str) -> Codec:
     """Return a codec without a profile. Raises KeyError and ParameterError."""
     codec = PLAIN[name]()
     if not isinstance(codec, Codec) or codec.name != name or codec.label != name:
-        PLAIN.refuse(name, f"a class of codecs whose name and label are {name!r}", repr(codec))
+        PLAIN.refuse(name, f"a class of codecs whose name and label are {shown(name)}", repr(codec))
     return codec
 
 

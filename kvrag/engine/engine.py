@@ -245,7 +245,8 @@ class KVEngine:
             if request.recompute == Recompute(DEFAULT_POLICY):
                 return Repair(NonePolicy())
             raise ParameterError(
-                f"policy {request.policy!r} computes reused tokens again, but this index stores "
+                f"policy {arguments.shown(request.policy)} computes reused tokens again, but this "
+                "index stores "
                 f"chunks as {compression}, whose rows are not tokens. Use policy 'none', or an "
                 "index without compression"
             )

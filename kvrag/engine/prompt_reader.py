@@ -16,7 +16,6 @@ from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError, S
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.segments import Match
-from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag.ingest.index import Index
 from kvrag.ingest.prompt_tokens import tokenise_prompt
 from kvrag.models.chat import PromptText, render_messages
@@ -73,7 +72,8 @@ class PromptReader:
     def __init__(self, index: Index) -> None:
         if index is None or isinstance(index, str | bytes | int | float | Path):
             raise ParameterError(
-                f"index {index!r}: expected an opened index, such as Index.open({str(index)!r})"
+                f"index {arguments.shown(index)}: expected an opened index, such as "
+                f"Index.open({str(index)!r})"
             )
         self._index = index
         self._watching = True  # for retrieved chunks that never arrive in a prompt
@@ -145,9 +145,10 @@ class PromptReader:
         try:
             matches = index.matcher.find(text, hints)
             wanted = [match.chunk_id for match in matches]
-            # Without context, chunks with the same text are interchangeable.
-            if index.config.context != NO_CONTEXT:
+            if index.config.chunk_context.is_of_document:
                 wanted += chain.from_iterable(match.other_ids for match in matches)
+            else:  # Chunks with the same text are interchangeable.
+                matches = [replace(match, other_ids=(), has_more=False) for match in matches]
             found = index.catalog.find_chunks(wanted)
         except (IndexFormatError, StoreError):
             return [], {}, {MISS_CATALOG: 1}

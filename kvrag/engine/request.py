@@ -93,7 +93,7 @@ class Recompute:
         if isinstance(self.policy, Choice):
             return self.policy
         raise ParameterError(
-            f"policy {self.policy!r}: expected a name such as 'query', or a policy"
+            f"policy {arguments.shown(self.policy)}: expected a name such as 'query', or a policy"
         )
 
 
@@ -182,7 +182,9 @@ class Request:
         if not isinstance(self.stop, list | tuple) or not all(
             one and isinstance(one, str) for one in self.stop
         ):
-            raise ParameterError(f"stop {self.stop!r}: expected a list of non-empty strings")
+            raise ParameterError(
+                f"stop {arguments.shown(self.stop)}: expected a list of non-empty strings"
+            )
         if self.max_tokens is not None:
             checked["max_tokens"] = arguments.whole(self.max_tokens, "max_tokens", 1)
         for name in ("timeout_seconds", "ttft"):
@@ -214,7 +216,9 @@ class Request:
         unknown = sorted(set(options) - RequestOptions.__optional_keys__)
         if unknown:
             known = ", ".join(sorted(RequestOptions.__optional_keys__))
-            raise ParameterError(f"unknown option {', '.join(unknown)}; a request takes {known}")
+            raise ParameterError(
+                f"unknown option {arguments.cut(', '.join(unknown))}; a request takes {known}"
+            )
         return cls(prompt, **options)
 
     def over(self, defaults: Request) -> Self:
@@ -260,8 +264,15 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
         raise ParameterError(
             "a prompt is one text, or a list of messages such as "
             "{'role': 'user', 'content': '...'}; "
-            f"found {type(messages).__name__} {str(messages)[:60]!r}"
+            f"found {type(messages).__name__} {arguments.shown(messages)}"
         )
     if not messages:
         raise ParameterError("the prompt has no messages: there is nothing to answer")
+    for number, one in enumerate(messages, start=1):
+        if not isinstance(one.get("role"), str) or not one["role"]:
+            raise ParameterError(
+                f"message {number} of {len(messages)} in the prompt: expected a role such as "
+                "'user', found "
+                f"{arguments.shown(one)}; add 'role': 'user'"
+            )
     return [dict(one) for one in messages]

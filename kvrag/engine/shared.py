@@ -44,7 +44,7 @@ def shared_index(
         if model is None and device is None:
             return index
         return shared_index(index.path, model=model, device=device)
-    path = arguments.path(index, "index").expanduser().resolve()
+    path = arguments.resolved_path(index, "index")
     key = (str(path), model, device)
     with _opening:
         identity = _identity(path)

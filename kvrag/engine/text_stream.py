@@ -1,4 +1,4 @@
-"""Decoding token ids to text piece by piece, without emitting text that may still change."""
+"""Token ids to text piece by piece: cuts at stop strings, holds back text that may still change."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from kvrag.arguments import cut, shown
 from kvrag.errors import ParameterError
 from kvrag.eviction import NO_EVICTION
 from kvrag.eviction.base import EvictionPolicy
@@ -40,14 +41,15 @@ def make_eviction(spec: str | EvictionPolicy | None) -> EvictionPolicy | None:
     name, given = parse_spec(spec, "eviction", EVICTIONS)
     if name == NO_EVICTION:
         if given:
-            raise ParameterError(f"eviction {spec!r}: {NO_EVICTION!r} takes no parameters")
+            raise ParameterError(f"eviction {shown(spec)}: {NO_EVICTION!r} takes no parameters")
         return None
     policy: Any = _CLASSES[name]
     accepted = [field.name for field in fields(policy)]
     for key in given:
         if key not in accepted:
             raise ParameterError(
-                f"eviction {name!r} has no parameter {key}; it has {', '.join(sorted(accepted))}"
+                f"eviction {name!r} has no parameter {cut(key)}; it has "
+                f"{', '.join(sorted(accepted))}"
             )
     made: EvictionPolicy = policy(**given)
     return made

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvrag.arguments import shown
 from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, planned_rows
 from kvrag.fusion.repair import Repair, make_repair
@@ -210,4 +211,4 @@ def _require_numbers(*values: Any) -> None:
     for value in values:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value):
-            raise ParameterError(f"expected a finite number, found {value!r}")
+            raise ParameterError(f"expected a finite number, found {shown(value)}")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+from kvrag.arguments import shown
 from kvrag.errors import LinksError, ParameterError
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.links import LinkTokens, find_links, insert_links
@@ -52,7 +53,7 @@ class ChosenLinks:
             given = LINKS_OFF if given == LINKS_OFF else LinkTokens.load(given)
         elif given is not None and not isinstance(given, LinkTokens):
             raise ParameterError(
-                f"links {given!r}: expected a file that 'kvrag train links' wrote, or "
+                f"links {shown(given)}: expected a file that 'kvrag train links' wrote, or "
                 f"{LINKS_OFF!r}; None uses those in the model's folder"
             )
         self._given = given

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.calibration import Calibration, Estimate, Measured
+from kvrag.fusion.policies import AUTO_POLICY
 from kvrag.fusion.policies.base import (
     PromptRows,
     check_ratio,
@@ -77,7 +78,7 @@ class LoadingController:
         If a value has the wrong type or is out of range.
     """
 
-    name: ClassVar[str] = "auto"
+    name: ClassVar[str] = AUTO_POLICY
     ratio: float | None = None
     ttft: float | None = None
     loss: float = 0.01

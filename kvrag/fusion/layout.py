@@ -1,4 +1,4 @@
-"""The layout of a prompt: which of its tokens can be taken from stored chunks.
+"""The layout of a prompt: its positions, and which of its tokens come from stored chunks.
 
 The prompt is tokenised as a whole, so its ids are those of the plain pipeline. A chunk found
 in the text is then aligned with the prompt's tokens by character offset and token id. If the
@@ -16,7 +16,7 @@ from itertools import accumulate
 from kvrag.chunk import Chunk
 from kvrag.fusion.records import FoundText, choose_records
 from kvrag.fusion.segments import Match
-from kvrag.models.tokens import Tokens
+from kvrag.models.tokens import Tokens, num_equal
 
 MIN_RUN_LENGTH = 4
 """Shortest span that is reused: reading the KV of fewer tokens would save nothing."""
@@ -99,12 +99,12 @@ class Layout:
         inserted link token (`kvrag.fusion.links.insert_links`) and `COMPRESSED` at each row of a
         compressed chunk (`kvrag.fusion.compression.compacting.compact`).
     spans
-        The reusable spans, in order, without overlap. No span contains the shared prefix or the
-        last token, which has to be computed to give logits.
+        The reusable spans, in order, without overlap. They follow the shared prefix if all of it is
+        there. No span contains the last token, which has to be computed to give logits.
     prefix_length
-        Number of shared prefix tokens at the start of the prompt: all of them or 0.
+        Number of shared prefix tokens at the start of the prompt.
     has_prefix
-        Whether the prompt begins with the shared prefix (always true if that is empty).
+        Whether these are all: only then is a chunk after them exact.
     misses
         Matches that gave no span: reason -> count.
     links
@@ -221,8 +221,7 @@ def lay_out(
     """
     token_ids = tokens.token_ids
     prefix = tuple(prefix_ids)
-    has_prefix = token_ids[: len(prefix)] == prefix
-    prefix_length = len(prefix) if has_prefix else 0
+    prefix_length, has_prefix = shared_beginning(token_ids, prefix)
     misses: Counter[str] = Counter()
     chunk_ids: list[str] = []
     spans: list[ReusedSpan] = []
@@ -238,7 +237,7 @@ def lay_out(
         if placed is None:
             misses[MISS_NO_OFFSETS] += 1
             continue
-        span = placed.longest_run(match, known[0], prefix_length)
+        span = placed.longest_run(match, known[0], prefix_length if has_prefix else 0)
         if span.length < min_run_length:
             misses[MISS_TOKENS_DIFFER] += 1
             continue
@@ -267,6 +266,12 @@ def lay_out(
         num_neutralised=tokens.num_neutralised,
         num_control=tokens.num_control,
     )
+
+
+def shared_beginning(token_ids: tuple[int, ...], prefix: tuple[int, ...]) -> tuple[int, bool]:
+    """Return how many tokens of the shared prefix a prompt begins with, and whether with all."""
+    length = num_equal(token_ids, prefix)
+    return length, length == len(prefix)
 
 
 def _found_text(match: Match, span: ReusedSpan, known: Sequence[Chunk]) -> FoundText:
@@ -306,17 +311,9 @@ class _PromptTokens:
         while prompt_start + best.length < end:
             longest = 0
             for chunk_start in by_start.get(self._starts[prompt_start] - match.start, ()):
-                length = _num_equal(self._ids[prompt_start:end], chunk.token_ids[chunk_start:])
+                length = num_equal(self._ids[prompt_start:end], chunk.token_ids[chunk_start:])
                 longest = max(longest, length)
                 if length > best.length:
                     best = ReusedSpan(chunk.chunk_id, prompt_start, chunk_start, length)
             prompt_start += max(longest, 1)
         return best
-
-
-def _num_equal(ids: tuple[int, ...], others: tuple[int, ...]) -> int:
-    """Return the length of the common beginning."""
-    for index, (one, other) in enumerate(zip(ids, others, strict=False)):
-        if one != other:
-            return index
-    return min(len(ids), len(others))

@@ -15,7 +15,6 @@ question and answer rows are trained, and every chunk stored with the base model
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from kvrag import arguments
 from kvrag.errors import LinksError
 from kvrag.fusion.layout import LINK, Layout, LinkRow, ReusedSpan
 from kvrag.kvcache import FusedKV
@@ -165,12 +165,14 @@ class LinkTokens:
         ------
         LinksError
             If the file is missing, damaged, too new, or not a file of links.
+        ParameterError
+            If no file can have that path.
         """
-        # Not Path.expanduser, which raises for an unknown user.
-        place = Path(os.path.expanduser(path))  # noqa: PTH111
+        place = arguments.path(path, "links")
         if not place.is_file():
             raise LinksError(
-                f"no links at {str(path)!r}: expected a {FILE_NAME} that 'kvrag train links' wrote"
+                f"no links at {arguments.shown(str(path))}: expected a {FILE_NAME} that 'kvrag "
+                "train links' wrote"
             )
         try:
             with safe_open(str(place), framework="pt") as file:
@@ -396,7 +398,9 @@ def _checked_header(text: str | None, place: Path) -> LinksHeader:
         ("scale", _is_scale(header.scale), f"a number, at most {_MAX_SCALE:,} either way"),
     ):
         if not holds:
-            raise LinksError(f"{place}: {name} {getattr(header, name)!r}: expected {expected}")
+            raise LinksError(
+                f"{place}: {name} {arguments.shown(getattr(header, name))}: expected {expected}"
+            )
     return header
 
 
@@ -419,11 +423,14 @@ def _checked_tensors(
     found = {name for name in tensors if not name.startswith((_DOWN, _UP))}
     if found != wanted:
         raise LinksError(
-            f"{place}: links of way {header.way!r}: expected the tensors {sorted(wanted)}, found "
+            f"{place}: links of way {arguments.shown(header.way)}: expected the tensors "
+            f"{sorted(wanted)}, found "
             f"{sorted(found)}"
         )
     if bool(down) != (header.way == "adapter") or down.keys() != up.keys():
-        raise LinksError(f"{place}: the adapter's tensors are not those of way {header.way!r}")
+        raise LinksError(
+            f"{place}: the adapter's tensors are not those of way {arguments.shown(header.way)}"
+        )
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not all_finite(tensor):
             raise LinksError(f"{place}: {name}: expected finite floating-point numbers")

@@ -9,7 +9,7 @@ import torch
 
 from kvrag.fusion.loader import SpanLoader
 from kvrag.kvcache import FusedKV
-from kvrag.models.attention import RowMask
+from kvrag.models.attention import MassObserver, RowMask
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
 from kvrag.positions.rotary import RotaryTable
@@ -18,9 +18,9 @@ from kvrag.positions.rotary import RotaryTable
 class QuestionAttention:
     """Attention of the question's tokens to reused tokens, weighted by the values' norms.
 
-    An observer of `KVModel.forward_rows`. The relevance of a key is its attention weight times the
-    L2 norm of its value, summed over query heads and question tokens. Memory grows linearly with
-    the prompt.
+    Observes layers of `KVModel.forward_rows`. The relevance of a key is its attention weight times
+    the L2 norm of its value, summed over query heads and question tokens. Memory grows linearly
+    with the prompt.
 
     Parameters
     ----------
@@ -43,24 +43,20 @@ class QuestionAttention:
         self._reused = reused
         self._question_start = question_start
         self.layers = layers
-        self.relevance = torch.zeros(len(layers), len(reused), device=reused.device)
+        shape = (len(layers), len(reused))
+        self.relevance = torch.zeros(shape, dtype=torch.float32, device=reused.device)
 
-    def observer_of(self, layer_index: int) -> partial[None] | None:
+    def observer_of(self, layer_index: int) -> MassObserver | None:
         """Return the observer of one layer, or None if the layer is not observed."""
         if layer_index not in self.layers:
             return None
-        return partial(self._observe, self.relevance[self.layers.index(layer_index)])
+        into = self.relevance[self.layers.index(layer_index)]
+        return MassObserver(self._question_start, partial(self._note, into))
 
-    def _observe(
-        self,
-        into: torch.Tensor,
-        mask: RowMask,
-        rows: slice,
-        weights: torch.Tensor,
-        value: torch.Tensor,
+    def _note(
+        self, into: torch.Tensor, mask: RowMask, mass: torch.Tensor, value: torch.Tensor
     ) -> None:
-        asking = int((mask.positions[rows] < self._question_start).sum())
-        taken = weights[:, asking:].sum((0, 1)) * value.norm(dim=-1)
+        taken = mass * value.norm(dim=-1)
         # A sliding window shows only the last keys; earlier keys get no attention.
         shown = self._reused - mask.first_key
         inside = (shown >= 0) & (shown < len(taken))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvrag.arguments import cut, shown
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.registry import POLICIES, make_policy, parameters_of
@@ -109,7 +110,8 @@ def add_given(given: dict[str, Any], spec: str, **more: float | None) -> None:
             continue
         if key in given:
             raise ParameterError(
-                f"policy {spec!r} and {_SHOWN.get(key, key)} {value}: both set the {key}; leave "
+                f"policy {shown(spec)} and {_SHOWN.get(key, key)} {value}: both set the {key}; "
+                "leave "
                 "one out"
             )
         given[key] = value
@@ -121,5 +123,5 @@ def check_given(name: str, given: dict[str, Any], accepted: frozenset[str]) -> N
         if key not in accepted and key not in MODIFIERS:
             known = ", ".join((*sorted(accepted), *MODIFIERS))
             raise ParameterError(
-                f"policy {name!r} takes no {_SHOWN.get(key, key)}; it takes {known}"
+                f"policy {name!r} takes no {cut(_SHOWN.get(key, key))}; it takes {known}"
             )

@@ -55,8 +55,12 @@ class FusionReport:
         Chunks without link tokens, because the table has too few or the prompt has no room.
     rows_asked
         Rows computed, over all layers, only to observe the question's attention.
+    rows_compared
+        Rows of one layer whose keys and values, or attention, were computed only to choose among
+        them.
     num_in_context
-        Tokens found in the store that were encoded after other text of their document.
+        Tokens found in the store that were encoded after a context: other text of their document,
+        or a filler.
     expected_loss
         Share of full prefill's quality that policy ``auto`` expects to lose, by its calibration;
         None for other policies.
@@ -94,6 +98,7 @@ class FusionReport:
     rows_by_layer: tuple[int, ...]
     hidden_load_seconds: float = 0.0
     rows_asked: int = 0
+    rows_compared: int = 0
     num_in_context: int = 0
     expected_loss: float | None = None
     expected_seconds: float | None = None
@@ -132,10 +137,13 @@ class FusionReport:
 
     @property
     def work_share(self) -> float:
-        """Rows computed in all layers, over the rows of a full prefill."""
-        return (sum(self.rows_by_layer) + self.rows_asked) / (
-            len(self.rows_by_layer) * self.num_tokens
-        )
+        """Rows computed in all layers, over the rows of a full prefill.
+
+        Everything counts in full: the question's rows that were computed only to see what they
+        attend to, and rows that a layer computed in part, only to choose among them.
+        """
+        num_rows = sum(self.rows_by_layer) + self.rows_asked + self.rows_compared
+        return num_rows / (len(self.rows_by_layer) * self.num_tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON values, including the derived figures."""
@@ -162,7 +170,7 @@ class FusionReport:
             rows = f"{self.num_compressed} of them compressed to {self.num_compressed_rows} rows"
             parts.insert(1, rows)
         if self.num_in_context:
-            parts.insert(1, f"{self.num_in_context} encoded behind their document's text")
+            parts.insert(1, f"{self.num_in_context} encoded after a context")
         if self.num_links:
             parts.insert(1, f"{self.num_links} link tokens")
         if self.num_unlinked:

@@ -1,4 +1,4 @@
-"""Selecting the rows of a prompt that each layer computes, as the policy narrows them down."""
+"""The rows that each layer computes, when a policy narrows its choice from layer to layer."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class Selection:
         ``[n]`` ascending positions of the current layer's rows.
     picks
         For each layer entered so far, the positions of its candidates.
+    num_compared
+        Rows that a layer computed, in part, only to choose among them.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Selection:
         self._deviation: dict[str, torch.Tensor] | None = None
         self._compared_layer: int | None = None
         self.picks: list[torch.Tensor] = []
+        self.num_compared = 0
 
     def enter(
         self,
@@ -141,9 +144,11 @@ class Selection:
             encoded = replace(self._encoded, starts=self._encoded.starts[self.rows])
             # Includes the fresh rows, because candidates see them.
             change = model.compare_rows(0, hidden, self.rows, fused, table, encoded=encoded)
+            self.num_compared = len(self.rows)
             return {"attention": change}
         deviation = Deviation.empty(len(self.rows), self.rows.device)
         which = self._optional.nonzero()[:, 0]
+        self.num_compared = len(which)
         stored = fused.keys[layer_index][0], fused.values[layer_index][0]
         for block, *fresh in model.project_rows(layer_index, hidden, self.rows, table, which):
             positions = self.rows[block]

@@ -1,4 +1,4 @@
-"""Several prompts in one buffer, with one copy of the rows that they share.
+"""A batch of markup prompts in one buffer, with one copy of the rows that they share.
 
 Source: Prompt Cache §4: prompts of one batch point to the same module's memory. Deviation: the
 paper shares pages; here all prompts form one sequence of rows, and a mask says which rows each row

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvrag.errors import IndexMismatchError, StoreError
 from kvrag.ingest.config import write_atomically
 from kvrag.ingest.storage import Storage
+from kvrag.regularfile import read_regular
 from kvrag.store.registry import without_password
 
 if TYPE_CHECKING:
@@ -18,9 +19,10 @@ FILE_NAME = "calibration.json"
 
 def read_calibration(storage: Storage) -> Calibration | None:
     """Return the stored measurements (`Index.calibration`)."""
+    storage.require_open()
     path = storage.path / FILE_NAME
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_regular(path).decode(errors="replace")
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -16,13 +16,16 @@ from kvrag.ingest import words
 from kvrag.ingest.connection import (
     FileStamp,
     catalog_error,
+    check_encryption,
     connect,
     file_stamp,
     is_damage,
+    is_lost,
     put_in_place,
 )
 from kvrag.ingest.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION, State, write_state
 from kvrag.ingest.seals import Seals
+from kvrag.regularfile import require_regular
 from kvrag.sqlitefile import library, unlock
 
 _MAX_TRIES = 8  # of a read that another process's writes disturb
@@ -82,14 +85,23 @@ class CatalogFile:
         self._connection: sqlite3.Connection
         self._stamp: FileStamp | None
         self._inode: int | None
-        if not path.is_file():
-            raise IndexFormatError(
-                f"{path} is missing: the index is incomplete; ingest its documents again"
-            )
         try:
-            self._connect()
-            application = self._connection.execute("PRAGMA application_id").fetchone()[0]
-            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+            if is_lost(path):
+                raise IndexFormatError(
+                    f"{path} is {'empty' if path.exists() else 'missing'}: the index in "
+                    f"{path.parent} has lost the list of its documents; ingest all of them again "
+                    f"with 'kvrag ingest PATH... --index {path.parent}', which finds their KV in "
+                    "the store"
+                )
+            require_regular(path)
+            try:
+                self._connect()
+                application = self._connection.execute("PRAGMA application_id").fetchone()[0]
+                version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+            except self._sql.Error:
+                # Only now: closing the file ends all locks on it that this process has (POSIX).
+                check_encryption(path, cipher_key is not None)
+                raise
         except (self._sql.Error, OSError) as error:
             raise catalog_error(path, error) from error
         self.is_old = (application, version) == (APPLICATION_ID, 2)

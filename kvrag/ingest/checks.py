@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvrag.arguments import shown
 from kvrag.errors import IndexMismatchError, ParameterError
 from kvrag.ingest.config import IndexConfig
 from kvrag.store.base import Store
@@ -42,7 +43,7 @@ def check_device(device: str | None, model: KVModel | None = None) -> None:
     if device is None:
         return
     if not isinstance(device, str):
-        raise ParameterError(f"device {device!r}: expected a name such as 'cpu' or 'cuda'")
+        raise ParameterError(f"device {shown(device)}: expected a name such as 'cpu' or 'cuda'")
     # Imported late: without a device, the model's library is not needed yet.
     from kvrag.models.loading import usable_device
 
@@ -59,6 +60,7 @@ def check_embedding(config: IndexConfig, folder: Path, embedding: Embedding) -> 
     expected = (config.embedding, config.embedding_dim)
     if found != expected:
         raise IndexMismatchError(
-            f"{folder} was made with the embedding {expected[0]!r} of {expected[1]} dimensions, "
-            f"found {found[0]!r} of {found[1]}; use the one it was made with"
+            f"{folder} was made with the embedding {shown(expected[0])} of {expected[1]} "
+            "dimensions, "
+            f"found {shown(found[0])} of {found[1]}; use the one it was made with"
         )

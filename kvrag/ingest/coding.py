@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from kvrag.arguments import shown
 from kvrag.chunk import ChunkKey
 from kvrag.codec.base import Codec, EncodedChunk
 from kvrag.codec.container import RecordReader
@@ -93,7 +94,7 @@ def fit_to(
     """
     choice = choose_codec(codec)
     if choice.config is None:
-        raise ParameterError(f"codec {codec!r} needs no profile")
+        raise ParameterError(f"codec {shown(codec)} needs no profile")
     sample = spread_evenly(lengths, num_tokens)
 
     def computed() -> Iterator[ChunkKV]:

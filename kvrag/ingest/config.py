@@ -12,11 +12,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvrag.arguments import shown
 from kvrag.codec.names import expected_bytes_per_token
-from kvrag.errors import IndexFormatError, IndexNotFoundError, ParameterError, StoreError
+from kvrag.errors import IndexFormatError, IndexNotFoundError, ParameterError
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
-from kvrag.ingest.contexts import CONTEXTS
+from kvrag.ingest.contexts import DEFAULT_TOKENS, Context
 from kvrag.models.control import CONTROL_TOKENS, KEEP
+from kvrag.regularfile import read_regular
+from kvrag.store.files import store_error
 
 if TYPE_CHECKING:
     from kvrag.kvcache import KVSpec
@@ -57,7 +60,7 @@ class IndexConfig:
     max_positions
         The model's context window in tokens.
     prefix_ids
-        Token ids that precede every chunk when it is encoded.
+        Token ids that precede every chunk when it is encoded: the head of the index's prompts.
     embedding, embedding_dim
         Name and number of dimensions of the embedding.
     codec
@@ -120,6 +123,11 @@ class IndexConfig:
         return KVSpec(self.num_layers, self.num_kv_heads, self.head_dim, DTYPES[self.dtype])
 
     @property
+    def chunk_context(self) -> Context:
+        """What precedes chunks when they are encoded."""
+        return Context(self.context, self.context_tokens)
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers, uncompressed."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
@@ -149,14 +157,14 @@ class IndexConfig:
         """
         path = folder / FILE_NAME
         try:
-            raw = path.read_bytes()
+            raw = read_regular(path)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise IndexNotFoundError(
                 f"there is no index in {folder} (no {FILE_NAME}); make one with "
                 f"'kvrag ingest PATH... --index {folder} --model MODEL' or Index.create"
             ) from error
         except OSError as error:
-            raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+            raise store_error("read", path, error) from error
         try:
             values = json.loads(raw)
         except (ValueError, RecursionError) as error:
@@ -187,10 +195,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise StoreError(
-            f"cannot write {path}: {error.strerror or error}; free some space, change the "
-            "folder's permissions, or use another folder"
-        ) from error
+        raise store_error("write", path, error) from error
 
 
 def _sync_folder(folder: Path) -> None:
@@ -226,7 +231,8 @@ def _compare(path: Path, values: Mapping[str, Any], version: int) -> None:
     expected = _checksum(values)
     if found != expected:
         raise IndexFormatError(
-            f"{path} was altered or damaged after it was written: its checksum is {found!r}, its "
+            f"{path} was altered or damaged after it was written: its checksum is {shown(found)}, "
+            "its "
             f"content gives {expected!r}. Put back the file as it was, from a copy; without one, "
             "ingest into a new folder"
         )
@@ -237,7 +243,7 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
         raise _foreign(path, f"its 'kind' is not {_KIND!r}")
     version = values.get("format_version")
     if type(version) is not int or not OLDEST_VERSION <= version <= FORMAT_VERSION:
-        raise _foreign(path, f"format version {FORMAT_VERSION} expected, found {version}")
+        raise _foreign(path, f"format version {FORMAT_VERSION} expected, found {shown(version)}")
     values = {**_DEFAULTS, **values}
     checked: dict[str, Any] = {}
     for field in fields(IndexConfig):
@@ -251,26 +257,26 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
         else:
             is_valid = isinstance(value, str)
         if not is_valid:
-            raise _foreign(path, f"{field.name!r} is {value!r}")
+            raise _foreign(path, f"{field.name!r} is {shown(value)}")
         checked[field.name] = value
     if not re.fullmatch(r"([0-9a-f]{40})?", checked["profile"]):
-        raise _foreign(path, f"'profile' is {checked['profile']!r}")
+        raise _foreign(path, f"'profile' is {shown(checked['profile'])}")
     try:
         parse_compression(checked["compression"])
     except ParameterError as error:
         raise _foreign(path, str(error)) from error
     if not re.fullmatch(r"([0-9a-f]{40})?", checked["anchors"]):
-        raise _foreign(path, f"'anchors' is {checked['anchors']!r}")
+        raise _foreign(path, f"'anchors' is {shown(checked['anchors'])}")
     if not re.fullmatch(r"([0-9a-f]{32})?", checked["key_check"]):
-        raise _foreign(path, f"'key_check' is {checked['key_check']!r}")
+        raise _foreign(path, f"'key_check' is {shown(checked['key_check'])}")
     if not re.fullmatch(r"([0-9a-f]{32})?", checked["index_id"]):
-        raise _foreign(path, f"'index_id' is {checked['index_id']!r}")
-    if checked["context"] not in CONTEXTS:
-        raise _foreign(path, f"'context' is {checked['context']!r}")
+        raise _foreign(path, f"'index_id' is {shown(checked['index_id'])}")
+    if checked["context"] not in DEFAULT_TOKENS:
+        raise _foreign(path, f"'context' is {shown(checked['context'])}")
     if checked["control_tokens"] not in CONTROL_TOKENS:
-        raise _foreign(path, f"'control_tokens' is {checked['control_tokens']!r}")
+        raise _foreign(path, f"'control_tokens' is {shown(checked['control_tokens'])}")
     if checked["dtype"] not in DTYPE_BYTES:
-        raise _foreign(path, f"'dtype' is {checked['dtype']!r}")
+        raise _foreign(path, f"'dtype' is {shown(checked['dtype'])}")
     try:
         salt = bytes.fromhex(checked["tenant_salt"])
     except ValueError as error:

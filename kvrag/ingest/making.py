@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvrag import arguments
 from kvrag.codec.names import parse_codec
 from kvrag.errors import ParameterError, StoreError
 from kvrag.fusion.compression.spec import parse_compression
@@ -17,13 +18,14 @@ from kvrag.ingest import counting, lock, profiles, words
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.checks import check_limit
 from kvrag.ingest.config import KV_FOLDER, IndexConfig
-from kvrag.ingest.contexts import context_limit
+from kvrag.ingest.contexts import check_filler, parse_context
 from kvrag.ingest.encryption import catalog_key, key_check, secret_salt
 from kvrag.ingest.seals import seal_key
 from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.storage import Storage
 from kvrag.models.control import default_control_tokens
 from kvrag.store.capabilities import ChecksWritable, capability
+from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store
 
 if TYPE_CHECKING:
@@ -78,7 +80,8 @@ def make_config(
         )
     if profile is not None and not parse_codec(codec).takes_profile:
         raise ParameterError(
-            f"codec {codec!r} takes no profile: name the codec it was fitted for, or leave it out"
+            f"codec {arguments.shown(codec)} takes no profile: name the codec it was fitted for, "
+            "or leave it out"
         )
     if profile is not None:
         from kvrag.ingest.coding import check_profile
@@ -86,17 +89,21 @@ def make_config(
         check_profile(profile, codec, model.spec, model.fingerprint)
     chosen = parse_compression(compression)
     anchors = ""
+    room = model.max_positions - len(prefix_ids)
     if chosen is not None:
         from kvrag.fusion.compression.encoding import Compressor, room_behind
 
         anchors = Compressor(model, chosen).anchors_digest
-        most = model.max_positions - len(prefix_ids) - room_behind(chosen, model.tokenizer, 1)
+        most = room - room_behind(chosen, model.tokenizer, 1)
         if chunk_tokens > most:
             raise ParameterError(
                 f"chunk_tokens={chunk_tokens} leaves compression {chosen} no room in the model's "
                 f"context of {model.max_positions} to work in after a chunk; choose at most "
                 f"{most}, better half of the context"
             )
+        room -= room_behind(chosen, model.tokenizer, chunk_tokens)
+    context = parse_context(settings.context)
+    check_filler(context, model.tokenizer, room, chunk_tokens)
     return IndexConfig(
         model=_model_reference(given, model),
         model_fingerprint=model.fingerprint,
@@ -112,8 +119,8 @@ def make_config(
         codec=parse_codec(codec).label,
         profile="" if profile is None else profile.hash,
         chunk_tokens=int(chunk_tokens),
-        context=settings.context,
-        context_tokens=context_limit(settings.context, settings.context_tokens),
+        context=context.name,
+        context_tokens=context.num_tokens,
         compression=compression if chosen is None else str(chosen),
         anchors=anchors,
         tenant_salt=settings.salt.hex(),
@@ -152,7 +159,7 @@ def make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) -> 
             # Written last, since this file makes the folder an index.
             config.save(folder)
         undoing.pop_all()
-    store = opened if opened is not None else open_store(f"file:{folder / KV_FOLDER}")
+    store = opened if opened is not None else FileStore(folder / KV_FOLDER)
     return Storage(folder, config, catalog, store)
 
 
@@ -177,7 +184,7 @@ def require_free(folder: Path) -> None:
 def _model_reference(given: Any, loaded: KVModel) -> str:
     """Return the name by which a model can be loaded again, or "" if it cannot."""
     name = str(given) if isinstance(given, str | Path) else loaded.name
-    path = Path(name).expanduser()
+    path = arguments.path(name, "model")
     if path.exists():  # a folder, or a GGUF file
         return str(path.resolve())
     return name if isinstance(given, str) or "/" in name or name == "kvrag-tiny" else ""

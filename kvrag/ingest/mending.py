@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey, chunk_id_of
 from kvrag.errors import IndexFormatError
 from kvrag.ingest.audit import Audit
@@ -106,7 +107,7 @@ class CatalogMending(RowWriter):
             expected = " ".join(key.digest for key in keys)
             found.needed.update(dict.fromkeys(keys, num_tokens))
             if stored != expected:
-                found.names[number] = f"{place}: names the KV {stored!r}, expected {expected}"
+                found.names[number] = f"{place}: names the KV {shown(stored)}, expected {expected}"
         return seals
 
     def _audit_documents(self, found: Audit, seals: dict[Any, list[tuple[Any, bytes]]]) -> None:

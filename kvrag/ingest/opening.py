@@ -12,9 +12,11 @@ from kvrag.ingest import lock
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.checks import check_limit
 from kvrag.ingest.config import KV_FOLDER, IndexConfig
+from kvrag.ingest.connection import is_lost
 from kvrag.ingest.encryption import open_catalog, replace_catalog
 from kvrag.ingest.storage import Storage
 from kvrag.store.base import Store
+from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store
 
 logger = logging.getLogger("kvrag")
@@ -32,7 +34,8 @@ def load_config(folder: Path) -> IndexConfig:
 
 def open_storage(folder: Path, config: IndexConfig, store: str | None, *, mend: bool) -> Storage:
     """Open the storage of an index. Parameters and errors are those of `Index.open`."""
-    opened = open_store(store or config.store or f"file:{folder / KV_FOLDER}", must_answer=False)
+    url = store or config.store
+    opened = open_store(url, must_answer=False) if url else FileStore(folder / KV_FOLDER)
     check_limit(opened, config)
     try:
         catalog, lost = _open_catalog(folder, config, opened, mend)
@@ -56,7 +59,7 @@ def _open_catalog(
         return open_catalog(folder, config, store), ""
     except IndexFormatError as error:
         path = folder / catalogs.FILE_NAME
-        is_there = path.exists()
+        is_there = not is_lost(path)
         if not mend or (is_there and error.__cause__ is None):
             raise  # another schema is not damage
         with lock.writer_lock(folder):
@@ -64,7 +67,7 @@ def _open_catalog(
         lost = (
             f"{path} was damaged ({error.__cause__}) and is set aside as {path.name}.damaged"
             if is_there
-            else f"{path} was missing"
+            else f"{path} was missing or empty"
         )
         logger.warning("%s: all documents are lost; ingest all of them again", lost)
         return catalog, lost

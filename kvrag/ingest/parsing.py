@@ -20,6 +20,7 @@ from multiprocessing.spawn import get_executable
 from types import TracebackType
 from typing import IO, Any, Self
 
+from kvrag.arguments import cut, shown
 from kvrag.chunk import Document
 from kvrag.errors import DocumentError, ParameterError, ParserError
 from kvrag.ingest.files import printable
@@ -48,17 +49,24 @@ def check_loaders(loaders: Mapping[str, str]) -> dict[str, str]:
         When one is not of the form ``{".pptx": "package.module:function"}``, or its module is
         not found. Nothing is imported.
     """
+    if not isinstance(loaders, Mapping):
+        raise ParameterError(
+            f"loaders {shown(loaders)}: expected a mapping such as "
+            "{'.pptx': 'package.module:function'}"
+        )
     for suffix, name in loaders.items():
-        module, _, function = name.partition(":")
-        if not suffix.startswith(".") or not module or not function.isidentifier():
+        given = cut(f"{suffix}={name}")
+        is_text = isinstance(suffix, str) and isinstance(name, str)
+        module, _, function = name.partition(":") if is_text else ("", "", "")
+        if not module or not suffix.startswith(".") or not function.isidentifier():
             raise ParameterError(
-                f"loader {suffix}={name}: expected a suffix with its dot and where the loader "
+                f"loader {given}: expected a suffix with its dot and where the loader "
                 "is, as in .pptx=package.module:function"
             )
         top = module.partition(".")[0]
         if not _is_found(top):
             raise ParameterError(
-                f"loader {suffix}={name}: no module {top!r} is found; install it, or name its "
+                f"loader {given}: no module {shown(top)} is found; install it, or name its "
                 "folder in PYTHONPATH (PYTHONPATH=. for the current one, which is not searched)"
             )
     return {suffix.lower(): name for suffix, name in loaders.items()}
@@ -67,7 +75,7 @@ def check_loaders(loaders: Mapping[str, str]) -> dict[str, str]:
 def _is_found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ValueError:  # a name without letters, or a module that was not imported from anywhere
+    except (ValueError, OSError):  # no name of a module, or one that was imported from nowhere
         return False
 
 
@@ -86,14 +94,16 @@ class Parser:
     Raises
     ------
     ParameterError
-        When a loader has another form, or its module is not found.
+        When `limits` is no `ParseLimits`, or a loader has another form, or its module is not found.
     """
 
     def __init__(
         self, limits: ParseLimits | None = None, loaders: Mapping[str, str] | None = None
     ) -> None:
+        if not isinstance(limits, ParseLimits | None):
+            raise ParameterError(f"limits {shown(limits)}: expected a ParseLimits")
         self.limits = limits or ParseLimits()
-        self._loaders = check_loaders(loaders or {})
+        self._loaders = check_loaders({} if loaders is None else loaders)
         self.suffixes = SUFFIXES | self._loaders.keys()
         self._process: _Process | None = None
 

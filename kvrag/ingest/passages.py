@@ -1,7 +1,7 @@
 """KV of passages that belong to no document: token ids alone, stored under a name.
 
-A passage has the same key as a chunk of the same tokens, so the later one of the two finds the
-record in the store. `gc` keeps what any name still needs.
+A passage has the same key as a chunk of the same tokens after the same prefix, so the later one of
+the two finds the record in the store. `gc` keeps what any name still needs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
 from kvrag.errors import ParameterError, RecordError
 from kvrag.ingest import lock
@@ -33,14 +34,17 @@ class Passage:
 
     Attributes
     ----------
+    prefix_ids
+        Token ids that it is encoded after, as they begin prompts.
     token_ids
         The passage's token ids, at least one.
     context_ids
-        Token ids between the shared prefix and the passage during encoding.
+        Token ids between the prefix and the passage during encoding.
     start
         Position of the first token. It matters only for KV that is bound to positions.
     """
 
+    prefix_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     context_ids: tuple[int, ...] = ()
     start: int | None = None
@@ -101,7 +105,7 @@ class Passages:
             tenant_salt=bytes.fromhex(config.tenant_salt),
             model_fingerprint=config.model_fingerprint,
             tokenizer_fingerprint=config.tokenizer_fingerprint,
-            prefix_ids=config.prefix_ids,
+            prefix_ids=passage.prefix_ids,
             token_ids=passage.token_ids,
             context_ids=passage.context_ids,
             options=options,
@@ -109,7 +113,7 @@ class Passages:
 
     def _bound_start(self, passage: Passage) -> int | None:
         """Return the position that a passage's KV is bound to, or None if it is not."""
-        behind = len(self.index.prefix_ids) + len(passage.context_ids)
+        behind = len(passage.prefix_ids) + len(passage.context_ids)
         if not self.index.model.is_position_bound or passage.start in (None, behind):
             return None
         return passage.start
@@ -158,7 +162,7 @@ class Passages:
                 with BackgroundWriter() as writer:
                     for number, (key, one) in enumerate(missing):
                         begun = time.perf_counter()
-                        before = (*index.prefix_ids, *one.context_ids)
+                        before = (*one.prefix_ids, *one.context_ids)
                         start = self._bound_start(one)
                         (kv,) = index.model.prefill(
                             before, [one.token_ids], None if start is None else [start]
@@ -221,7 +225,7 @@ class Passages:
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):
-            raise ParameterError(f"name {name!r}: expected letters, digits, '_', '.' and '-'")
+            raise ParameterError(f"name {shown(name)}: expected letters, digits, '_', '.' and '-'")
         return self.index.path / FOLDER / f"{name}.json"
 
 

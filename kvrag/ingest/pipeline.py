@@ -273,8 +273,9 @@ class _Run:
         with document_failures(fail):
             kv = work.prefill(chunk)
         if kv is None:
-            # A model that fails where it succeeded before, or on any few tokens, is broken.
-            work.prefill(self._last_computed or replace(chunk, token_ids=chunk.token_ids[:16]))
+            # A model that fails where it succeeded before, or on a single token, is broken.
+            one_token = replace(chunk, text="", token_ids=chunk.token_ids[:1])
+            work.prefill(self._last_computed or one_token)
             return
         self._last_computed = chunk
         codec = self._codec

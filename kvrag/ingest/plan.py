@@ -220,7 +220,7 @@ class Planner:
     on_progress
         Called with the number of inputs examined.
     force
-            Read and parse every file, even an unchanged one.
+        Read and parse every file, even an unchanged one.
     """
 
     def __init__(

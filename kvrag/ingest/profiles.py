@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvrag.errors import ProfileError, StoreError
 from kvrag.ingest.config import write_atomically
+from kvrag.regularfile import open_regular
 
 if TYPE_CHECKING:
     from kvrag.codec.profile import Profile
@@ -115,7 +116,8 @@ def read_profile(path: Path, expected_hash: str | None = None) -> Profile:
             raise ProfileError(
                 f"{path}: a codec profile has at most {MAX_PROFILE_BYTES} bytes, found {size}"
             )
-        content = path.read_bytes()
+        with open_regular(path) as file:
+            content = file.read()
     except OSError as error:
         raise ProfileError(
             f"cannot read the codec profile {path}: {error.strerror or error}; put it back, or "

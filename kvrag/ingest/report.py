@@ -75,7 +75,8 @@ class IngestReport:
     num_records, num_tokens_computed
         Number of chunks whose KV the store lacked, and of their tokens.
     num_context_tokens
-        Additional tokens that were computed but not stored: the contexts of these chunks.
+        Additional tokens that were computed but not stored: the contexts of these chunks. A
+        filler counts once, for all of them.
     size_bytes
         Size of these records; in a dry run, an estimate without headers and compression.
     seconds

@@ -1,4 +1,4 @@
-"""`IndexSettings`: the options of `Index.create`."""
+"""`IndexSettings`: the options of a new index, and their defaults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.ingest.checks import check_device
 from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
-from kvrag.ingest.contexts import NO_CONTEXT, context_limit
+from kvrag.ingest.contexts import NO_CONTEXT, parse_context
 from kvrag.models.control import check_control_tokens
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ class IndexOptions(TypedDict, total=False):
     profile: Profile | None
     chunk_tokens: int
     context: str
-    context_tokens: int | None
     compression: str
     dtype: torch.dtype | str | None
     tenant_salt: bytes | None
@@ -58,11 +57,12 @@ class IndexSettings:
         The largest number of tokens in a chunk; with the shared prefix it must fit into the
         model's context.
     context
-        What precedes a chunk when it is encoded: ``none``, or text of its document whose KV is
-        not stored: ``document`` (earlier text) or ``neighbours`` (the preceding chunk, in a
+        What precedes a chunk when it is encoded: ``none``, or text whose KV is not stored:
+        ``filler`` (the same unrelated text for all chunks, as in the middle of a prompt),
+        ``document`` (earlier text of its document) or ``neighbours`` (the preceding chunk, in a
         second record that is used when a prompt has the same chunk before this one).
-    context_tokens
-        The largest number of tokens in a ``document`` context; None means 256.
+        ``filler:TOKENS`` and ``document:TOKENS`` name its largest number of tokens; without one
+        they mean 512 and 256.
     compression
         How chunks are stored as fewer rows than they have tokens: ``drop:RATE`` (leaves out
         tokens that say little) or ``anchors:RATE`` (trained tokens stand for blocks; see
@@ -97,7 +97,6 @@ class IndexSettings:
     profile: Profile | None = None
     chunk_tokens: int = 512
     context: str = NO_CONTEXT
-    context_tokens: int | None = None
     compression: str = NO_COMPRESSION
     dtype: torch.dtype | str | None = None
     tenant_salt: bytes | None = None
@@ -107,7 +106,7 @@ class IndexSettings:
 
     def __post_init__(self) -> None:
         parse_codec(self.codec)
-        arguments.whole(self.chunk_tokens, "chunk_tokens", MIN_CHUNK_TOKENS)
+        arguments.whole(self.chunk_tokens, "chunk_tokens", MIN_CHUNK_TOKENS, 2**31 - 1)
         if not isinstance(self.salt, bytes):
             raise ParameterError(
                 f"tenant_salt: expected 1 to 64 bytes, found {type(self.salt).__name__}"
@@ -115,7 +114,7 @@ class IndexSettings:
         if not 1 <= len(self.salt) <= 64:
             raise ParameterError(f"tenant_salt is 1 to 64 bytes, found {len(self.salt)}")
         check_control_tokens(self.control_tokens)
-        context_limit(self.context, self.context_tokens)
+        parse_context(self.context)
         parse_compression(self.compression)
         check_device(self.device)
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvrag.arguments import shown
 from kvrag.chunk import Chunk
 from kvrag.errors import IndexFormatError
-from kvrag.ingest.catalogfile import CatalogFile
+from kvrag.ingest.catalogfile import CatalogFile, checked
 from kvrag.ingest.connection import is_damage
 from kvrag.ingest.rows import FileState, unpack_chunk
 from kvrag.ingest.schema import (
@@ -25,6 +26,7 @@ from kvrag.ingest.schema import (
 
 NOT_WRITING = State(0)
 
+_SAMPLE = 100
 _BATCH = 500  # below SQLite's limit on the parameters of a statement
 
 # Whether a chunk is found by its id and by the names of its KV: indexes may be damaged too.
@@ -136,17 +138,19 @@ class SoundRows(CatalogFile):
         """Return the chunk of a row (`CHUNK_COLUMNS`). Raises IndexFormatError."""
         _, chunk_id, source, ordinal, text, ids, starts, _, metadata, contexts, _ = values
         if not self._is_sound(values):
-            raise self._damaged(f"chunk {chunk_id!r} of {source!r} is not what was written")
+            raise self._damaged(
+                f"chunk {shown(chunk_id)} of {shown(source)} is not what was written"
+            )
         try:
             return unpack_chunk((chunk_id, text, ids, starts, source, ordinal, metadata, contexts))
         except (ValueError, TypeError, RecursionError) as error:
-            raise self._damaged(f"chunk {chunk_id!r} of {source!r}: {error}") from error
+            raise self._damaged(f"chunk {shown(chunk_id)} of {shown(source)}: {error}") from error
 
     def _sound_chunk(self, values: Sequence[Any]) -> Chunk | None:
         """Return the chunk of a row, or None and a note of the damage."""
         if self._is_sound(values):
             return self._chunk(values)
-        self._note(f"chunk {values[1]!r} of {values[2]!r} is not what was written")
+        self._note(f"chunk {shown(values[1])} of {shown(values[2])} is not what was written")
         return None
 
     def _sound_documents(self, where: str, values: Sequence[Any] = ()) -> list[StoredDocument]:
@@ -156,7 +160,7 @@ class SoundRows(CatalogFile):
             if self._seals.is_right(seal, self._seals.document, row):
                 found.append(StoredDocument(*row))
             else:
-                self._note(f"the entry of document {row[0]!r} is not what was written")
+                self._note(f"the entry of document {shown(row[0])} is not what was written")
         return found
 
     def _sound_files(self, where: str, values: Sequence[Any] = ()) -> list[FileState]:
@@ -166,13 +170,13 @@ class SoundRows(CatalogFile):
             if self._seals.is_right(seal, self._seals.file, row):
                 found.append(FileState(*row))
             else:
-                self._note(f"the entry of file {row[0]!r} is not what was written")
+                self._note(f"the entry of file {shown(row[0])} is not what was written")
         return found
 
     def _is_whole(self, document: StoredDocument) -> bool:
         """Return whether all chunks of a document are present and unchanged."""
         if not self._has_its_chunks(document):
-            self._note(f"the chunks of document {document.source!r} are not what was written")
+            self._note(f"the chunks of document {shown(document.source)} are not what was written")
             return False
         return True
 
@@ -205,6 +209,25 @@ class SoundRows(CatalogFile):
                 generation, num_documents, seal_number(documents), num_files, seal_number(files)
             )
         return None
+
+    @checked
+    def is_foreign(self) -> bool:
+        """Return whether the catalog has rows, and another index wrote them.
+
+        Damage does not look like this: it leaves the state's row, or some other row, as it was.
+        """
+        if self._state() is not None:
+            return False
+        found = [
+            self._seals.is_right(seal, make, row)
+            for columns, table, make in (
+                (CHUNK_COLUMNS, "chunks", self._seals.chunk),
+                (DOCUMENT_COLUMNS, "documents", self._seals.document),
+                (FILE_COLUMNS, "files", self._seals.file),
+            )
+            for *row, seal in self._rows(f"SELECT {columns} FROM {table} LIMIT {_SAMPLE}")
+        ]
+        return bool(found) and not any(found)
 
     def _counted(self, generation: int) -> State:
         """Return the state computed from the existing rows."""

@@ -13,9 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
 from kvrag.codec.names import parse_codec
-from kvrag.errors import IndexClosedError, IndexFormatError, RecordError, StoreError
+from kvrag.errors import IndexClosedError, IndexFormatError, ParameterError, RecordError, StoreError
 from kvrag.fusion.compression.spec import key_options, parse_compression
 from kvrag.ingest import config as configs
 from kvrag.ingest import lock, profiles
@@ -135,7 +136,8 @@ class Storage:
         """Open a chunk's KV (`Index.open_kv`)."""
         from kvrag.ingest.watched import WatchedChunk
 
-        found = self.catalog.chunk_and_keys(chunk_id)
+        wanted = _ids(context_ids)
+        found = self.catalog.chunk_and_keys(arguments.text(chunk_id, "chunk_id"))
         if found is None:
             return None
         chunk, stored_keys = found
@@ -143,13 +145,12 @@ class Storage:
         keys = {one.contexts[0]: self.key_of(one) for one in chunk.encodings()}
         if stored_keys != [key.digest for key in keys.values()]:
             raise RecordError(
-                f"chunk {chunk_id} names the KV {' '.join(stored_keys)!r}, expected "
+                f"chunk {arguments.cut(chunk_id)} names the KV "
+                f"{arguments.shown(' '.join(stored_keys))}, expected "
                 + " ".join(map(str, keys.values()))
             )
-        if context_ids is None:
-            context_ids = chunk.contexts[0]
         # The document may have changed since the prompt was laid out.
-        key = keys.get(context_ids)
+        key = keys.get(chunk.contexts[0] if wanted is None else wanted)
         if key is None:
             return None
         try:
@@ -178,6 +179,8 @@ class Storage:
 
     def tier_of(self, chunk_id: str, context_ids: tuple[int, ...] | None) -> int | None:
         """Return the tier that would deliver a chunk's KV (`Index.tier_of`)."""
+        wanted = _ids(context_ids)
+        arguments.text(chunk_id, "chunk_id")
         tiers = capability(self.store, LocatesTier)
         if tiers is None:
             return 0
@@ -186,7 +189,7 @@ class Storage:
         except (IndexFormatError, StoreError):
             return None
         for one in found[0].encodings() if found is not None else ():
-            if context_ids is None or one.contexts[0] == context_ids:
+            if wanted is None or one.contexts[0] == wanted:
                 return tiers.tier_of(self.key_of(one))
         return None
 
@@ -275,3 +278,14 @@ class Storage:
                 "'kvrag ingest' mends it)",
                 what,
             )
+
+
+def _ids(context_ids: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Return the token ids of a context as a tuple. Raises ParameterError."""
+    try:
+        found = None if context_ids is None else tuple(context_ids)
+        hash(found)
+    except TypeError:
+        shown = arguments.shown(context_ids)
+        raise ParameterError(f"context_ids {shown}: expected token ids, or None") from None
+    return found

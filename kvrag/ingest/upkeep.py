@@ -184,7 +184,9 @@ class Upkeep:
         with lock.writer_lock(storage.path):
             storage.reload_codec()
             if profile is not None and choice.config is None:
-                raise ParameterError(f"codec {codec!r} takes no profile: leave it out")
+                raise ParameterError(
+                    f"codec {arguments.shown(codec)} takes no profile: leave it out"
+                )
             needed = fitter.needed()
             if profile is None and choice.config is not None:
                 profile = fitter.present_profile(choice, sum(needed.values())) or fitter.fit(

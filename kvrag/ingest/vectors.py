@@ -22,6 +22,7 @@ from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import VECTORS_NAME as FILE_NAME
 from kvrag.ingest.config import write_atomically
 from kvrag.ingest.schema import NO_GENERATION
+from kvrag.regularfile import open_regular
 
 _MAGIC = b"KVRAGVEC"
 _HEADER = struct.Struct("<8sIIQq16s16s")  # magic, version, dim, count, generation, documents, seal
@@ -126,7 +127,8 @@ def _read(
     path: Path, catalog: Catalog, dim: int
 ) -> tuple[CatalogVersion, NDArray[np.int64], NDArray[np.float32]] | None:
     try:
-        content = path.read_bytes()
+        with open_regular(path) as file:
+            content = file.read()
     except OSError:
         return None
     if len(content) < _HEADER.size:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from kvrag.errors import StoreError
 from kvrag.ingest.seals import SEAL_BYTES, Seals
+from kvrag.regularfile import open_regular
 from kvrag.sqlitefile import library, unlock
 
 FILE_NAME = "words.cache"
@@ -173,7 +174,7 @@ class WordIndex:
         """Return the file's last bytes; None if it is missing or damaged."""
         digest = hashlib.blake2b(digest_size=SEAL_BYTES)
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 left = os.fstat(file.fileno()).st_size - _TAIL_BYTES
                 while left > 0:
                     part = file.read(min(left, _BATCH))

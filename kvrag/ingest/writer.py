@@ -9,9 +9,10 @@ from typing import Any
 
 from kvrag import arguments
 from kvrag.chunk import Chunk, Document
+from kvrag.errors import ParameterError
 from kvrag.ingest import lock
 from kvrag.ingest.chunker import chunk_document
-from kvrag.ingest.contexts import add_contexts, encoded_behind
+from kvrag.ingest.contexts import FILLER, add_contexts, encoded_behind
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.healing import Held, audit_catalog, held_by, lost_since, mend_catalog
@@ -60,6 +61,8 @@ class Writer:
         storage.require_open()
         arguments.flag(dry_run, "dry_run")
         arguments.flag(force, "force")
+        if on_progress is not None and not callable(on_progress):
+            raise ParameterError(f"on_progress {arguments.shown(on_progress)}: expected a function")
         parser = Parser(limits, loaders)
         sources = gather(paths_or_documents, storage.path, parser.suffixes)
         lock_taken = contextlib.nullcontext() if dry_run else lock.writer_lock(storage.path)
@@ -90,9 +93,7 @@ class Writer:
             if chunk_ids:
                 num_removed += catalog.remove_chunks(
                     dict.fromkeys(filter(is_storable, chunk_ids)),
-                    lambda ordinal, later: encoded_behind(
-                        ordinal, later, config.context, config.context_tokens
-                    ),
+                    lambda ordinal, later: encoded_behind(ordinal, later, config.chunk_context),
                     storage.key_of,
                 )
             catalog.refresh_words()
@@ -110,12 +111,7 @@ class Writer:
         ):
             self._neutralised[document.source] = found
         return add_contexts(
-            chunks,
-            encoders.tokenizer,
-            config.context,
-            config.context_tokens,
-            encoders.room,
-            control,
+            chunks, encoders.tokenizer, config.chunk_context, encoders.room, control
         )
 
     # -- private -----------------------------------------------------------------------------
@@ -162,7 +158,7 @@ class Writer:
             num_tokens=plan.num_tokens,
             num_records=outcome.num_records,
             num_tokens_computed=outcome.num_tokens_computed,
-            num_context_tokens=outcome.num_context_tokens,
+            num_context_tokens=self._num_context_tokens(outcome),
             size_bytes=outcome.size_bytes,
             seconds=time.perf_counter() - started,
             compute_seconds=seconds,
@@ -212,6 +208,13 @@ class Writer:
     def _missing_key(self, chunk: Chunk) -> str | None:
         key = self._storage.key_of(chunk)
         return None if self._storage.store.contains(key) else key.digest
+
+    def _num_context_tokens(self, outcome: Outcome) -> int:
+        """Return the tokens computed before chunks; a filler counts once, for all of them."""
+        config = self._storage.config
+        if config.context == FILLER:
+            return min(outcome.num_context_tokens, config.context_tokens)
+        return outcome.num_context_tokens
 
     def _foretell(self, plan: Plan) -> Outcome:
         return Outcome(

@@ -37,6 +37,7 @@ from kvrag.ingest.index import Index
 from kvrag.ingest.prompt_tokens import tokenise_prompt
 from kvrag.models.chat import PromptText
 from kvrag.pml.engine import PMLEngine
+from kvrag.regularfile import read_regular
 
 INDEX_VARIABLE = "KVRAG_INDEX"
 """Environment variable that names the index folder if the constructor does not."""
@@ -357,7 +358,7 @@ class EngineSettings(BaseModel):
 def _file_digest(name: str) -> str:
     """Return a digest of a file's contents, or its name if it cannot be read."""
     try:
-        return hashlib.blake2b(Path(name).read_bytes(), digest_size=20).hexdigest()
+        return hashlib.blake2b(read_regular(name), digest_size=20).hexdigest()
     except OSError:
         return name
 

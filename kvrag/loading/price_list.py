@@ -9,7 +9,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from kvrag.arguments import shown
 from kvrag.errors import ParameterError
+from kvrag.regularfile import read_regular
 
 FILE_NAME = "prices.toml"
 
@@ -110,13 +112,15 @@ def parse_prices(text: str, where: str) -> Mapping[str, Price]:
     for name, entries in table.items():
         if not isinstance(entries, dict) or not entries or entries.keys() - set(known):
             raise ParameterError(
-                f'{where}: expected ["{name}"] with some of {", ".join(known)}; found {entries!r}'
+                f'{where}: expected ["{name}"] with some of {", ".join(known)}; found '
+                f"{shown(entries)}"
             )
         for what, price in entries.items():
             is_number = isinstance(price, int | float) and not isinstance(price, bool)
             if not is_number or not 0.0 <= price <= sys.float_info.max:
                 raise ParameterError(
-                    f"{where}: expected a finite {what} of {name!r}, 0 or more; found {price!r}"
+                    f"{where}: expected a finite {what} of {name!r}, 0 or more; found "
+                    f"{shown(price)}"
                 )
         prices[name] = Price(**entries)
     return prices
@@ -125,7 +129,7 @@ def parse_prices(text: str, where: str) -> Mapping[str, Price]:
 def read_prices(path: Path) -> Mapping[str, Price]:
     """Return the price table in a file. Raises ParameterError as `parse_prices` does."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(f"{path}: the table of prices cannot be read: {error}") from error
     return parse_prices(text, str(path))

@@ -10,7 +10,7 @@ model brings an ordinary mask and gets ordinary attention.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,12 +31,9 @@ from kvrag.models.implementations import (
     register_attention,
 )
 from kvrag.models.scaling import ScaledKeys
+from kvrag.native import ATTENTION_TYPES, Mass, Seen, attend
 
 _NAME = "kvrag_rows"
-# Queries that the CPU's attention kernel takes at a time, if there are few of them.
-_ROWS_TOGETHER = 32
-# If rows are closer to each other than this part of their keys, splitting them saves too little.
-_LEAST_SPREAD = 1 / 8
 
 _locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 _making_locks = threading.Lock()
@@ -62,6 +59,33 @@ class AttentionObserver(Protocol):
             ``[K, D]``, the key head's values.
         """
         ...
+
+
+@dataclass(frozen=True)
+class MassObserver:
+    """An observer that needs only what keys get in all, which the kernel sums up by itself.
+
+    Attributes
+    ----------
+    first_position
+        Rows from this position on count.
+    note
+        Receives a block's mask, the weights ``[K]`` that the keys of one key head get, summed over
+        rows and query heads, and that head's values ``[K, D]``.
+    """
+
+    first_position: int
+    note: Callable[[RowMask, torch.Tensor, torch.Tensor], None]
+
+    def __call__(
+        self, mask: RowMask, rows: slice, weights: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Sum up weights, as an `AttentionObserver`."""
+        self.note(mask, weights[:, self.first_row(mask.positions[rows]) :].sum((0, 1)), value)
+
+    def first_row(self, positions: torch.Tensor) -> int:
+        """Return how many of the first rows do not count."""
+        return int((positions < self.first_position).sum())
 
 
 @dataclass(frozen=True)
@@ -177,23 +201,45 @@ class RowMask:
         visible &= (kept < num_prefix) | (kept + first >= self.encoded.starts[:, None])
         return key[:, :, kept], value[:, :, kept], RowMask(self.positions, 0, None, visible=visible)
 
-    def parts(self, num_keys: int) -> Iterator[tuple[slice, int]]:
-        """Yield which rows attend together, and to how many of the first keys.
 
-        Chosen rows are spread over a prompt. The first of a block see far fewer keys than the last,
-        and masked keys cost as much as others. On a GPU one call is faster.
-        """
-        num_rows = len(self.positions)
-        if (
-            self.visible is not None
-            or self.positions.device.type != "cpu"
-            or int(self.positions[-1] - self.positions[0]) < _LEAST_SPREAD * num_keys
-        ):
-            yield slice(0, num_rows), num_keys
-            return
-        for begin in range(0, num_rows, _ROWS_TOGETHER):
-            rows = slice(begin, min(begin + _ROWS_TOGETHER, num_rows))
-            yield rows, int(self.positions[rows.stop - 1]) + 1 - self.first_key
+def _attend_in_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: RowMask,
+    scaling: float | None,
+    softcap: float | None = None,
+) -> torch.Tensor | None:
+    """Return ``[1, n, heads, D]`` and show the observer; None if PyTorch has to compute it."""
+    observer = mask.observer
+    if not (
+        query.device.type == "cpu"
+        and query.dtype in ATTENTION_TYPES
+        and mask.visible is None
+        and mask.scaled is None
+        and (observer is None or isinstance(observer, MassObserver))
+        # The kernel has no gradients, and reads channels one after the other.
+        and all(part.stride(-1) == 1 and not part.requires_grad for part in (query, key, value))
+    ):
+        return None
+    mass = None
+    if observer is not None:
+        taken = torch.empty(key.shape[1:3], dtype=torch.float32, device=key.device)
+        mass = Mass(taken, observer.first_row(mask.positions))
+    output = attend(
+        query[0],
+        key[0],
+        value[0],
+        Seen(mask.positions - mask.first_key, mask.window),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        mass=mass,
+        threads=torch.get_num_threads(),
+    )
+    if observer is not None:
+        for head in range(len(taken)):
+            observer.note(mask, taken[head], value[0, head].float())
+    return output[None]
 
 
 def _row_attention(
@@ -210,14 +256,18 @@ def _row_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    softcap = kwargs.get("softcap")
+    if softcap is None:
+        output = _attend_in_kernel(query, key, value, attention_mask, scaling)
+        if output is not None:
+            return output, None
     if attention_mask.observer is not None:
-        softcap = kwargs.get("softcap")
         output = attention_mask.show(query, key, value, scaling, softcap)
         if attention_mask.scaled is None and softcap is None:
             return output, None
     if attention_mask.scaled is not None:
-        return attention_mask.attend(query, key, value, scaling, kwargs.get("softcap")), None
-    if kwargs.get("softcap") is not None:
+        return attention_mask.attend(query, key, value, scaling, softcap), None
+    if softcap is not None:
         # Soft-capping stays as in the plain pipeline, whatever the installed Transformers does with
         # it here (older ones ignore it, newer ones refuse it).
         mask = attention_mask.dense(key.shape[2])[None, None]
@@ -228,18 +278,13 @@ def _row_attention(
     # Query heads that share a key head become a batch over the *same* keys: expand() copies
     # nothing, whereas Transformers' repeat_kv would copy every key of the prompt per group.
     grouped = query.view(num_kv_heads, num_groups, num_rows, head_dim).transpose(0, 1)
-    allowed = attention_mask.dense(key.shape[2])
-    outputs = [
-        scaled_dot_product_attention(
-            grouped[:, :, rows],
-            key[:, :, :num_keys].expand(num_groups, -1, -1, -1),
-            value[:, :, :num_keys].expand(num_groups, -1, -1, -1),
-            attn_mask=allowed[rows, :num_keys],
-            scale=scaling,
-        )
-        for rows, num_keys in attention_mask.parts(key.shape[2])
-    ]
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    output = scaled_dot_product_attention(
+        grouped,
+        key.expand(num_groups, -1, -1, -1),
+        value.expand(num_groups, -1, -1, -1),
+        attn_mask=attention_mask.dense(key.shape[2]),
+        scale=scaling,
+    )
     # [G, H, n, D] -> [1, n, H * G, D], the order in which the output projection expects heads.
     return output.permute(2, 1, 0, 3).reshape(1, num_rows, num_heads, head_dim), None
 
@@ -256,11 +301,16 @@ def _row_attention_eager(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend with the family's own eager function: only that one knows its soft-capping."""
     if isinstance(attention_mask, RowMask):
+        softcap = kwargs.get("softcap")
+        # The kernel has soft caps but no sinks.
+        if softcap is not None and kwargs.get("s_aux") is None:
+            output = _attend_in_kernel(query, key, value, attention_mask, scaling, softcap)
+            if output is not None:
+                return output, None
         if attention_mask.observer is not None:
-            softcap = kwargs.get("softcap")
             attention_mask.show(query, key, value, scaling, softcap)
         if attention_mask.scaled is not None:
-            return attention_mask.attend(query, key, value, scaling, kwargs.get("softcap")), None
+            return attention_mask.attend(query, key, value, scaling, softcap), None
         mask = attention_mask.dense(key.shape[2])
         additive = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
         additive.masked_fill_(~mask, torch.finfo(query.dtype).min)

@@ -1,7 +1,8 @@
 """Three caches that Hugging Face layers use instead of Transformers' caches.
 
-`CaptureCache` keeps what a prefill produced, `RowWriter` scatters the K/V of selected rows into
-a fused buffer, `FusedCache` lets generation continue from that buffer without a copy.
+`CaptureCache` keeps what a prefill produced, and can continue an earlier one. `RowWriter` scatters
+the K/V of selected rows into a fused buffer. `FusedCache` lets generation continue from that buffer
+without a copy.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ from kvrag.kvcache import FusedKV
 
 
 class _CaptureLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Remembers one layer's K/V of a single forward pass and returns them as they came."""
+    """Remembers one layer's K/V of a forward pass, and of the pass that it continues."""
 
     is_sliding = False
+
+    def __init__(self, before: Any | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before = before
+        self._num_before = 0 if before is None else before.keys.shape[2]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.is_initialized = True
@@ -27,28 +33,43 @@ class _CaptureLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._before is not None:
+            key_states = _joined(self._before.keys, key_states)
+            value_states = _joined(self._before.values, value_states)
         self.keys, self.values = key_states, value_states
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
+        return self._num_before + query_length, 0
 
     def get_seq_length(self) -> int:
-        return 0
+        return self._num_before
 
     def get_max_length(self) -> int:
         return -1
+
+
+def _joined(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Return K/V ``[1, H, P, D]`` of one sequence, followed in each by K/V ``[B, H, n, D]``."""
+    return torch.cat([before.expand(after.shape[0], -1, -1, -1), after], dim=2)
 
 
 class CaptureCache(Cache):
     """The K/V of one forward pass over whole sequences, all layers, nothing dropped.
 
     Transformers' own dynamic cache would drop whatever is outside a sliding window.
+
+    Parameters
+    ----------
+    num_layers
+        Number of layers.
+    before
+        The cache of one sequence that all sequences of this pass continue; None: they begin here.
     """
 
-    def __init__(self, num_layers: int) -> None:
-        layers: list[Any] = [_CaptureLayer() for _ in range(num_layers)]  # type: ignore[no-untyped-call]
-        super().__init__(layers=layers)
+    def __init__(self, num_layers: int, before: CaptureCache | None = None) -> None:
+        earlier: list[Any] = [None] * num_layers if before is None else list(before.layers)
+        super().__init__(layers=[_CaptureLayer(layer) for layer in earlier])
 
 
 class ProjectionDone(Exception):  # noqa: N818  # control flow, not an error

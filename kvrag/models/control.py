@@ -17,6 +17,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.models.blind import BlindTokenizer, ControlToken
 from kvrag.models.tokens import Span, Tokens, encode, overlaps
@@ -51,7 +52,7 @@ def check_control_tokens(mode: str | None) -> None:
     """Raise ParameterError for an unknown mode; None stands for the default."""
     if mode is not None and mode not in CONTROL_TOKENS:
         raise ParameterError(
-            f"control_tokens {mode!r}: expected one of {', '.join(CONTROL_TOKENS)}"
+            f"control_tokens {shown(mode)}: expected one of {', '.join(CONTROL_TOKENS)}"
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvrag.arguments import shown
 from kvrag.errors import UnsupportedModelError
 
 
@@ -99,14 +100,14 @@ def find_family(model: PreTrainedModel) -> Family:
     if family is None:
         missing = _WHY_NOT.get(model_type, "no oracle test for it exists yet")
         raise UnsupportedModelError(
-            f"model type {model_type!r} is not supported: {missing}. "
+            f"model type {shown(model_type)} is not supported: {missing}. "
             f"Supported: {', '.join(sorted(FAMILIES))}"
         )
     if model_type == "mpt" and not model.config.attn_config.alibi:
         raise UnsupportedModelError("an MPT model without ALiBi has no positions to serve")
     if getattr(model.config, "use_bidirectional_attention", False):
         raise UnsupportedModelError(
-            f"{model_type!r} with use_bidirectional_attention has no causal KV to reuse"
+            f"{shown(model_type)} with use_bidirectional_attention has no causal KV to reuse"
         )
     return family
 

@@ -11,6 +11,7 @@ import copy
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from weakref import WeakValueDictionary
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, FusedKV, KVSpec
 from kvrag.models.adapter import RowAdapter, without_adapters
@@ -45,6 +47,15 @@ from kvrag.models.rows import ALL_BEFORE, ROW_BLOCK, Attending, RowRunner
 from kvrag.models.schemes import find_positions
 from kvrag.models.scratch import scratch
 from kvrag.positions.rotary import RotaryTable
+
+
+@dataclass(frozen=True)
+class EncodedPrefix:
+    """A prefix with its KV, from `KVModel.encode_prefix`; belongs to that model."""
+
+    token_ids: tuple[int, ...]
+    cache: CaptureCache
+
 
 _loaded: WeakValueDictionary[tuple[str, str, str], KVModel] = WeakValueDictionary()
 _loading = threading.Lock()
@@ -151,17 +162,17 @@ class KVModel:
             return cls(model, tokenizer)
         if isinstance(dtype, str):
             if dtype not in DTYPES:
-                raise ParameterError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+                raise ParameterError(f"dtype {shown(dtype)}: expected one of {', '.join(DTYPES)}")
             dtype = DTYPES[dtype]
         path = resolve_model(model)
         if tokenizer is not None:
-            return cls(load_weights(model, dtype, device), tokenizer, name=str(model))
+            return cls(load_weights(path, dtype, device), tokenizer, name=str(model))
         with _loading:
             loaded = _loaded.get((path, str(dtype), str(device)))
             if loaded is None:
                 loaded = cls(
-                    load_weights(model, dtype, device),
-                    load_tokenizer(model),
+                    load_weights(path, dtype, device),
+                    load_tokenizer(path),
                     name=str(model),
                 )
                 # Cached both under the request and under the result: an index is created with "the
@@ -208,10 +219,20 @@ class KVModel:
 
     # -- offline: whole chunks ---------------------------------------------------------------
 
-    @torch.no_grad()
+    def encode_prefix(self, prefix_ids: Sequence[int]) -> EncodedPrefix:
+        """Compute a prefix's KV, for several calls of `prefill` that continue it.
+
+        Parameters
+        ----------
+        prefix_ids
+            1 to ``max_positions - 1`` token ids.
+        """
+        cache, _ = self._capture((), [prefix_ids], None)
+        return EncodedPrefix(tuple(prefix_ids), cache)
+
     def prefill(
         self,
-        prefix_ids: Sequence[int],
+        prefix: Sequence[int] | EncodedPrefix,
         chunks: Sequence[Sequence[int]],
         starts: Sequence[int] | None = None,
     ) -> list[ChunkKV]:
@@ -223,8 +244,8 @@ class KVModel:
 
         Parameters
         ----------
-        prefix_ids
-            P token ids, possibly none.
+        prefix
+            P token ids, possibly none. If they are encoded already, their KV is not computed again.
         chunks
             Token ids of each chunk, 1 to ``max_positions - P`` of them.
         starts
@@ -236,31 +257,51 @@ class KVModel:
         list of ChunkKV
             In the order given, on the CPU.
         """
-        prefix = list(prefix_ids)
+        cache, num_prefix = self._capture(prefix, chunks, starts)
+        width = num_prefix + max(map(len, chunks))
+        tables = self._positions.tables(torch.arange(width, device=self.device))
+        return [
+            take_chunk(cache, tables, self.spec, index, slice(num_prefix, num_prefix + len(chunk)))
+            for index, chunk in enumerate(chunks)
+        ]
+
+    @torch.no_grad()
+    def _capture(
+        self,
+        prefix: Sequence[int] | EncodedPrefix,
+        chunks: Sequence[Sequence[int]],
+        starts: Sequence[int] | None,
+    ) -> tuple[CaptureCache, int]:
+        """Return the K/V of chunks after a prefix, and the number of the prefix's tokens."""
+        before = prefix.cache if isinstance(prefix, EncodedPrefix) else None
+        prefix_ids = prefix.token_ids if isinstance(prefix, EncodedPrefix) else tuple(prefix)
         lengths = [len(chunk) for chunk in chunks]
-        width = len(prefix) + max(lengths)
+        width = len(prefix_ids) + max(lengths)
         if min(lengths) == 0 or width > self.max_positions:
             raise ParameterError(
                 f"chunks of {min(lengths)} to {max(lengths)} tokens after a prefix of "
-                f"{len(prefix)}: expected at least 1 token and at most {self.max_positions} in all"
+                f"{len(prefix_ids)}: expected at least 1 token and at most {self.max_positions} "
+                "in all"
             )
         padded = torch.zeros(len(chunks), width, dtype=torch.long)
         for row, chunk in zip(padded, chunks, strict=True):
-            row[: len(prefix) + len(chunk)] = torch.tensor([*prefix, *chunk])
-        cache = CaptureCache(self.spec.num_layers)
-        given: dict[str, Any] = {}
+            row[: len(prefix_ids) + len(chunk)] = torch.tensor([*prefix_ids, *chunk])
+        positions = None
         if starts is not None and self.is_position_bound:
-            positions = shifted_positions(len(prefix), lengths, starts, self.max_positions)
-            given["position_ids"] = positions.to(self.device)
+            positions = shifted_positions(len(prefix_ids), lengths, starts, self.max_positions)
+        cache = CaptureCache(self.spec.num_layers, before)
+        rows = slice(0 if before is None else len(prefix_ids), width)
+        given: dict[str, Any] = {}
+        if positions is not None:
+            given["position_ids"] = positions[:, rows].to(self.device)
         with self.lock, without_adapters(self.hf):
             self._base(
-                input_ids=padded.to(self.device), past_key_values=cache, use_cache=True, **given
+                input_ids=padded[:, rows].to(self.device),
+                past_key_values=cache,
+                use_cache=True,
+                **given,
             )
-        tables = self._positions.tables(torch.arange(width, device=self.device))
-        return [
-            take_chunk(cache, tables, self.spec, index, slice(len(prefix), len(prefix) + length))
-            for index, length in enumerate(lengths)
-        ]
+        return cache, len(prefix_ids)
 
     # -- online: selected rows ---------------------------------------------------------------
 

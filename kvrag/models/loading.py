@@ -18,11 +18,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from kvrag import arguments
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
+from kvrag.models.tokens import num_equal
+from kvrag.regularfile import require_regular_files
 from kvrag.weights.cache import convert
 from kvrag.weights.sources import find_gguf
 
 EMBEDDED_MODEL = "kvrag-tiny"
+_EMBEDDED_FOLDER = str(Path(__file__).parent / "tiny")
 
 _log = logging.getLogger(__name__)
 
@@ -62,22 +66,24 @@ def resolve_model(reference: str | Path) -> str:
     ------
     ModelLoadError
         When `reference` looks like a path but does not exist, or cannot be converted.
+    ParameterError
+        When it is no name, and no folder can have that path.
     """
     if not isinstance(reference, str | Path):
-        raise ParameterError(f"model {reference!r}: {_EXPECTED_MODEL}")
+        raise ParameterError(f"model {arguments.shown(reference)}: {_EXPECTED_MODEL}")
     text = str(reference)
     if text == EMBEDDED_MODEL:
-        return str(Path(__file__).parent / "tiny")
+        return _EMBEDDED_FOLDER
     if (gguf := find_gguf(reference)) is not None:
         return str(convert(gguf, _log.info).folder)
-    path = Path(text).expanduser()
+    path = arguments.path(text, "model")
     if path.is_dir():
         return str(path.resolve())
     looks_like_hub_name = (
         isinstance(reference, str) and text.count("/") <= 1 and text[:1] not in ("/", ".", "~", "")
     )
     if path.exists() or not looks_like_hub_name:
-        raise ModelLoadError(f"no model at {text!r}: {_EXPECTED_MODEL}")
+        raise ModelLoadError(f"no model at {arguments.shown(text)}: {_EXPECTED_MODEL}")
     return text
 
 
@@ -85,6 +91,8 @@ def _from_pretrained(loader: Any, reference: str, **options: Any) -> Any:
     """Load from a folder or the hub's local cache; use the network only for a hub name."""
     try:
         try:
+            if Path(reference).is_dir():
+                require_regular_files(reference)
             return loader.from_pretrained(reference, local_files_only=True, **options)
         except OSError:
             if Path(reference).is_dir():
@@ -92,7 +100,8 @@ def _from_pretrained(loader: Any, reference: str, **options: Any) -> Any:
             return loader.from_pretrained(reference, **options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelLoadError(
-            f"could not load {reference!r}: {error}. Expected a folder or hub repository with "
+            f"could not load {arguments.shown(reference)}: {error}. Expected a folder or hub "
+            "repository with "
             "config.json, tokenizer.json and *.safetensors (pickled weights are not read)"
         ) from error
 
@@ -141,10 +150,10 @@ def usable_device(name: str) -> torch.device:
         reason = (
             "torch computes nothing on it here"
             if computes_nothing
-            else str(error).partition("\n")[0]
+            else arguments.cut(str(error).partition("\n")[0])
         )
         raise ParameterError(
-            f"device {name!r} cannot be used: {reason}; leave it out for the CPU"
+            f"device {arguments.shown(name)} cannot be used: {reason}; leave it out for the CPU"
         ) from error
 
 
@@ -169,11 +178,12 @@ def load_weights(
         When the device cannot be used here.
     """
     place = None if device is None else usable_device(device)
-    if dtype is None and str(reference) == EMBEDDED_MODEL:
+    path = resolve_model(reference)
+    if dtype is None and path == _EMBEDDED_FOLDER:
         dtype = torch.float32
     model: PreTrainedModel = _from_pretrained(
         AutoModelForCausalLM,
-        resolve_model(reference),
+        path,
         dtype="auto" if dtype is None else dtype,
         use_safetensors=True,
     )
@@ -227,14 +237,19 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def shared_prefix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the token ids that every chunk is encoded after, so that the attention sink is there.
+    """Return the token ids that every chunk is encoded after: a prompt's head, before documents.
 
-    They are BOS if the tokenizer or the chat template puts it first; otherwise the beginning that
-    all conversations of the chat template share; otherwise nothing.
+    With a chat template, that is the beginning that all its conversations share: BOS, a default
+    system turn, the beginning of the user's turn. Without one, or if conversations share nothing,
+    it is BOS if the tokenizer puts it first, otherwise nothing.
     """
     bos = tokenizer.bos_token_id
-    if bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos]:
-        return (bos,)
+    is_first = bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos]
+    return _template_head(tokenizer) or ((bos,) if is_first else ())
+
+
+def _template_head(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the token ids that the chat template puts before the first user's text."""
     if not getattr(tokenizer, "chat_template", None):
         return ()
     try:
@@ -246,12 +261,8 @@ def shared_prefix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         )
     except Exception:  # a template may raise anything, and refuse a lone user turn
         return ()
+    # Tokenised with a text after it: its last token may merge with what follows.
     first_ids, second_ids = (
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in (first, second)
     )
-    if bos is not None and first_ids[:1] == [bos]:
-        return (bos,)
-    common = 0
-    while common < min(len(first_ids), len(second_ids)) and first_ids[common] == second_ids[common]:
-        common += 1
-    return tuple(first_ids[:common])
+    return tuple(first_ids[: num_equal(first_ids, second_ids)])

@@ -66,3 +66,11 @@ def overlaps(spans: Sequence[Span], span: Span) -> bool:
             return True
         place += 1
     return False
+
+
+def num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Return the length of the common beginning."""
+    for index, (one, other) in enumerate(zip(ids, others, strict=False)):
+        if one != other:
+            return index
+    return min(len(ids), len(others))

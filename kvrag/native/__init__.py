@@ -1,4 +1,4 @@
-"""The compiled kernels: entropy coding and reconstruction at memory speed.
+"""The compiled kernels: entropy coding, reconstruction, and attention of scattered rows.
 
 All functions take numpy arrays or torch CPU tensors and work on their memory without copying it.
 They check arguments before they call a kernel, and release the GIL while it runs. The kernels are
@@ -9,11 +9,13 @@ The import of this package chooses the instruction set. To choose another, set
 - `kvrag.native.entropy`: `RansModel`, `encode_rows`, `decode_rows`, `decode_many`, `ideal_bits`.
 - `kvrag.native.reconstruction`: `reconstruct`, `place_channels`, `Points`, `Patches`,
   `Rotation`, `contexts`, `refine`.
+- `kvrag.native.attention`: `attend`, `Seen`, `Mass`, `ATTENTION_TYPES`.
 - `kvrag.native.instructions`: `instruction_set`, `instruction_sets`, `use_instruction_set`.
 """
 
 from __future__ import annotations
 
+from kvrag.native.attention import ATTENTION_TYPES, Mass, Seen, attend
 from kvrag.native.entropy import (
     DecodeJob,
     RansModel,
@@ -34,11 +36,15 @@ from kvrag.native.reconstruction import (
 )
 
 __all__ = [
+    "ATTENTION_TYPES",
     "DecodeJob",
+    "Mass",
     "Patches",
     "Points",
     "RansModel",
     "Rotation",
+    "Seen",
+    "attend",
     "contexts",
     "decode_many",
     "decode_rows",

@@ -18,8 +18,10 @@ from xml.sax.xmlreader import InputSource, Locator
 from defusedxml.common import DefusedXmlException
 from defusedxml.expatreader import DefusedExpatParser
 
+from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.pml.locations import Location
+from kvrag.regularfile import open_regular
 
 MAX_BYTES = 8 << 20
 """The most bytes of one file: schema, prompt or text."""
@@ -82,7 +84,7 @@ def read_elements(source: str | Path) -> Element:
         encoding = None
     elif not isinstance(source, str):
         raise ParameterError(
-            f"markup {source!r}: expected markup as a string, or a pathlib.Path of a file"
+            f"markup {shown(source)}: expected markup as a string, or a pathlib.Path of a file"
         )
     else:
         name, encoding = "<string>", "utf-8"
@@ -142,10 +144,10 @@ def _begins_with_text(markup: bytes) -> bool:
 def read_bytes(path: Path, location: Location) -> bytes:
     """Return the contents of a file of limited size. Raises PMLError at `location` on failure."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             found = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        reason = error.strerror or error
+    except (OSError, ValueError) as error:  # the latter for a name that the system cannot have
+        reason = getattr(error, "strerror", None) or error
         raise location.error(f"{path} cannot be read ({reason})", "give a readable file") from error
     _check_size(len(found), location)
     return found

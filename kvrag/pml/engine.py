@@ -1,12 +1,13 @@
 """Encodes schemas once into an index, and answers prompts with their modules' KV.
 
 Source: Prompt Cache §3.4, §4. Storing, keys, fusing and generating are the same as for retrieval: a
-stretch of a schema is a passage of the index, and a module that is also a chunk is stored once.
+stretch of a schema is a passage of the index, and a module that is also a chunk after the same
+prefix is stored once.
 
-Deviations: modules are encoded after the index's shared prefix, so that the attention sink is
-present. The members of a scaffold are encoded one after the other, without the gaps between them.
-Each gets a separate record, whose key names what it was encoded after. Models with learned
-positions have no scaffolds.
+Deviations: modules are encoded after what the schema's prompts begin with of the index's shared
+prefix, or else after all of it, so that the attention sink is present. The members of a scaffold
+are encoded one after the other, without the gaps between them. Each gets a separate record, whose
+key names what it was encoded after. Models with learned positions have no scaffolds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Unpack
 
+from kvrag.arguments import shown
 from kvrag.codec.base import EncodedChunk
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.base import Engine
@@ -99,10 +101,13 @@ class PMLEngine:
             schema = parse_schema(schema)
         index = self.engine.index
         layout = lay_out_schema(schema, index.tokenizer, index.prefix_ids, index.control)
+        prefix_ids = layout.prefix_ids or index.prefix_ids
         passages = tuple(
-            Passage(stretch.token_ids, start=stretch.start) for stretch in layout.stretches
+            Passage(prefix_ids, stretch.token_ids, start=stretch.start)
+            for stretch in layout.stretches
         )
-        scaffolds = () if index.model.is_position_bound else tuple(_scaffolds(layout))
+        is_bound = index.model.is_position_bound
+        scaffolds = () if is_bound else tuple(_scaffolds(layout, prefix_ids))
         found = EncodedSchema(layout, passages, scaffolds)
         self._schemas[schema.name] = found
         return found
@@ -141,7 +146,7 @@ class PMLEngine:
         layout, schema = found.layout, found.layout.schema
         index = self.engine.index
         holds = f"{index.model.name} holds {index.model.max_positions:,}"
-        room = index.model.max_positions - len(index.prefix_ids)
+        room = index.model.max_positions - len(layout.prefix_ids or index.prefix_ids)
         for stretch in layout.stretches:
             is_beyond = index.model.is_position_bound and stretch.end > index.model.max_positions
             if len(stretch.token_ids) > room or is_beyond:
@@ -187,7 +192,7 @@ class PMLEngine:
         found = self._schemas.get(name)
         if found is None:
             known = ", ".join(sorted(self._schemas)) or "none"
-            raise ParameterError(f"schema {name!r} was not added; known: {known}")
+            raise ParameterError(f"schema {shown(name)} was not added; known: {known}")
         if not isinstance(prompt, Prompt):
             prompt = parse_prompt(prompt, found.layout.schema)
         pieces = place_prompt(
@@ -240,7 +245,9 @@ class PMLEngine:
         return self.engine.stream(self.place(prompt), **options)
 
 
-def _scaffolds(layout: SchemaLayout) -> Iterator[tuple[frozenset[Path], dict[int, Passage]]]:
+def _scaffolds(
+    layout: SchemaLayout, prefix_ids: tuple[int, ...]
+) -> Iterator[tuple[frozenset[Path], dict[int, Passage]]]:
     """Yield each scaffold's modules, with their stretches to be encoded one after the other."""
     for scaffold in layout.schema.scaffolds:
         members: dict[int, Passage] = {}
@@ -251,7 +258,7 @@ def _scaffolds(layout: SchemaLayout) -> Iterator[tuple[frozenset[Path], dict[int
                 continue
             if position is None:
                 position = stretch.start
-            members[number] = Passage(stretch.token_ids, before, position)
+            members[number] = Passage(prefix_ids, stretch.token_ids, before, position)
             before += stretch.token_ids
             position += len(stretch.token_ids)
         if len(members) > 1:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from kvrag.models.control import ControlTokens
+from kvrag.models.tokens import num_equal
 from kvrag.pml.conversation import Conversation
 from kvrag.pml.schema import Module, Node, Parameter, Path, Schema, Text, Turn, Union
 
@@ -73,8 +74,8 @@ class SchemaLayout:
     Attributes
     ----------
     prefix_ids
-        The shared prefix, at the first positions. It is empty if prompts of the schema do not begin
-        with it, because the chat template begins differently.
+        The part of the shared prefix that prompts of the schema begin with. It is empty if they
+        begin differently.
     stretches
         The stretches in the order of the file; members of a union follow each other.
     extents
@@ -127,14 +128,15 @@ def lay_out_schema(
     arranger = _Arranger(tokenizer, children, control)
     prefix = tuple(prefix_ids)
     if conversation is not None:
-        has_prefix = arranger.take_prefix(children, prefix)
+        begin = arranger.take_prefix(children, prefix)
     else:
-        # Whether the plain pipeline would put the prefix before a string.
-        has_prefix = tuple(tokenizer("")["input_ids"])[: len(prefix)] == prefix
-    prefix = prefix if has_prefix else ()
-    end = arranger.arrange((), children, len(prefix))
-    arranger.extents[()] = (len(prefix), end)
-    return SchemaLayout(schema, prefix, tuple(arranger.stretches), arranger.extents, conversation)
+        # What the plain pipeline would put before a string.
+        begin = num_equal(tokenizer("")["input_ids"], prefix)
+    end = arranger.arrange((), children, begin)
+    arranger.extents[()] = (begin, end)
+    return SchemaLayout(
+        schema, prefix[:begin], tuple(arranger.stretches), arranger.extents, conversation
+    )
 
 
 class _Arranger:
@@ -156,16 +158,15 @@ class _Arranger:
         files = list(dict.fromkeys(text for text, is_document in _texts(children) if is_document))
         self._file_ids = dict(zip(files, token_ids_of(tokenizer, files, control), strict=True))
 
-    def take_prefix(self, children: Sequence[Node], prefix: tuple[int, ...]) -> bool:
-        """Remove the shared prefix from the first text, if the chat template begins with it."""
+    def take_prefix(self, children: Sequence[Node], prefix: tuple[int, ...]) -> int:
+        """Remove from the first text what it begins with of the prefix; return how many tokens."""
         first = next(iter(_groups(children)), None)
         while isinstance(first, Module) and not first.name:
             first = next(iter(_groups(first.children)), None)
         head = first[0] if isinstance(first, list) else None
-        if not isinstance(head, Text) or tuple(self._ids_of(head)[: len(prefix)]) != prefix:
-            return False
-        self._taken = len(prefix)
-        return True
+        if isinstance(head, Text):
+            self._taken = num_equal(self._ids_of(head), prefix)
+        return self._taken
 
     def _ids_of(self, text: Text) -> list[int]:
         return (self._file_ids if text.is_document else self._ids)[text.text]

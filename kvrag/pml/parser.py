@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path as FilePath
 
+from kvrag.arguments import shown
 from kvrag.chunk import normalise_text
 from kvrag.pml.elements import Element, Run, normalise, read_bytes, read_elements
 from kvrag.pml.locations import Location
@@ -136,7 +137,7 @@ class _SchemaParser:
         cache = element.attributes.get("cache")
         if cache not in (None, "true", "false"):
             raise element.location.error(
-                f"cache={cache!r} of a module",
+                f"cache={shown(cache)} of a module",
                 "expected 'false', for what every prompt computes, or 'true'",
             )
         is_cached = is_cached if cache is None else cache == "true"
@@ -156,7 +157,7 @@ class _SchemaParser:
         if self._folder is None:
             raise location.error("src in a schema that is not a file", "write the text out")
         if not src or "\0" in src or "\\" in src or FilePath(src).is_absolute():
-            raise location.error(f"src={src!r} is not a relative path", remedy)
+            raise location.error(f"src={shown(src)} is not a relative path", remedy)
         try:
             folder = self._folder.resolve()
             path = (folder / src).resolve()
@@ -164,17 +165,18 @@ class _SchemaParser:
         except (OSError, RuntimeError) as error:
             # Such as a name that is too long, or links in a circle.
             reason = getattr(error, "strerror", None) or error
-            raise location.error(f"src={src!r} cannot be found ({reason})", remedy) from error
+            raise location.error(f"src={shown(src)} cannot be found ({reason})", remedy) from error
         # The path is resolved, so neither '..' nor a link can lead out.
         if not path.is_relative_to(folder):
-            raise location.error(f"src={src!r} leads out of the schema's folder", remedy)
+            raise location.error(f"src={shown(src)} leads out of the schema's folder", remedy)
         if not is_file:
-            raise location.error(f"src={src!r} is not a file", remedy)
+            found = "a folder" if path.is_dir() else "no file"
+            raise location.error(f"src={shown(src)}: expected a file, found {found}", remedy)
         try:
             return normalise_text(read_bytes(path, location).decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise location.error(
-                f"src={src!r} is not UTF-8 text (byte {error.start})", "save it as UTF-8"
+                f"src={shown(src)} is not UTF-8 text (byte {error.start})", "save it as UTF-8"
             ) from error
 
     def _union(self, element: Element, is_cached: bool) -> Union:
@@ -202,12 +204,12 @@ class _SchemaParser:
         scaffold = element.attributes.get("scaffold", "")
         if scaffold and scaffold not in {member.name for member in members}:
             raise element.location.error(
-                f"scaffold={scaffold!r} is not a member of this union",
+                f"scaffold={shown(scaffold)} is not a member of this union",
                 f"expected one of {listing(member.name for member in members)}",
             )
         if not all(member.is_cached for member in members if member.name == scaffold):
             raise element.location.error(
-                f"scaffold={scaffold!r} is a module with cache='false'",
+                f"scaffold={shown(scaffold)} is a module with cache='false'",
                 "a scaffold is stored: name another member, or let that one be cached",
             )
         _check_unique(members)
@@ -227,7 +229,7 @@ def check_name(name: str, location: Location) -> None:
     """Raise PMLError if `name` is not a valid name for a schema, module or parameter."""
     if not _NAME.fullmatch(name) or name in RESERVED:
         raise location.error(
-            f"name={name!r} is not a valid name",
+            f"name={shown(name)} is not a valid name",
             "expected a letter or underscore, then letters, digits, '_', '.' and '-', and none of "
             f"{', '.join(sorted(RESERVED))}",
         )
@@ -238,7 +240,9 @@ def check_attributes(element: Element, known: set[str]) -> None:
     for name in element.attributes:
         if name not in known:
             expected = f"expected {listing(sorted(known))}" if known else "it takes none"
-            raise element.location.error(f"<{element.tag}> has the attribute {name!r}", expected)
+            raise element.location.error(
+                f"<{element.tag}> has the attribute {shown(name)}", expected
+            )
 
 
 def listing(names: Iterable[str], most: int = 8) -> str:
@@ -284,20 +288,20 @@ def _parameter(element: Element) -> Parameter:
         isinstance(part, Run) and part.text.strip() for part in element.content
     ):
         raise element.location.error(
-            f"parameter {name!r} has contents",
+            f"parameter {shown(name)} has contents",
             "it must be empty, <parameter .../>; give its default text as scaffold='...'",
         )
     given = [element.attributes[key] for key in ("len", "length") if key in element.attributes]
     if len(given) != 1:
         raise element.location.error(
-            f"parameter {name!r} has {len(given)} lengths", "give it length=TOKENS"
+            f"parameter {shown(name)} has {len(given)} lengths", "give it length=TOKENS"
         )
     number = given[0]
     # The number of digits is checked first, since Python refuses to parse very many.
     is_short = number.isascii() and number.isdigit() and len(number) <= len(str(MAX_LENGTH))
     if not (is_short and 1 <= int(number) <= MAX_LENGTH):
         raise element.location.error(
-            f"length={number!r} of parameter {name!r}",
+            f"length={shown(number)} of parameter {shown(name)}",
             f"expected a whole number of tokens, 1 to {MAX_LENGTH}",
         )
     scaffold = normalise(element.attributes.get("scaffold", ""))
@@ -316,7 +320,7 @@ def _check_unique(nodes: Iterable[Node]) -> None:
                 kind = "module" if key[0] else "parameter"
                 first = seen[key]
                 raise named.location.error(
-                    f"a second {kind} {named.name!r} (the first is in line {first.line})",
+                    f"a second {kind} {shown(named.name)} (the first is in line {first.line})",
                     "names must be unique among siblings: rename one",
                 )
             seen[key] = named.location
@@ -333,7 +337,7 @@ def _named_members(children: tuple[Node, ...], path: Path) -> Iterable[Path]:
 
 
 def _called(name: str) -> str:
-    return f"module {name!r}" if name else "<module>"
+    return f"module {shown(name)}" if name else "<module>"
 
 
 def _scaffold(element: Element, schema: Schema) -> Scaffold:
@@ -354,7 +358,7 @@ def _scaffold(element: Element, schema: Schema) -> Scaffold:
     for path in paths:
         if not schema.modules[path].is_cached:
             raise element.location.error(
-                f"a scaffold of {'/'.join(path)!r}, which has cache='false'",
+                f"a scaffold of {shown('/'.join(path))}, which has cache='false'",
                 "a scaffold is stored: leave the module out, or let it be cached",
             )
     ordered = tuple(path for path in schema.modules if path in paths)
@@ -366,9 +370,9 @@ def check_module(schema: Schema, path: Path, location: Location) -> None:
     if path in schema.modules:
         return
     beside = [known[-1] for known in schema.modules if known[:-1] == path[:-1]]
-    inside = f"module {'/'.join(path[:-1])!r}" if path[:-1] else f"schema {schema.name!r}"
+    inside = f"module {shown('/'.join(path[:-1]))}" if path[:-1] else f"schema {shown(schema.name)}"
     raise location.error(
-        f"{inside} has no module {path[-1]!r}", f"expected one of {listing(beside)}"
+        f"{inside} has no module {shown(path[-1])}", f"expected one of {listing(beside)}"
     )
 
 
@@ -386,6 +390,7 @@ def check_exclusive(schema: Schema, named: Iterable[tuple[Path, Location]]) -> N
             other = chosen.setdefault(number, path[:depth])
             if other != path[:depth]:
                 raise location.error(
-                    f"{'/'.join(other)!r} and {'/'.join(path[:depth])!r} are members of one union",
+                    f"{shown('/'.join(other))} and {shown('/'.join(path[:depth]))} are members of "
+                    "one union",
                     "choose one of them",
                 )

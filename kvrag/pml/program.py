@@ -17,6 +17,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
+from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.pml.elements import normalise
 from kvrag.pml.locations import Location
@@ -45,7 +46,7 @@ class Length:
     def __init__(self, tokens: int) -> None:
         if type(tokens) is not int or not 1 <= tokens <= MAX_LENGTH:
             raise ParameterError(
-                f"Length({tokens!r}): expected 1 to {MAX_LENGTH} tokens, a whole number"
+                f"Length({shown(tokens)}): expected 1 to {MAX_LENGTH} tokens, a whole number"
             )
         self.tokens = tokens
 

@@ -1,4 +1,4 @@
-"""A prompt of a schema: its imports, arguments and own text.
+"""Parses a prompt of a schema: its imports, arguments and own text.
 
 Source: Prompt Cache §3.2.2. Text may appear anywhere between imports; `kvrag.pml.placing` decides
 where it goes.
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 
+from kvrag.arguments import shown
 from kvrag.pml.elements import Element, normalise, read_elements
 from kvrag.pml.locations import Location
 from kvrag.pml.parser import (
@@ -94,7 +95,7 @@ def parse_prompt(source: str | FilePath, schema: Schema) -> Prompt:
     name = root.attributes["schema"]
     if name != schema.name:
         raise root.location.error(
-            f"a prompt of schema {name!r}", f"expected one of schema {schema.name!r}"
+            f"a prompt of schema {shown(name)}", f"expected one of schema {shown(schema.name)}"
         )
     has_turns = any(part.tag in ROLES for part in root.elements)
     turns = _turns(root) if has_turns else ()
@@ -168,9 +169,9 @@ def _checked(
     known = schema.parameters(path)
     for name in attributes:
         if name not in known:
-            owner = f"module {'/'.join(path)!r}" if path else f"schema {schema.name!r}"
+            owner = f"module {shown('/'.join(path))}" if path else f"schema {shown(schema.name)}"
             raise location.error(
-                f"{owner} has no parameter {name!r}", f"expected one of {listing(known)}"
+                f"{owner} has no parameter {shown(name)}", f"expected one of {listing(known)}"
             )
     parts: list[Import | Text] = []
     seen: dict[Path, Location] = {}
@@ -183,7 +184,8 @@ def _checked(
         one = _import(schema, path, part)
         if one.path in seen:
             raise one.location.error(
-                f"{'/'.join(one.path)!r} is imported again (first in line {seen[one.path].line})",
+                f"{shown('/'.join(one.path))} is imported again (first in line "
+                f"{seen[one.path].line})",
                 "import it once",
             )
         seen[one.path] = one.location

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from string import Formatter
 from xml.sax.saxutils import escape
 
+from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 
 _QUOTES = {'"': "&quot;", "'": "&apos;", "\n": "&#10;", "\r": "&#13;", "\t": "&#9;"}
@@ -46,12 +47,12 @@ def fill(markup: str, values: Mapping[str, object]) -> str:
     texts = {}
     for name in variables(markup):
         if name not in values:
-            raise ParameterError(f"prompt template: no value for {name!r}")
+            raise ParameterError(f"prompt template: no value for {shown(name)}")
         text = str(values[name])
         lost = next((c for c in text if c < " " and c not in "\n\r\t"), None)
         if lost is not None:
             raise ParameterError(
-                f"prompt template: {name!r} holds the control character {lost!r}; remove it"
+                f"prompt template: {shown(name)} holds the control character {lost!r}; remove it"
             )
         texts[name] = escape(text, _QUOTES)
     return Formatter().vformat(markup, (), texts)

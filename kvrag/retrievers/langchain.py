@@ -333,8 +333,9 @@ def _check_made_with(index: Index, *, codec: str | None, chunk_tokens: int | Non
         recorded = getattr(index.config, name)
         if wanted is not None and wanted != recorded:
             raise IndexMismatchError(
-                f"the index at {index.path} was made with {name}={recorded!r}, asked for "
-                f"{wanted!r}: leave it out, or make a new index in another folder"
+                f"the index at {index.path} was made with {name}={arguments.shown(recorded)}, "
+                "asked for "
+                f"{arguments.shown(wanted)}: leave it out, or make a new index in another folder"
             )
 
 

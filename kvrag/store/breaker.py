@@ -1,4 +1,4 @@
-"""A circuit breaker: while a remote store does not answer, reads fail at once.
+"""A circuit breaker: after a remote store fails, reads fail at once for a while.
 
 Without it every chunk of a prompt would wait for its own timeout. The breaker starts closed: all
 calls pass. A failure opens it: for a while it refuses reads at once. Then it is half-open: one read
@@ -103,8 +103,8 @@ class GuardedStore(StoreWrapper):
     ----------
     inner
         The remote store.
-        Its URL options.
-        Its options in the URL.
+    query
+        The part of its URL after ``?``.
     """
 
     def __init__(self, inner: RemoteStore, query: str = "") -> None:

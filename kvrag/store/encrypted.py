@@ -20,6 +20,7 @@ from typing import Any
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError
+from kvrag.regularfile import read_regular
 from kvrag.store.base import Store, StoredRecord, check_range
 from kvrag.store.extras import require
 from kvrag.store.wrapper import StoreWrapper
@@ -44,7 +45,7 @@ def read_key(path: str | Path) -> bytes:
         When the file cannot be read, holds something else, or other users may read it.
     """
     try:
-        text = Path(path).read_text(encoding="ascii").strip()
+        text = read_regular(path).decode("ascii").strip()
         mode = Path(path).stat().st_mode
         key = bytes.fromhex(text)
     except (OSError, ValueError) as error:

@@ -1,4 +1,6 @@
-"""Records in a folder, packed into segments: a million chunks are a few hundred files.
+"""Records in a folder, packed into segments; the space of deleted ones is reclaimed.
+
+A million chunks are a few hundred files.
 
 A record is appended to the last segment and flushed; then one transaction notes its place in
 ``records.sqlite``. A process killed at any moment leaves whole records and, at worst, bytes that
@@ -12,6 +14,7 @@ import errno
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from kvrag import arguments
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError
 from kvrag.store.files import check_writable, store_error
@@ -56,12 +59,18 @@ class FileStore(CountedStore):
     ------
     StoreError
         When `path` is not a folder, or holds an index of records that this version cannot read.
+    ParameterError
+        When `path` is not a path.
     """
 
     def __init__(self, path: str | Path, *, segment_bytes: int | None = None) -> None:
-        self.path = Path(path).absolute()
+        self.path = arguments.path(path, "path").absolute()
         self.url = f"file:{self.path}"
-        if self.path.exists() and not self.path.is_dir():
+        try:
+            is_other = self.path.exists() and not self.path.is_dir()
+        except OSError as error:
+            raise store_error("use", self.path, error) from error
+        if is_other:
             raise store_error("use", self.path, NotADirectoryError(errno.ENOTDIR, "not a folder"))
         self._loose = LooseRecords(self.path)
         self._segments = SegmentFiles(self.path / FOLDER_NAME)

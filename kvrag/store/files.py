@@ -25,6 +25,8 @@ _REMEDIES = {
     errno.ENFILE: "the system has too many files open: close some programs",
     errno.EEXIST: "a file is where a folder should be: move it away, or use another folder",
     errno.ENOTDIR: "a file is where a folder should be: move it away, or use another folder",
+    errno.ELOOP: "links lead in a circle: remove them, or use another folder",
+    errno.ENAMETOOLONG: "a name is too long: use a shorter one",
     errno.EISDIR: "a folder is where a file should be: move it away, or use another folder",
     errno.EIO: "the disk reports a defect: check it, then ingest again elsewhere",
     errno.ESTALE: "the network file system lost the file: mount it again",

@@ -15,8 +15,10 @@ from http import HTTPStatus
 from typing import ClassVar, NoReturn
 from urllib.parse import urlsplit
 
+from kvrag.arguments import shown
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, StoreError, StoreUnreachableError
+from kvrag.regularfile import require_regular
 from kvrag.store.http_protocol import (
     PROTOCOL,
     RECORDS,
@@ -380,7 +382,8 @@ class HttpStore(RemoteStore):
     def _refuse_answer(self, answer: http.client.HTTPResponse, expected: str) -> NoReturn:
         raise StoreError(
             f"{self.url}: expected {expected}, found an answer {answer.status} with "
-            f"{answer.getheader('Content-Range')!r}, {answer.getheader('ETag')!r}; it is no server "
+            f"{shown(answer.getheader('Content-Range'))}, {shown(answer.getheader('ETag'))}; it is "
+            "no server "
             "of this kvrag, or what is between changes its answers"
         )
 
@@ -405,11 +408,13 @@ def _parts(url: str) -> tuple[str, str, int, str]:
         # As the name will be looked up.
         (host or "").encode("idna")
     except ValueError as error:
-        raise ParameterError(f"{url!r} is no URL: {error}") from error
+        raise ParameterError(f"{shown(url)} is no URL: {error}") from error
     if not all("!" <= character <= "~" for character in parts.path):
-        raise ParameterError(f"{url!r} is no URL: its path holds more than visible ASCII")
+        raise ParameterError(f"{shown(url)} is no URL: its path holds more than visible ASCII")
     if parts.scheme not in SCHEMES or not host or parts.query or parts.fragment:
-        raise ParameterError(f"a server is http://HOST:PORT or https://HOST:PORT; found {url!r}")
+        raise ParameterError(
+            f"a server is http://HOST:PORT or https://HOST:PORT; found {shown(url)}"
+        )
     if parts.username is not None or parts.password is not None:
         raise ParameterError(
             f"{parts.scheme}://{host}: a URL is seen by others: put the token in {TOKEN_VARIABLE}, "
@@ -421,6 +426,8 @@ def _parts(url: str) -> tuple[str, str, int, str]:
 
 def _trusting(ca: str | None) -> ssl.SSLContext:
     try:
+        if ca is not None:
+            require_regular(ca)
         return ssl.create_default_context(cafile=ca)
     except (OSError, ssl.SSLError) as error:
         raise ParameterError(

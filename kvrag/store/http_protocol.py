@@ -11,6 +11,7 @@ import stat
 from pathlib import Path
 
 from kvrag.errors import ParameterError
+from kvrag.regularfile import read_regular
 
 SERVICE = "kvrag"
 PROTOCOL = 1
@@ -34,7 +35,7 @@ def read_token(path: str | Path | None) -> str:
         token = os.environ.get(TOKEN_VARIABLE, "")
         return _checked(token, TOKEN_VARIABLE) if token else ""
     try:
-        token = Path(path).read_text(encoding="utf-8").strip()
+        token = read_regular(path).decode().strip()
         mode = Path(path).stat().st_mode
     except (OSError, ValueError) as error:
         raise ParameterError(

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from kvrag.arguments import shown
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
 from kvrag.store.extras import require
@@ -109,7 +110,7 @@ class ObjectStore(RemoteStore):
         scheme, _, place = url.partition("://")
         if scheme not in SCHEMES or not place.strip("/"):
             known = ", ".join(f"{name}://BUCKET/PREFIX" for name in SCHEMES)
-            raise ParameterError(f"a bucket is {known}; found {url!r}")
+            raise ParameterError(f"a bucket is {known}; found {shown(url)}")
         self.url = url.rstrip("/")
         self._scheme = scheme
         config: dict[str, Any] = {}
@@ -291,7 +292,7 @@ def _check_endpoint(endpoint: str) -> None:
         is_server = False
     if not is_server or not endpoint.isascii() or not endpoint.isprintable() or " " in endpoint:
         raise ParameterError(
-            f"endpoint is http://HOST:PORT or https://HOST:PORT; found {endpoint!r}"
+            f"endpoint is http://HOST:PORT or https://HOST:PORT; found {shown(endpoint)}"
         )
 
 

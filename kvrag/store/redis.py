@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
+from kvrag.arguments import shown
 from kvrag.chunk import ChunkKey
 from kvrag.errors import (
     KVRagError,
@@ -181,7 +182,7 @@ class RedisStore(RemoteStore):
             database = parts.path.strip("/")
             if parts.scheme != "unix" and database and not database.isdecimal():
                 # The library would take the first one instead.
-                raise ValueError(f"{database!r} is no number of a database")
+                raise ValueError(f"{shown(database)} is no number of a database")
             if not parts.password and PASSWORD_VARIABLE in os.environ:
                 options["password"] = os.environ[PASSWORD_VARIABLE]
             pool = self._redis.BlockingConnectionPool.from_url(url, **options)
@@ -357,7 +358,7 @@ class RedisStore(RemoteStore):
             if "WRONGTYPE" in text:
                 raise RecordError(
                     f"{self.url}: another program keeps something under a name that begins with "
-                    f"{self._prefix!r} ({text}); choose another prefix"
+                    f"{shown(self._prefix)} ({text}); choose another prefix"
                 ) from error
             remedy = "see the log of Redis"
             if "OOM" in text or "maxmemory" in text:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote_plus
 
+from kvrag import arguments
 from kvrag.errors import ParameterError
 from kvrag.plugins import Table, require_subclass
 from kvrag.store.base import Store
@@ -39,6 +40,8 @@ _EXPECTED = (
     "a store is file:PATH, file:///PATH, memory:, redis://HOST:PORT/DB, s3://BUCKET/PREFIX, "
     "gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, http://HOST:PORT or tiered:URL|URL"
 )
+# An option that names a key, in a place where it would be part of a folder's or a prefix's name.
+_STRAY_KEY = re.compile(r"([&;,#\s][\w.-]*key[\w.-]*|key[\s_.-]*file)\s*=", re.IGNORECASE)
 
 
 def open_store(url: str, *, must_answer: bool = True) -> Store:
@@ -56,6 +59,8 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
         Each takes ``limit=BYTES`` (``20GB``, ``512MiB``), beyond which the least recently used
         records are removed, and ``key_file=PATH``, a file with the key that encrypts records.
 
+        The first ``?`` begins the options, so a URL cannot name a folder with ``?`` in its name.
+
         ``tiered:URL|URL|URL`` reads from the first store that has a record. Writes go to the last
         one, by way of the ``file:`` store before it if there is one.
     must_answer
@@ -64,7 +69,7 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
     Raises
     ------
     ParameterError
-        When the kind of URL is unknown, or a library for it is not installed.
+        When the kind of URL or an option is unknown, or a library for it is not installed.
     StoreUnreachableError
         When the store does not answer.
     StoreError
@@ -74,20 +79,20 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
     scheme, _, rest = url.partition(":")
     if scheme == "tiered":
         return _open_tiers(rest.split("|"), must_answer)
-    if scheme == "memory":
-        _, query = _without_options(url)
-        _, common = _parse(url, query, {})
-        return _wrap(MemoryStore(), common)
-    if scheme == "file":
-        place, query = _without_options(url)
-        path = place.partition(":")[2]
-        if path.startswith("///"):
-            path = "/" + path.lstrip("/")
-        _, common = _parse(url, query, {})
-        return _wrap(FileStore(path, segment_bytes=_segment_bytes(common)), common)
-    kind = store_class(scheme)
     place, _, query = url.partition("?")
-    own, common = _parse(url, query, kind.options)
+    if scheme == "memory":
+        return _wrap(MemoryStore(), _parse(url, {})[1])
+    if scheme == "file":
+        _, common = _parse(url, {})
+        folder = _folder_of(place).absolute()
+        if "?" in str(folder):  # its URL could not be opened again
+            raise ParameterError(
+                f"{folder}: '?' begins the options of a URL, so no URL can name this folder; use "
+                "another one"
+            )
+        return _wrap(FileStore(folder, segment_bytes=_segment_bytes(common)), common)
+    kind = store_class(scheme)
+    own, common = _parse(url, kind.options)
     # The wrappers write the options that all stores have into the URL.
     said = [one for one in query.split("&") if unquote_plus(one.partition("=")[0]) not in _COMMON]
     opened = kind(place, must_answer=must_answer, **own)
@@ -110,10 +115,10 @@ def store_class(scheme: str) -> type[RemoteStore]:
 def check_kind(url: str) -> None:
     """Raise ParameterError unless the kind of a URL is known; this opens nothing."""
     if not isinstance(url, str):
-        raise ParameterError(f"{_EXPECTED}; found {url!r}")
+        raise ParameterError(f"{_EXPECTED}; found {arguments.shown(url)}")
     scheme, colon, rest = url.partition(":")
     if scheme in ("file", "memory"):
-        rest = _without_options(url)[0].partition(":")[2]
+        rest = rest.partition("?")[0]
     if scheme == "file":
         is_known = bool(rest) and (not rest.startswith("//") or rest.startswith("///"))
     elif scheme == "memory":
@@ -123,7 +128,7 @@ def check_kind(url: str) -> None:
     else:
         is_known = rest.startswith("//") and scheme in REMOTE
     if not is_known:
-        raise ParameterError(f"{_EXPECTED}; found {without_password(url)!r}")
+        raise ParameterError(f"{_EXPECTED}; found {arguments.shown(without_password(url))}")
 
 
 def missing_folders(url: str) -> list[Path]:
@@ -134,9 +139,14 @@ def missing_folders(url: str) -> list[Path]:
         return [folder for one in rest.split("|") for folder in missing_folders(one)]
     if scheme != "file":
         return []
-    place = _without_options(url)[0].partition(":")[2]
-    folder = Path("/" + place.lstrip("/") if place.startswith("///") else place).expanduser()
+    folder = _folder_of(url.partition("?")[0])
     return [] if folder.is_dir() else [folder]
+
+
+def _folder_of(place: str) -> Path:
+    """Return the folder in ``file:PATH`` or ``file:///PATH``. Raises ParameterError."""
+    path = place.partition(":")[2]
+    return arguments.path("/" + path.lstrip("/") if path.startswith("///") else path, "file:")
 
 
 def _open_tiers(urls: list[str], must_answer: bool) -> Store:
@@ -145,6 +155,8 @@ def _open_tiers(urls: list[str], must_answer: bool) -> Store:
             "tiers are two stores or more, tiered:URL|URL, the fastest first; found "
             + repr("|".join(map(without_password, urls)))
         )
+    for url in urls:
+        check_kind(url)
     tiers: list[Store] = []
     try:
         for url in urls:
@@ -184,29 +196,30 @@ def _segment_bytes(options: dict[str, Any]) -> int | None:
     return int(min(max(options["limit"] // 16, 1 << 20), SEGMENT_BYTES))
 
 
-def _without_options(url: str) -> tuple[str, str]:
-    """Split a path and its options; a question mark may also be part of the path.
-
-    Text that looks like an option is one, known or not: `limt=1GB` is not part of a folder's name.
-    """
-    match = re.fullmatch(r"(.*?)\?((?:limit|key_file)=.*)", url, re.DOTALL) or re.fullmatch(
-        r"(.*?)\?([A-Za-z_]+=[^/]*)", url, re.DOTALL
-    )
-    return (match[1], match[2]) if match else (url, "")
-
-
-def _parse(url: str, query: str, own: Options) -> tuple[dict[str, Any], dict[str, Any]]:
+def _parse(url: str, own: Options) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a store's own options as keyword arguments, and the options that all stores have."""
     known = {**own, **_COMMON}
-    place = without_password(url).partition("?")[0]
+    whole_place = without_password(url).partition("?")[0]
+    place = arguments.cut(whole_place)
     found: dict[str, Any] = {}
+    form = f"options are NAME=VALUE, after the only '?' and with & between: {', '.join(known)}"
+    _, mark, query = url.partition("?")
     try:
-        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+        # A lone "?" would be dropped: a folder of that name would be another one.
+        pairs = parse_qsl(query or mark, keep_blank_values=True, strict_parsing=True)
     except ValueError as error:
-        raise ParameterError(f"{place}: options are name=value, with & between them") from error
+        raise ParameterError(f"{place}: {form}") from error
+    # A key that is taken for a part of a name would leave the records without encryption.
+    values = (value for name, value in pairs if name in own)
+    if any(map(_STRAY_KEY.search, [whole_place, *values])):
+        raise ParameterError(
+            f"{place}: {form}; found a key before the '?' or inside another option's value"
+        )
     for name, value in pairs:
         if name not in known:
-            raise ParameterError(f"{place} has no option {name!r}; it has {', '.join(known)}")
+            raise ParameterError(
+                f"{place} has no option {arguments.shown(name)}; it has {', '.join(known)}"
+            )
         argument, parse = known[name]
         if argument in found:
             raise ParameterError(f"{place}: {name} is given twice")
@@ -228,7 +241,7 @@ def parse_bytes(text: str) -> int:
     if match and match[2]:
         number *= (1024 if match[3] else 1000) ** ("kMGT".index(match[2].replace("K", "k")) + 1)
     if not 1 <= number < 1e18:
-        raise ValueError(f"expected bytes as in 20GB or 512MiB, found {text!r}")
+        raise ValueError(f"expected bytes as in 20GB or 512MiB, found {arguments.shown(text)}")
     return int(number)
 
 

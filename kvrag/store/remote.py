@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
+from kvrag import arguments
 from kvrag.chunk import ChunkKey
 from kvrag.store.base import StoredRecord, check_range
 from kvrag.store.metrics import CountedStore, StoreMetrics
@@ -137,10 +137,12 @@ def seconds(text: str) -> float:
     except ValueError:
         found = 0.0
     if not 0 < found < 3600:
-        raise ValueError(f"expected a number of seconds above 0, found {text!r}")
+        raise ValueError(f"expected a number of seconds above 0, found {arguments.shown(text)}")
     return found
 
 
 def file_path(text: str) -> str:
-    """Return an option's file path."""
-    return str(Path(text).expanduser().absolute())
+    """Return an option's file path. Raises ValueError or ParameterError."""
+    if not text.strip():
+        raise ValueError("expected a file, found an empty path")
+    return str(arguments.path(text, "path").absolute())

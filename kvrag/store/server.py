@@ -16,7 +16,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from kvrag.arguments import shown
 from kvrag.errors import ParameterError
+from kvrag.regularfile import require_regular
 from kvrag.store.base import Store
 from kvrag.store.extras import require
 
@@ -75,7 +77,8 @@ class RecordServer:
 
         if not token and not is_loopback(host):
             raise ParameterError(
-                f"serving at {host!r} without a token would let everybody on the network read the "
+                f"serving at {shown(host)} without a token would let everybody on the network read "
+                "the "
                 "store: give a token, or serve at 127.0.0.1"
             )
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -173,6 +176,8 @@ def tls_context(certificate: str, key: str | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
+        for path in (certificate, *([] if key is None else [key])):
+            require_regular(path)
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
         raise ParameterError(

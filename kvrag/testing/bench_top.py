@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
 
 import torch
@@ -43,15 +43,20 @@ def make_chunk(model: KVModel, text: str, ordinal: int = 0) -> Chunk:
 
 @dataclass
 class Bench:
-    """Chunks of one model, encoded and stored in memory."""
+    """Chunks of one model, encoded and stored in memory.
+
+    They are encoded after `head`; None means what the tokenizer puts before a prompt, since these
+    prompts are plain strings.
+    """
 
     model: KVModel
     texts: Sequence[str] = TEXTS
     store: MemoryStore = field(default_factory=MemoryStore)
+    head: InitVar[Sequence[int] | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, head: Sequence[int] | None) -> None:
         self.codec = get_codec("raw")
-        self.prefix_ids = self.model.default_prefix_ids()
+        self.prefix_ids = tuple(self.model.tokenizer("")["input_ids"] if head is None else head)
         self.chunks = {
             chunk.chunk_id: chunk
             for chunk in (make_chunk(self.model, text, i) for i, text in enumerate(self.texts))

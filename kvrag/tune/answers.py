@@ -18,12 +18,12 @@ from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.repair import Repair
 from kvrag.fusion.report import FusionReport
 from kvrag.kvcache import FusedKV
+from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
-from kvrag.tune.continuing import (
-    Continuation,
-    EvictingContinuation,
-    FullContinuation,
-)
+from kvrag.tune.continuing import Continuation, EvictingContinuation, FullContinuation
+
+MAX_CANDIDATE_TOKENS = 48
+"""Tokens of a candidate answer that are scored; the rest of a longer one is left out."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,37 @@ class ReferenceAnswer:
         ``[A, vocabulary]`` float32: the distribution that each token was chosen from.
     ttft_seconds
         Time of plain Transformers from token ids to the first token.
+    candidates
+        Token ids of other answers to score.
+    scores
+        Their mean log-probability a token.
     """
 
     token_ids: tuple[int, ...]
     log_probs: torch.Tensor
     ttft_seconds: float
+    candidates: tuple[tuple[int, ...], ...] = ()
+    scores: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a prompt's distributions are from full prefill's.
+
+    Attributes
+    ----------
+    kl
+        KL(reference || prompt) in nats at each of the reference's A tokens, given those before.
+    likeliest, agrees
+        The likeliest token at each of those positions, and whether it is the reference's.
+    scores
+        Mean log-probability a token of each of the reference's candidates.
+    """
+
+    kl: tuple[float, ...]
+    likeliest: tuple[int, ...]
+    agrees: tuple[bool, ...]
+    scores: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -51,21 +77,18 @@ class FusedAnswer:
 
     Attributes
     ----------
+    comparison
+        How far it is from the reference.
     token_ids
-        The policy's greedy answer, with the end token if there is one.
-    kl
-        KL(reference || fused) in nats at each of the reference's A tokens, given those before.
-    agrees
-        Whether the likeliest token at each of those positions is the reference's.
+        The policy's greedy answer, with the end token if there is one; None if nobody asked.
     ttft_seconds
         Time of fusion, from the layout to the first token.
     report
         The report of the fusion.
     """
 
-    token_ids: tuple[int, ...]
-    kl: tuple[float, ...]
-    agrees: tuple[bool, ...]
+    comparison: Comparison
+    token_ids: tuple[int, ...] | None
     ttft_seconds: float
     report: FusionReport
 
@@ -95,28 +118,53 @@ class Answerer:
         self._ends = end_ids(model.hf.generation_config, model.tokenizer)
 
     @torch.no_grad()
-    def reference(self, token_ids: Sequence[int]) -> ReferenceAnswer:
-        """Answer by the model's own forward pass over the whole prompt."""
+    def reference(
+        self, token_ids: Sequence[int], candidates: Sequence[Sequence[int]] = ()
+    ) -> ReferenceAnswer:
+        """Answer by the model's own forward pass over the whole prompt.
+
+        Parameters
+        ----------
+        candidates
+            Token ids of other answers to score, each of at least one token.
+        """
         limit = self._limit(len(token_ids))
-        rows: list[torch.Tensor] = []
-        answer: list[int] = []
+        kept = tuple(tuple(one[:MAX_CANDIDATE_TOKENS]) for one in candidates)
+        kv = self._buffer(len(token_ids), kept)
+        first, seconds = self._prefill(kv, token_ids)
+        going_on = FullContinuation(self._model, kv)
+        others = going_on.score([one[:-1] for one in kept])
+        rows, answer = [first], [int(first.argmax())]
+        while answer[-1] not in self._ends and len(answer) < limit:
+            rows.append(going_on.feed(answer, len(answer) - 1)[-1])
+            answer.append(int(rows[-1].argmax()))
+        return ReferenceAnswer(
+            tuple(answer),
+            torch.stack(rows).float().log_softmax(-1),
+            seconds,
+            kept,
+            _scores(first, others, kept),
+        )
+
+    @torch.no_grad()
+    def compare_plain(self, token_ids: Sequence[int], reference: ReferenceAnswer) -> Comparison:
+        """Compare the model's own forward pass over another prompt, or of another model."""
+        kv = self._buffer(len(token_ids), (reference.token_ids, *reference.candidates))
+        first, _ = self._prefill(kv, token_ids)
+        return _compare(FullContinuation(self._model, kv), first, reference)
+
+    def _prefill(self, kv: FusedKV, token_ids: Sequence[int]) -> tuple[torch.Tensor, float]:
+        """Fill a buffer; return the first token's logits, and the seconds it took."""
         with self._model.lock:
             fed = torch.tensor([list(token_ids)], device=self._model.device)
             started = time.perf_counter()
-            output = self._model.hf(input_ids=fed, use_cache=True, logits_to_keep=1)
-            token = int(output.logits[0, -1].argmax())
+            output = self._model.hf(
+                input_ids=fed, past_key_values=FusedCache(kv, 0), use_cache=True, logits_to_keep=1
+            )
+            int(output.logits[0, -1].argmax())
             seconds = time.perf_counter() - started
-            while True:
-                rows.append(output.logits[0, -1].float())
-                answer.append(token)
-                if token in self._ends or len(answer) == limit:
-                    break
-                fed = torch.tensor([[token]], device=self._model.device)
-                output = self._model.hf(
-                    input_ids=fed, past_key_values=output.past_key_values, use_cache=True
-                )
-                token = int(output.logits[0, -1].argmax())
-        return ReferenceAnswer(tuple(answer), torch.stack(rows).log_softmax(-1), seconds)
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits, seconds
 
     @torch.no_grad()
     def fuse(
@@ -125,12 +173,21 @@ class Answerer:
         open_kv: OpenKV,
         policy: Repair | RecomputePolicy,
         links: LinkTokens | None = None,
+        reference: ReferenceAnswer | None = None,
     ) -> TimedPrompt:
-        """Fuse a prompt; `links` are the layout's link tokens, on the model's device."""
+        """Fuse a prompt.
+
+        Parameters
+        ----------
+        links
+            The layout's link tokens, on the model's device.
+        reference
+            What the answer will be compared with: its candidates need room too.
+        """
         model, num_prompt = self._model, len(layout.token_ids)
+        candidates = () if reference is None else (reference.token_ids, *reference.candidates)
         started = time.perf_counter()
-        buffer = FusedKV(model.spec, num_prompt, num_prompt + self._limit(num_prompt), model.device)
-        fused = fuse(model, layout, open_kv, policy, buffer, links)
+        fused = fuse(model, layout, open_kv, policy, self._buffer(num_prompt, candidates), links)
         int(fused.logits.argmax())
         return TimedPrompt(fused, time.perf_counter() - started)
 
@@ -140,6 +197,8 @@ class Answerer:
         prompt: TimedPrompt,
         reference: ReferenceAnswer,
         eviction: EvictionPolicy | None = None,
+        *,
+        in_own_words: bool = True,
     ) -> FusedAnswer:
         """Answer over fused KV; measure how far each token is from the reference's.
 
@@ -149,52 +208,39 @@ class Answerer:
             The fused prompt; it may be answered again, with another eviction.
         eviction
             Which tokens to evict after the prompt and during the answer; None evicts nothing.
+        in_own_words
+            Also generate the greedy answer, which takes longer than the comparison.
         """
         model, fused = self._model, prompt.fused
-        logits, report = fused.logits[None], fused.report
+        report = fused.report
         going_on: Continuation = FullContinuation(model, fused)
         if eviction is not None:
             going_on = EvictingContinuation(model, fused, eviction)
-        with fused.answering(model):
-            if len(reference.token_ids) > 1:
-                logits = torch.cat([logits, going_on.feed(reference.token_ids[:-1], 0)])
-            if isinstance(going_on, EvictingContinuation):
-                report = replace(report, eviction=going_on.report())
-            likeliest = logits.argmax(-1).tolist()
-            agrees = tuple(
-                one == other for one, other in zip(likeliest, reference.token_ids, strict=True)
-            )
-            limit = self._limit(fused.kv.num_tokens)
-            own_answer = self._own_answer(going_on, limit, likeliest, agrees, reference)
-        log_probs = logits.float().log_softmax(-1)
-        divergence = torch.nn.functional.kl_div(
-            log_probs, reference.log_probs, reduction="none", log_target=True
-        ).sum(-1)
-        return FusedAnswer(
-            token_ids=own_answer,
-            # Rounding can put the divergence of equal distributions slightly below zero.
-            kl=tuple(max(0.0, value) for value in divergence.tolist()),
-            agrees=agrees,
-            ttft_seconds=prompt.seconds,
-            report=report,
-        )
+        comparison = _compare(going_on, fused.logits, reference)
+        if isinstance(going_on, EvictingContinuation):
+            report = replace(report, eviction=going_on.report())
+        own_answer = None
+        if in_own_words:
+            with going_on.answering():
+                own_answer = self._own_answer(going_on, fused.kv.num_tokens, comparison, reference)
+        return FusedAnswer(comparison, own_answer, prompt.seconds, report)
 
     def _own_answer(
         self,
         going_on: Continuation,
-        limit: int,
-        likeliest: Sequence[int],
-        agrees: Sequence[bool],
+        num_prompt: int,
+        comparison: Comparison,
         reference: ReferenceAnswer,
     ) -> tuple[int, ...]:
         """Return the greedy answer, decoded only from where it leaves the reference's.
 
         Up to that point both get the same tokens, so the teacher-forced pass equals decoding.
         """
-        if all(agrees):
+        if all(comparison.agrees):
             return reference.token_ids
-        num_equal = agrees.index(False)
-        answer = [*reference.token_ids[:num_equal], likeliest[num_equal]]
+        num_equal = comparison.agrees.index(False)
+        limit = self._limit(num_prompt)
+        answer = [*reference.token_ids[:num_equal], comparison.likeliest[num_equal]]
         while answer[-1] not in self._ends and len(answer) < limit:
             answer.append(int(going_on.feed(answer, len(answer) - 1)[-1].argmax()))
         return tuple(answer)
@@ -215,3 +261,40 @@ class Answerer:
 
     def _limit(self, num_prompt: int) -> int:
         return min(self._max_tokens, self._model.max_positions - num_prompt)
+
+    def _buffer(self, num_prompt: int, answers: Sequence[Sequence[int]]) -> FusedKV:
+        """Return a buffer for a prompt, its answer, and answers that are scored side by side."""
+        room = max(self._limit(num_prompt), sum(map(len, answers)))
+        model = self._model
+        return FusedKV(model.spec, num_prompt, num_prompt + room, model.device)
+
+
+def _compare(going_on: Continuation, first: torch.Tensor, reference: ReferenceAnswer) -> Comparison:
+    """Compare what follows a prompt, whose first token has the logits `first` ``[V]``."""
+    answer, candidates = reference.token_ids, reference.candidates
+    after, *others = going_on.score([answer[:-1], *(one[:-1] for one in candidates)])
+    logits = torch.cat([first[None], after])
+    likeliest = tuple(logits.argmax(-1).tolist())
+    divergence = torch.nn.functional.kl_div(
+        logits.float().log_softmax(-1), reference.log_probs, reduction="none", log_target=True
+    ).sum(-1)
+    return Comparison(
+        # Rounding can put the divergence of equal distributions slightly below zero.
+        kl=tuple(max(0.0, value) for value in divergence.tolist()),
+        likeliest=likeliest,
+        agrees=tuple(one == other for one, other in zip(likeliest, answer, strict=True)),
+        scores=_scores(first, others, candidates),
+    )
+
+
+def _scores(
+    first: torch.Tensor, others: Sequence[torch.Tensor], candidates: Sequence[Sequence[int]]
+) -> tuple[float, ...]:
+    """Return the mean log-probability of each candidate's tokens."""
+    means = []
+    for after, token_ids in zip(others, candidates, strict=True):
+        log_probs = torch.cat([first[None], after]).float().log_softmax(-1)
+        places = torch.arange(len(token_ids))
+        # What has no tokens is certain.
+        means.append(float(log_probs[places, list(token_ids)].mean()) if token_ids else 0.0)
+    return tuple(means)

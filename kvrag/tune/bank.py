@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +16,7 @@ from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.segments import ChunkMatcher
-from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, context_limit
+from kvrag.ingest.contexts import FILLER, NO_CONTEXT, add_contexts, parse_context
 from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
 from kvrag.models.tokens import encode
@@ -71,7 +72,8 @@ class ChunkBank:
         self.model = model
         self.prefix_ids = model.default_prefix_ids()
         self._shelves = {codec.label: _Shelf(codec, MemoryStore()) for codec in codecs}
-        self._context = context
+        self._context = parse_context(context)
+        self._encode_prefix = lru_cache(maxsize=1)(model.encode_prefix)
         chosen = parse_compression(compression)
         self._compressor = None if chosen is None else Compressor(model, chosen)
         self._chunks: dict[str, Chunk] = {}
@@ -133,22 +135,26 @@ class ChunkBank:
             num_tokens += len(chunk.token_ids)
         return num_bytes, num_tokens
 
-    def _encode(self, before: Sequence[int], chunks: Sequence[Sequence[int]]) -> Iterable[ChunkKV]:
-        if self._compressor is None:
-            return self.model.prefill(before, chunks)
-        return [self._compressor.encode(before, token_ids) for token_ids in chunks]
+    def _encode(
+        self, before: tuple[int, ...], chunks: Sequence[Sequence[int]]
+    ) -> Iterable[ChunkKV]:
+        if self._compressor is not None:
+            return [self._compressor.encode(before, token_ids) for token_ids in chunks]
+        is_same_for_all = self._context.name == FILLER
+        return self.model.prefill(
+            self._encode_prefix(before) if is_same_for_all else before, chunks
+        )
 
     def _id(self, passage: Passage) -> str:
-        before = () if self._context == NO_CONTEXT else passage.before
+        before = passage.before if self._context.is_of_document else ()
         return content_hash("\0".join([*before, passage.text]))
 
     def _chunk(self, chunk_id: str, passage: Passage) -> Chunk:
         tokenizer = self.model.tokenizer
-        earlier = () if self._context == NO_CONTEXT else passage.before
+        earlier = passage.before if self._context.is_of_document else ()
         document = [_tokenised(tokenizer, text) for text in (*earlier, passage.text)]
         room = self.model.max_positions - len(self.prefix_ids)
-        limit = context_limit(self._context, None)
-        *_, last = add_contexts(document, tokenizer, self._context, limit, room)
+        *_, last = add_contexts(document, tokenizer, self._context, room)
         # Its first text identifies a document, so that a prompt's text tells chunks apart.
         return replace(last, chunk_id=chunk_id, source=document[0].text, ordinal=len(earlier))
 

@@ -10,11 +10,13 @@ from statistics import fmean
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
+from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag.ingest.index import Index
 from kvrag.loading.prices import fit_prices
 from kvrag.tune.bootstrap import mean_interval
 from kvrag.tune.datasets import read_questions
-from kvrag.tune.judging import Entrant, Trial, judge_policies
+from kvrag.tune.exact_match import exact_match
+from kvrag.tune.judging import Contestant, Judgement, judge_policies
 from kvrag.tune.loading import measure_loading
 from kvrag.tune.questions import JudgedQuestion
 
@@ -88,6 +90,7 @@ def calibrate(
         questions = _own_questions(index, options)
     else:
         questions = read_questions(options.data, options.num_questions)
+    context = index.config.chunk_context
     judged = judge_policies(
         index.model,
         questions,
@@ -96,9 +99,11 @@ def calibrate(
         max_tokens=options.max_tokens,
         use_chat_template=options.use_chat_template,
         say=on_progress,
+        # Questions do not say what precedes their chunks in their documents.
+        context=NO_CONTEXT if context.is_of_document else str(context),
     )
     has_answers = options.data is not None
-    reference = [one.reference_exact_match for one in next(iter(judged.values()))]
+    reference = [_score(one)[0] for one in next(iter(judged.values()))]
     if has_answers and not any(reference):
         raise ParameterError(
             f"data {options.data}: full prefill answers none of {len(reference)} questions right, "
@@ -106,12 +111,14 @@ def calibrate(
         )
     full = fmean(reference) if has_answers else 1.0
     measured = []
-    for (policy, ratio), trials in judged.items():
-        losses = [(_answer_loss(one) if has_answers else _token_loss(one)) / full for one in trials]
+    for contestant, judgements in judged.items():
+        losses = [
+            (_answer_loss(one) if has_answers else _token_loss(one)) / full for one in judgements
+        ]
         low, high = mean_interval(losses)
         # Rounding can put a mean of ones slightly above one.
         loss = min(1.0, max(0.0, fmean(losses)))
-        measured.append(Measured(policy, ratio, loss, low, high))
+        measured.append(Measured(contestant.policy, contestant.ratio, loss, low, high))
     return Calibration(
         model_fingerprint=index.model.fingerprint,
         data=Path(options.data).name if options.data else "the index's own chunks",
@@ -123,12 +130,22 @@ def calibrate(
     )
 
 
-def _answer_loss(trial: Trial) -> float:
-    return trial.reference_exact_match - trial.exact_match
+def _answer_loss(judgement: Judgement) -> float:
+    reference, given = _score(judgement)
+    return reference - given
 
 
-def _token_loss(trial: Trial) -> float:
-    return 1.0 - fmean(trial.agrees)
+def _score(judgement: Judgement) -> tuple[float, float]:
+    """Return the exact match of full prefill's answer, and of the policy's."""
+    reference, given = judgement.reference.text, judgement.given.text
+    assert reference is not None
+    assert given is not None
+    answers = judgement.question.answers
+    return exact_match(reference, answers), exact_match(given, answers)
+
+
+def _token_loss(judgement: Judgement) -> float:
+    return 1.0 - fmean(judgement.agrees)
 
 
 def _own_questions(index: Index, options: CalibrationOptions) -> list[JudgedQuestion]:
@@ -173,8 +190,10 @@ def _quotation(text: str, index: Index) -> str:
     return " ".join(words)
 
 
-def _fit_cost(judged: Mapping[Entrant, Sequence[Trial]]) -> Cost:
+def _fit_cost(
+    judged: Mapping[Contestant, Sequence[Judgement]],
+) -> Cost:
     """Fit seconds to rows and cached tokens by least squares, without negative costs."""
-    all_of_them = [one for trials in judged.values() for one in trials]
+    all_of_them = [one for judgements in judged.values() for one in judgements]
     amounts = [(1.0, one.num_rows, one.num_cached) for one in all_of_them]
     return Cost(*fit_prices(amounts, [one.ttft_seconds for one in all_of_them]))

@@ -1,9 +1,10 @@
-"""Logits after a fused prompt and some answer tokens, with the full cache or an evicting one."""
+"""Logits after a prompt and some answer tokens, with the full cache or an evicting one."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -13,12 +14,25 @@ from kvrag.eviction.cache import EvictingCache
 from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.evicting import evict_prompt
 from kvrag.fusion.fuser import FusedPrompt
+from kvrag.kvcache import FusedKV
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
+from kvrag.models.rows import Attending
 
 
 class Continuation(Protocol):
     """Feeds answers after one prompt; answers may branch off each other."""
+
+    def score(self, answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Return for each answer the logits ``[n, V]`` after each of its n tokens.
+
+        Afterwards the first answer counts as fed.
+        """
+        ...
+
+    def answering(self) -> AbstractContextManager[None]:
+        """Prepare the model for calls of `feed`."""
+        ...
 
     def feed(self, answer: Sequence[int], num_fed: int) -> torch.Tensor:
         """Return the logits ``[n, V]`` after each token of an answer, from `num_fed` on."""
@@ -26,11 +40,61 @@ class Continuation(Protocol):
 
 
 class FullContinuation:
-    """With the full cache: the prompt's own buffer. Use inside ``fused.answering(model)``."""
+    """With the full cache: in the prompt's own buffer, which needs room for what is fed.
 
-    def __init__(self, model: KVModel, fused: FusedPrompt) -> None:
+    Parameters
+    ----------
+    model
+        The model.
+    prompt
+        A fused prompt, or the KV of a plain one.
+    """
+
+    def __init__(self, model: KVModel, prompt: FusedPrompt | FusedKV) -> None:
         self._model = model
-        self._kv = fused.kv
+        self._fused = prompt if isinstance(prompt, FusedPrompt) else None
+        self._kv = prompt if isinstance(prompt, FusedKV) else prompt.kv
+
+    def score(self, answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Return for each answer the logits ``[n, V]`` after each of its n tokens.
+
+        All answers go through the layers at once, as a tree: they lie one after the other in the
+        buffer, and each sees the prompt and itself.
+        """
+        model, kv, num_prompt = self._model, self._kv, self._kv.num_tokens
+        lengths = [len(answer) for answer in answers]
+        fed = torch.tensor([t for answer in answers for t in answer], device=model.device)
+        if not len(fed):
+            empty = torch.empty(0, model.hf.config.vocab_size, device=model.device)
+            return [empty] * len(answers)
+        layout = None if self._fused is None else self._fused.layout
+        begin = num_prompt if layout is None else layout.end_position
+        positions = [*range(num_prompt)]
+        if layout is not None:
+            positions = [layout.position(row) for row in positions]
+        positions += [begin + place for length in lengths for place in range(length)]
+        tables = model.tables(len(positions), positions)
+        at = torch.tensor(positions, device=model.device)
+        rows = torch.arange(num_prompt, len(positions), device=model.device)
+        visible = _tree(num_prompt, lengths).to(model.device)
+        windows: dict[int | None, torch.Tensor] = {None: visible}
+        scaled = () if self._fused is None else self._fused.scaled
+        links = None if self._fused is None else self._fused.links
+        with model.computing_rows(None if links is None else links.adapter):
+            hidden = model.embed(fed, at[rows])
+            for layer_index, (window, table) in enumerate(zip(model.windows, tables, strict=True)):
+                if window is not None and window not in windows:
+                    windows[window] = visible & (at > at[rows][:, None] - window)
+                attending = Attending(
+                    scaled=scaled[layer_index] if scaled else None, visible=windows[window]
+                )
+                model.forward_rows(layer_index, hidden, rows, kv, table, attending=attending)
+            logits = model.logits(hidden)
+        return list(torch.split(logits, lengths))
+
+    def answering(self) -> AbstractContextManager[None]:
+        """Prepare the model for calls of `feed`."""
+        return nullcontext() if self._fused is None else self._fused.answering(self._model)
 
     def feed(self, answer: Sequence[int], num_fed: int) -> torch.Tensor:
         """Return the logits ``[n, V]`` after each token of an answer, from `num_fed` on."""
@@ -43,19 +107,31 @@ class FullContinuation:
 
 
 class EvictingContinuation:
-    """With the rows that an eviction policy keeps. Use inside ``fused.answering(model)``.
+    """With the rows that an eviction policy keeps.
 
     Evicted rows do not come back: another answer starts again right after the prompt.
     """
 
     def __init__(self, model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy) -> None:
         self._model = model
-        self._prompt = evict_prompt(model, fused, eviction)
+        self._fused = fused
+        with self.answering():
+            self._prompt = evict_prompt(model, fused, eviction)
         self._begin()
 
     def _begin(self) -> None:
         self._cache: EvictingCache = copy.deepcopy(self._prompt)
         self._fed: tuple[int, ...] = ()
+
+    def score(self, answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Return for each answer the logits ``[n, V]`` after each of its n tokens."""
+        with self.answering():
+            # The first one comes last: the greedy answer begins with its tokens.
+            return [self.feed(answer, 0) for answer in reversed(answers)][::-1]
+
+    def answering(self) -> AbstractContextManager[None]:
+        """Prepare the model for calls of `feed`."""
+        return self._fused.answering(self._model)
 
     def feed(self, answer: Sequence[int], num_fed: int) -> torch.Tensor:
         """Return the logits ``[n, V]`` after each token of an answer, from `num_fed` on."""
@@ -66,6 +142,8 @@ class EvictingContinuation:
         return self._forward(answer[num_fed:])
 
     def _forward(self, token_ids: Sequence[int]) -> torch.Tensor:
+        if not token_ids:
+            return torch.empty(0, self._model.hf.config.vocab_size, device=self._model.device)
         fed = torch.tensor([list(token_ids)], device=self._model.device)
         with self._cache.attending(self._model.hf):
             output = self._model.hf(input_ids=fed, past_key_values=self._cache, use_cache=True)
@@ -76,3 +154,18 @@ class EvictingContinuation:
     def report(self) -> EvictionReport:
         """Return which rows the latest answer kept."""
         return self._cache.report()
+
+
+def _tree(num_prompt: int, lengths: Sequence[int]) -> torch.Tensor:
+    """Return ``[n, N + n]`` bool: which rows each row of some answers sees."""
+    num_rows = sum(lengths)
+    visible = torch.zeros(num_rows, num_prompt + num_rows, dtype=torch.bool)
+    visible[:, :num_prompt] = True
+    begin = 0
+    for length in lengths:
+        own = slice(begin, begin + length)
+        visible[own, num_prompt + begin : num_prompt + begin + length] = torch.ones(
+            length, length, dtype=torch.bool
+        ).tril()
+        begin += length
+    return visible

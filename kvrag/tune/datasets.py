@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+from kvrag import arguments
 from kvrag.chunk import normalise_text
 from kvrag.errors import ParameterError
+from kvrag.regularfile import read_regular
 from kvrag.tune.questions import JudgedQuestion
 
 # The sets of LongBench whose answers are summaries.
@@ -23,6 +24,7 @@ _SUMMARIES = frozenset({"gov_report", "qmsum", "multi_news", "vcsum", "samsum"})
 _PASSAGE = re.compile(r"^Passage \d+:\s*$", re.MULTILINE)
 # About 500 tokens of English, the default length of a chunk.
 _PIECE_CHARACTERS = 2000
+_MAX_BYTES = 4 << 30
 
 
 def read_questions(data: str, num_questions: int | None = None) -> list[JudgedQuestion]:
@@ -42,16 +44,17 @@ def read_questions(data: str, num_questions: int | None = None) -> list[JudgedQu
     """
     if num_questions is not None and num_questions < 1:
         raise ParameterError(f"{num_questions} questions: expected at least 1")
-    path = Path(data).expanduser()
+    path = arguments.path(data, "data")
     if not path.is_file():
         raise ParameterError(
-            f"no data set at {data!r}: expected a JSON file in MuSiQue layout or a JSONL file in "
+            f"no data set at {arguments.shown(data)}: expected a JSON file in MuSiQue layout or a "
+            "JSONL file in "
             "LongBench layout"
         )
     is_longbench = path.suffix == ".jsonl"
     read = _from_longbench if is_longbench else _from_musique
     try:
-        text = path.read_text("utf-8")
+        text = read_regular(path, _MAX_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(f"{data}: cannot be read as UTF-8 text: {error}") from error
     records = _json_lines(text, data) if is_longbench else _json_list(text, data)

@@ -3,50 +3,128 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from kvrag.codec.base import Codec
 from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError
+from kvrag.eviction import NO_EVICTION
+from kvrag.eviction.registry import make_eviction
+from kvrag.fusion.compression.spec import NO_COMPRESSION
 from kvrag.fusion.controller import LoadingController, takes_ratio
+from kvrag.fusion.layout import Layout
+from kvrag.fusion.links import LinkTokens, insert_links
+from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.base import check_ratio
-from kvrag.fusion.repair import make_repair
+from kvrag.fusion.repair import Repair, make_repair
+from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag.models.kv_model import KVModel
-from kvrag.tune.answers import Answerer
+from kvrag.tune.answers import Answerer, Comparison, ReferenceAnswer
 from kvrag.tune.bank import ChunkBank
-from kvrag.tune.exact_match import exact_match
 from kvrag.tune.questions import JudgedQuestion, RenderedPrompt, render
 
-Entrant = tuple[str, float | None]
-"""A policy and its ratio; None for policies that take none, or include it in their name."""
-
 _CODEC = "raw"
+# Bytes of KV that are kept at a time: chunks that several of a run's questions share are computed
+# once, and a long run does not fill the memory.
+_BANK_BYTES = 2 << 30
+# English text has about four characters a token, other text fewer.
+_CHARACTERS_A_TOKEN = 3
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One question under one policy, compared with full prefill.
+class Contestant:
+    """A policy at a ratio over a codec, with the other choices that a figure depends on.
+
+    Chunks are encoded after a context and stored compressed or whole, with or without links.
+    Answers use all keys or those that an eviction leaves.
+    """
+
+    policy: str
+    ratio: float | None
+    codec: str = _CODEC
+    context: str = NO_CONTEXT
+    linked: bool = False
+    compression: str = NO_COMPRESSION
+    eviction: str = NO_EVICTION
+
+    @property
+    def with_full_cache(self) -> Contestant:
+        """The same without eviction."""
+        return replace(self, eviction=NO_EVICTION)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question with its prompt, and who is judged on it."""
+
+    question: JudgedQuestion
+    prompt: RenderedPrompt
+    contestants: Sequence[Contestant] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What full prefill, or a policy, makes of one question.
 
     Attributes
     ----------
-    exact_match, reference_exact_match
-        Score of the policy's answer, and of full prefill's.
-    agrees
-        Whether the policy's likeliest token is the same, at each token of full prefill's answer.
-    ttft_seconds
-        Time from the prompt's text to the first token.
-    num_rows
-        Rows computed, summed over layers.
-    num_cached
-        Prompt tokens whose stored KV was kept.
+    text
+        Its greedy answer; None if it was not generated.
+    gold
+        Mean log-probability a token of the first accepted answer.
+    choices
+        The same of each of the question's choices.
     """
 
-    exact_match: float
-    reference_exact_match: float
-    agrees: Sequence[bool]
+    text: str | None
+    gold: float
+    choices: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One question under one contestant, with what full prefill made of it.
+
+    Attributes
+    ----------
+    question
+        The question.
+    given, reference
+        The contestant's reply, and full prefill's.
+    kl, agrees
+        At each token of the reference's answer.
+    ttft_seconds, plain_ttft_seconds
+        From the prompt's text to the first token.
+    num_recomputed, num_found
+        Reused tokens computed again, of those found in the store and not exact.
+    num_cached, num_prompt
+        Prompt tokens whose stored KV was kept, of all.
+    num_rows, work_share
+        Rows computed, summed over layers; and that, with what the choice alone computes, over those
+        of full prefill.
+    stored_bytes, stored_tokens
+        Records of the question's chunks.
+    kept_share
+        Keys that an eviction left of the prompt's, mean over layers and heads.
+    """
+
+    question: JudgedQuestion
+    given: Reply
+    reference: Reply
+    kl: tuple[float, ...]
+    agrees: tuple[bool, ...]
     ttft_seconds: float
-    num_rows: int
+    plain_ttft_seconds: float
+    num_recomputed: int
+    num_found: int
     num_cached: int
+    num_prompt: int
+    num_rows: int
+    work_share: float
+    stored_bytes: int
+    stored_tokens: int
+    kept_share: float = 1.0
 
 
 def check_policies(policies: Sequence[str], ratios: Sequence[float]) -> None:
@@ -78,10 +156,12 @@ def judge_policies(
     max_tokens: int,
     use_chat_template: bool,
     say: Callable[[str], None],
-) -> dict[Entrant, list[Trial]]:
+    context: str = NO_CONTEXT,
+) -> dict[Contestant, list[Judgement]]:
     """Judge each policy at each ratio, on every question whose prompt fits the model.
 
-    Chunks are stored as the model computes them, without link tokens after them.
+    Chunks are stored as the model computes them after a context (`kvrag.ingest.contexts`), without
+    link tokens after them.
 
     Raises
     ------
@@ -89,63 +169,238 @@ def judge_policies(
         When a policy or a ratio cannot be judged, or no prompt fits.
     """
     check_policies(policies, ratios)
-    pairs = [
-        (policy, ratio)
+    entered = [
+        Contestant(policy, ratio, context=context)
         for policy in policies
         for ratio in (ratios if takes_ratio(policy) else [None])
     ]
-    judged: dict[Entrant, list[Trial]] = {pair: [] for pair in pairs}
-    prompts = prompts_that_fit(model, questions, max_tokens, use_chat_template)
-    bank = ChunkBank(
-        model,
-        [passage for question, _ in prompts for passage in question.passages],
-        [get_codec(_CODEC)],
-        lambda done, total: say(f"computing chunk {done:,} of {total:,}"),
+    asked = [
+        replace(one, contestants=entered)
+        for one in prompts_that_fit(model, questions, max_tokens, use_chat_template)
+    ]
+    judge = Judge(
+        model, {NO_COMPRESSION: [get_codec(_CODEC)]}, Answerer(model, max_tokens), say=say
     )
-    answerer = Answerer(model, max_tokens)
-    # The first forward pass also pays for one-time setup; do not count it.
-    _judge(bank, answerer, *prompts[0], list(judged))
-    started = time.perf_counter()
-    for done, (question, prompt) in enumerate(prompts):
-        say(progress(done, len(prompts), time.perf_counter() - started))
-        trials = _judge(bank, answerer, question, prompt, list(judged))
-        for pair, trial in zip(judged, trials, strict=True):
-            judged[pair].append(trial)
+    judged: dict[Contestant, list[Judgement]] = {contestant: [] for contestant in entered}
+    for _, judgements in judge.each(asked):
+        for contestant, judgement in judgements.items():
+            judged[contestant].append(judgement)
     return judged
 
 
-def _judge(
-    bank: ChunkBank,
-    answerer: Answerer,
-    question: JudgedQuestion,
-    prompt: RenderedPrompt,
-    pairs: Sequence[Entrant],
-) -> list[Trial]:
-    def score(token_ids: Sequence[int]) -> float:
-        text = answerer.text(token_ids, first_line_only=not question.is_summary)
-        return exact_match(text, question.answers)
+# Context and compression.
+_BankName = tuple[str, str]
 
-    started = time.perf_counter()
-    layout = bank.lay_out(prompt, question.passages)
-    layout_seconds = time.perf_counter() - started
-    reference = answerer.reference(prompt.token_ids(bank.model.tokenizer))
-    reference_score = score(reference.token_ids)
-    trials = []
-    for policy, ratio in pairs:
-        fused = answerer.fuse(layout, bank.opener(_CODEC), make_repair(policy, ratio=ratio))
-        given = answerer.answer(fused, reference)
-        report = given.report
-        trials.append(
-            Trial(
-                exact_match=score(given.token_ids),
-                reference_exact_match=reference_score,
-                agrees=given.agrees,
-                ttft_seconds=layout_seconds + given.ttft_seconds,
-                num_rows=sum(report.rows_by_layer) + report.rows_asked,
-                num_cached=report.num_cached,
+ChooseRepair = Callable[[Contestant, Layout, OpenKV], Repair]
+"""Returns a contestant's policy for one prompt and its stored chunks."""
+
+JudgeAside = Callable[[Asked, Contestant, ReferenceAnswer], tuple[Comparison, float] | None]
+"""Compares a contestant that reuses nothing with full prefill, and returns its share of full
+prefill's work; None for all others."""
+
+
+def _repair_of(contestant: Contestant, layout: Layout, open_kv: OpenKV) -> Repair:  # noqa: ARG001
+    return make_repair(contestant.policy, ratio=contestant.ratio)
+
+
+class Judge:
+    """Judges contestants on questions: each chunk is encoded once, each prompt prefilled once.
+
+    Parameters
+    ----------
+    model
+        The model.
+    codecs
+        By compression, the codecs that store the chunks.
+    answerer
+        Answers with the model.
+    links
+        Link tokens of the contestants that have them, on the model.
+    choose_repair
+        Chooses each contestant's policy.
+    judge_aside
+        Judges contestants that reuse nothing.
+    is_generated
+        Whether contestants write a whole answer to a question that full prefill answers with a
+        text. The comparison of distributions does without.
+    say
+        Receives a line whenever there is something new to say.
+    """
+
+    def __init__(
+        self,
+        model: KVModel,
+        codecs: Mapping[str, Sequence[Codec]],
+        answerer: Answerer,
+        *,
+        links: LinkTokens | None = None,
+        choose_repair: ChooseRepair = _repair_of,
+        judge_aside: JudgeAside = lambda *_: None,
+        is_generated: Callable[[JudgedQuestion, str], bool] = lambda *_: True,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._model = model
+        self._codecs = codecs
+        self._answerer = answerer
+        self._links = links
+        self._choose_repair = choose_repair
+        self._judge_aside = judge_aside
+        self._is_generated = is_generated
+        self._say = say
+        self._banks: dict[_BankName, ChunkBank] = {}
+
+    def each(self, asked: Sequence[Asked]) -> Iterator[tuple[Asked, dict[Contestant, Judgement]]]:
+        """Yield each question with one judgement a contestant, in order."""
+        started: float | None = None
+        num_done = 0
+        for block in self._blocks(asked):
+            self._open_banks(block)
+            if started is None:
+                # The first forward pays for what every later one finds ready; let it not count.
+                self._judge(self._shortened(block[0]))
+                started = time.perf_counter()
+            for one in block:
+                self._say(progress(num_done, len(asked), time.perf_counter() - started))
+                yield one, self._judge(one)
+                num_done += 1
+
+    def _blocks(self, asked: Sequence[Asked]) -> Iterator[list[Asked]]:
+        """Yield runs of questions whose chunks fit the memory together."""
+        a_character = self._model.spec.bytes_per_token / _CHARACTERS_A_TOKEN
+        block: list[Asked] = []
+        texts: set[str] = set()
+        for one in asked:
+            more = texts.union(one.question.texts)
+            num_banks = len(_bank_names([*block, one]))
+            if block and num_banks * a_character * sum(map(len, more)) > _BANK_BYTES:
+                yield block
+                block, more = [], set(one.question.texts)
+            block.append(one)
+            texts = more
+        if block:
+            yield block
+
+    def _open_banks(self, asked: Sequence[Asked]) -> None:
+        passages = [passage for one in asked for passage in one.question.passages]
+        self._banks = {}
+        for context, compression in _bank_names(asked):
+            self._banks[context, compression] = ChunkBank(
+                self._model,
+                passages,
+                self._codecs[compression],
+                lambda done, total: self._say(f"computing chunk {done:,} of {total:,}"),
+                context,
+                compression,
             )
+
+    def _shortened(self, asked: Asked) -> Asked:
+        """Return a question with only the first of its chunks."""
+        question = replace(
+            asked.question, texts=asked.question.texts[:1], before=asked.question.before[:1]
         )
-    return trials
+        text = asked.prompt.text
+        for passage in asked.question.texts[1:]:
+            text = text.replace(f"{passage}\n\n", "")
+        return replace(asked, question=question, prompt=replace(asked.prompt, text=text))
+
+    def _judge(self, asked: Asked) -> dict[Contestant, Judgement]:
+        question, prompt = asked.question, asked.prompt
+        started = time.perf_counter()
+        token_ids = prompt.token_ids(self._model.tokenizer)
+        tokenise_seconds = time.perf_counter() - started
+        layouts: dict[_BankName, Layout] = {}
+        layout_seconds: dict[_BankName, float] = {}
+        for name in _bank_names([asked]):
+            started = time.perf_counter()
+            bank = self._banks[name]
+            layouts[name] = bank.compact(bank.lay_out(prompt, question.passages))
+            layout_seconds[name] = time.perf_counter() - started
+            assert layouts[name].plain_token_ids == tuple(token_ids), (
+                "a cache never changes what is asked"
+            )
+        candidates = [
+            prompt.answer_ids(self._model.tokenizer, text)
+            for text in (question.answers[0], *question.choices)
+        ]
+        answer = self._answerer.reference(token_ids, candidates)
+        reference = self._reply(question, answer.token_ids, answer.scores)
+        assert reference.text is not None
+        is_generated = self._is_generated(question, reference.text)
+        plain_seconds = tokenise_seconds + answer.ttft_seconds
+        judgements: dict[Contestant, Judgement] = {}
+        fused_as: Contestant | None = None
+        for contestant in asked.contestants:
+            aside = self._judge_aside(asked, contestant, answer)
+            if aside is not None:
+                comparison, work_share = aside
+                judgements[contestant] = Judgement(
+                    question=question,
+                    given=self._reply(question, None, comparison.scores),
+                    reference=reference,
+                    kl=comparison.kl,
+                    agrees=comparison.agrees,
+                    ttft_seconds=plain_seconds,
+                    plain_ttft_seconds=plain_seconds,
+                    num_recomputed=0,
+                    num_found=0,
+                    num_cached=0,
+                    num_prompt=len(token_ids),
+                    num_rows=0,
+                    work_share=work_share,
+                    stored_bytes=0,
+                    stored_tokens=0,
+                )
+                continue
+            name = (contestant.context, contestant.compression)
+            bank, layout = self._banks[name], layouts[name]
+            links = self._links if contestant.linked else None
+            opener = bank.opener(contestant.codec)
+            if contestant.with_full_cache != fused_as:
+                repair = self._choose_repair(contestant, layout, opener)
+                if links is not None:
+                    layout = insert_links(layout, links.header)
+                fused = self._answerer.fuse(layout, opener, repair, links, answer)
+                fused_as = contestant.with_full_cache
+            given = self._answerer.answer(
+                fused, answer, make_eviction(contestant.eviction), in_own_words=is_generated
+            )
+            stored_bytes, stored_tokens = bank.stored(contestant.codec, question.passages)
+            report = given.report
+            judgements[contestant] = Judgement(
+                question=question,
+                given=self._reply(question, given.token_ids, given.comparison.scores),
+                reference=reference,
+                kl=given.comparison.kl,
+                agrees=given.comparison.agrees,
+                ttft_seconds=layout_seconds[name] + given.ttft_seconds,
+                plain_ttft_seconds=plain_seconds,
+                num_recomputed=report.num_recomputed,
+                num_found=report.num_recomputed + report.num_reused,
+                num_cached=report.num_cached,
+                num_prompt=report.num_tokens,
+                num_rows=sum(report.rows_by_layer) + report.rows_asked,
+                work_share=report.work_share,
+                stored_bytes=stored_bytes,
+                stored_tokens=stored_tokens,
+                kept_share=1.0 if report.eviction is None else report.eviction.prompt_share,
+            )
+        return judgements
+
+    def _reply(
+        self,
+        question: JudgedQuestion,
+        token_ids: Sequence[int] | None,
+        scores: tuple[float, ...],
+    ) -> Reply:
+        text = None
+        if token_ids is not None:
+            text = self._answerer.text(token_ids, first_line_only=not question.is_summary)
+        return Reply(text, scores[0], scores[1:])
+
+
+def _bank_names(asked: Iterable[Asked]) -> list[_BankName]:
+    names = ((c.context, c.compression) for one in asked for c in one.contestants)
+    return list(dict.fromkeys(names))
 
 
 def prompts_that_fit(
@@ -154,7 +409,7 @@ def prompts_that_fit(
     max_tokens: int,
     use_chat_template: bool,
     num_links: int = 0,
-) -> list[tuple[JudgedQuestion, RenderedPrompt]]:
+) -> list[Asked]:
     """Return the questions whose prompt and longest answer fit the model.
 
     Parameters
@@ -176,7 +431,7 @@ def prompts_that_fit(
             num_tokens += num_links * len(question.texts) + 2
         lengths.append(num_tokens)
         if num_tokens + max_tokens <= model.max_positions:
-            kept.append((question, prompt))
+            kept.append(Asked(question, prompt))
     if not kept:
         raise ParameterError(
             f"none of the {len(questions)} prompts fits {model.name}: the shortest has "

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from kvrag.models.plain import few_shot_prompt, plain_prompt
+
 
 @dataclass(frozen=True)
 class Passage:
@@ -47,6 +49,8 @@ class JudgedQuestion:
     document_answers
         The documents' answers where the given chunks have none; `answers` then says ``unknown``
         or the like. Empty for most questions.
+    choices
+        Short answers to choose from, one of them right; empty if the question is only open.
     """
 
     place: str
@@ -57,6 +61,7 @@ class JudgedQuestion:
     is_summary: bool = False
     before: tuple[tuple[str, ...], ...] = ()
     document_answers: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
 
     @property
     def passages(self) -> list[Passage]:
@@ -77,15 +82,23 @@ class RenderedPrompt:
         encoding = tokenizer(self.text, add_special_tokens=self.add_special_tokens, verbose=False)
         return list(encoding["input_ids"])
 
+    def answer_ids(self, tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:
+        """Return the ids of an answer that follows the prompt."""
+        # A chat template ends with a new line, a plain prompt with "Answer:".
+        text = f" {answer}" if self.add_special_tokens else answer
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
 
 def render(
     question: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, use_chat_template: bool
 ) -> RenderedPrompt:
     """Return the prompt that ``kvrag query`` would build around these chunks."""
-    if use_chat_template and getattr(tokenizer, "chat_template", None):
+    if not use_chat_template:
+        return RenderedPrompt(plain_prompt(question, texts), True)
+    if getattr(tokenizer, "chat_template", None):
         content = "\n\n".join([*texts, f"Question: {question}"])
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
         return RenderedPrompt(str(text), add_special_tokens=False)
-    return RenderedPrompt("\n\n".join([*texts, f"Question: {question}\nAnswer:"]), True)
+    return RenderedPrompt(few_shot_prompt(question, texts), True)

@@ -1,4 +1,4 @@
-"""Where converted models are kept, one folder each, and how they get there."""
+"""The cache of converted models; starts the process that converts one (`convert.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvrag import arguments
 from kvrag.errors import ModelLoadError
+from kvrag.regularfile import open_regular, read_regular
 from kvrag.weights.sources import GgufSource
 
 _MANIFEST = "kvrag-model.json"
@@ -49,9 +51,9 @@ class ConvertedModel:
 def cache_folder() -> Path:
     """Return the folder of converted models: `KVRAG_MODELS`, or one in the user's cache."""
     if named := os.environ.get("KVRAG_MODELS"):
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base).expanduser() / "kvrag" / "models"
+        return arguments.path(named, "KVRAG_MODELS")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return arguments.path(base, "XDG_CACHE_HOME") / "kvrag" / "models"
 
 
 def converted(source: GgufSource) -> ConvertedModel | None:
@@ -75,10 +77,13 @@ def convert(source: GgufSource, say: Callable[[str], None] = lambda _: None) -> 
     Raises
     ------
     ModelLoadError
-        When the file is not the one that was published, cannot be converted, or there is no room.
+        When the file is absent, is not the one that was published, or cannot be converted, or
+        there is no room.
     """
     if found := converted(source):
         return found
+    if not source.files:
+        raise ModelLoadError(source.absence)
     target = _folder_of(source)
     say(f"converting {source.name} ({source.num_bytes / 1e6:,.0f} MB) once, into {target.parent}")
     try:
@@ -133,7 +138,7 @@ def _folder_of(source: GgufSource) -> Path:
 
 def _read(folder: Path) -> ConvertedModel | None:
     try:
-        entry = json.loads((folder / _MANIFEST).read_bytes())
+        entry = json.loads(read_regular(folder / _MANIFEST))
         model = ConvertedModel(
             folder,
             str(entry["name"]),
@@ -210,6 +215,6 @@ def _sha256(files: tuple[Path, ...] | list[Path]) -> str:
 
 def _blocks(files: tuple[Path, ...] | list[Path]) -> Iterator[bytes]:
     for path in files:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while block := file.read(_BLOCK_BYTES):
                 yield block

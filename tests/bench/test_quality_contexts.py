@@ -18,6 +18,7 @@ from kvrag.tune.bank import ChunkBank
 from kvrag.tune.questions import Passage, render
 from kvrag_bench.quality.contest import QualityOptions, run_quality_bench
 from kvrag_bench.quality.datasets import LEFT_OUT, load_questions
+from kvrag_bench.quality.rows import Estimate
 from tests.support.models import make_model, make_tokenizer
 
 FIRST, SECOND, THIRD, FOURTH = TEXTS[:4]
@@ -111,9 +112,9 @@ def test_a_second_record_counts_in_the_bytes(model: KVModel) -> None:
     passages = [Passage(FIRST), Passage(SECOND, (FIRST,))]
     sizes = {
         name: ChunkBank(model, passages, [get_codec("raw")], context=name).stored("raw", passages)
-        for name in ("none", "document", "neighbours")
+        for name in ("none", "document", "neighbours", "filler:9")
     }
-    assert sizes["none"] == sizes["document"]
+    assert sizes["none"] == sizes["document"] == sizes["filler:9"]
     assert sizes["neighbours"][0] > 1.4 * sizes["none"][0]
     assert sizes["neighbours"][1] == sizes["none"][1]
 
@@ -127,13 +128,14 @@ def test_rows_of_every_context(model: KVModel, tmp_path: Path) -> None:
             ratios=(1.0,),
             contexts=("none", "document", "neighbours"),
             max_tokens=4,
+            controls=False,
         )
     )
     by_name = {(row.context, row.policy, row.question_type): row for row in rows}
     assert len(by_name) == len(rows) == 3 * 2 * 3
     for row in rows:
         if row.policy == "deviation":
-            assert (row.exact_match_difference, row.top1_agreement) == (0.0, 1.0)
+            assert (row.exact_match_difference, row.top1_agreement) == (Estimate(0, 0, 0), 1.0)
             assert row.kl < 1e-6
         # What the prompt cannot answer is counted apart.
         assert (row.document_match is None) == (row.question_type != "far")

@@ -16,7 +16,8 @@ from kvrag.fusion.policies.none import NonePolicy
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS, Bench
 from kvrag.tune.answers import Answerer
-from kvrag_bench.quality.contest import Contestant, QualityOptions, contestants, run_quality_bench
+from kvrag.tune.judging import Contestant
+from kvrag_bench.quality.contest import QualityOptions, contestants, label, run_quality_bench
 from kvrag_bench.quality.picture import draw_quality
 from tests.fusion.test_links import ORDER, make_links
 from tests.support.models import make_model, make_tokenizer
@@ -48,6 +49,7 @@ def test_each_policy_is_judged_twice(data: str, tmp_path: Path) -> None:
         ratios=(0.3, 1.0),
         links=make_links(model),
         max_tokens=4,
+        controls=False,
     )
     rows = run_quality_bench(options)
     assert [(row.policy, row.ratio) for row in rows] == [
@@ -74,7 +76,13 @@ def test_a_models_folder_brings_its_links(data: str, tmp_path: Path) -> None:
     make_model(num_hidden_layers=2).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     make_links(KVModel.load(folder)).save(folder / FILE_NAME)
-    options = {"model": str(folder), "data": data, "policies": ("none",), "max_tokens": 2}
+    options = {
+        "model": str(folder),
+        "data": data,
+        "policies": ("none",),
+        "max_tokens": 2,
+        "controls": False,
+    }
     rows = run_quality_bench(QualityOptions(**options))
     assert [row.policy for row in rows] == ["none", "none + links"]
     off = run_quality_bench(QualityOptions(**options, links="off"))
@@ -89,7 +97,7 @@ def test_absent_links_are_named_before_anything_is_loaded(data: str) -> None:
 def test_links_double_the_field() -> None:
     options = QualityOptions(policies=("none", "boundary"), ratios=(0.1,))
     assert len(contestants(options, True)) == 2 * len(contestants(options)) == 4
-    assert Contestant("none", None, "raw", linked=True).label == "none + links"
+    assert label(Contestant("none", None, "raw", linked=True)) == "none + links"
 
 
 def test_an_adapter_answers_too() -> None:
@@ -103,7 +111,7 @@ def test_an_adapter_answers_too() -> None:
     def kl(given: Layout) -> tuple[float, ...]:
         return answerer.answer(
             answerer.fuse(given, bench.open_kv, NonePolicy(), links), reference
-        ).kl
+        ).comparison.kl
 
     assert kl(insert_links(layout, links.header)) != kl(layout)
     assert answerer.reference(layout.token_ids).token_ids == reference.token_ids

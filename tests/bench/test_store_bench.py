@@ -75,6 +75,7 @@ def test_what_a_crash_spoils_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (eviction.num_wrong, eviction.num_lost) == (1, 0)
 
 
+@pytest.mark.slow
 def test_soak(tmp_path: Path) -> None:
     row = measure_soak(tmp_path, 10, say)
     assert row.num_misses == 0

@@ -35,7 +35,10 @@ def test_json_is_a_list_of_rows(run: Run, model_folder: Path, data: Path, tmp_pa
         ("none", None),
         ("deviation", 0.5),
         ("deviation", 1.0),
+        ("no document", None),
+        ("boundary", 1.0),
     ]
+    assert [row["num_questions"] for row in done.json] == [2, 2, 2, 2, 1]
     assert set(done.json[0]) == {field.name for field in fields(QualityRow)}
     assert picture.read_bytes()[:4] == b"\x89PNG"
 

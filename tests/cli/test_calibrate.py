@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Run
 
 QUESTION = "Who keeps the harbour ledger?"
@@ -52,6 +54,7 @@ def test_what_loading_costs_holds_for_the_store_it_was_measured_at(
     assert elsewhere["expected_load_seconds"] is None
 
 
+@pytest.mark.slow
 def test_auto_follows_what_every_policy_was_measured_at(run: Run, index_folder: Path) -> None:
     """With the options that nobody has to name."""
     done = run("calibrate", "-i", index_folder, "--questions", 2, "--set", "max-tokens=2", "--json")

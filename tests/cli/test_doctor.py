@@ -10,6 +10,7 @@ from kvrag.cli import checkup
 from kvrag.cli.checkup import MINIMUM_VERSIONS, Finding
 from kvrag.codec.names import PLAIN
 from kvrag.fusion.policies.registry import POLICIES
+from kvrag.native import instruction_set, use_instruction_set
 from kvrag.store.registry import REMOTE
 from tests.cli.conftest import Run
 from tests.support.distributions import installed
@@ -36,6 +37,16 @@ def test_this_machine_is_sound(run: Run) -> None:
     assert done.code == 0, done.out
     for word in ("torch", "transformers", "threads", "disk", "network"):
         assert word in done.out
+
+
+def test_the_kernels_in_use_are_named(run: Run) -> None:
+    found = instruction_set()
+    try:
+        use_instruction_set("scalar")
+        detail = findings(run)["kernels"].detail
+    finally:
+        use_instruction_set(found)
+    assert detail.startswith("scalar, for the codec and for attention (this processor runs: scalar")
 
 
 def test_index_and_model(run: Run, index_folder: Path) -> None:

@@ -47,7 +47,7 @@ def test_settings_of_an_index_cannot_change(run: Run, common: tuple[object, ...]
     [
         (("--codec", "zip"), "raw"),
         (("--embedding", "nope"), "minilm"),
-        (("--chunk-tokens", "0"), "chunk_tokens"),
+        (("--set", "chunk-tokens=0"), "chunk-tokens: expected a whole number from 16, found 0"),
         (("--device", "nonsense"), "device 'nonsense'"),
     ],
 )
@@ -128,15 +128,17 @@ def test_context_is_recorded_told_and_cannot_change(
 ) -> None:
     long = "Ines keeps the harbour ledger of Varn. She wrote the book. " * 4
     (documents / "long.txt").write_text(long)
-    settings = ("--chunk-tokens", 32, "--context", "document", "--set", "context-tokens=20")
+    settings = ("--chunk-tokens", 32, "--context", "document:20")
     done = run(*common, *settings)
     assert done.code == 0, done.err
     assert "tokens of context computed with them, not stored" in done.out
     stats = run("stats", "--index", common[3], "--json").json
     assert (stats["context"], stats["context_tokens"]) == ("document", 20)
+    for same in ("document", "document:20"):
+        assert run(*common, "--context", same).code == 0
     other = run(*common, "--context", "neighbours")
     assert other.code == 1
-    assert "was made with context=document, asked for neighbours" in other.err
+    assert "was made with context=document:20, asked for neighbours" in other.err
 
 
 def test_compression_is_recorded_told_and_cannot_change(

@@ -34,6 +34,7 @@ def test_pictures_and_numbers(run: Run, model_folder: Path, data: Path, tmp_path
     assert "unknown policy 'best'" in done.err
 
 
+@pytest.mark.slow
 def test_what_eviction_keeps(run: Run, model_folder: Path, data: Path, tmp_path: Path) -> None:
     arguments = ("inspect", "--model", model_folder, "--data", data)
     picture = tmp_path / "kept.png"

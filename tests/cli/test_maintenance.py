@@ -73,6 +73,26 @@ def test_a_repair_that_loses_all_documents_is_no_success(run: Run, index_folder:
     assert "lost: all documents are lost; ingest all of them again\n" in done.out
 
 
+@pytest.mark.parametrize("content", [b"", None])
+def test_a_lost_catalog_is_begun_again(
+    run: Run, index_folder: Path, documents: Path, content: bytes | None
+) -> None:
+    for heal in (["ingest", documents], ["verify", "--repair"]):
+        (index_folder / "catalog.sqlite").unlink()
+        if content is not None:
+            (index_folder / "catalog.sqlite").write_bytes(content)
+        for command in (["ls"], ["stats"], ["gc"], ["verify"], ["search", "ledger"]):
+            done = run(*command, "--index", index_folder)
+            assert done.code == 1
+            assert f"the index in {index_folder} has lost" in done.err
+            assert f"'kvrag ingest PATH... --index {index_folder}'" in done.err
+        run(*heal, "--index", index_folder)
+        assert run("ls", "--index", index_folder).code == 0
+        run("ingest", documents, "--index", index_folder)
+        assert run("verify", "--index", index_folder).code == 0
+        assert "ledger" in run("search", "ledger", "--index", index_folder).out
+
+
 def test_gc_of_a_clean_index_frees_nothing(run: Run, index_folder: Path) -> None:
     done = run("gc", "--index", index_folder, "--json")
     assert done.code == 0, done.err

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrag.cli.rm import matching_sources
+from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
 from tests.cli.conftest import Run
 
@@ -65,6 +67,39 @@ def test_a_name_is_no_pattern_before_it_is_a_name(monkeypatch: pytest.MonkeyPatc
     assert matching_sources("d/*.txt", sources) == ["/d/a[1].txt", "/d/a1.txt"]
 
 
+@pytest.mark.parametrize("pattern", ["*/../x.md", "d/*/../../e", "/d/?/..", "d/[a]/b/../*.md"])
+def test_a_step_up_after_a_wildcard_is_refused(
+    run: Run, index_folder: Path, documents: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    with pytest.raises(ParameterError, match=r"expected no '\.\.' after a wildcard"):
+        matching_sources(pattern, ["/d/x.md", "/x.md"])
+    assert matching_sources(pattern, [pattern]) == [pattern]  # the name of a document
+    monkeypatch.chdir(documents / "notes")
+    done = run("rm", "fox.txt", "*/../fox.txt", "-i", index_folder)
+    assert done.code == 1
+    assert "after a wildcard" in done.err
+    assert len(names_in(run, index_folder)) == 3
+    assert run("rm", "../*.md", "-i", index_folder).code == 0
+    assert names_in(run, index_folder) == {"harbour.txt", "fox.txt"}
+
+
+def test_wildcards_in_the_working_directorys_name_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a[1]", "a1", "b*"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("b*")
+    sources = [f"{tmp_path}/{name}/x.md" for name in ("a[1]", "a1", "b*", "bc")]
+    monkeypatch.chdir(tmp_path / "a[1]")
+    assert matching_sources("*.md", sources) == sources[:1]
+    assert matching_sources("deep/../*.md", sources) == sources[:1]
+    assert matching_sources("../a1/*.md", sources) == sources[1:2]
+    assert matching_sources("../link/*.md", sources) == sources[2:3]
+    monkeypatch.chdir("/")
+    assert matching_sources("/*/x", ["/a/x", "b/x"]) == ["/a/x"]
+    assert matching_sources("*/x", ["/a/x", "b/x"]) == ["/a/x", "b/x"]
+
+
 def test_a_star_stays_within_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = ["/d/x.md", "/d/old/y.md", "/d/old/deep/z.md", "/e/w.md", "row 1"]
     monkeypatch.chdir("/")
@@ -75,10 +110,11 @@ def test_a_star_stays_within_its_folder(monkeypatch: pytest.MonkeyPatch) -> None
     assert matching_sources("d/*/*.md", sources) == sources[1:2]
     assert matching_sources("d/**/*.md", sources) == sources[:3]
     assert matching_sources("d/**", sources) == sources[:3]
+    assert matching_sources("d/**//./*.md", sources) == sources[:3]
     assert matching_sources("row *", sources) == ["row 1"]
     # Relative ones end at the working directory.
-    monkeypatch.setattr("os.path.abspath", lambda path: f"/d/{path}")
-    monkeypatch.setattr("os.path.realpath", lambda path: f"/d/{path}")
+    monkeypatch.setattr("os.path.abspath", lambda path: os.path.normpath(f"/d/{path}"))
+    monkeypatch.setattr("os.path.realpath", lambda path: os.path.normpath(f"/d/{path}"))
     assert matching_sources("**/*.md", sources) == sources[:3]
 
 

@@ -137,7 +137,7 @@ class TestNothingIsPassedOver:
             ("[query]\nk = true", "kvrag.toml:2: k: expected a whole number from 1, found True"),
             ("[query]\nk = 1.0", "kvrag.toml:2: k: expected a whole number from 1, found 1.0"),
             ("[query]\nk = 0", "kvrag.toml:2: k: expected a whole number from 1, found 0"),
-            ("[query]\nratio = 'x'", "kvrag.toml:2: ratio: expected a number, found 'x'"),
+            ("[query]\nratio = 'x'", "ratio: expected a number from 0 to 1, found 'x'"),
             ("[query]\npolicy = 1", "kvrag.toml:2: policy: expected text, found 1"),
             ("[query]\njson = 1", "kvrag.toml:2: json: expected true or false, found 1"),
             ("[query]\npolicy = ['a']", "kvrag.toml:2: policy: expected text, found ['a']"),
@@ -145,11 +145,26 @@ class TestNothingIsPassedOver:
             ("[choose-store]\nloss = nan", "loss: expected a number from 0 to 1, found nan"),
             ("query = {k = 0}", "kvrag.toml:1: k: expected"),
             ("[pml]\nrun.seed = 1\nrun.sed = 1", "kvrag.toml:3: 'kvrag pml run' has no option"),
-            ("[demo]\nkeep = ''", "kvrag.toml:2: keep: expected a path, found ''"),
+            ("[demo]\nquestions = ''", "kvrag.toml:2: questions: expected a path, found ''"),
             ("[[query]]\nk = 1", "kvrag.toml:1: 'query' is no key for all commands"),
             ("k = ", "kvrag.toml is not TOML: Invalid value"),
-            (f"index = {'[' * 5000}", "kvrag.toml is not TOML"),
-            ("#" * 1_000_001, "kvrag.toml: expected at most 1,000,000 bytes"),
+            ("index = " + "[\n" * 5000, "kvrag.toml is not TOML"),
+            ("#\n" * 32_001, "at most 64,000 are read"),
+            (f"\n{'a.' * 21}a = 1", "kvrag.toml:2: expected at most 20 dots in a line, found 21"),
+            (f"a = '{'.' * 30}' # {'.' * 30}", "'a' is no key for all commands"),
+            (f"a = 1{' ' * 2000}#", "expected at most 2,000 characters in a line, found 2,006"),
+            (f"x = {'9' * 5000}", "kvrag.toml:1: expected at most 2,000 characters in a line"),
+            ('index = "\\u0000"', "index '\\x00': expected a path without zero bytes"),
+            ('index = "~nosuchuser/x"', "index '~nosuchuser/x': expected the name of a user"),
+            (f'index = "{"b" * 300}"', "...: expected a shorter name"),
+            ('index = "loop"', "kvrag.toml:1: index 'loop': expected no links that lead in a cir"),
+            (f"'{'x' * 1900}' = 1", f"'{'x' * 196}... is no key for all commands"),
+            (f"[query]\nseed = '{'x' * 1900}'", f"number from 0, found '{'x' * 196}..."),
+            (f"[query]\n{'x' * 1900} = 1", f"has no option '{'x' * 196}...; it has boundary-"),
+            (f"[{'x' * 1900}]", f"there is no command 'kvrag {'x' * 197}...'; expected"),
+            ("[query]\nratio = 7", "kvrag.toml:2: ratio: expected a number from 0 to 1, found 7"),
+            ("[query]\nttft = 0", "kvrag.toml:2: ttft: expected a number above 0, found 0"),
+            ("[query]\npolicy = 'x'", "kvrag.toml:2: policy: unknown policy 'x'; known: none, "),
             ('"\\u001b[2J" = 1', "'\\x1b[2J' is no key for all commands"),
             ('["\\u001b[2J"]', "there is no command 'kvrag \N{REPLACEMENT CHARACTER}[2J'"),
         ],
@@ -160,6 +175,7 @@ class TestNothingIsPassedOver:
     def test_of_a_file(
         self, run: Run, folder: Path, text: str, said: str, command: tuple[str, ...]
     ) -> None:
+        (folder / "loop").symlink_to("loop")
         write(folder, text)
         assert said in refused(run(*command))
 
@@ -168,7 +184,7 @@ class TestNothingIsPassedOver:
         [
             ("seed", "--set seed: expected KEY=VALUE"),
             ("sed=1", "--set sed=1: 'kvrag query' has no option 'sed' (is it 'seed'?); it has bou"),
-            ("seed=x", "--set seed=x: seed: expected a whole number, found 'x'"),
+            ("seed=x", "--set seed=x: seed: expected a whole number from 0, found 'x'"),
             ("k=0", "--set k=0: k: expected a whole number from 1, found 0"),
             ("json=yes", "--set json=yes: json: expected true or false, found 'yes'"),
             ("index= ", "--set index= : index: expected a path, found ' '"),
@@ -184,6 +200,34 @@ class TestNothingIsPassedOver:
         assert said == "gone.toml cannot be read: No such file or directory"
         (folder / "kvrag.toml").write_bytes(b"\xff")
         assert refused(run("ls", "-i", folder)).startswith("kvrag.toml is not UTF-8")
+
+    def test_a_name_that_no_file_can_have(
+        self, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (folder / "loop").symlink_to("loop")
+        for name in ("~nosuchuser/x", "loop", "a" * 300):
+            assert refused(run("ls", "--config", name)).startswith(f"--config '{name[:100]}")
+        monkeypatch.setenv(settings.VARIABLE, "~nosuchuser/x")
+        assert refused(run("ls")).startswith(f"{settings.VARIABLE} '~nosuchuser/x'")
+
+    def test_whatever_goes_wrong_is_told_in_a_line(
+        self, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: object) -> None:
+            raise OSError(5, "Input/output error", "kvrag.toml")
+
+        monkeypatch.setattr(settings, "read_file", fail)
+        assert refused(run("ls")) == "Input/output error: kvrag.toml"
+
+    def test_long_values_are_cut(self, run: Run, folder: Path, index_folder: Path) -> None:
+        long = "x" * 1900
+        said = refused(run("query", "x", "--set", f"{long}=1"))
+        assert said.startswith(f"--set {'x' * 197}...: 'kvrag query' has no option 'xxx")
+        assert len(said) < 1000
+        write(folder, f"[ls]\nindex = '''index\n{long}'''\n")
+        assert len(refused(run("ls"))) < 500
+        write(folder, f"[query]\npolicy = '''none\nerror: {long}\n{long}'''\n")
+        assert len(run("query", "x").err) < 500
 
     def test_help_is_shown_whatever_the_file_says(self, run: Run, folder: Path) -> None:
         write(folder, "nonsense = 1")

@@ -61,21 +61,23 @@ print("\\n|" + json.dumps([code, loaded, own]))
 """
 
 
-def probed(*arguments: object, absent: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+def probed(
+    *arguments: object, absent: Sequence[str] = (), folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     code = PROBE.format(arguments=[str(one) for one in arguments], heavy=HEAVY, absent=absent)
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=False,
-        cwd=Path(kvrag.__file__).parent.parent,
+        cwd=folder or Path(kvrag.__file__).parent.parent,
     )
     assert done.returncode == 0, done.stderr
     return done
 
 
-def ran(*arguments: object, absent: Sequence[str] = ()) -> tuple[int, list[str], list[str]]:
-    done = probed(*arguments, absent=absent)
+def ran(*arguments: object, folder: Path | None = None) -> tuple[int, list[str], list[str]]:
+    done = probed(*arguments, folder=folder)
     exit_code, loaded, own = json.loads(done.stdout.rpartition("|")[2])
     return exit_code, loaded, own
 
@@ -107,14 +109,25 @@ def test_no_codec_loads_what_decodes_it(index_folder: Path, codec: str) -> None:
         (["--help"], 0),
         (["query", "--help"], 0),
         (["bench", "--help"], 0),
-        (["ls"], 2),
+        (["ls"], 1),
         (["ingset"], 2),
         (["query", "who?", "--no-such-option"], 2),
         (["ls", "--index", "/nonexistent"], 1),
+        (["query", "who?", "--ratio", "7"], 2),
+        (["query", "who?", "--max-tokens", "-1"], 2),
+        (["query", "who?", "--ttft", "0"], 2),
+        (["query", "who?", "--policy", "nonsense"], 2),
+        (["query", "who?", "--set", "temperature=-1"], 1),
+        (["ingest", "README.md", "--chunk-tokens", "1"], 2),
+        (["ingest", "README.md", "--codec", "nonsense"], 1),
+        (["ingest", "README.md", "--store", "s4://x"], 1),
     ],
 )
-def test_help_and_wrong_arguments_load_no_model(arguments: list[str], code: int) -> None:
-    assert ran(*arguments)[:2] == (code, [])
+def test_help_and_wrong_arguments_load_no_model(
+    tmp_path: Path, arguments: list[str], code: int
+) -> None:
+    # The folder is empty: `ls` looks for an index in ./kvrag-index.
+    assert ran(*arguments, folder=tmp_path)[:2] == (code, [])
 
 
 ABSENT = ("kvrag_bench", "kvrag_corpus", "kvrag_train")

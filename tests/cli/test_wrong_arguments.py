@@ -54,14 +54,15 @@ def message(run: Run, *arguments: object) -> str:
         (["--ratio", "inf"], "ratio"),
         (["--ratio", "2"], "ratio"),
         (["--ratio", "a"], "--ratio"),
-        (["--temperature", "nan"], "temperature nan: expected a number, at least 0"),
-        (["--temperature", "-1"], "temperature -1"),
-        (["--set", "seed=-1"], "seed -1: expected a whole number from 0"),
+        (["--temperature", "nan"], "Invalid value for '--temperature'"),
+        (["--temperature", "inf"], "temperature inf: expected a number, at least 0"),
+        (["--temperature", "-1"], "Invalid value for '--temperature'"),
+        (["--set", "seed=-1"], "--set seed=-1: seed: expected a whole number from 0, found -1"),
         (["--set", "seed=1.5"], "--set seed=1.5: seed: expected a whole number"),
         (["--set", f"seed={2**64}"], "seed"),
-        (["--ttft", "nan"], "ttft nan: expected a number above 0"),
-        (["--ttft", "0"], "ttft 0"),
-        (["--max-tokens", "0"], "max_tokens 0: expected a whole number, at least 1"),
+        (["--ttft", "nan"], "'--ttft': expected a number above 0, found 'nan'"),
+        (["--ttft", "0"], "'--ttft': expected a number above 0, found '0'"),
+        (["--max-tokens", "0"], "Invalid value for '--max-tokens'"),
         (["-k", "0"], "-k"),
         (["-k", str(2**40)], "k 1099511627776: expected a whole number"),
         (["--set", "boundary-tokens=0", "--policy", "boundary"], "tokens"),
@@ -121,6 +122,14 @@ def test_index_json_of_anything(run: Run, index_folder: Path, command: str, cont
     assert "index.json does not describe an index" in said
 
 
+@pytest.mark.parametrize("field", ["kind", "format_version", "model", "codec", "dtype", "profile"])
+def test_index_json_with_long_values(run: Run, index_folder: Path, field: str) -> None:
+    path = index_folder / "index.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {field: "x" * 1_000_000}))
+    assert len(message(run, "ls", "-i", index_folder)) < 1000
+
+
 def test_serve_kv_of_a_folder_that_does_not_exist(run: Run, tmp_path: Path) -> None:
     (tmp_path / "records").mkdir()
     typo = tmp_path / "recrods"
@@ -131,6 +140,37 @@ def test_serve_kv_of_a_folder_that_does_not_exist(run: Run, tmp_path: Path) -> N
         assert not typo.exists()
     both = message(run, "serve-kv", "--store", f"file:{tmp_path}", "--index", tmp_path)
     assert "leave one out" in both
+
+
+def test_serve_kv_of_what_is_no_folder(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "doc.md").write_text("text")
+    (tmp_path / "loop").symlink_to("loop")
+    for name, said in (
+        ("doc.md", "expected a folder of records, found another kind of file"),
+        ("loop", "expected no links that lead in a circle"),
+        ("a" * 300, "expected a shorter name"),
+        ("?key_file=", "key_file: expected a file, found an empty path"),
+    ):
+        assert said in message(run, "serve-kv", "--store", f"file:{tmp_path / name}")
+    url = f"file:{tmp_path / 'doc.md' / 'kv'}"
+    assert "a file is where a folder" in message(run, "serve-kv", "--store", url, "--writable")
+
+
+@pytest.mark.parametrize("command", ["ls", "gc", "query"])
+def test_an_index_json_that_is_no_file(run: Run, tmp_path: Path, command: str) -> None:
+    index, question = tmp_path / "index", [QUESTION] if command == "query" else []
+    (index / "index.json").mkdir(parents=True)
+    said = message(run, command, *question, "-i", index)
+    assert "but a folder; a folder is where a file should be: move it away" in said
+    (index / "index.json").rmdir()
+    (index / "index.json").symlink_to("index.json")
+    assert "links lead in a circle: remove them" in message(run, command, *question, "-i", index)
+
+
+def test_names_of_indexes_that_no_folder_can_have(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("~nosuchuser/x", tmp_path / "loop", "a" * 5000):
+        assert message(run, "ls", "-i", name).startswith(f"error: path '{str(name)[:100]}")
 
 
 def test_choose_store_says_what_is_wrong_with_a_store(

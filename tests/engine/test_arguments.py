@@ -15,7 +15,9 @@ from kvrag.engine.engine import KVEngine
 from kvrag.engine.sampling import Sampling
 from kvrag.engine.shared import shared_index
 from kvrag.errors import IndexClosedError, KVRagError, ParameterError, PromptTooLongError
+from kvrag.ingest.embedding import get_embedding
 from kvrag.ingest.index import Index
+from kvrag.ingest.settings import IndexSettings
 from kvrag.models.kv_model import KVModel
 from kvrag.store.registry import open_store
 
@@ -23,6 +25,8 @@ NAN, INF = float("nan"), float("inf")
 NO_WHOLE = [2.5, True, "4", NAN, [4], np.float32(2.0), np.array([4])]
 NO_NUMBER = ["a", True, NAN, INF, -INF, [0.5], 1j, b"1", 10**400]
 NO_TEXTS = [None, "abc", b"abc", 5, [None], [5], ["a", b"b"]]
+NO_PATHS = ["", "~nosuchuser/x", "a\0b", "\ud800", "a" * 300, "a/" * 5000]
+LONG = "x" * 1_000_000
 PROMPT = "Who keeps the harbour ledger?"
 
 
@@ -66,6 +70,9 @@ PROMPTS = [
     [5],
     {},
     {"role": "user"},
+    [{"content": "no role"}],
+    [{"role": None, "content": "x"}],
+    [{"role": "user", "content": "x"}, {"role": "", "content": "x"}],
     object(),
     "a\udce9",
 ]
@@ -75,6 +82,7 @@ def refused(call: Callable[[], object], name: str = "") -> str:
     with pytest.raises(KVRagError) as caught:
         call()
     assert name.replace("_", " ") in str(caught.value).replace("_", " ").lower()
+    assert len(str(caught.value)) < 2000
     return str(caught.value)
 
 
@@ -153,29 +161,47 @@ def test_several_names(index: Index, names: Any) -> None:
     refused(lambda: index.pin(names), "sources")
 
 
+@pytest.mark.parametrize("chunk_id", [None, 5, b"x", ["x"], "\ud800"], ids=ids)
+def test_names_of_chunks(index: Index, chunk_id: Any) -> None:
+    refused(lambda: index.open_kv(chunk_id), "chunk_id")
+    refused(lambda: index.tier_of(chunk_id), "chunk_id")
+    refused(lambda: index.get_chunks([chunk_id]), "chunk_ids")
+    refused(lambda: index.pin([chunk_id]), "sources")
+
+
+def test_contexts_of_chunks(index: Index) -> None:
+    index.add(Document("ines", "Ines keeps the harbour ledger of Varn."))
+    (chunk_id,) = index.catalog.chunk_ids_of("ines")
+    for wrong in (5, [[1]], 1.5):
+        refused(lambda wrong=wrong: index.open_kv(chunk_id, wrong), "context_ids")
+        refused(lambda wrong=wrong: index.tier_of(chunk_id, wrong), "context_ids")
+    assert index.open_kv(chunk_id, [1, 2]) is None
+    opened = index.open_kv(chunk_id, [])
+    assert opened is not None
+    assert opened.num_tokens
+    index.delete(sources=["ines"])
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     table(
-        path=[None, 5, b"x", True, "a\0b"],
-        model=[None, 5, b"x", True, ["x"], "/nonexistent"],
-        embedding=[None, 5, True, b"x", [], "unknown"],
+        path=[None, 5, b"x", True, *NO_PATHS],
+        model=[None, 5, b"x", True, ["x"], "/nonexistent", *NO_PATHS],
+        embedding=[None, 5, True, b"x", [], "unknown", *NO_PATHS],
         codec=[None, 5, True, b"raw", "", "unknown", "transform:nan"],
         chunk_tokens=[*NO_WHOLE, None, 0, -1],
-        context=[None, 5, True, b"none", ["none"], ""],
-        context_tokens=[*NO_WHOLE, -1],
+        context=[None, 5, True, b"none", ["none"], "", "document:0", "filler:-1", "filler:1.5"],
         compression=[None, 5, True, b"none", ["none"], "drop", "drop:nan", "drop:2"],
         dtype=[5, True, b"float32", "float64", "float"],
         tenant_salt=["salt", 5, b"", b"x" * 65, ["x"]],
         device=[5.5, True, b"cpu", ["cpu"], "abacus", "meta"],
-        store=[5, True, b"memory:", ["memory:"], "", "memory", "s4://x"],
+        store=[5, True, b"memory:", ["memory:"], "", "memory", "s4://x", "memory:?key_file="],
         profile=[5, True, "x", b"x"],
     ),
     ids=ids,
 )
 def test_making(tmp_path: Path, model: KVModel, name: str, value: object) -> None:
     given = {"path": tmp_path / "index", "model": model, "embedding": "hashing", name: value}
-    if name == "context_tokens":
-        given["context"] = "document"
     refused(lambda: Index.create(**given))
     assert not (tmp_path / "index" / "index.json").exists()
 
@@ -183,11 +209,15 @@ def test_making(tmp_path: Path, model: KVModel, name: str, value: object) -> Non
 @pytest.mark.parametrize(
     ("name", "value"),
     table(
-        path=[None, 5, b"x", True, "a\0b", "/nonexistent"],
+        path=[None, 5, b"x", True, "/nonexistent", *NO_PATHS],
         model=[5, b"x", True, ["x"]],
-        embedding=[5, True, b"x", [], "unknown"],
+        embedding=[5, True, b"x", [], "unknown", *NO_PATHS],
         device=[5.5, True, b"cpu", ["cpu"], "abacus", "meta"],
-        store=[5, True, b"memory:", ["memory:"], "memory", "s4://x"],
+        store=[
+            *(5, True, b"memory:", ["memory:"], "memory", "s4://x", "memory:?key_file="),
+            *(f"file:{path}" for path in NO_PATHS),
+        ],
+        mend=[None, 1, "no"],
     ),
     ids=ids,
 )
@@ -199,6 +229,13 @@ def test_opening(index: Index, name: str, value: object) -> None:
     "call",
     [
         lambda index: index.add([], dry_run="no"),
+        lambda index: index.add([], limits=5),
+        lambda index: index.add([], on_progress=5),
+        lambda index: index.add([], loaders={5: "json:loads"}),
+        lambda index: index.add([], loaders={".x": 5}),
+        lambda index: index.add([], loaders={".x": LONG}),
+        lambda index: index.add([], loaders=[1]),
+        lambda index: index.add([], loaders=""),
         lambda index: index.upkeep.verify(repair=1),
         lambda index: index.upkeep.gc(delete_shared="no"),
         lambda index: index.upkeep.recode(5),
@@ -211,6 +248,51 @@ def test_opening(index: Index, name: str, value: object) -> None:
     ],
 )
 def test_looking_after(index: Index, call: Callable[[Index], object]) -> None:
+    refused(lambda: call(index))
+
+
+def test_a_folder_that_leads_in_a_circle(index: Index, model: KVModel, tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    assert "in a circle" in refused(lambda: Index.open(loop), "path")
+    assert "in a circle" in refused(lambda: Index.create(loop, model=model), "path")
+    assert "in a circle" in refused(lambda: Index.open(index.path, store=f"file:{loop}"), "loop")
+    assert "in a circle" in refused(lambda: KVEngine(index, links=loop), "links")
+    assert "in a circle" in refused(lambda: KVModel.load(loop), "model")
+    assert "in a circle" in refused(lambda: get_embedding(loop), "embedding")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(
+            lambda index, name=name: KVEngine(index).generate(PROMPT, **{name: LONG})
+            for name in ("policy", "eviction", "stop", "hints", "max_tokens", "ratio", LONG)
+        ),
+        lambda index: KVEngine(index).generate(PROMPT, policy=f"query:{LONG}=1"),
+        lambda index: KVEngine(index).generate(PROMPT, policy=f"query:ratio={LONG}"),
+        lambda index: KVEngine(index).generate(PROMPT, eviction=f"corm:{LONG}=1"),
+        lambda index: KVEngine(index).generate([{"content": LONG}]),
+        lambda index: KVEngine(index, links=LONG),
+        *(
+            lambda index, name=name: IndexSettings(**{name: LONG})
+            for name in ("codec", "context", "compression", "control_tokens")
+        ),
+        lambda index: IndexSettings(chunk_tokens=10**1000),
+        lambda index: IndexSettings(chunk_tokens=10**5000),
+        lambda index: Index.open(index.path, device=LONG),
+        lambda index: Index.open(index.path, store=LONG),
+        lambda index: KVModel.load(LONG),
+        lambda index: KVModel.load("kvrag-tiny", dtype=LONG),
+        lambda index: get_embedding(LONG),
+        lambda index: open_store(f"s4:{LONG}"),
+        lambda index: open_store(f"memory:?{LONG}=1"),
+        lambda index: open_store(f"memory:?limit={LONG}"),
+        lambda index: open_store(f"http://{LONG}?{LONG}=1"),
+        lambda index: open_store(f"memory:?key_file={LONG}"),
+    ],
+)
+def test_messages_cut_what_they_quote(index: Index, call: Callable[[Index], object]) -> None:
     refused(lambda: call(index))
 
 
@@ -255,6 +337,7 @@ def test_a_closed_index_says_so(tmp_path: Path, model: KVModel) -> None:
         lambda: opened.open_kv(hit.chunk.chunk_id),
         lambda: opened.add(Document("x", "y")),
         lambda: opened.delete(sources=["ines"]),
+        lambda: opened.calibration,
         opened.documents,
         opened.stats,
         opened.upkeep.verify,

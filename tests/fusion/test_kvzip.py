@@ -93,7 +93,7 @@ def test_of_equal_scores_the_last_are_kept() -> None:
 
 def test_chunks_that_nearly_fill_the_context_go_in_small_parts() -> None:
     model = KVModel(make_model(max_position_embeddings=160), make_tokenizer())
-    prefix = model.default_prefix_ids()
+    prefix = (model.tokenizer.bos_token_id,)
     whole = [5 + i % 200 for i in range(100)]
     kept = Compressor(model, Compression("kvzip", 0.75)).encode(prefix, whole)
     assert kept.num_tokens == 25

@@ -61,7 +61,7 @@ def check(
     """Assert what must be true of any layout."""
     plain = tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
     assert layout.token_ids == tuple(plain)
-    end = layout.prefix_length
+    end = layout.prefix_length if layout.has_prefix else 0
     for span in layout.spans:
         assert span.length >= 4
         assert end <= span.prompt_start
@@ -136,6 +136,19 @@ def test_span_behind_a_foreign_beginning_is_not_exact():
     assert not layout.is_exact(layout.spans[0])
     layout, _, _ = find_and_lay_out(tokenizer, A + "\n", {"a": A}, (), **options)
     assert layout.is_exact(layout.spans[0])
+
+
+def test_a_part_of_the_prefix_is_counted_and_costs_a_chunk_nothing():
+    tokenizer = get_tokenizer("byte-level")
+    prefix_ids = tokenizer(f"{A[:20]}\n\n")["input_ids"]
+    for prompt, num_shared in ((f"{A}\n", tokenizer(A[:16])["input_ids"]), (f"{B}\n", (0,))):
+        layout, chunks, _ = find_and_lay_out(tokenizer, prompt, {"a": A, "b": B}, prefix_ids)
+        check(layout, tokenizer, prompt, chunks)
+        assert len(num_shared) <= layout.prefix_length < len(prefix_ids)
+        assert not layout.has_prefix
+        (span,) = layout.spans
+        assert (span.prompt_start, span.chunk_start) == (1, 0)
+        assert not layout.is_exact(span)
 
 
 def test_span_that_lost_its_first_token_is_not_exact():

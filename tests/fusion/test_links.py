@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvrag.errors import LinksError
+from kvrag.errors import LinksError, ParameterError
 from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import LINK, Layout, ReusedSpan
 from kvrag.fusion.links import FILE_NAME, LinksHeader, LinkTokens, find_links, insert_links
@@ -335,7 +335,7 @@ def test_damaged_files_are_named(
 def test_what_is_no_file_of_links_is_named(tmp_path: Path) -> None:
     with pytest.raises(LinksError, match="no links at"):
         LinkTokens.load(tmp_path / "absent")
-    with pytest.raises(LinksError, match="no links at '~nobody-of-that-name/links'"):
+    with pytest.raises(ParameterError, match="links '~nobody-of-that-name/links': expected"):
         LinkTokens.load("~nobody-of-that-name/links")
     (tmp_path / "text").write_text("not safetensors")
     with pytest.raises(LinksError, match="not a readable safetensors file"):

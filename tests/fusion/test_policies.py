@@ -435,3 +435,18 @@ def test_a_report_does_not_spell_a_calibration_out() -> None:
 def test_half_a_report_is_no_policy(spec: str) -> None:
     with pytest.raises(ParameterError):
         make_choice(spec)
+
+
+def test_work_counts_what_is_computed_only_to_choose() -> None:
+    bench = Bench(KVModel(make_model(), make_tokenizer()))
+    prompt = bench.prompt(2, 0, 3, 1)
+    shares = {}
+    for name in ("boundary", "deviation", "deviation:on=attention"):
+        report = bench.fuse(prompt, make_repair(name, ratio=0.2).policy).report
+        found = report.num_reused + report.num_recomputed
+        expected = {"boundary": 0, "deviation": found}.get(name, found + report.num_fresh)
+        assert report.rows_compared == expected, name
+        rows = sum(report.rows_by_layer) + expected
+        shares[name] = report.work_share
+        assert shares[name] == rows / (len(report.rows_by_layer) * report.num_tokens)
+    assert shares["boundary"] == min(shares.values())

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 from kvrag.chunk import Chunk, ChunkKey, Document, chunk_id_of
-from kvrag.errors import IndexFormatError, RecordError
+from kvrag.errors import IndexFormatError, IndexMismatchError, RecordError
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.index import Index
 from kvrag.ingest.rows import Change, ChunkRow
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
+from tests.support.older import make_older
 
 # -- damaged rows ----------------------------------------------------------------------------
 
@@ -406,6 +407,73 @@ def test_a_row_of_another_index_is_damage(index: Index, make_index: MakeIndex) -
         connection.commit()
     assert "a" not in {hit.chunk.source for hit in index.search("capital")}
     assert not index.upkeep.verify().ok
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("catalog*")}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_catalog_of_another_index_is_refused(
+    index: Index, make_index: MakeIndex, model: KVModel, is_old: bool
+) -> None:
+    other = make_index("other")
+    for one, text in ((index, "The capital is Favuda."), (other, "The capital is Fevuda.")):
+        one.add([Document("a", text), Document("b", "Rain.")])
+        one.close()
+    if is_old:
+        make_older(other.path)
+    shutil.copy(other.path / "catalog.sqlite", index.path)
+    before = files_of(index.path)
+    for mend in (False, True):
+        with pytest.raises(IndexMismatchError, match=r"another index than index\.json .* Move it"):
+            Index.open(index.path, model=model, mend=mend)
+    assert files_of(index.path) == before
+
+
+def test_a_catalog_with_one_sound_row_is_the_indexs_own(index: Index, model: KVModel) -> None:
+    index.add([Document("a", "The capital is Favuda."), Document("b", "Rain.")])
+    damage(index, "UPDATE chunks SET text = 'another' WHERE source = 'a'")
+    damage(index, "UPDATE chunks SET text = 'another' WHERE source = 'b'")
+    damage(index, "UPDATE state SET generation = generation + 7")
+    damage(index, "UPDATE documents SET digest = 'x' WHERE source = 'a'")
+    index.close()
+    with Index.open(index.path, model=model) as again:
+        assert not again.upkeep.verify().ok
+        again.upkeep.verify(repair=True)
+        assert again.upkeep.verify().ok
+
+
+def test_a_second_opening_keeps_the_locks_of_the_first(index: Index, model: KVModel) -> None:
+    """A process that closes any descriptor of a file ends all its locks on that file (POSIX)."""
+    index.add([Document("a", "Ines keeps the ledger.")])
+    Index.open(index.path, model=model).close()
+    # Without a lock, this process would be the last one, and remove the log that is in use.
+    code = "import sqlite3, sys; sqlite3.connect(sys.argv[1]).execute('select * from documents')"
+    subprocess.run([sys.executable, "-c", code, str(index.path / "catalog.sqlite")], check=True)
+    assert (index.path / "catalog.sqlite-wal").exists()
+    index.add([Document("b", "Tomas repairs the clock.")])
+    with Index.open(index.path, model=model) as again:
+        assert again.catalog.chunk_ids_of("b")
+
+
+def test_an_empty_file_is_a_lost_catalog(index: Index, docs: Path, model: KVModel) -> None:
+    index.add(docs)
+    index.close()
+    for heal in (
+        lambda healed: healed.add(docs),
+        lambda healed: healed.upkeep.verify(repair=True),
+    ):
+        (index.path / "catalog.sqlite").write_bytes(b"")
+        said = rf"empty: the index in {index.path} has lost .*'kvrag ingest PATH.* --index"
+        with pytest.raises(IndexFormatError, match=said):
+            Index.open(index.path, model=model)
+        with Index.open(index.path, model=model, mend=True) as again:
+            heal(again)
+            assert len(again.add(docs).unchanged) + len(again.documents()) >= 3
+            assert again.search("ledger", 1)
+        with Index.open(index.path, model=model) as again:
+            assert again.upkeep.verify().ok
 
 
 def test_a_replacement_that_was_killed_is_finished(

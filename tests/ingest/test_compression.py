@@ -295,7 +295,7 @@ def test_reopened_and_reports_tell_of_it(dropped: Index, model: KVModel) -> None
 @pytest.mark.parametrize("context", ["none", "document", "neighbours"])
 def test_every_chunk_leaves_kvzip_the_room_it_needs(make_index: MakeIndex, context: str) -> None:
     model = KVModel(make_model(num_hidden_layers=2, max_position_embeddings=160), make_tokenizer())
-    index = make_index(model=model, compression="kvzip:0.5", context=context, chunk_tokens=40)
+    index = make_index(model=model, compression="kvzip:0.5", context=context, chunk_tokens=32)
     long = Document("long", " ".join(PARTS * 4))
     report = index.add([DOCUMENTS[0], long, DOCUMENTS[1]])
     assert (len(report.added), report.failed) == (3, ())

@@ -1,4 +1,4 @@
-"""Chunks encoded behind their document's text: right bytes, right names, right records."""
+"""Chunks encoded after their document's text: right bytes, right names, right records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError, RecordError, StoreError
 from kvrag.ingest import pipeline
 from kvrag.ingest.coding import read_all
-from kvrag.ingest.contexts import add_contexts
+from kvrag.ingest.contexts import add_contexts, parse_context
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex, stored_bytes
@@ -37,8 +37,13 @@ def chunks_of(index: Index, source: str = "saga") -> list[Chunk]:
     return index.get_chunks(index.catalog.chunk_ids_of(source))
 
 
-def prompt_of(*texts: str) -> str:
+def text_of(*texts: str) -> str:
     return "\n\n".join([*texts, QUESTION])
+
+
+def prompt_of(*texts: str) -> list[dict[str, str]]:
+    """Return messages: a chunk is exact only after the head of the model's chat template."""
+    return [{"role": "user", "content": text_of(*texts)}]
 
 
 @pytest.fixture
@@ -55,15 +60,14 @@ def with_neighbours(make_index: MakeIndex) -> Index:
     return index
 
 
-@pytest.mark.parametrize("context_tokens", [None, 7, 2000])
+@pytest.mark.parametrize(("context", "limit"), [("", 256), (":7", 7), (":2000", 2000)])
 def test_a_chunk_is_encoded_behind_what_its_document_says_before_it(
-    make_index: MakeIndex, model: KVModel, context_tokens: int | None
+    make_index: MakeIndex, model: KVModel, context: str, limit: int
 ) -> None:
-    index = make_index(context="document", context_tokens=context_tokens)
+    index = make_index(context=f"document{context}")
     report = index.add([SAGA, OTHER])
     first, second, third = chunks_of(index)
-    whole = model.tokenizer(prompt_of(*PARTS), add_special_tokens=False)["input_ids"]
-    limit = context_tokens or 256
+    whole = model.tokenizer(text_of(*PARTS), add_special_tokens=False)["input_ids"]
     for chunk in (first, second, third):
         (context_ids,) = chunk.contexts
         before = next(
@@ -104,7 +108,7 @@ def test_context_never_comes_from_another_document(in_document: Index) -> None:
     assert other.contexts == ((),)
 
 
-@pytest.mark.parametrize("context", ["document", "neighbours"])
+@pytest.mark.parametrize("context", ["document", "neighbours", "filler:40"])
 def test_the_order_of_indexing_changes_no_byte(make_index: MakeIndex, context: str) -> None:
     one, other = make_index("one", context=context), make_index("other", context=context)
     one.add([SAGA, OTHER, Document("more", PARTS[2])])
@@ -148,30 +152,27 @@ def says(index: Index, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("context", "context_tokens", "gone", "forgetting"),
+    ("context", "gone", "forgetting"),
     [
-        ("document", None, 0, [1, 2, 3, 4, 5]),
-        ("document", 12, 1, [2]),
-        ("document", 40, 1, [2, 3]),
-        ("neighbours", None, 1, [2]),
-        ("neighbours", None, 5, []),
+        ("document", 0, [1, 2, 3, 4, 5]),
+        ("document:12", 1, [2]),
+        ("document:40", 1, [2, 3]),
+        ("neighbours", 1, [2]),
+        ("neighbours", 5, []),
+        ("filler:20", 1, []),
     ],
 )
 def test_what_is_deleted_is_forgotten_by_what_was_encoded_behind_it(
-    make_index: MakeIndex,
-    context: str,
-    context_tokens: int | None,
-    gone: int,
-    forgetting: list[int],
+    make_index: MakeIndex, context: str, gone: int, forgetting: list[int]
 ) -> None:
-    index = make_index(context=context, context_tokens=context_tokens)
+    index = make_index(context=context)
     parts = [f"{name} {PARTS[0][5:]}" for name in ("Ada", "Bea", "Cid", "Dan", "Eve", "Fay")]
     index.add([Document("saga", "\n\n".join(parts)), OTHER])
     before = chunks_of(index)
     assert len(before) == len(parts)
     name = parts[gone][:4]
     assert set(says(index, name)) <= set(forgetting)
-    assert bool(says(index, name)) == (context_tokens != 12 and bool(forgetting))
+    assert bool(says(index, name)) == (context != "document:12" and bool(forgetting))
     assert index.delete(chunk_ids=[before[gone].chunk_id]) == 1
     assert says(index, name) == []
     after = chunks_of(index)
@@ -194,7 +195,7 @@ def test_what_is_deleted_is_forgotten_by_what_was_encoded_behind_it(
     assert chunks_of(index) == before
 
 
-@pytest.mark.parametrize("context", ["document", "neighbours"])
+@pytest.mark.parametrize("context", ["document", "neighbours", "filler:40"])
 def test_a_run_that_broke_off_is_completed(
     make_index: MakeIndex, context: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,14 +221,14 @@ def test_a_run_that_broke_off_is_completed(
     assert [c.contexts for c in chunks_of(broken)] == [c.contexts for c in chunks_of(whole)]
 
 
-@pytest.mark.parametrize("context", ["document", "neighbours"])
+@pytest.mark.parametrize("context", ["document", "neighbours", "filler:40"])
 def test_repair_and_recode_encode_behind_the_same_text(make_index: MakeIndex, context: str) -> None:
     long = Document("long", " ".join(f"{i}: {PARTS[i % 3]}" for i in range(9)))
     index = make_index(context=context)
     index.add([SAGA, OTHER, long])
     good = stored_bytes(index)
     num_chunks = index.stats().num_chunks
-    assert len(good) == num_chunks + (0 if context == "document" else num_chunks - 3)
+    assert len(good) == num_chunks + (num_chunks - 3 if context == "neighbours" else 0)
     assert index.upkeep.verify().num_records == len(good)
     assert index.stats().num_unreferenced_records == 0
     assert index.upkeep.gc().num_records == 0
@@ -245,7 +246,7 @@ def test_repair_and_recode_encode_behind_the_same_text(make_index: MakeIndex, co
     index.close()
     with Index.open(path, model=index.model) as opened:
         assert opened.upkeep.verify().ok
-        assert opened.config.context == context
+        assert opened.config.chunk_context == parse_context(context)
         assert opened.add([SAGA, OTHER, long]).unchanged == ("saga", "other", "long")
 
 
@@ -258,7 +259,7 @@ def test_a_run_from_the_beginning_of_a_document_is_exact(in_document: Index) -> 
     ids = torch.tensor([engine.prompt_ids(prompt)])
     plain = in_document.model.hf(ids).logits[0, -1]
     torch.testing.assert_close(fused.logits, plain, rtol=1e-4, atol=1e-4)
-    assert "behind their document's text" in fused.report.one_line()
+    assert "after a context" in fused.report.one_line()
 
 
 @pytest.mark.parametrize(
@@ -355,35 +356,39 @@ def test_context_is_bounded_by_the_window(model: KVModel, make_index: MakeIndex)
     index.add(SAGA)
     chunks = chunks_of(index)
     room = max(len(chunk.token_ids) for chunk in chunks) + 5
-    bounded = add_contexts(chunks, model.tokenizer, "document", 256, room)
+    bounded = add_contexts(chunks, model.tokenizer, parse_context("document"), room)
     assert all(len(c.contexts[0]) + len(c.token_ids) <= room for c in bounded)
     assert min(len(chunk.contexts[0]) for chunk in bounded[1:]) == 5
     # Behind a part of its predecessor a chunk would never be recognised.
     assert all(
         chunk.contexts == ((),)
-        for chunk in add_contexts(chunks, model.tokenizer, "neighbours", 0, room)
+        for chunk in add_contexts(chunks, model.tokenizer, parse_context("neighbours"), room)
     )
-    full = add_contexts(chunks[:2], model.tokenizer, "document", 256, len(chunks[1].token_ids))
+    full = add_contexts(
+        chunks[:2], model.tokenizer, parse_context("document"), len(chunks[1].token_ids)
+    )
     assert full[1].contexts == ((),)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("context", "message"),
     [
-        ({"context": "later"}, "context 'later': expected one of none, document, neighbours"),
-        ({"context_tokens": 5}, "does nothing with context 'none'"),
-        ({"context": "neighbours", "context_tokens": 5}, "does nothing with context 'neighbours'"),
-        ({"context": "document", "context_tokens": 0}, "context_tokens 0: .* at least 1"),
-        ({"context": "document", "context_tokens": 64.0}, "context_tokens 64.0: expected a whole"),
-        ({"context": "document", "context_tokens": 1.5}, "context_tokens 1.5: expected a whole"),
-        ({"context": "document", "context_tokens": True}, "context_tokens True: expected a whole"),
+        ("later", r"'later': expected one of none, document\[:TOKENS\], neighbours, filler"),
+        ("none:5", "'none:5': expected"),
+        ("neighbours:5", "'neighbours:5': expected"),
+        ("document:0", "TOKENS is a whole number from 1 on"),
+        ("document:64.0", "TOKENS is a whole number"),
+        ("document:-5", "TOKENS is a whole number"),
+        ("document:", "TOKENS is a whole number"),
+        ("filler:", "TOKENS is a whole number"),
+        ("filler:" + "9" * 5000, "TOKENS is a whole number"),
     ],
 )
 def test_settings_that_cannot_be(
-    make_index: MakeIndex, tmp_path: Path, settings: dict[str, object], message: str
+    make_index: MakeIndex, tmp_path: Path, context: str, message: str
 ) -> None:
     with pytest.raises(ParameterError, match=message):
-        make_index(**settings)
+        make_index(context=context)
     assert not (tmp_path / "index").exists()
 
 

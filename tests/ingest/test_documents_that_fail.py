@@ -387,7 +387,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(
         path.write_text("x" * 5_000_000)
         return status
 
-    monkeypatch.setattr("kvrag.ingest.files.os.fstat", fstat)
+    monkeypatch.setattr("os.fstat", fstat)
     with pytest.raises(DocumentError, match="at most 1,000 are read"):
         files.read_file(str(path), 1000)
 

@@ -6,14 +6,20 @@ import json
 import shutil
 import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvrag.errors import IndexFormatError, IndexMismatchError, ParameterError
 from kvrag.ingest.config import IndexConfig
+from kvrag.ingest.encryption import encrypted_as
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
+from kvrag.store.memory import MemoryStore
+from kvrag.store.registry import open_store
+from kvrag.store.tiered import TieredStore
+from kvrag.testing.records import key_number, stored
 from tests.ingest.conftest import MakeIndex
 
 pytest.importorskip("sqlcipher3")
@@ -89,6 +95,108 @@ def test_a_missing_or_wrong_key_is_told_from_damage(
         assert not index.upkeep.verify().ok
         index.upkeep.verify(repair=True)
         assert index.upkeep.verify().ok
+
+
+def test_a_catalog_that_is_encrypted_or_not_against_index_json_is_refused(
+    encrypted: Index, make_index: MakeIndex, model: KVModel, docs: Path
+) -> None:
+    plain = make_index("plain")
+    plain.add(docs)
+    for one in (encrypted, plain):
+        one.close()
+    catalogs = {one: (one.path / "catalog.sqlite").read_bytes() for one in (encrypted, plain)}
+    for one, other, said in (
+        (encrypted, plain, r"is not encrypted, and index\.json beside it says that the index is:"),
+        (plain, encrypted, r"is encrypted, and index\.json beside it says that the index is not:"),
+    ):
+        path = one.path / "catalog.sqlite"
+        path.write_bytes(catalogs[other])
+        for mend in (False, True):
+            with pytest.raises(IndexMismatchError, match=said):
+                Index.open(one.path, model=model, mend=mend)
+        assert path.read_bytes() == catalogs[other]
+        path.write_bytes(catalogs[one])
+        with Index.open(one.path, model=model) as again:
+            assert again.upkeep.verify().ok
+
+
+def test_the_catalog_of_another_index_with_the_same_key_is_refused(
+    encrypted: Index, make_index: MakeIndex, model: KVModel, docs: Path, key: Path, tmp_path: Path
+) -> None:
+    other = make_index("other", store=f"file:{tmp_path / 'kv'}?key_file={key}")
+    other.add(docs)
+    for one in (encrypted, other):
+        one.close()
+    shutil.copy(other.path / "catalog.sqlite", encrypted.path)
+    with pytest.raises(IndexMismatchError, match="the catalog of another index"):
+        Index.open(encrypted.path, model=model)
+
+
+def test_an_empty_catalog_of_an_encrypted_index_is_made_again(
+    encrypted: Index, model: KVModel, docs: Path
+) -> None:
+    encrypted.close()
+    (encrypted.path / "catalog.sqlite").write_bytes(b"")
+    with pytest.raises(IndexFormatError, match="is empty"):
+        Index.open(encrypted.path, model=model)
+    with Index.open(encrypted.path, model=model, mend=True) as again:
+        assert again.add(docs).ok
+        assert again.upkeep.verify().ok
+    assert not readable(encrypted.path)
+
+
+def test_a_key_for_a_plain_index_is_refused(
+    make_index: MakeIndex, model: KVModel, docs: Path, key: Path, tmp_path: Path
+) -> None:
+    index = make_index(store=f"file:{tmp_path / 'kv'}")
+    index.add(docs)
+    url = f"file:{tmp_path / 'kv'}?key_file={key}"
+    said = r"is not encrypted, and .* has a key: .*Leave the key out, or .*--move"
+    with closing(open_store(url)) as store, pytest.raises(IndexMismatchError, match=said):
+        index.store = store
+    index.close()
+    for one in (url, f"tiered:memory:|{url}"):
+        with pytest.raises(IndexMismatchError, match=said):
+            Index.open(index.path, model=model, store=one)
+    with Index.open(index.path, model=model) as again:
+        again.upkeep.move(url)
+        assert again.upkeep.verify().ok
+    assert not readable(index.path)
+
+
+def test_a_store_without_the_key_is_refused(
+    encrypted: Index, docs: Path, key: Path, tmp_path: Path
+) -> None:
+    own = encrypted.store
+    with pytest.raises(IndexMismatchError, match="is encrypted, and no key was given"):
+        encrypted.store = MemoryStore()
+    other = key_file(tmp_path / "other.key", "cd")
+    with (
+        closing(open_store(f"file:{tmp_path / 'kv'}?key_file={other}")) as store,
+        pytest.raises(IndexMismatchError, match="wrong key"),
+    ):
+        encrypted.store = store
+    assert encrypted.store is own
+    # Measurements read through one tier at a time.
+    memory = MemoryStore()
+    encrypted.store = TieredStore([memory, own])
+    tiers = encrypted.store
+    encrypted.store = memory
+    encrypted.store = tiers
+    assert encrypted.upkeep.verify().ok
+
+
+def test_artefacts_of_an_encrypted_index_are_encrypted(encrypted: Index, tmp_path: Path) -> None:
+    record = b"fused KV" * 100
+    for url in ("", f"file:{tmp_path / 'apart'}"):
+        plain = open_store(url) if url else MemoryStore()
+        store = encrypted_as(encrypted.store, plain)
+        store.put(key_number(0), record)
+        assert record not in stored(plain, key_number(0))
+        assert stored(encrypted_as(encrypted.store, plain), key_number(0)) == record
+        assert encrypted_as(MemoryStore(), plain) is plain
+        assert encrypted_as(encrypted.store, store) is store
+        store.close()
 
 
 def test_without_the_library_it_is_refused(

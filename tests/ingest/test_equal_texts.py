@@ -13,6 +13,7 @@ from kvrag.fusion.layout import MISS_OWNER_UNCLEAR
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.ingest.index import Index
 from tests.ingest.conftest import MakeIndex
+from tests.support.models import HEAD
 
 A = "Ines is the keeper of the harbour ledger of Varn and writes each ship down before noon today."
 B = "Tomas is the master of the northern light and was born near the old river bank of the town."
@@ -31,7 +32,7 @@ def make_index(make_index: MakeIndex) -> MakeIndex:
 
 
 def prompt_of(*texts: str) -> str:
-    return "\n\n".join([*texts, QUESTION])
+    return HEAD + "\n\n".join([*texts, QUESTION])
 
 
 def shared_chunks(index: Index) -> dict[str, Chunk]:
@@ -101,6 +102,7 @@ def test_the_record_behind_nothing_serves_any(make_index: MakeIndex) -> None:
         assert not engine.fuse(prompt_of(*texts)).report.misses
 
 
+@pytest.mark.slow
 def test_text_of_very_many_documents_is_computed(make_index: MakeIndex) -> None:
     index = make_index(context="document")
     index.add([Document(f"more-{i}", f"{A}{i}\n\n{SHARED}") for i in range(300)])

@@ -249,8 +249,9 @@ def run_trials(
 def test_flips_in_the_catalog(
     world: tuple[World, KVEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # One for each column.
-    assert run_trials(*world, tmp_path, range(len(PLACES)), caplog) >= len(PLACES) // 2
+    """One for each third column; the slow test takes all of them."""
+    numbers = range(0, len(PLACES), 3)
+    assert run_trials(*world, tmp_path, numbers, caplog) >= len(numbers) // 2
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def test_options_are_the_fields_of_settings() -> None:
         {"codec": "zip"},
         {"chunk_tokens": 1},
         {"context": "everything"},
-        {"context_tokens": 5},
+        {"context": "none:5"},
         {"compression": "drop"},
         {"tenant_salt": b""},
         {"device": "abacus"},

@@ -23,6 +23,7 @@ from kvrag.store.limited import LimitedStore
 from kvrag.store.tiered import TieredStore
 from tests.ingest.conftest import MakeIndex
 from tests.support import folders
+from tests.support.models import HEAD
 from tests.support.older import make_older
 from tests.support.servers import PASSWORD, RedisServer
 
@@ -31,7 +32,7 @@ TEXTS = [
     "by the harbour, and tells whoever asks about it."
     for name, thing, years in (("Ines", "ledger", 12), ("Tomas", "clock", 7), ("Mara", "boats", 3))
 ]
-PROMPT = "\n\n".join([*TEXTS, "Question: who keeps the clock?\nAnswer:"])
+PROMPT = HEAD + "\n\n".join([*TEXTS, "Question: who keeps the clock?\nAnswer:"])
 
 
 def documents() -> list[Document]:
@@ -120,8 +121,9 @@ def test_a_damaged_copy_is_replaced_from_home(
     for text in ("whole", "damaged"):
         with Index.open(index.path, model=model, store=url) as opened:
             if text == "damaged":
-                key = min(opened.store.keys())
-                folders.damage(near, key, -100)
+                # At ratio 1 only the first chunk's record is read: that chunk is exact.
+                for key in list(opened.store.keys()):
+                    folders.damage(near, key, -100)
                 assert answers(opened) == (expected[0], {MISS_DAMAGED: 1})
                 assert opened.store.counts()[0].misses["damaged"] == 1
             assert answers(opened) == expected
@@ -199,6 +201,14 @@ def test_a_tenants_key(filled: Callable[..., Index], tmp_path: Path, model: KVMo
         Index.open(index.path, model=model, store=f"file:{tmp_path / 'kv'}")
 
 
+def test_an_index_in_a_folder_that_no_url_can_name(make_index: MakeIndex, model: KVModel) -> None:
+    index = make_index("who?key=1/index")
+    index.add(Document("a", "Ines keeps the harbour ledger of Varn."))
+    index.close()
+    with Index.open(index.path, model=model) as again:
+        assert again.upkeep.verify().num_records == 1
+
+
 def test_a_limit_below_one_chunk(make_index: MakeIndex, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match=r"holds no chunk of 64 tokens.*raise its limit"):
         make_index(store=f"file:{tmp_path / 'kv'}?limit=10kB")
@@ -259,6 +269,7 @@ def test_a_store_that_refuses_says_so_when_it_is_opened(
     assert not (tmp_path / "worse").exists()
 
 
+@pytest.mark.slow
 def test_redis_killed_and_started_again_under_32_queries(
     filled: Callable[..., Index], redis_server: RedisServer, model: KVModel
 ) -> None:

@@ -17,7 +17,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer, model_fingerprint, tokenizer_fingerprint
 from kvrag.positions.rotary import RotaryPositions
 from kvrag.testing.bench_top import Bench, relative_difference
-from tests.support.models import FAMILIES, make_model, make_tokenizer
+from tests.support.models import FAMILIES, LEARNED_POSITIONS, make_model, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +156,21 @@ def test_a_batch_of_chunks_is_each_chunk_alone() -> None:
         torch.testing.assert_close(kv.values, alone.values, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, *LEARNED_POSITIONS])
+def test_a_prefix_that_is_encoded_already_gives_the_same_kv(family: str) -> None:
+    model = KVModel(make_model(family), make_tokenizer())
+    prefix, chunks = list(range(3, 40)), [[5, 6, 7], list(range(3, 60))]
+    starts = [50, 37]
+    expected = model.prefill(prefix, chunks, starts)
+    encoded = model.encode_prefix(prefix)
+    for _ in range(2):  # the prefix serves many calls
+        for kv, other in zip(model.prefill(encoded, chunks, starts), expected, strict=True):
+            torch.testing.assert_close(kv.keys, other.keys, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(kv.values, other.values, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ParameterError, match="after a prefix of 37"):
+        model.prefill(encoded, [[5] * 2012])
+
+
 @pytest.mark.parametrize("chunks", [[[]], [[5, 6], []], [[5] * 2048]])
 def test_chunks_that_do_not_fit_are_refused(chunks: list[list[int]]) -> None:
     model = KVModel(make_model(), make_tokenizer())
@@ -213,6 +228,9 @@ def test_a_tokenizer_loads_without_weights(tmp_path: Path) -> None:
         (True, None, "<bos>"),
         (False, "{{ bos_token }}{{ messages[0]['content'] }}", "<bos>"),
         (False, "User: {{ messages[0]['content'] }}", "User: "),
+        (True, "{{ bos_token }}User: {{ messages[0]['content'] }}", "<bos>User: "),
+        (True, "{{ messages[0]['content'] }}", "<bos>"),
+        (True, "{{ raise_exception('a system turn, please') }}", "<bos>"),
         (False, "{{ raise_exception('a system turn, please') }}", ""),
         (False, None, ""),
     ],
@@ -224,7 +242,7 @@ def test_the_shared_prefix(bos_first: bool, template: str | None, expected: str)
         tokenizer.backend_tokenizer.post_processor = None
     model = KVModel(make_model(), tokenizer)
     ids = tokenizer.backend_tokenizer.encode(expected, add_special_tokens=False).ids
-    if template and not expected.startswith("<"):
+    if expected.endswith(" "):
         # The template's last token may merge with what follows it.
         assert list(model.default_prefix_ids()) in (ids, ids[:-1])
     else:

@@ -1,40 +1,95 @@
-"""Rows that are far apart attend in parts, each to the keys that it may see."""
+"""Selected rows attend as PyTorch's attention does, in the kernel or in PyTorch."""
 
 from __future__ import annotations
+
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvrag.models.attention import RowMask, _row_attention
+from kvrag.models import attention
+from kvrag.models.attention import (
+    MassObserver,
+    RowMask,
+    _row_attention,
+    _row_attention_eager,
+)
 
 SPREAD = torch.arange(0, 1280, 10)
 
 
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("positions", [SPREAD, torch.arange(1000, 1128), torch.tensor([5])])
-def test_parts_attend_as_one_would(positions: torch.Tensor, window: int | None) -> None:
+def make_inputs(positions: torch.Tensor, mask: RowMask, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    first_key = 0 if window is None else max(0, int(positions[0]) - window + 1)
-    num_keys = int(positions[-1]) + 1 - first_key
+    num_keys = int(positions[-1]) + 1 - mask.first_key
     query = torch.randn(1, 6, len(positions), 16, generator=generator)
     key, value = torch.randn(2, 1, 2, num_keys, 16, generator=generator)
-    mask = RowMask(positions, first_key, window)
-    output, _ = _row_attention(torch.nn.Identity(), query, key, value, mask, scaling=0.3)
+    return [part.to(dtype) for part in (query, key, value)]
+
+
+def assert_attends(mask: RowMask, query: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
+    output, _ = _row_attention(torch.nn.Identity(), query, *kv, mask, scaling=0.3)
+    allowed = mask.dense(kv[0].shape[2])
     expected = scaled_dot_product_attention(
-        query, key, value, mask.dense(num_keys), scale=0.3, enable_gqa=True
-    )
-    assert torch.allclose(output, expected.transpose(1, 2), atol=1e-5)
+        *(part.float() for part in (query, *kv)), allowed, scale=0.3, enable_gqa=True
+    ).transpose(1, 2)
+    assert output.dtype == query.dtype
+    rounding = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-10}[query.dtype]
+    assert torch.allclose(output.float(), expected, atol=1e-5 + rounding, rtol=rounding)
+    return output
 
 
-def test_only_rows_far_apart_are_parted() -> None:
-    parts = list(RowMask(SPREAD, 0, None).parts(1271))
-    assert [rows.indices(128)[:2] for rows, _ in parts] == [(0, 32), (32, 64), (64, 96), (96, 128)]
-    assert [num_keys for _, num_keys in parts] == [311, 631, 951, 1271]
-    assert list(RowMask(torch.arange(1000, 1128), 0, None).parts(1128)) == [(slice(0, 128), 1128)]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("positions", [SPREAD, torch.arange(1000, 1128), torch.tensor([5])])
+def test_rows_attend_as_in_pytorch(
+    positions: torch.Tensor, window: int | None, dtype: torch.dtype
+) -> None:
+    first_key = 0 if window is None else max(0, int(positions[0]) - window + 1)
+    mask = RowMask(positions, first_key, window)
+    assert_attends(mask, *make_inputs(positions, mask, dtype))
 
 
-def test_rows_that_see_what_a_mask_says_are_not_parted() -> None:
-    visible = torch.ones(128, 1271, dtype=torch.bool)
-    mask = RowMask(SPREAD, 0, None, visible=visible)
-    assert list(mask.parts(1271)) == [(slice(0, 128), 1271)]
+class Called(Exception):
+    pass
+
+
+def _called(*args: Any, **kwargs: Any) -> NoReturn:
+    raise Called
+
+
+def test_pytorch_attends_where_the_kernel_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "attend", _called)
+    mask = RowMask(SPREAD, 0, None)
+    inputs = make_inputs(SPREAD, mask, torch.float32)
+    with pytest.raises(Called):
+        assert_attends(mask, *inputs)
+    visible = torch.rand(128, 1271, generator=torch.Generator().manual_seed(1)) < 0.5
+    assert_attends(RowMask(SPREAD, 0, None, visible=visible), *inputs)
+    assert_attends(mask, *make_inputs(SPREAD, mask, torch.float16))
+    strided = [part.mT.contiguous().mT for part in inputs]
+    assert_attends(mask, *strided)
+    inputs[1].requires_grad_()
+    assert_attends(mask, *inputs).sum().backward()
+    assert inputs[1].grad is not None
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 100])
+def test_keys_get_the_same_mass_in_the_kernel(window: int | None, softcap: float | None) -> None:
+    noted: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def note(mask: RowMask, mass: torch.Tensor, value: torch.Tensor) -> None:
+        noted.append((mass, value))
+
+    positions = torch.arange(1000, 1030)
+    mask = RowMask(positions, 900 if window else 0, window, MassObserver(1010, note))
+    query, key, value = make_inputs(positions, mask, torch.float32)
+    attends = _row_attention if softcap is None else _row_attention_eager
+    output, _ = attends(torch.nn.Identity(), query, key, value, mask, 0.3, softcap=softcap)
+    kernel, noted = noted, []
+    assert torch.allclose(output, mask.show(query, key, value, 0.3, softcap), atol=1e-5)
+    for found, expected, head in zip(kernel, noted, value[0], strict=True):
+        assert torch.allclose(found[0], expected[0], atol=1e-5)
+        assert torch.equal(found[1], head)
+        assert abs(float(found[0].sum()) - 3 * 20) < 1e-3

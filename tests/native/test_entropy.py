@@ -269,6 +269,7 @@ def test_mistakes_of_the_caller() -> None:
         decode_rows(model, 5, case.classes, case.symbols)
 
 
+@pytest.mark.slow
 def test_the_environment_chooses_the_instruction_set() -> None:
     # It is read when the package is imported: each in a child that has torch already.
     code = """

@@ -176,7 +176,7 @@ def test_src_never_leads_out_of_the_folder(tmp_path: Path, src: str) -> None:
     [
         (b"\xff\xfe\x00", "not UTF-8"),
         (b"x" * (MAX_BYTES + 1), "more than 8 MiB"),
-        (None, "not a file"),
+        (None, "expected a file, found no file"),
     ],
 )
 def test_src_is_a_text_of_bounded_size(tmp_path: Path, content: bytes | None, words: str) -> None:
@@ -185,6 +185,21 @@ def test_src_is_a_text_of_bounded_size(tmp_path: Path, content: bytes | None, wo
     (tmp_path / "s.xml").write_text("<schema name='x'><module name='a' src='t'/></schema>")
     with pytest.raises(PMLError, match=words):
         parse_schema(tmp_path / "s.xml")
+
+
+def test_src_of_a_folder_is_told_from_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "s.xml").write_text("<schema name='x'><module name='a' src='a/b/..'/></schema>")
+    with pytest.raises(
+        PMLError, match=r"s\.xml:1:18: src='a/b/..': expected a file, found a folder"
+    ):
+        parse_schema(tmp_path / "s.xml")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "a" * 300])
+def test_files_that_no_system_can_have(name: str) -> None:
+    with pytest.raises(PMLError, match="cannot be read"):
+        parse_schema(Path(name))
 
 
 @pytest.mark.parametrize("src", ["circle", "a" * 300, "a/" * 3000])

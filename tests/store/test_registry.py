@@ -14,7 +14,7 @@ from kvrag.store.file import FileStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.objects import ObjectStore
 from kvrag.store.redis import RedisStore
-from kvrag.store.registry import open_store
+from kvrag.store.registry import missing_folders, open_store
 from kvrag.testing.store_contract import key_number
 from tests.support.servers import RedisServer, S3Server
 
@@ -37,9 +37,67 @@ def test_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(list((tmp_path / "a b" / "c%20d").rglob("*.seg"))) == 1
 
 
-def test_a_question_mark_in_a_folders_name(tmp_path: Path) -> None:
-    for name in ("who?", "who?a=b/c", "who? me"):
-        assert open_store(f"file:{tmp_path / name}").url == f"file:{tmp_path / name}"
+@pytest.mark.parametrize("name", ["who?", "who?a=b/c", "who? me"])
+def test_a_question_mark_in_a_folders_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Read as a part of the name, it would hide options, such as a key's."""
+    with pytest.raises(ParameterError, match=r"limit, key_file"):
+        open_store(f"file:{tmp_path / name}")
+    (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / name)
+    with pytest.raises(ParameterError, match=r"no URL can name this folder; use another one"):
+        open_store("file:kv")
+    assert not list((tmp_path / name).iterdir())
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        *("?keyfile=KEY", "?key-file=KEY", "?Key_file=KEY", "?KEY_FILE=KEY", "? key_file=KEY"),
+        *("?key_fil=KEY", "?key=KEY", "?key_file", "?key_file:KEY", "?key_file=", "??key_file=KEY"),
+        *("?limit=1GB;key_file=KEY", "?limit=1GB?key_file=KEY", "?limit=1GB&keyfile=KEY"),
+        *("&key_file=KEY", "#key_file=KEY", ";keyfile=KEY", "|key_file=KEY", " key=KEY"),
+        *("/key_file=KEY", ":key_file=KEY", "%3Fkey_file=KEY", f"/{'a/' * 150}b&key_file=KEY"),
+    ],
+)
+@pytest.mark.parametrize(
+    "place", ["file:d", "memory:", "redis://u:secret@h/0", "s3://b/p", "http://h:1", "https://h/a"]
+)
+def test_a_key_is_never_lost_by_a_wrong_spelling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, rest: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    key = tmp_path / "key"
+    key.write_text("ab" * 32)
+    key.chmod(0o600)
+    for url in (place, f"tiered:memory:|{place}"):
+        with pytest.raises(ParameterError) as failure:
+            open_store(url + rest.replace("KEY", str(key)), must_answer=False)
+        assert "secret" not in str(failure.value)
+    assert list(tmp_path.iterdir()) == [key]
+
+
+@pytest.mark.parametrize("option", ["prefix", "timeout"])
+def test_a_key_in_another_options_value(tmp_path: Path, option: str) -> None:
+    with pytest.raises(ParameterError, match=r"prefix, timeout, limit, key_file; found a key"):
+        open_store(f"redis://host/0?{option}=a;key_file={tmp_path / 'key'}", must_answer=False)
+
+
+def test_a_folder_below_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with closing(open_store("file:~/kv")) as store:
+        assert store.url == f"file:{tmp_path / 'kv'}"
+    assert missing_folders("file:~/kv") == [tmp_path / "kv"]
+
+
+def test_a_folder_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(StoreError, match=r"cannot use .*: Permission denied; permission"):
+        open_store(f"file:{tmp_path}")
 
 
 def test_memory() -> None:
@@ -92,7 +150,7 @@ def test_a_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
         ("redis://u:secret@host/0?size=3", "has no option 'size'; it has prefix, timeout"),
         ("redis://u:secret@host/0?timeout=soon", "seconds above 0, found 'soon'"),
         ("redis://u:secret@host/0?timeout=0", "seconds above 0, found '0'"),
-        ("redis://u:secret@host/0?prefix", "options are name=value"),
+        ("redis://u:secret@host/0?prefix", "options are NAME=VALUE, .*: prefix, timeout"),
         ("redis://u:secret@host/0?timeout=1&timeout=2", "timeout is given twice"),
         ("redis://u:secret@host/first", "no number of a database|of a password are written"),
         ("tiered:file:/a?limit=1GB|file:/a", "file:/a is two of the tiers"),

@@ -422,6 +422,7 @@ def test_nothing_is_left_of_connections_that_ended(
     """Many at once: some are driven away while their requests arrive."""
     monkeypatch.setattr(server_admission, "MAX_GUESTS", 6)
     monkeypatch.setattr(server_admission, "MAX_GUESTS_OF_ADDRESS", 4)
+    monkeypatch.setattr(server_admission, "HEAD_SECONDS", 1.0)
     with KVServer(behind, max_connections=2) as server:
 
         def come_and_go(seed: int) -> None:

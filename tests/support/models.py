@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
@@ -27,6 +28,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from kvrag.weights.cache import converted
+from kvrag.weights.named import named_model
+from kvrag.weights.sources import find_gguf
+
 VOCAB_SIZE = 384
 
 _TEXT = [
@@ -42,6 +47,8 @@ CHAT_TEMPLATE = (
     "{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+HEAD = "<|user|>\n"
+"""What the template puts before a user's text, after <bos>: chunks after it are exact."""
 
 
 @functools.cache
@@ -185,3 +192,12 @@ def make_model(
                 elif name.endswith("bias"):
                     parameter.normal_(0.0, 0.05)
     return model.to(dtype).eval()
+
+
+def needs_named_model(name: str) -> pytest.MarkDecorator:
+    """Return the mark that skips a test where a named model is neither installed nor converted."""
+    model, source = named_model(name), find_gguf(name)
+    assert model is not None
+    assert source is not None
+    is_there = bool(source.files or converted(source))
+    return pytest.mark.skipif(not is_there, reason=f"needs {name}: {model.install_command}")

@@ -15,7 +15,7 @@ def make_older(folder: Path, format_version: int = 4, without: tuple[str, ...] =
     """
     path = folder / "index.json"
     values = json.loads(path.read_text())
-    for name in ("checksum", "key_check", *without):
+    for name in ("checksum", "key_check", "index_id", *without):
         del values[name]
     path.write_text(json.dumps({**values, "format_version": format_version}))
     with closing(sqlite3.connect(folder / "catalog.sqlite")) as connection:

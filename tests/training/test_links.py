@@ -103,7 +103,8 @@ def fused_answer_logits(
 @pytest.mark.parametrize("way", ["embeddings", "kv", "adapter"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_computes_what_question_time_computes(family: str, way: str) -> None:
-    bench = Bench(KVModel(make_model(family), make_tokenizer()))
+    model = KVModel(make_model(family), make_tokenizer())
+    bench = Bench(model, head=model.default_prefix_ids())
     trainer_options = options(Path(), mode="frozen", way=way, num_links=3)
     header = header_of(trainer_options, bench.model)
     parameters = LinkParameters(bench.model, header, 4, 0)
@@ -129,8 +130,8 @@ def test_training_computes_what_question_time_computes(family: str, way: str) ->
 def test_training_on_anchors_computes_what_question_time_computes(
     family: str, rate: float, num_links: int
 ) -> None:
-    bench = Bench(KVModel(make_model(family), make_tokenizer()))
-    model = bench.model
+    model = KVModel(make_model(family), make_tokenizer())
+    bench = Bench(model, head=model.default_prefix_ids())
     header = header_of(options(Path(), num_links=num_links, anchor_rates=(0.5, 0.75)), model)
     anchors = make_anchors(model)
     parameters = LinkParameters(model, header, 4, 0, anchors)

@@ -39,16 +39,21 @@ def test_both_judges_find_the_same() -> None:
         say=lambda _: None,
     )
     options = QualityOptions(
-        policies=POLICIES, ratios=RATIOS, max_tokens=4, use_chat_template=False, links=LINKS_OFF
+        policies=POLICIES,
+        ratios=RATIOS,
+        max_tokens=4,
+        use_chat_template=False,
+        links=LINKS_OFF,
+        controls=False,
     )
     contest, _ = judge_questions(model, questions, options, lambda _: None)
-    assert list(judged) == [(one.policy, one.ratio) for one in contest]
+    assert list(judged) == list(contest)
     for trials, judgements in zip(judged.values(), contest.values(), strict=True):
         assert [(one.agrees, one.num_rows, one.num_cached) for one in trials] == [
             (one.agrees, one.num_rows, one.num_cached) for one in judgements
         ]
-        assert [(one.exact_match, one.reference_exact_match) for one in trials] == [
-            (one.given.exact_match, one.reference.exact_match) for one in judgements
+        assert [(one.given, one.reference) for one in trials] == [
+            (one.given, one.reference) for one in judgements
         ]
     rows = [trials[0].num_rows for trials in judged.values()]
     assert rows[0] == min(rows) < max(rows)

@@ -18,7 +18,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.options import engine_options
 from kvrag.llms.vllm.settings import ConnectorSettings
-from tests.support.models import VOCAB_SIZE, make_model, make_tokenizer
+from tests.support.models import HEAD, VOCAB_SIZE, make_model, make_tokenizer
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -43,8 +43,11 @@ QUESTION = "Question: who wrote the book? Answer:"
 
 
 def make_prompt(*numbers: int, question: str = QUESTION) -> str:
-    """Return a prompt of some of the texts, in that order, with a question."""
-    return "\n\n".join([*(TEXTS[number] for number in numbers), question])
+    """Return a prompt of some of the texts, in that order, with a question.
+
+    It begins as the index's shared prefix does, so its first text is exact.
+    """
+    return HEAD + "\n\n".join([*(TEXTS[number] for number in numbers), question])
 
 
 @pytest.fixture(scope="session")

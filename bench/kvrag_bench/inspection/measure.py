@@ -17,7 +17,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.tune.bank import ChunkBank
 from kvrag.tune.questions import JudgedQuestion, render
 from kvrag_bench.quality.contest import QualityOptions, contestants
-from kvrag_bench.quality.oracle import TrueDeviation, fill
+from kvrag_bench.quality.oracle import TrueDeviation, fill, policy_of
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def inspect_question(
     picked = {}
     options = QualityOptions(policies=policies, ratios=(ratio,))
     for contestant in contestants(options) if policies else ():
-        picks = fill(model, layout, opener, contestant.policy_for(lambda: deviation)).picks
+        picks = fill(model, layout, opener, policy_of(contestant, lambda: deviation)).picks
         # After the first layer: in that one, a policy may compute everything in order to choose.
         picked[contestant.policy] = tuple(picks[min(1, len(picks) - 1)].tolist())
     values = deviation.values.numpy()

@@ -8,8 +8,10 @@ for `kvrag calibrate`.
 `metrics`      F1, substring match, ROUGE-L
 `codecs`       the codecs that take part, each fitted to the model
 `oracle`       the policy that knows which tokens are furthest off
-`rows`         many answers as one row of figures
+`results`      judgements in a file, so that a run continues
+`rows`         many judgements as one row of figures
 `contest`      which policies take part, and the run itself
+`part`         one of several processes that share a run
 `picture`      rows as a PNG
 =============  ==================================================================
 """

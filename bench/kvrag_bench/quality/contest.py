@@ -2,41 +2,63 @@
 
 from __future__ import annotations
 
-import time
+import copy
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+
 from kvrag.codec.presets import choose_codec
-from kvrag.errors import ParameterError
+from kvrag.errors import KVRagError, ParameterError
 from kvrag.eviction import NO_EVICTION
 from kvrag.eviction.registry import make_eviction
 from kvrag.fusion.chosen_links import LINKS_OFF, ChosenLinks
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.links import LinkTokens, insert_links
+from kvrag.fusion.links import LinkTokens
+from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.none import NonePolicy
-from kvrag.fusion.repair import Repair, make_repair
-from kvrag.ingest.contexts import NO_CONTEXT, context_limit
+from kvrag.fusion.repair import Repair
+from kvrag.ingest.contexts import NO_CONTEXT, parse_context
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
-from kvrag.tune.answers import Answerer, FusedAnswer, ReferenceAnswer
-from kvrag.tune.bank import ChunkBank
-from kvrag.tune.exact_match import exact_match
-from kvrag.tune.judging import check_policies, progress, prompts_that_fit
-from kvrag.tune.questions import JudgedQuestion, RenderedPrompt
+from kvrag.tune.answers import Answerer, Comparison, ReferenceAnswer
+from kvrag.tune.judging import (
+    Asked,
+    Contestant,
+    Judge,
+    Judgement,
+    check_policies,
+    prompts_that_fit,
+)
+from kvrag.tune.questions import JudgedQuestion, render
 from kvrag_bench.quality import metrics
 from kvrag_bench.quality.codecs import fit_codecs
-from kvrag_bench.quality.datasets import GENERATED, load_questions
-from kvrag_bench.quality.oracle import ORACLE, OraclePolicy, TrueDeviation
-from kvrag_bench.quality.rows import OVERALL, Judgement, QualityRow, TextScores, make_row
+from kvrag_bench.quality.datasets import GENERATED, MUSIQUE, load_questions, load_suite
+from kvrag_bench.quality.oracle import ORACLE, TrueDeviation, policy_of
+from kvrag_bench.quality.results import Results
+from kvrag_bench.quality.rows import OVERALL, QualityRow, RowName, make_row
 from kvrag_corpus import generate_corpus
+from kvrag_corpus.real import SETS
 
 LINKED = " + links"
 """Suffix of a policy's label when link tokens follow the chunks."""
+
+REAL = "real"
+"""The whole real suite."""
+
+NO_DOCUMENT = "no document"
+NOISE_FLOOR = "bfloat16"
+"""Controls that reuse nothing."""
 
 # Characters of text that codecs are fitted to: about 5,000 tokens.
 _LEAST_CHARACTERS_TO_FIT = 20_000
@@ -52,20 +74,25 @@ class QualityOptions:
         A model folder or name, or a loaded `KVModel`.
     data
         ``"generated"`` or the path of a data set (`load_questions`).
+    suite
+        Sets of the real suite (`suite_sets`); `data` is then a file in MuSiQue layout that becomes
+        one of them, or ``"generated"`` for none. Contestants then write whole
+        answers only to questions that full prefill answers, which is where they are compared.
     policies, ratios
         Each policy is judged at each ratio, except that ``none`` and policies that state their own
         budget (``query:ratio=0.1``, ``boundary:tokens=8``) are judged once.
     codecs
         Codecs that store the chunks.
     contexts
-        Contexts that chunks are encoded after (`kvrag.ingest.contexts`). With any except ``none``,
-        generated carried-over questions are asked once more without the predecessor, as a separate
-        type that is left out of the overall figures.
+        Contexts that chunks are encoded after (`kvrag.ingest.contexts`). With text of documents
+        among them, generated carried-over questions are asked once more without the predecessor, as
+        a separate type that is left out of the overall figures.
     compressions
         How chunks are stored (`kvrag.fusion.compression.spec`). All except ``none`` are judged only
         with policy ``none``, since their rows cannot be recomputed.
     num_questions
-        Number of questions, from the first; None takes all (1,000 generated ones).
+        Number of questions, from the first; None takes all (1,000 generated ones). For a
+        suite, number of questions in each set; None takes 50.
     max_tokens
         Most tokens in an answer.
     use_chat_template
@@ -80,11 +107,21 @@ class QualityOptions:
     links
         Link tokens: a file, or ``"off"``; None takes those in the model's folder. If there are any,
         each policy except ``oracle`` is judged without and with them.
+    controls
+        Also judge the question alone, without its documents, and on the first question of each
+        type ``boundary`` at ratio 1.0, which must equal full prefill.
+    noise_floor
+        Also judge full prefill in bfloat16, where the model is of another type.
+    out
+        A file of judgements (`kvrag_bench.quality.results`): what it has is not judged again.
+    jobs
+        Number of processes.
     """
 
     model: str | KVModel = "kvrag-tiny"
     data: str = GENERATED
-    policies: Sequence[str] = ("none", "boundary", "deviation", "query", "two_stage")
+    suite: Sequence[str] = ()
+    policies: Sequence[str] = ("none", "random", "boundary", "deviation", "query", "two_stage")
     ratios: Sequence[float] = (0.05, 0.15, 0.3)
     codecs: Sequence[str] = ("raw",)
     contexts: Sequence[str] = (NO_CONTEXT,)
@@ -97,40 +134,15 @@ class QualityOptions:
     num_documents: int = 5
     device: str | None = None
     links: LinkTokens | str | Path | None = None
+    controls: bool = True
+    noise_floor: bool = False
+    out: Path | None = None
+    jobs: int = 1
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """A policy at a ratio over a codec, with the other choices that a figure depends on.
-
-    Chunks are encoded after a context and stored compressed or whole, with or without links.
-    Answers use all keys or those that an eviction leaves.
-    """
-
-    policy: str
-    ratio: float | None
-    codec: str
-    context: str = NO_CONTEXT
-    linked: bool = False
-    compression: str = NO_COMPRESSION
-    eviction: str = NO_EVICTION
-
-    @property
-    def with_full_cache(self) -> Contestant:
-        """The same without eviction."""
-        return replace(self, eviction=NO_EVICTION)
-
-    @property
-    def label(self) -> str:
-        """The policy's name, marked if link tokens follow the chunks."""
-        return self.policy + LINKED if self.linked else self.policy
-
-    def policy_for(self, deviation: Callable[[], TrueDeviation]) -> Repair:
-        """Return the policy at the ratio; only ``oracle`` calls `deviation`."""
-        if self.policy == ORACLE:
-            assert self.ratio is not None
-            return Repair(OraclePolicy(self.ratio, deviation()))
-        return make_repair(self.policy, ratio=self.ratio)
+def label(contestant: Contestant) -> str:
+    """Return the policy's name, marked if link tokens follow the chunks."""
+    return contestant.policy + LINKED if contestant.linked else contestant.policy
 
 
 def _takes_ratio(policy: str) -> bool:
@@ -148,7 +160,7 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
     check_policies([name for name in options.policies if name != ORACLE], options.ratios)
     codecs = [choose_codec(name).label for name in options.codecs]
     for name in options.contexts:
-        context_limit(name, None)
+        parse_context(name)
     for name in options.evictions:
         make_eviction(name)
     lists = (options.policies, options.codecs, options.contexts, options.compressions)
@@ -165,6 +177,8 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
         )
     if options.max_tokens < 1:
         raise ParameterError(f"max_tokens {options.max_tokens}: expected at least 1")
+    if options.jobs < 1:
+        raise ParameterError(f"jobs {options.jobs}: expected at least 1")
     if not options.ratios and ORACLE in options.policies:
         raise ParameterError("bench quality: policy 'oracle' needs a ratio, and none was given")
     found = [
@@ -188,14 +202,30 @@ def _is_none(policy: str) -> bool:
     return policy.partition(":")[0] == NonePolicy.name
 
 
+def controls(options: QualityOptions, entered: Sequence[Contestant]) -> list[Contestant]:
+    """Return the controls that are judged on every question."""
+    plain = replace(entered[0], ratio=None, linked=False, eviction=NO_EVICTION)
+    names = [NO_DOCUMENT] * options.controls + [NOISE_FLOOR] * options.noise_floor
+    return [replace(plain, policy=name) for name in names]
+
+
+def everything_again(options: QualityOptions, entered: Sequence[Contestant]) -> list[Contestant]:
+    """Return the control that computes all again, for one question of each type."""
+    whole = [one for one in entered if one.compression == NO_COMPRESSION and not one.linked]
+    if not options.controls or not whole:
+        return []
+    return [replace(whole[0], policy="boundary", ratio=1.0, eviction=NO_EVICTION)]
+
+
 def run_quality_bench(
     options: QualityOptions, on_progress: Callable[[str], None] | None = None
 ) -> list[QualityRow]:
     """Judge every policy and codec against full prefill, on the same prompts.
 
     Token ids are the plain pipeline's, the same for all. The reference answers greedily with the
-    model's own forward. Each contestant's distributions are taken after the reference's tokens, and
-    its own greedy answer is scored as the reference's is.
+    model's own forward. Each contestant's distributions are taken after the reference's tokens and
+    after the answers to choose from, in one pass. Its own greedy answer is scored as the
+    reference's is.
 
     Parameters
     ----------
@@ -217,15 +247,9 @@ def run_quality_bench(
     say = on_progress or (lambda _: None)
     contestants(options)
     if isinstance(options.links, str | Path) and options.links != LINKS_OFF:
-        options = replace(options, links=LinkTokens.load(options.links))
+        LinkTokens.load(options.links)  # names a bad file before anything is computed
     say("reading the questions")
-    questions = load_questions(
-        options.data,
-        options.num_questions,
-        seed=options.seed,
-        num_documents=options.num_documents,
-        with_left_out=set(options.contexts) != {NO_CONTEXT},
-    )
+    questions = _load(options)
     if not isinstance(options.model, KVModel):
         load_tokenizer(options.model)  # fails in a moment where loading weights takes minutes
     say("loading the model")
@@ -234,22 +258,61 @@ def run_quality_bench(
     dataset = options.data if options.data == GENERATED else Path(options.data).name
     return [
         make_row(
+            RowName(
+                model=model.name,
+                dataset=", ".join(options.suite) or dataset,
+                question_type=kind,
+                policy=label(contestant),
+                ratio=contestant.ratio,
+                codec=contestant.codec,
+                context=contestant.context,
+                compression=contestant.compression,
+                eviction=contestant.eviction,
+            ),
             _of_kind(judgements, kind),
-            model=model.name,
-            dataset=dataset,
-            question_type=kind,
-            policy=contestant.label,
-            ratio=contestant.ratio,
-            codec=contestant.codec,
-            context=contestant.context,
-            compression=contestant.compression,
-            eviction=contestant.eviction,
-            full_cache=_twin(judged, contestant, kind),
+            plain_reuse=_beside(judged, contestant, kind, _plain_reuse(contestant)),
+            full_cache=None
+            if contestant.eviction == NO_EVICTION
+            else _beside(judged, contestant, kind, contestant.with_full_cache),
             num_left_out=left_out.total() if kind == OVERALL else left_out[kind],
         )
         for contestant, judgements in judged.items()
         for kind in _types(judgements)
     ]
+
+
+def _load(options: QualityOptions) -> list[JudgedQuestion]:
+    if options.suite:
+        file = None if options.data == GENERATED else options.data
+        return load_suite(
+            suite_sets(options.suite, file),
+            seed=options.seed,
+            num_questions_per_set=50 if options.num_questions is None else options.num_questions,
+            musique=file,
+        )
+    return load_questions(
+        options.data,
+        options.num_questions,
+        seed=options.seed,
+        num_documents=options.num_documents,
+        with_left_out=any(parse_context(one).is_of_document for one in options.contexts),
+    )
+
+
+def suite_sets(names: Sequence[str], file: str | None = None) -> list[str]:
+    """Return the sets that names stand for.
+
+    ``real`` stands for all, ``biography`` for those of all sizes; longer than about 2,000 tokens
+    only if they are named (``needle:4k``).
+    """
+    short = [one for one in SETS if not one.endswith((":4k", ":8k"))]
+    found: list[str] = []
+    for name in names:
+        if name == REAL:
+            found += [*short, *([MUSIQUE] if file else [])]
+        else:
+            found += [one for one in short if one.partition(":")[0] == name] or [name]
+    return list(dict.fromkeys(found))
 
 
 def judge_questions(
@@ -263,7 +326,7 @@ def judge_questions(
     Returns
     -------
     dict
-        One judgement a question for each contestant, in the same order.
+        The judgements of each contestant, in the order of the questions.
     Counter
         Question types to the number of questions left out.
 
@@ -272,53 +335,193 @@ def judge_questions(
     ParameterError
         When no prompt fits, or the options name no contestant.
     """
-    links = _links(options, model)
-    entered = contestants(options, links is not None)
-    prompts = prompts_that_fit(
-        model,
-        questions,
-        options.max_tokens,
-        options.use_chat_template,
-        0 if links is None else links.header.num_links,
-    )
+    run = _Run(model, questions, options, say)
+    results = Results(options.out, run.settings)
+    results.mend()
+    if options.jobs == 1:
+        run.judge(results)
+    else:
+        _share_out(run, results, options)
     left_out = Counter(question.type for question in questions) - Counter(
-        question.type for question, _ in prompts
+        one.question.type for one in run.asked
     )
-    passages = [passage for question, _ in prompts for passage in question.passages]
-    texts = [passage.text for passage in passages]
-    to_fit = _texts_to_fit(options, texts)
-    codecs = {
-        compression: fit_codecs(model, options.codecs, to_fit, say, compression)
-        for compression in dict.fromkeys(one.compression for one in entered)
-    }
-    banks = {
-        (context, compression): ChunkBank(
-            model,
-            passages,
-            codecs[compression],
-            lambda done, total: say(f"computing chunk {done:,} of {total:,}"),
-            context,
-            compression,
+    judged: dict[Contestant, list[Judgement]] = {}
+    for contestant in dict.fromkeys(c for one in run.asked for c in one.contestants):
+        found = (
+            results.find(one.question, contestant)
+            for one in run.asked
+            if contestant in one.contestants
         )
-        for context, compression in dict.fromkeys((one.context, one.compression) for one in entered)
-    }
-    judge = _Judge(banks, Answerer(model, options.max_tokens), links)
-    judged: dict[Contestant, list[Judgement]] = {contestant: [] for contestant in entered}
-    # The first forward pays for what every later one finds ready; let it not count.
-    judge.judge(*prompts[0], entered)
-    started = time.perf_counter()
-    for done, (question, prompt) in enumerate(prompts):
-        say(progress(done, len(prompts), time.perf_counter() - started))
-        for contestant, judgement in zip(
-            entered, judge.judge(question, prompt, entered), strict=True
-        ):
-            judged[contestant].append(judgement)
+        judged[contestant] = [one for one in found if one is not None]
     return judged, left_out
 
 
-def _links(options: QualityOptions, model: KVModel) -> LinkTokens | None:
-    """Return the links that take part, on the model."""
-    return ChosenLinks(options.links, lambda: model.folder, lambda: model).on_model
+class _Run:
+    """What is asked of whom, and the judge."""
+
+    def __init__(
+        self,
+        model: KVModel,
+        questions: Sequence[JudgedQuestion],
+        options: QualityOptions,
+        say: Callable[[str], None],
+    ) -> None:
+        self._model, self._options, self._say = model, options, say
+        self._links = ChosenLinks(options.links, lambda: model.folder, lambda: model).on_model
+        self._low = _in_bfloat16(model) if options.noise_floor else None
+        entered = contestants(options, self._links is not None)
+        everyone = [*entered, *controls(options, entered)]
+        whole = everything_again(options, entered)
+        fitting = prompts_that_fit(
+            model,
+            questions,
+            options.max_tokens,
+            options.use_chat_template,
+            0 if self._links is None else self._links.header.num_links,
+        )
+        seen: set[str] = set()
+        self.asked: list[Asked] = []
+        for one in fitting:
+            first = one.question.type not in seen
+            seen.add(one.question.type)
+            judged = dict.fromkeys([*everyone, *whole] if first else everyone)
+            self.asked.append(replace(one, contestants=tuple(judged)))
+        header = None if self._links is None else str(self._links.header)
+        self.settings = {
+            "model": model.fingerprint,
+            "prefix_ids": model.default_prefix_ids(),
+            "max_tokens": options.max_tokens,
+            "use_chat_template": options.use_chat_template,
+            "links": header,
+            "suite": bool(options.suite),
+        }
+
+    def judge(self, results: Results, part: int = 0, num_parts: int = 1) -> None:
+        """Judge what is not among the results yet, or a part of it."""
+        # Neighbours share chunks, so they stay together. All processes cut alike.
+        bounds = [len(self.asked) * number // num_parts for number in (part, part + 1)]
+        missing = []
+        for one in self.asked[slice(*bounds)]:
+            left = [c for c in one.contestants if results.find(one.question, c) is None]
+            if left:
+                missing.append(replace(one, contestants=tuple(left)))
+        if not missing:
+            return
+        texts = [text for one in self.asked for text in one.question.texts]
+        to_fit = _texts_to_fit(self._options, texts)
+        compressions = dict.fromkeys(c.compression for one in missing for c in one.contestants)
+        judge = Judge(
+            self._model,
+            {
+                name: fit_codecs(self._model, self._options.codecs, to_fit, self._say, name)
+                for name in compressions
+            },
+            Answerer(self._model, self._options.max_tokens),
+            links=self._links,
+            choose_repair=_RepairOf(self._model),
+            judge_aside=self._judge_aside,
+            is_generated=_is_worth_an_answer if self._options.suite else lambda *_: True,
+            say=self._say,
+        )
+        for one, judgements in judge.each(missing):
+            results.add(one, judgements)
+
+    def _judge_aside(
+        self, asked: Asked, contestant: Contestant, reference: ReferenceAnswer
+    ) -> tuple[Comparison, float] | None:
+        tokenizer = self._model.tokenizer
+        token_ids = asked.prompt.token_ids(tokenizer)
+        if contestant.policy == NOISE_FLOOR:
+            assert self._low is not None
+            return Answerer(self._low, len(reference.token_ids)).compare_plain(
+                token_ids, reference
+            ), 1.0
+        if contestant.policy != NO_DOCUMENT:
+            return None
+        prompt = render(asked.question.question, (), tokenizer, self._options.use_chat_template)
+        alone = prompt.token_ids(tokenizer)
+        answerer = Answerer(self._model, len(reference.token_ids))
+        return answerer.compare_plain(alone, reference), len(alone) / len(token_ids)
+
+
+def _is_worth_an_answer(question: JudgedQuestion, text: str) -> bool:
+    """Whether full prefill's text answers the question, or is to be compared as a summary."""
+    return question.is_summary or bool(metrics.substring_match(text, question.answers))
+
+
+class _RepairOf:
+    """Chooses a contestant's policy; computes a prompt's true deviation once for all oracles."""
+
+    def __init__(self, model: KVModel) -> None:
+        self._model = model
+        self._known: tuple[tuple[Layout, str], TrueDeviation] | None = None
+
+    def __call__(self, contestant: Contestant, layout: Layout, open_kv: OpenKV) -> Repair:
+        def deviation() -> TrueDeviation:
+            about = (layout, contestant.codec)
+            if self._known is None or self._known[0] != about:
+                self._known = (about, TrueDeviation.of(self._model, layout, open_kv))
+            return self._known[1]
+
+        return policy_of(contestant, deviation)
+
+
+def _in_bfloat16(model: KVModel) -> KVModel:
+    if model.spec.dtype == torch.bfloat16:
+        raise ParameterError(
+            f"noise floor: {model.name} is in bfloat16 already, so there is nothing to compare"
+        )
+    return KVModel(copy.deepcopy(model.hf).bfloat16(), model.tokenizer, name=model.name)
+
+
+def _share_out(run: _Run, results: Results, options: QualityOptions) -> None:
+    """Judge in several processes, of which this one is the first."""
+    if isinstance(options.model, KVModel) or isinstance(options.links, LinkTokens):
+        raise ParameterError("bench quality: several jobs need the model and links by name")
+    with tempfile.TemporaryDirectory() as folder:
+        if options.out is None:
+            options = replace(options, out=Path(folder) / "judgements.jsonl")
+        assert options.out is not None
+        results.write_to(options.out)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        others = []
+        try:
+            with _threads(options.jobs):
+                for part in range(1, options.jobs):
+                    written = json.dumps([asdict(options), part], default=str)
+                    command = [sys.executable, "-m", "kvrag_bench.quality.part", written]
+                    others.append(subprocess.Popen(command, env=environment))
+                run.judge(results, 0, options.jobs)
+            failed = [other for other in others if other.wait()]
+        finally:
+            for other in others:
+                other.terminate()
+                other.wait()
+        if failed:
+            raise KVRagError(
+                "bench quality: one of the processes failed, its error is above; with --out, the "
+                "same command continues"
+            )
+        results.read()
+
+
+def judge_part(options: QualityOptions, part: int) -> None:
+    """Judge one part of the questions; the judgements go to ``options.out``."""
+    with _threads(options.jobs):
+        model = KVModel.load(options.model, device=options.device)
+        run = _Run(model, _load(options), options, lambda _: None)
+        run.judge(Results(options.out, run.settings), part, options.jobs)
+
+
+@contextmanager
+def _threads(num_processes: int) -> Iterator[None]:
+    """Leave each of some processes its share of torch's threads."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, num_threads // num_processes))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _texts_to_fit(options: QualityOptions, judged: list[str]) -> list[str]:
@@ -327,6 +530,11 @@ def _texts_to_fit(options: QualityOptions, judged: list[str]) -> list[str]:
     For generated questions these are documents of another split. For a file they are the texts of
     its other questions; if those are few, the judged texts too, as an index is fitted to its own.
     """
+    if options.suite:
+        # Another seed's questions are about other people and numbers.
+        return [
+            text for one in _load(replace(options, seed=options.seed + 1)) for text in one.texts
+        ]
     if options.data == GENERATED:
         corpus = generate_corpus(options.seed, "train", 500, options.num_documents)
         return [paragraph for document in corpus.documents for paragraph in document.paragraphs]
@@ -343,123 +551,29 @@ def _texts_to_fit(options: QualityOptions, judged: list[str]) -> list[str]:
 def _of_kind(judgements: Sequence[Judgement], kind: str) -> list[Judgement]:
     """Return the judgements that a row is made of."""
     if kind != OVERALL:
-        return [one for one in judgements if one.question_type == kind]
+        return [one for one in judgements if one.question.type == kind]
     # What the prompt cannot answer is another task; it is counted with the rest only if all is so.
-    return [one for one in judgements if one.document_match is None] or list(judgements)
+    return [one for one in judgements if not one.question.document_answers] or list(judgements)
 
 
-def _twin(
-    judged: Mapping[Contestant, list[Judgement]], contestant: Contestant, kind: str
+def _plain_reuse(contestant: Contestant) -> Contestant:
+    """Return plain reuse of chunks that are encoded alone and stored by the same codec."""
+    return Contestant(NonePolicy.name, None, contestant.codec)
+
+
+def _beside(
+    judged: Mapping[Contestant, list[Judgement]],
+    contestant: Contestant,
+    kind: str,
+    other: Contestant,
 ) -> list[Judgement] | None:
-    """Return what the same contestant made of the same questions with the full cache."""
-    if contestant.eviction == NO_EVICTION or contestant.with_full_cache not in judged:
+    """Return what another contestant made of a contestant's questions, if it took part."""
+    if other not in judged:
         return None
-    return _of_kind(judged[contestant.with_full_cache], kind)
+    answered = {one.question: one for one in judged[other]}
+    return [answered[one.question] for one in _of_kind(judged[contestant], kind)]
 
 
 def _types(judgements: Sequence[Judgement]) -> list[str]:
-    kinds = sorted({judgement.question_type for judgement in judgements} - {"", OVERALL})
+    kinds = sorted({judgement.question.type for judgement in judgements} - {"", OVERALL})
     return [OVERALL, *kinds]
-
-
-# Context and compression.
-_BankName = tuple[str, str]
-
-
-class _Judge:
-    def __init__(
-        self, banks: Mapping[_BankName, ChunkBank], answerer: Answerer, links: LinkTokens | None
-    ) -> None:
-        self._banks = banks
-        self._links = links
-        self._model = next(iter(banks.values())).model
-        self._answerer = answerer
-
-    def judge(
-        self, question: JudgedQuestion, prompt: RenderedPrompt, entered: Sequence[Contestant]
-    ) -> list[Judgement]:
-        """Return one judgement a contestant on one question."""
-        started = time.perf_counter()
-        token_ids = prompt.token_ids(self._model.tokenizer)
-        tokenise_seconds = time.perf_counter() - started
-        layouts: dict[_BankName, Layout] = {}
-        layout_seconds: dict[_BankName, float] = {}
-        for name, bank in self._banks.items():
-            started = time.perf_counter()
-            layouts[name] = bank.compact(bank.lay_out(prompt, question.passages))
-            layout_seconds[name] = time.perf_counter() - started
-            assert layouts[name].plain_token_ids == tuple(token_ids), (
-                "a cache never changes what is asked"
-            )
-        reference = self._answerer.reference(token_ids)
-        deviation = cache(partial(self._true_deviation, layouts))
-        reference_scores = self._score(question, reference)
-        judgements = []
-        fused_as: Contestant | None = None
-        for contestant in entered:
-            name = (contestant.context, contestant.compression)
-            bank, layout = self._banks[name], layouts[name]
-            links = self._links if contestant.linked else None
-            if links is not None:
-                layout = insert_links(layout, links.header)
-            if contestant.with_full_cache != fused_as:
-                fused = self._answerer.fuse(
-                    layout,
-                    bank.opener(contestant.codec),
-                    contestant.policy_for(partial(deviation, name, contestant.codec)),
-                    links,
-                )
-                fused_as = contestant.with_full_cache
-            eviction = make_eviction(contestant.eviction)
-            given = self._answerer.answer(fused, reference, eviction)
-            stored_bytes, stored_tokens = bank.stored(contestant.codec, question.passages)
-            report = given.report
-            judgements.append(
-                Judgement(
-                    question_type=question.type,
-                    given=self._score(question, given),
-                    reference=reference_scores,
-                    kl=given.kl,
-                    agrees=given.agrees,
-                    ttft_seconds=layout_seconds[name] + given.ttft_seconds,
-                    plain_ttft_seconds=tokenise_seconds + reference.ttft_seconds,
-                    num_recomputed=report.num_recomputed,
-                    num_found=report.num_recomputed + report.num_reused,
-                    num_cached=report.num_cached,
-                    num_prompt=report.num_tokens,
-                    num_rows=sum(report.rows_by_layer) + report.rows_asked,
-                    work_share=report.work_share,
-                    stored_bytes=stored_bytes,
-                    stored_tokens=stored_tokens,
-                    kept_share=1.0 if report.eviction is None else report.eviction.prompt_share,
-                    document_match=self._document_match(question, given),
-                    reference_document_match=self._document_match(question, reference),
-                )
-            )
-        return judgements
-
-    def _true_deviation(
-        self, layouts: Mapping[_BankName, Layout], name: _BankName, codec: str
-    ) -> TrueDeviation:
-        opener = self._banks[name].opener(codec)
-        return TrueDeviation.of(self._model, layouts[name], opener)
-
-    def _text(self, question: JudgedQuestion, answer: ReferenceAnswer | FusedAnswer) -> str:
-        return self._answerer.text(answer.token_ids, first_line_only=not question.is_summary)
-
-    def _document_match(
-        self, question: JudgedQuestion, answer: ReferenceAnswer | FusedAnswer
-    ) -> float | None:
-        if not question.document_answers:
-            return None
-        return exact_match(self._text(question, answer), question.document_answers)
-
-    def _score(self, question: JudgedQuestion, answer: ReferenceAnswer | FusedAnswer) -> TextScores:
-        text = self._text(question, answer)
-        return TextScores(
-            exact_match=exact_match(text, question.answers),
-            strict_match=metrics.strict_match(text, question.answers),
-            substring_match=metrics.substring_match(text, question.answers),
-            f1=metrics.token_f1(text, question.answers),
-            rouge_l=metrics.rouge_l(text, question.answers) if question.is_summary else None,
-        )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvrag.chunk import normalise_text
 from kvrag.errors import ParameterError
 from kvrag.tune.datasets import read_questions
 from kvrag.tune.questions import JudgedQuestion
+from kvrag_bench.quality.handbook import handbook_pages
 from kvrag_corpus import generate_corpus
 from kvrag_corpus.grammar import UNKNOWN_ANSWER
 from kvrag_corpus.questions import QuestionType
+from kvrag_corpus.real import cut, generate_set
 
 GENERATED = "generated"
+MUSIQUE = "musique"
 DEFAULT_NUM_GENERATED = 1000
 
 LEFT_OUT = "carried_over_left_out"
@@ -79,6 +82,76 @@ def _generate(num_questions: int, seed: int, num_documents: int) -> list[JudgedQ
             before=tuple(paragraphs[c.document_id][: c.paragraph] for c in asked.chunks),
         )
         for asked in corpus.questions
+    ]
+
+
+def load_suite(
+    sets: Sequence[str],
+    *,
+    seed: int = 2024,
+    num_questions_per_set: int = 50,
+    musique: str | None = None,
+) -> list[JudgedQuestion]:
+    """Generate sets of the real suite.
+
+    Parameters
+    ----------
+    sets
+        Names of `kvrag_corpus.real.SETS`, and ``musique``. The questions of ``biography:4`` have
+        the type ``biography 4``.
+    seed
+        The same seed gives the same questions.
+    num_questions_per_set
+        Number of questions of each set; of ``musique`` at most as many as the file has.
+    musique
+        A file in MuSiQue layout: the questions of the set ``musique``, and the text in which
+        ``needle`` and ``needles`` are hidden. Without it they are hidden in the handbook that
+        ships with kvrag.
+
+    Raises
+    ------
+    ParameterError
+        When there is no set of a name, or the file is absent or not of its layout.
+    """
+    if num_questions_per_set < 1:
+        raise ParameterError(f"{num_questions_per_set} questions of each set: expected at least 1")
+    pages = handbook_pages()
+    prose = [chunk for page in pages for chunk in cut(page)]
+    from_file: list[JudgedQuestion] = []
+    if musique is not None:
+        from_file = read_questions(musique)
+        prose = list(dict.fromkeys(text for question in from_file for text in question.texts))
+    suite = []
+    for name in sets:
+        if name != MUSIQUE:
+            suite += _generated(name, seed, num_questions_per_set, prose, pages)
+        elif from_file:
+            suite += [replace(q, type=MUSIQUE) for q in from_file[:num_questions_per_set]]
+        else:
+            raise ParameterError(f"set {MUSIQUE!r}: name the file that it is read from")
+    return suite
+
+
+def _generated(
+    name: str, seed: int, num_questions: int, prose: Sequence[str], pages: Sequence[str]
+) -> list[JudgedQuestion]:
+    try:
+        questions = generate_set(name, seed, num_questions, prose=prose, pages=pages)
+    except ValueError as error:
+        raise ParameterError(str(error)) from error
+    kind = name.replace(":", " ")
+    return [
+        JudgedQuestion(
+            place=f"{kind}, question {number}",
+            type=kind,
+            question=asked.question,
+            answers=asked.answers,
+            texts=tuple(map(normalise_text, asked.chunks)),
+            is_summary=asked.is_summary,
+            before=tuple(tuple(map(normalise_text, earlier)) for earlier in asked.before),
+            choices=asked.choices,
+        )
+        for number, asked in enumerate(questions)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -18,9 +19,10 @@ from kvrag.fusion.policies.base import (
     share_of,
 )
 from kvrag.fusion.policies.none import NonePolicy
-from kvrag.fusion.repair import Repair
+from kvrag.fusion.repair import Repair, make_repair
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
+from kvrag.tune.judging import Contestant
 
 ORACLE = "oracle"
 
@@ -72,6 +74,14 @@ class OraclePolicy(RecomputePolicy):
 
     def __str__(self) -> str:
         return f"{self.name}(ratio={self.ratio})"
+
+
+def policy_of(contestant: Contestant, deviation: Callable[[], TrueDeviation]) -> Repair:
+    """Return a contestant's policy; only ``oracle`` calls `deviation`."""
+    if contestant.policy != ORACLE:
+        return make_repair(contestant.policy, ratio=contestant.ratio)
+    assert contestant.ratio is not None
+    return Repair(OraclePolicy(contestant.ratio, deviation()))
 
 
 def fill(

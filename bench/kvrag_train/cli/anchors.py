@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvrag import arguments
 from kvrag.cli import lists
 from kvrag.cli import options as o
 from kvrag_train.cli import options as t
@@ -71,7 +72,7 @@ def train_anchors(
     from kvrag_train.links.options import LinkTrainingOptions
 
     options = LinkTrainingOptions(
-        out=out.expanduser(),
+        out=arguments.path(out, "--out"),
         model=model,
         data=data,
         num_links=0,

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvrag import arguments
 from kvrag.cli import lists
 from kvrag.cli import options as o
 from kvrag_train.cli import options as t
@@ -138,7 +139,7 @@ def train_links(
         if value is not None
     }
     options = LinkTrainingOptions(
-        out=out.expanduser(),
+        out=arguments.path(out, "--out"),
         model=model,
         data=data,
         num_links=links,

@@ -14,6 +14,7 @@ from torch import nn
 
 from kvrag.errors import ParameterError
 from kvrag.models.loading import all_finite
+from kvrag.regularfile import require_regular
 from kvrag_train.links.sharding import own_rows, whole
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -90,6 +91,7 @@ def load_checkpoint(
         When the checkpoint is of another run, or damaged.
     """
     try:
+        require_regular(path)
         with safe_open(str(path), framework="pt") as file:
             return _restore(file, path, run, trained, optimizer)
     except ParameterError:

@@ -1,4 +1,4 @@
-"""One training run, from first step to last: links, with or without their model."""
+"""One training run of links, with or without their model: steps, loss, what is kept."""
 
 from __future__ import annotations
 

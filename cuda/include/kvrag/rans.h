@@ -1,4 +1,4 @@
-// Interleaved range asymmetric numeral systems (rANS): the arithmetic of one lane, the tables,
+// The entropy coder, interleaved range asymmetric numeral systems (rANS): the arithmetic of one lane, the tables,
 // and the layout of a payload. Source: Duda, arXiv 1311.2540; interleaving: Giesen, arXiv
 // 1402.3392. The host's vector kernels (cuda/host) and the device's warps (cuda/kernels) do exactly
 // the same, 32 lanes at a time.

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from kvrag import arguments
 from kvrag.errors import AnchorsError
 from kvrag.fusion.compression.spec import ANCHORS, BLOCK_TOKENS, Compression
 from kvrag.kvcache import ChunkKV
@@ -92,11 +93,14 @@ class Anchors:
         ------
         AnchorsError
             If the file is missing, damaged, too new, or not a file of anchors.
+        ParameterError
+            If no file can have that path.
         """
-        place = Path(path).expanduser()
+        place = arguments.path(path, "anchors")
         if not place.is_file():
             raise AnchorsError(
-                f"no anchors at {str(path)!r}: expected a {FILE_NAME} that 'kvrag train anchors' "
+                f"no anchors at {arguments.shown(str(path))}: expected a {FILE_NAME} that 'kvrag "
+                "train anchors' "
                 "wrote into a model's folder"
             )
         try:
@@ -275,7 +279,9 @@ def _checked_header(text: str | None, place: Path) -> tuple[tuple[float, ...], s
             fields[name] for name in ("version", "rates", "model_fingerprint")
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise AnchorsError(f"{place}: damaged header of anchors: {error!r}") from error
+        raise AnchorsError(
+            f"{place}: damaged header of anchors: {arguments.shown(error)}"
+        ) from error
     if version != FORMAT_VERSION:
         raise AnchorsError(
             f"{place}: anchors of format {version}, expected {FORMAT_VERSION}: use the kvrag that "
@@ -289,7 +295,8 @@ def _checked_header(text: str | None, place: Path) -> tuple[tuple[float, ...], s
     )
     if not sound or not isinstance(fingerprint, str):
         raise AnchorsError(
-            f"{place}: rates {rates!r} of model {fingerprint!r}: expected ascending shares between "
+            f"{place}: rates {arguments.shown(rates)} of model {arguments.shown(fingerprint)}: "
+            "expected ascending shares between "
             "0 and 1, and a fingerprint"
         )
     return tuple(rates), fingerprint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 
 NO_COMPRESSION = "none"
@@ -81,7 +82,7 @@ def parse_compression(text: str) -> Compression | None:
     if text == NO_COMPRESSION:
         return None
     if not isinstance(text, str):
-        raise ParameterError(f"compression {text!r}: expected a name such as '{KVZIP}:0.5'")
+        raise ParameterError(f"compression {shown(text)}: expected a name such as '{KVZIP}:0.5'")
     kind, colon, rate_text = text.partition(":")
     try:
         # Rounded as in the index's configuration: a rate that rounds to 1 could not be read back.
@@ -90,7 +91,8 @@ def parse_compression(text: str) -> Compression | None:
         rate = math.nan
     if kind not in KINDS or not colon or not 0.0 < rate < 1.0:
         raise ParameterError(
-            f"compression {text!r}: expected {NO_COMPRESSION}, or one of {', '.join(KINDS)} with "
+            f"compression {shown(text)}: expected {NO_COMPRESSION}, or one of {', '.join(KINDS)} "
+            "with "
             f"the share of rows not to store, above 0 and below 1, as in '{KVZIP}:0.5'"
         )
     return Compression(kind, rate)

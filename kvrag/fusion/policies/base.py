@@ -1,4 +1,4 @@
-"""The base class of recompute policies, which choose the reused tokens to compute again."""
+"""The base class of recompute policies; turns a ratio into a number of tokens."""
 
 from __future__ import annotations
 

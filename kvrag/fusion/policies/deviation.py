@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from kvrag.arguments import shown
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies.base import (
     CandidateStats,
@@ -54,7 +55,7 @@ class DeviationPolicy(RecomputePolicy):
         check_ratio(self.ratio)
         if self.on not in ON:
             raise ParameterError(
-                f"{self.name} on={self.on!r}: expected 'k', 'v', 'kv' or 'attention'"
+                f"{self.name} on={shown(self.on)}: expected 'k', 'v', 'kv' or 'attention'"
             )
 
     def candidates(self, prompt: PromptRows) -> torch.Tensor:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.plugins import Table, require_subclass
+
+# Imported late, so that names can be checked without a tensor library.
+if TYPE_CHECKING:
+    from kvrag.fusion.policies.base import RecomputePolicy
 
 POLICIES: Table[type[RecomputePolicy]] = Table(
     "kvrag.policies",
@@ -43,6 +46,8 @@ def parameters_of(name: str) -> frozenset[str]:
 
 
 def _class_of(name: str) -> type[RecomputePolicy]:
+    from kvrag.fusion.policies.base import RecomputePolicy
+
     found = POLICIES[name]
     require_subclass(POLICIES, name, found, RecomputePolicy)
     if not is_dataclass(found) or found.name != name:

@@ -20,8 +20,10 @@ from kvrag.codec.raw import RawCodec
 from kvrag.errors import ParameterError, RecordError
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.ingest.coding import read_all
+from kvrag.ingest.encryption import encrypted_as
 from kvrag.ingest.index import Index
 from kvrag.kvcache import ChunkKV
+from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store
 
 FOLDER_NAME = "artefacts"
@@ -85,7 +87,8 @@ class ArtefactStore:
     index
         The index whose model, tokenizer and salt the names depend on.
     url
-        URL of the store; None means a folder inside the index's folder.
+        URL of the store; None means a folder inside the index's folder. Without a key in the URL,
+        artefacts of an encrypted index are encrypted under a key derived from the index's.
 
     Raises
     ------
@@ -96,7 +99,8 @@ class ArtefactStore:
     def __init__(self, index: Index, url: str | None = None) -> None:
         self._index = index
         self._codec = RawCodec()
-        self._store = open_store(url or f"file:{index.path / FOLDER_NAME}", must_answer=False)
+        store = open_store(url, must_answer=False) if url else FileStore(index.path / FOLDER_NAME)
+        self._store = encrypted_as(index.store, store)
 
     def close(self) -> None:
         """Close the store."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvrag import arguments
 from kvrag.errors import EngineError
 from kvrag.fusion.compression.spec import NO_COMPRESSION
 from kvrag.ingest.config import IndexConfig
@@ -29,7 +29,7 @@ def check_engine(
     IndexNotFoundError, IndexFormatError
         If there is no index, or its configuration is damaged.
     """
-    config = IndexConfig.load(Path(settings.index).expanduser().resolve())
+    config = IndexConfig.load(arguments.resolved_path(settings.index, "index"))
     parallel = vllm_config.parallel_config
     for what, size in (
         ("tensor_parallel_size", parallel.tensor_parallel_size),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, Unpack
 
+from kvrag.arguments import shown
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
 from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import PlacedPrompt, Prompt, Request, RequestOptions
@@ -169,7 +170,7 @@ def _check_servable(asked: Request) -> None:
         raise ParameterError(f"policy {asked.policy}: expected a name such as 'gradual:spread=0.8'")
     if asked.eviction_policy is not None:
         raise ParameterError(
-            f"eviction {asked.eviction!r}: vLLM keeps all keys of an answer; leave it out, or "
+            f"eviction {shown(asked.eviction)}: vLLM keeps all keys of an answer; leave it out, or "
             "answer with KVEngine"
         )
     if asked.ttft is not None:

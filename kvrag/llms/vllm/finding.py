@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvrag.chunk import Chunk
-from kvrag.fusion.layout import MAX_EDGE_TOKENS, Layout, ReusedSpan
+from kvrag.fusion.layout import MAX_EDGE_TOKENS, Layout, ReusedSpan, shared_beginning
 from kvrag.fusion.records import FoundText, choose_records
 from kvrag.ingest.index import Index
 from kvrag.ingest.rows import pack_ids
@@ -57,14 +57,13 @@ class TokenFinder:
             If the catalog cannot be read.
         """
         ids = tuple(token_ids)
-        prefix = self._index.prefix_ids
-        has_prefix = ids[: len(prefix)] == prefix
-        start = len(prefix) if has_prefix else 0
-        layout = Layout(ids, (), start, has_prefix)
-        found = self._search(ids, start)
+        layout = Layout(ids, (), *shared_beginning(ids, self._index.prefix_ids))
+        found = self._search(ids, layout.prefix_length if layout.has_prefix else 0)
         spans = [span for span, _ in found]
+        of_document = self._index.config.chunk_context.is_of_document
         chosen = choose_records(
-            [text for _, text in found],
+            # Otherwise chunks with the same text are interchangeable, however many there are.
+            [replace(text, has_more=text.has_more and of_document) for _, text in found],
             lambda number, context: layout.is_exact(replace(spans[number], context_ids=context)),
         )
         standing = []

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from kvrag.arguments import shown
 from kvrag.errors import EngineError, ParameterError
 from kvrag.llms.vllm.settings import PARAMS
 from kvrag.llms.vllm.transports import EngineRequest, Piece
@@ -42,7 +43,7 @@ class HTTPServer:
         self, base_url: str, *, model: str | None = None, timeout_seconds: float = 600.0
     ) -> None:
         if not base_url.startswith(("http://", "https://")):
-            raise ParameterError(f"base_url {base_url!r}: expected http://HOST:PORT/v1")
+            raise ParameterError(f"base_url {shown(base_url)}: expected http://HOST:PORT/v1")
         self._base_url = base_url.rstrip("/")
         self._model = model
         self._timeout_seconds = timeout_seconds

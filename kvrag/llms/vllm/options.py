@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvrag import arguments
 from kvrag.fusion.controller import calibrated
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.index import Index
@@ -32,7 +33,7 @@ def engine_options(settings: ConnectorSettings) -> dict[str, Any]:
     ModelLoadError
         If the folder of the index's model is gone.
     """
-    folder = Path(settings.index).expanduser().resolve()
+    folder = arguments.resolved_path(settings.index, "index")
     config = IndexConfig.load(folder)
     return {
         "model": resolve_model(config.model),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from kvrag.arguments import shown
 from kvrag.engine.request import Recompute
 from kvrag.errors import ParameterError
 from kvrag.fusion.controller import Choice, make_choice
@@ -58,7 +59,7 @@ class ConnectorSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.index, str) or not self.index:
             raise ParameterError(
-                f"kv_connector_extra_config: index {self.index!r}: expected the index's folder"
+                f"kv_connector_extra_config: index {shown(self.index)}: expected the index's folder"
             )
         self.make_policy()
 

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import xxhash
 
+from kvrag import arguments
 from kvrag.errors import ParameterError
+from kvrag.regularfile import open_regular
 
 _KERNELS = {
     "rans": ("rans_decode", "rans_encode", "rans_pack"),
@@ -121,7 +123,8 @@ def _cached_cubin(file: str, arch: str) -> bytes:
     """Return the result of `compile_kernels`, which an earlier process may have cached."""
     path = _cache_folder() / f"{file}-{arch}-{_key(file)}.cubin"
     with contextlib.suppress(OSError):
-        kept = path.read_bytes()
+        with open_regular(path) as cached:
+            kept = cached.read()
         if xxhash.xxh3_128_digest(kept[_CHECKSUM_BYTES:]) == kept[:_CHECKSUM_BYTES]:
             return kept[_CHECKSUM_BYTES:]
     cubin = compile_kernels(file, arch)
@@ -154,9 +157,9 @@ def _compiler_version() -> str:
 def _cache_folder() -> Path:
     named = os.environ.get("KVRAG_CACHE")
     if named:
-        return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "kvrag"
+        return arguments.path(named, "KVRAG_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return arguments.path(base, "XDG_CACHE_HOME") / "kvrag"
 
 
 def _cuda_core() -> Any:

@@ -2,8 +2,8 @@
 //
 //     driver [rounds] [seed]
 //
-// Round trips, damaged payloads and reconstructions with every instruction set there is, in
-// buffers of exactly the size the kernels may touch. Prints a hash of all payloads, which must
+// Round trips, damaged payloads, reconstructions and attention with every instruction set there is,
+// in buffers of exactly the size the kernels may touch. Prints a hash of all payloads, which must
 // be the same on every machine.
 #include <thread>
 
@@ -88,6 +88,26 @@ void reconstruct_once() {
   }
 }
 
+void attend_once() {
+  Attending input;
+  std::vector<float> first;
+  for (const Kernels* found : available_kernels()) {
+    use_kernels(found->name);
+    const auto out = exactly<float>(input.size());
+    input.run(out.get(), 1 + static_cast<u32>(below(3)));
+    if (first.empty()) first.assign(out.get(), out.get() + input.size());
+    check_close(out.get(), first.data(), input.size(), "another attention than the first's");
+    const auto rounded = exactly<u16>(input.size());
+    input.run(rounded.get(), 1);
+    for (u64 i = 0; i < input.size(); ++i) {
+      const u32 bits = u32{rounded[i]} << 16;
+      float value;
+      std::memcpy(&value, &bits, sizeof value);
+      check(std::fabs(value - first[i]) <= 0.1f, "bfloat16 is far off");
+    }
+  }
+}
+
 // Several callers at a time, each with helpers from the pool.
 void share_the_pool() {
   const Matrix m = random_matrix(200, 1000);
@@ -118,6 +138,7 @@ int main(int argc, char** argv) {
   for (u64 round = 0; round < rounds; ++round) {
     hash = code(hash);
     reconstruct_once();
+    attend_once();
   }
   share_the_pool();
   std::string names;

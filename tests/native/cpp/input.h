@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "attention.h"
 #include "dispatch.h"
 #include "model.h"
 #include "payload.h"
@@ -188,6 +189,76 @@ struct Reconstruction {
     } else {
       run_transform(numbers, {basis.get(), mean.get()}, placement, 1);
     }
+  }
+};
+
+// Rows to attend, with the buffers of exactly the size that they need. Not to be moved.
+struct Attending {
+  u64 num_kv_heads = 1 + below(3);
+  u64 group = 1 + below(4);
+  u64 num_rows = 1 + below(60);
+  u64 num_keys = 1 + below(300);
+  u64 key_dim = 1 + below(below(2) ? 70 : 10);
+  u64 value_dim = 1 + below(below(2) ? 70 : 10);
+  std::vector<i64> last_keys;
+  std::unique_ptr<float[]> query, key, value, mass;
+  Attention attention{};
+
+  Attending() {
+    mass = exactly<float>(num_kv_heads * num_keys);
+    attention.mass = below(2) == 0 ? mass.get() : nullptr;
+    attention.first_counted = below(num_rows + 1);
+    attention.num_keys = num_keys;
+    query = filled<float>(num_kv_heads * group * num_rows * key_dim, uniform);
+    key = filled<float>(num_kv_heads * num_keys * key_dim, uniform);
+    value = filled<float>(num_kv_heads * num_keys * value_dim, uniform);
+    for (u64 row = 0; row < num_rows; ++row) last_keys.push_back(static_cast<i64>(below(num_keys)));
+    std::sort(last_keys.begin(), last_keys.end());
+    attention.num_rows = num_rows;
+    attention.num_kv_heads = num_kv_heads;
+    attention.group = group;
+    attention.key_dim = key_dim;
+    attention.value_dim = value_dim;
+    attention.query_row_stride = attention.key_row_stride = static_cast<i64>(key_dim);
+    attention.value_row_stride = static_cast<i64>(value_dim);
+    attention.query_head_stride = static_cast<i64>(num_rows * key_dim);
+    attention.key_head_stride = static_cast<i64>(num_keys * key_dim);
+    attention.value_head_stride = static_cast<i64>(num_keys * value_dim);
+    attention.last_keys = last_keys.data();
+    attention.window = static_cast<i64>(1 + below(2 * num_keys));
+    attention.scale = 1.0f;
+    attention.softcap = below(2) == 0 ? 0.0f : 3.0f;
+  }
+
+  Attending(const Attending&) = delete;
+
+  u64 size() const { return num_rows * num_kv_heads * group * value_dim; }
+
+  void run(float* out, u32 threads) {
+    attention.query = query.get();
+    attention.key = key.get();
+    attention.value = value.get();
+    attention.out = out;
+    attention.type = ElementType::f32;
+    run_attention(attention, threads);
+  }
+
+  // With the upper halves of the floats as bfloat16.
+  void run(u16* out, u32 threads) {
+    const auto upper = [](const std::unique_ptr<float[]>& floats, u64 count) {
+      auto found = exactly<u16>(count);
+      for (u64 i = 0; i < count; ++i) found[i] = reconstruct::to_bf16(floats[i]);
+      return found;
+    };
+    const auto queries = upper(query, num_kv_heads * group * num_rows * key_dim);
+    const auto keys = upper(key, num_kv_heads * num_keys * key_dim);
+    const auto values = upper(value, num_kv_heads * num_keys * value_dim);
+    attention.query = queries.get();
+    attention.key = keys.get();
+    attention.value = values.get();
+    attention.out = out;
+    attention.type = ElementType::bf16;
+    run_attention(attention, threads);
   }
 };
 

@@ -1,0 +1,113 @@
+"""Judgements in a file of JSON lines, so that a run continues where an earlier one stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvrag.errors import ParameterError
+from kvrag.regularfile import open_regular
+from kvrag.tune.judging import Asked, Contestant, Judgement, Reply
+from kvrag.tune.questions import JudgedQuestion
+
+
+class Results:
+    """What has been judged so far.
+
+    Parameters
+    ----------
+    path
+        The file, which need not exist; other processes may append to it as well. None keeps
+        judgements in memory only.
+    settings
+        What besides question and contestant a judgement depends on, as JSON values.
+
+    Raises
+    ------
+    ParameterError
+        When the file holds something else; names the line.
+    """
+
+    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
+        self._path = path
+        self._settings = settings
+        self._records: dict[str, dict[str, Any]] = {}
+        self.read()
+
+    def write_to(self, path: Path) -> None:
+        """Write to another file from here on."""
+        self._path = path
+
+    def read(self) -> None:
+        """Read the file again, for what other processes have appended."""
+        if self._path is None or not self._path.exists():
+            return
+        try:
+            with open_regular(self._path) as file:
+                written = file.read()
+        except OSError as error:
+            raise ParameterError(f"{self._path} cannot be read: {error.strerror}") from error
+        # A run may have been stopped in the middle of a line: its question is judged again.
+        *whole, _ = written.split(b"\n")
+        for number, line in enumerate(whole, start=1):
+            try:
+                record = json.loads(line)
+                self._records[record["key"]] = record["judgement"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ParameterError(
+                    f"{self._path}, line {number}: not a judgement of 'kvrag bench quality': name "
+                    "another file"
+                ) from error
+
+    def mend(self) -> None:
+        """Cut off half a line at the end of the file. Only while nobody else writes."""
+        if self._path is not None and self._path.exists():
+            with self._path.open("rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
+
+    def find(self, question: JudgedQuestion, contestant: Contestant) -> Judgement | None:
+        """Return a judgement; None if there is none yet."""
+        record = self._records.get(self._key(question, contestant))
+        return None if record is None else _judgement(question, record)
+
+    def add(self, asked: Asked, judgements: Mapping[Contestant, Judgement]) -> None:
+        """Keep the judgements on one question; write them in one go."""
+        lines = []
+        for contestant, judgement in judgements.items():
+            record = asdict(judgement)
+            del record["question"]
+            key = self._key(asked.question, contestant)
+            self._records[key] = record
+            line = {
+                "key": key,
+                "question": asked.question.place,
+                "type": asked.question.type,
+                "contestant": asdict(contestant),
+                "judgement": record,
+            }
+            lines.append(json.dumps(line, ensure_ascii=False))
+        if self._path is not None:
+            with self._path.open("ab", buffering=0) as file:
+                file.write("".join(f"{line}\n" for line in lines).encode())
+
+    def _key(self, question: JudgedQuestion, contestant: Contestant) -> str:
+        about = [self._settings, asdict(question), asdict(contestant)]
+        written = json.dumps(about, sort_keys=True, ensure_ascii=False)
+        return hashlib.blake2b(written.encode(), digest_size=16).hexdigest()
+
+
+def _judgement(question: JudgedQuestion, record: Mapping[str, Any]) -> Judgement:
+    fields = dict(record)
+    given, reference = (_reply(fields.pop(name)) for name in ("given", "reference"))
+    kl, agrees = (tuple(fields.pop(name)) for name in ("kl", "agrees"))
+    return Judgement(
+        question=question, given=given, reference=reference, kl=kl, agrees=agrees, **fields
+    )
+
+
+def _reply(record: Mapping[str, Any]) -> Reply:
+    return Reply(record["text"], record["gold"], tuple(record["choices"]))

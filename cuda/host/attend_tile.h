@@ -1,0 +1,439 @@
+// Attention of rows at any positions to the keys before them: a tile of rows of one key head.
+//
+// Query rows are the lanes of vectors. A strip is as many rows as `kLanes`: position after position,
+// each with all query heads that share the key head. Its queries lie transposed, a line of lanes for
+// each channel. So a key's scores are the sum of its channels, each times a line, and keys and values
+// are read where they are. The softmax is online: each lane keeps the greatest score so far and the
+// sum of its weights. A strip walks only the keys that one of its rows sees; since rows ascend, few
+// of those are hidden from the others.
+#pragma once
+
+#include "kernels.h"
+#include "vectors.h"
+
+namespace kvrag::host {
+namespace {  // also for members: the linker must never use another instruction set's
+namespace attention {
+
+constexpr u32 kWidth = KVRAG_FLOATS;
+constexpr u32 kVectors = kWidth == 4 ? 4 : 2;
+constexpr u32 kLanes = kWidth * kVectors;
+constexpr u32 kBlockKeys = kAttentionBlock;
+// Below all scores, and yet a number: a difference of two of them is 0.
+constexpr float kLowest = -1e30f;
+constexpr float kLog2OfE = 1.44269504f;
+
+using Floats = VectorOf<kWidth>::Type;
+typedef i32 Ints __attribute__((vector_size(4 * KVRAG_FLOATS)));
+
+// A line of lanes.
+struct Line {
+  Floats at[kVectors];
+};
+
+static inline Line load_line(const float* from) {
+  Line line;
+  for (u32 v = 0; v < kVectors; ++v) line.at[v] = load<Floats>(from + v * kWidth);
+  return line;
+}
+
+static inline void store_line(float* to, const Line& line) {
+  for (u32 v = 0; v < kVectors; ++v) store(to + v * kWidth, line.at[v]);
+}
+
+static inline Line same(float value) {
+  Line line;
+  for (u32 v = 0; v < kVectors; ++v) line.at[v] = value - Floats{};
+  return line;
+}
+
+// NaN stays NaN.
+static inline Floats at_least(Floats x, float low) {
+  const Floats lows = low - Floats{};
+  return x < lows ? lows : x;
+}
+
+static inline Floats at_most(Floats x, float high) {
+  const Floats highs = high - Floats{};
+  return x > highs ? highs : x;
+}
+
+// 2^x = whole (1 + rest); exactly 0 for x of -127 and less. x is at most 127.
+struct Power {
+  Floats whole, rest;
+};
+
+static inline Power power_of_2(Floats x) {
+  // Adding it rounds to a whole number, which then is in the lowest bits.
+  constexpr float kRound = 12582912.0f;  // 1.5 2^23
+  x = at_least(x, -127.0f);
+  const Floats rounded = x + kRound;
+  const Floats f = x - (rounded - kRound);
+  Ints bits;
+  std::memcpy(&bits, &rounded, sizeof bits);
+  bits = (bits + 127) << 23;
+  Power power;
+  std::memcpy(&power.whole, &bits, sizeof bits);
+  // The polynomial of this degree whose greatest relative error in 2^f is least, 2e-9.
+  Floats sum = 0.00015353361959569156f * f + 0.0013398875016719103f;
+  sum = sum * f + 0.00961843691766262f;
+  sum = sum * f + 0.055503323674201965f;
+  sum = sum * f + 0.24022647738456726f;
+  sum = sum * f + 0.6931471824645996f;
+  power.rest = sum * f;
+  return power;
+}
+
+static inline Floats exp2(Floats x) {
+  const Power power = power_of_2(x);
+  return power.whole * power.rest + power.whole;
+}
+
+// tanh(x ln(2) / 2), exact to the last bits near 0 too.
+static inline Floats tanh2(Floats x) {
+  const Power power = power_of_2(at_most(at_least(x, -64.0f), 64.0f));
+  const Floats less_one = power.whole * power.rest + (power.whole - 1.0f);
+  return less_one / (less_one + 2.0f);
+}
+
+template <u32 kValue>
+struct Count {
+  static constexpr u32 value = kValue;
+};
+
+// Call `body` for groups of kMost from `begin` on, and for what is left before `end`.
+template <u32 kMost, class Body>
+static inline void in_groups(u64 begin, u64 end, const Body& body) {
+  for (; begin + kMost <= end; begin += kMost) body(Count<kMost>{}, begin);
+  if constexpr (kMost > 1) {
+    if (begin < end) in_groups<kMost - 1>(begin, end, body);
+  }
+}
+
+// Scores of kCount keys, a line each.
+template <u32 kCount>
+static inline void score(const float* queries, u64 dim, const float* keys, i64 stride,
+                         float* scores) {
+  Floats sums[kCount][kVectors];
+#pragma GCC unroll 16
+  for (u32 i = 0; i < kCount; ++i) {
+#pragma GCC unroll 4
+    for (u32 v = 0; v < kVectors; ++v) sums[i][v] = Floats{};
+  }
+  for (u64 d = 0; d < dim; ++d) {
+    const Line line = load_line(queries + d * kLanes);
+#pragma GCC unroll 16
+    for (u32 i = 0; i < kCount; ++i) {
+      const float factor = keys[static_cast<i64>(i) * stride + static_cast<i64>(d)];
+#pragma GCC unroll 4
+      for (u32 v = 0; v < kVectors; ++v) sums[i][v] += factor * line.at[v];
+    }
+  }
+#pragma GCC unroll 16
+  for (u32 i = 0; i < kCount; ++i) {
+#pragma GCC unroll 4
+    for (u32 v = 0; v < kVectors; ++v) store(scores + i * kLanes + v * kWidth, sums[i][v]);
+  }
+}
+
+// Shrink kCount channels of the output, a line each, and add what keys give.
+template <u32 kCount>
+static inline void gather(const float* weights, u64 num_keys, const float* values, i64 stride,
+                          const Line& shrink, float* out) {
+  Floats sums[kCount][kVectors];
+#pragma GCC unroll 16
+  for (u32 i = 0; i < kCount; ++i) {
+#pragma GCC unroll 4
+    for (u32 v = 0; v < kVectors; ++v) {
+      sums[i][v] = load<Floats>(out + i * kLanes + v * kWidth) * shrink.at[v];
+    }
+  }
+  for (u64 key = 0; key < num_keys; ++key, values += stride) {
+    const Line line = load_line(weights + key * kLanes);
+#pragma GCC unroll 16
+    for (u32 i = 0; i < kCount; ++i) {
+#pragma GCC unroll 4
+      for (u32 v = 0; v < kVectors; ++v) sums[i][v] += values[i] * line.at[v];
+    }
+  }
+#pragma GCC unroll 16
+  for (u32 i = 0; i < kCount; ++i) {
+#pragma GCC unroll 4
+    for (u32 v = 0; v < kVectors; ++v) store(out + i * kLanes + v * kWidth, sums[i][v]);
+  }
+}
+
+static inline float widened(float value) { return value; }
+
+static inline float widened(u16 bfloat16) {
+  const u32 bits = u32{bfloat16} << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static inline void narrow(float value, float* out) { *out = value; }
+static inline void narrow(float value, u16* out) { *out = reconstruct::to_bf16(value); }
+
+// Where rows of floats begin, and how far they are apart.
+struct Matrix {
+  const float* rows;
+  i64 stride;
+
+  Matrix after(u64 count) const { return {rows + static_cast<i64>(count) * stride, stride}; }
+};
+
+static inline Matrix as_floats(const float* rows, i64 stride, u64, u64, float*) {
+  return {rows, stride};
+}
+
+static inline Matrix as_floats(const u16* rows, i64 stride, u64 num_rows, u64 dim, float* into) {
+  for (u64 row = 0; row < num_rows; ++row, rows += stride) {
+    for (u64 d = 0; d < dim; ++d) into[row * dim + d] = widened(rows[d]);
+  }
+  return {into, static_cast<i64>(dim)};
+}
+
+// Rows [begin, end) of a key head: row r is query head r % group of position r / group.
+struct Strip {
+  float *queries, *out, *top, *sum;  // [key_dim], [value_dim], [1] and [1] lines
+  float *first, *end;                // lines of i32: the keys that a lane sees
+  u64 begin_row, end_row;
+  u64 begin_any, end_any;  // keys that any row sees
+  u64 begin_all, end_all;  // keys that all rows see
+
+  Strip(const Attention& a, u64 from, u64 to, float* scratch)
+      : queries(scratch),
+        out(queries + a.key_dim * kLanes),
+        top(out + a.value_dim * kLanes),
+        sum(top + kLanes),
+        first(sum + kLanes),
+        end(first + kLanes),
+        begin_row(from),
+        end_row(to) {
+    const u64 first_row = from / a.group, last_row = (to - 1) / a.group;
+    begin_any = first_key(a, first_row);
+    begin_all = first_key(a, last_row);
+    end_all = static_cast<u64>(a.last_keys[first_row]) + 1;
+    end_any = static_cast<u64>(a.last_keys[last_row]) + 1;
+  }
+
+  static u64 first_key(const Attention& a, u64 row) {
+    const i64 first = a.last_keys[row] + 1 - a.window;
+    return first > 0 ? static_cast<u64>(first) : 0;
+  }
+
+  // The row of a lane; lanes beyond the last row repeat it.
+  u64 row_of(u32 lane) const { return begin_row + lane < end_row ? begin_row + lane : end_row - 1; }
+
+  template <class Element>
+  void start(const Attention& a, u64 kv_head) const {
+    const Element* base = static_cast<const Element*>(a.query);
+    // Exponents are to base 2; tanh2 wants twice as much.
+    const float factor = a.scale * kLog2OfE * (a.softcap == 0.0f ? 1.0f : 2.0f / a.softcap);
+    for (u32 lane = 0; lane < kLanes; ++lane) {
+      const u64 row = row_of(lane);
+      const i64 head = static_cast<i64>(kv_head * a.group + row % a.group);
+      const i64 place = static_cast<i64>(row / a.group);
+      const Element* query = base + head * a.query_head_stride + place * a.query_row_stride;
+      for (u64 d = 0; d < a.key_dim; ++d) queries[d * kLanes + lane] = widened(query[d]) * factor;
+      const i32 seen[2] = {static_cast<i32>(first_key(a, row / a.group)),
+                           static_cast<i32>(a.last_keys[place] + 1)};
+      std::memcpy(first + lane, seen, sizeof *seen);
+      std::memcpy(end + lane, seen + 1, sizeof *seen);
+    }
+    for (u64 i = 0; i < a.value_dim * kLanes; ++i) out[i] = 0.0f;
+    store_line(top, same(kLowest));
+    store_line(sum, same(0.0f));
+  }
+
+  // Scores of keys [begin, end), a line each.
+  void score_keys(const Attention& a, const Matrix& keys, u64 from, u64 to, float* scores) const {
+    in_groups<KVRAG_SUMS>(0, to - from, [&](auto count, u64 key) {
+      const float* rows = keys.rows + static_cast<i64>(key) * keys.stride;
+      score<decltype(count)::value>(queries, a.key_dim, rows, keys.stride, scores + key * kLanes);
+    });
+    if (a.softcap != 0.0f) {
+      for (u64 i = 0; i < (to - from) * kLanes; i += kWidth) {
+        store(scores + i, tanh2(load<Floats>(scores + i)) * (a.softcap * kLog2OfE));
+      }
+    }
+    if (from >= begin_all && to <= end_all) return;
+    for (u32 v = 0; v < kVectors; ++v) {
+      const Ints firsts = load<Ints>(first + v * kWidth), ends = load<Ints>(end + v * kWidth);
+      for (u64 key = from; key < to; ++key) {
+        const Ints keys_at = static_cast<i32>(key) - Ints{};
+        float* const at = scores + (key - from) * kLanes + v * kWidth;
+        const Ints hidden = (keys_at < firsts) | (keys_at >= ends);
+        store(at, hidden ? -__builtin_inff() - Floats{} : load<Floats>(at));
+      }
+    }
+  }
+
+  void add_keys(const Attention& a, const Matrix& keys, const Matrix& values, u64 from, u64 to,
+                float* scores) const {
+    score_keys(a, keys, from, to, scores);
+    const u64 count = to - from;
+    Line shrink;
+    for (u32 v = 0; v < kVectors; ++v) {
+      float* const at = scores + v * kWidth;
+      const Floats before = load<Floats>(top + v * kWidth);
+      Floats most = before;
+      for (u64 key = 0; key < count; ++key) {
+        const Floats found = load<Floats>(at + key * kLanes);
+        most = found < most ? most : found;
+      }
+      shrink.at[v] = exp2(before - most);
+      Floats total = load<Floats>(sum + v * kWidth) * shrink.at[v];
+      for (u64 key = 0; key < count; ++key) {
+        const Floats weight = exp2(load<Floats>(at + key * kLanes) - most);
+        total += weight;
+        store(at + key * kLanes, weight);
+      }
+      store(top + v * kWidth, most);
+      store(sum + v * kWidth, total);
+    }
+    in_groups<KVRAG_SUMS>(0, a.value_dim, [&](auto channels, u64 channel) {
+      gather<decltype(channels)::value>(scores, count, values.rows + channel, values.stride, shrink,
+                                        out + channel * kLanes);
+    });
+  }
+
+  // Add the weights of keys [from, to) to `mass`; `sum` holds each lane's factor by now.
+  void count_keys(const Attention& a, const Matrix& keys, u64 from, u64 to, float* scores,
+                  float* mass) const {
+    score_keys(a, keys, from, to, scores);
+    for (u64 key = 0; key < to - from; ++key) {
+      Floats total{};
+      for (u32 v = 0; v < kVectors; ++v) {
+        const Floats found = load<Floats>(scores + key * kLanes + v * kWidth);
+        const Floats share = load<Floats>(sum + v * kWidth);
+        total += exp2(found - load<Floats>(top + v * kWidth)) * share;
+      }
+      for (u32 i = 0; i < kWidth; ++i) mass[from + key] += total[i];
+    }
+  }
+
+  // Turn sums into the factors that `count_keys` takes, 0 for lanes that do not count.
+  void start_counting(const Attention& a) const {
+    for (u32 lane = 0; lane < kLanes; ++lane) {
+      const u64 row = begin_row + lane;
+      const bool counts = row < end_row && row / a.group >= a.first_counted;
+      sum[lane] = counts ? 1.0f / sum[lane] : 0.0f;
+    }
+  }
+
+  template <class Element>
+  void finish(const Attention& a, u64 kv_head) const {
+    for (u64 row = begin_row; row < end_row; ++row) {
+      const u64 head = kv_head * a.group + row % a.group;
+      const u64 place = row / a.group * a.num_kv_heads * a.group + head;
+      Element* const to = static_cast<Element*>(a.out) + place * a.value_dim;
+      const u64 lane = row - begin_row;
+      const float share = 1.0f / sum[lane];
+      for (u64 d = 0; d < a.value_dim; ++d) narrow(out[d * kLanes + lane] * share, to + d);
+    }
+  }
+};
+
+// The strips of a tile, over its keys.
+template <class Element>
+struct Tile {
+  const Attention& a;
+  u64 kv_head, begin, end;
+  float *scores, *wide_keys, *wide_values, *strips;
+
+  Tile(const Attention& attention, u64 head, u64 first, u64 last, float* scratch)
+      : a(attention),
+        kv_head(head),
+        begin(first),
+        end(last),
+        scores(scratch),
+        wide_keys(scores + kBlockKeys * kLanes),
+        wide_values(wide_keys + kBlockKeys * a.key_dim),
+        strips(wide_values + kBlockKeys * a.value_dim) {}
+
+  template <class Body>
+  void each_strip(const Body& body) const {
+    float* at = strips;
+    for (u64 row = begin; row < end; row += kLanes) {
+      body(Strip(a, row, row + kLanes < end ? row + kLanes : end, at));
+      at += attention_strip(kLanes, a.key_dim, a.value_dim);
+    }
+  }
+
+  // Call `body` with each block of keys, and with each strip that sees some of it: which.
+  template <class Start, class Body>
+  void each_block(const Start& start, const Body& body) const {
+    const u64 last = static_cast<u64>(a.last_keys[(end - 1) / a.group]) + 1;
+    for (u64 from = Strip::first_key(a, begin / a.group); from < last; from += kBlockKeys) {
+      const u64 to = from + kBlockKeys < last ? from + kBlockKeys : last;
+      const auto block = start(from, to - from);
+      each_strip([&](const Strip& strip) {
+        const u64 first = from < strip.begin_any ? strip.begin_any : from;
+        const u64 stop = to < strip.end_any ? to : strip.end_any;
+        if (first < stop) body(strip, block, first - from, first, stop);
+      });
+    }
+  }
+
+  Matrix keys(u64 from, u64 count) const {
+    const Element* const rows = static_cast<const Element*>(a.key) +
+                                static_cast<i64>(kv_head) * a.key_head_stride +
+                                static_cast<i64>(from) * a.key_row_stride;
+    return as_floats(rows, a.key_row_stride, count, a.key_dim, wide_keys);
+  }
+
+  Matrix values(u64 from, u64 count) const {
+    const Element* const rows = static_cast<const Element*>(a.value) +
+                                static_cast<i64>(kv_head) * a.value_head_stride +
+                                static_cast<i64>(from) * a.value_row_stride;
+    return as_floats(rows, a.value_row_stride, count, a.value_dim, wide_values);
+  }
+
+  void attend() const {
+    struct Block {
+      Matrix keys, values;
+    };
+    each_strip([&](const Strip& strip) { strip.template start<Element>(a, kv_head); });
+    each_block(
+        [&](u64 from, u64 count) { return Block{keys(from, count), values(from, count)}; },
+        [&](const Strip& strip, const Block& block, u64 skipped, u64 from, u64 to) {
+          strip.add_keys(a, block.keys.after(skipped), block.values.after(skipped), from, to,
+                         scores);
+        });
+    each_strip([&](const Strip& strip) { strip.template finish<Element>(a, kv_head); });
+  }
+
+  // A second walk, once the sums of weights are known.
+  void count(float* mass) const {
+    each_strip([&](const Strip& strip) { strip.start_counting(a); });
+    each_block([&](u64 from, u64 count) { return keys(from, count); },
+               [&](const Strip& strip, const Matrix& block, u64 skipped, u64 from, u64 to) {
+                 if ((strip.end_row - 1) / a.group < a.first_counted) return;
+                 strip.count_keys(a, block.after(skipped), from, to, scores, mass);
+               });
+  }
+};
+
+template <class Element>
+static inline void attend(const Attention& a, u64 kv_head, u64 begin, u64 end, float* mass,
+                          float* scratch) {
+  const Tile<Element> tile(a, kv_head, begin, end, scratch);
+  tile.attend();
+  if (mass != nullptr && (end - 1) / a.group >= a.first_counted) tile.count(mass);
+}
+
+}  // namespace attention
+
+void attend_tile(const Attention& a, u64 kv_head, u64 begin, u64 end, float* mass,
+                 float* scratch) noexcept {
+  if (a.type == ElementType::f32) {
+    attention::attend<float>(a, kv_head, begin, end, mass, scratch);
+  } else {
+    attention::attend<u16>(a, kv_head, begin, end, mass, scratch);
+  }
+}
+
+}  // namespace
+}  // namespace kvrag::host

@@ -1,0 +1,146 @@
+"""Attention of rows at any positions to the keys before them.
+
+Work and memory grow with the keys that rows see: nothing masked is multiplied, and no matrix of
+scores exists. ``cuda/host/attend_tile.h`` has the arithmetic, which is float32 for both types.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrag import _native
+from kvrag.errors import ParameterError
+from kvrag.native.arrays import ArrayLike, check_threads, view
+
+ATTENTION_TYPES = (torch.float32, torch.bfloat16)
+
+# More keys than there can be.
+_NO_WINDOW = 1 << 62
+
+
+class Seen(NamedTuple):
+    """The keys that rows see.
+
+    Attributes
+    ----------
+    last_keys
+        ``[n]`` int64, ascending: the index of the last key that each row sees.
+    window
+        How many keys a row sees at most; None: all up to its last.
+    """
+
+    last_keys: ArrayLike
+    window: int | None = None
+
+
+class Mass(NamedTuple):
+    """Where to write the weights that keys get, summed over rows and over a key head's query heads.
+
+    Attributes
+    ----------
+    out
+        ``[H, K]`` float32, contiguous.
+    first_row
+        The first row that counts.
+    """
+
+    out: ArrayLike
+    first_row: int = 0
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: Seen,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    mass: Mass | None = None,
+    threads: int = 1,
+) -> torch.Tensor:
+    """Return what rows gather from keys: ``[n, G * H, V]``, contiguous.
+
+    Parameters
+    ----------
+    query
+        ``[G * H, n, D]``, float32 or bfloat16. Each key head's G query heads are next to each
+        other. As for keys and values, the last stride is 1, the others are free.
+    key, value
+        ``[H, K, D]`` and ``[H, K, V]``, of the same type.
+    seen
+        The keys that each row sees.
+    scale
+        Factor of the scores.
+    softcap
+        Soft cap of the scores: c tanh(score / c); None: none.
+    mass
+        Where to write what keys get; None: nowhere. It costs a second product of queries and keys
+        for the rows that count.
+    threads
+        The most threads to use.
+
+    Raises
+    ------
+    ParameterError
+        If an argument has the wrong shape, type or value.
+    """
+    if query.dtype not in ATTENTION_TYPES:
+        known = ", ".join(str(dtype) for dtype in ATTENTION_TYPES)
+        raise ParameterError(f"query: expected {known}, found {query.dtype}")
+    asked = _floats(query, "query", query.dtype, (None, None, None))
+    num_heads, num_rows, head_dim = asked.shape
+    keys = _floats(key, "key", query.dtype, (None, None, head_dim))
+    num_kv_heads, num_keys, _ = keys.shape
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ParameterError(
+            f"query: expected a multiple of the {num_kv_heads} key heads, found {num_heads} heads"
+        )
+    values = _floats(value, "value", query.dtype, (num_kv_heads, num_keys, None))
+    window = _NO_WINDOW if seen.window is None else seen.window
+    if window < 1:
+        raise ParameterError(f"window: expected at least 1, found {window}")
+    taken, first_counted = None, 0
+    if mass is not None:
+        shape = (num_kv_heads, num_keys)
+        taken = view(mass.out, "mass", np.float32, shape, contiguous=True, writable=True)
+        first_counted = mass.first_row
+    out = query.new_empty(num_rows, num_heads, values.shape[2])
+    _native.attend(
+        asked,
+        keys,
+        values,
+        _last_keys(seen.last_keys, num_rows, num_keys),
+        _floats(out, "out", query.dtype, (None, None, None)),
+        window,
+        scale,
+        softcap or 0.0,
+        taken,
+        first_counted,
+        check_threads(threads),
+    )
+    return out
+
+
+def _last_keys(last_keys: ArrayLike, num_rows: int, num_keys: int) -> NDArray[np.int64]:
+    found = view(last_keys, "last_keys", np.int64, (num_rows,), contiguous=True)
+    if num_rows and (found[0] < 0 or found[-1] >= num_keys or (found[1:] < found[:-1]).any()):
+        raise ParameterError(
+            f"last_keys: expected ascending indices of {num_keys} keys, found others"
+        )
+    return found
+
+
+def _floats(
+    tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]
+) -> NDArray[np.float32] | NDArray[np.int16]:
+    """Return a tensor as numpy sees it, bfloat16 as its bits."""
+    if tensor.dtype != dtype:
+        raise ParameterError(f"{name}: expected {dtype}, as query, found {tensor.dtype}")
+    if dtype == torch.float32:
+        return view(tensor, name, np.float32, shape)
+    return view(tensor.detach().view(torch.int16), name, np.int16, shape)

@@ -1,0 +1,81 @@
+"""The oracles as a command, and both real models held against Transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrag.errors import ParameterError
+from kvrag_bench.exact import FLOAT32_BOUND, ExactOptions, ExactRow, run_exact_bench
+from tests.support.models import needs_named_model
+
+HANDBOOK = Path(__file__).parents[2] / "examples" / "handbook"
+SMALL: dict[str, Any] = {"model": "kvrag-tiny", "data": HANDBOOK, "answer_tokens": 4}
+
+
+def by_way(rows: list[ExactRow]) -> dict[str, ExactRow]:
+    return {row.way: row for row in rows}
+
+
+def test_equal_where_it_must_be_and_not_elsewhere() -> None:
+    options = ExactOptions(**SMALL, num_tokens=(700,), dtypes=("float32",))
+    rows = by_way(list(run_exact_bench(options)))
+    for way in ("deviation, ratio 1.0", "two_stage, ratio 1.0", "encoded after the same text"):
+        assert rows[way].bound == FLOAT32_BOUND
+        assert rows[way].is_right
+        assert rows[way].num_reused == 0
+        assert rows[way].num_answer == 4
+    assert rows["two_stage, ratio 1.0"].num_recomputed > 500
+    assert rows["encoded after the same text"].num_exact > 500
+    assert rows["Transformers, blocks of 256"].by_deviation < FLOAT32_BOUND
+    # The others could not fail if plain reuse were exact as well.
+    plain_reuse = rows["nothing recomputed"]
+    assert plain_reuse.bound is None
+    assert plain_reuse.by_deviation > 0.01
+    assert plain_reuse.num_reused > 500
+
+
+def test_bfloat16_stands_beside_its_noise() -> None:
+    options = ExactOptions(**SMALL, num_tokens=(300,), policies=("boundary",))
+    rows = [row for row in run_exact_bench(options) if row.dtype == "bfloat16"]
+    assert (rows[0].way, rows[0].reference) == ("Transformers", "Transformers, float32")
+    assert 1e-3 < rows[0].by_deviation < 1
+    assert all(row.bound is None for row in rows)
+    assert by_way(rows)["boundary, ratio 1.0"].by_deviation < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_tokens": (2048,)}, "do not fit the 2048"),
+        ({"num_tokens": (0,)}, "1 or more"),
+        ({"data": HANDBOOK / "absent.md", "num_tokens": (100,)}, "cannot read"),
+        ({"policies": ("nonsense",)}, "nonsense"),
+    ],
+)
+def test_what_cannot_be_compared(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        list(run_exact_bench(ExactOptions(**{**SMALL, **options})))
+
+
+def check_real_weights(name: str, *num_tokens: int) -> None:
+    options = ExactOptions(
+        model=name, data=HANDBOOK, num_tokens=num_tokens, dtypes=("float32",), answer_tokens=16
+    )
+    rows = list(run_exact_bench(options))
+    assert [row.way for row in rows if not row.is_right] == []
+    assert any(row.num_exact > 300 for row in rows)
+
+
+@pytest.mark.slow
+@needs_named_model("smollm2-135m")
+def test_smollm2() -> None:
+    check_real_weights("smollm2-135m", 500)
+
+
+@pytest.mark.slow
+@needs_named_model("gemma-3-270m")
+def test_gemma_within_its_window_of_512_tokens_and_past_it() -> None:
+    check_real_weights("gemma-3-270m", 500, 1200)

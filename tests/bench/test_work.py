@@ -1,0 +1,26 @@
+"""Work is counted where it is done: in PyTorch, and in the compiled kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from kvrag.models.attention import MassObserver, RowMask, _row_attention
+from kvrag_bench.work import operations_spent
+
+
+def test_attention_counts_what_rows_see() -> None:
+    positions = torch.tensor([10, 40, 90])
+    query = torch.randn(1, 6, 3, 16)
+    key, value = torch.randn(2, 1, 2, 91, 16)
+
+    def spent(mask: RowMask, dtype: torch.dtype = torch.float32) -> int:
+        parts = [part.to(dtype) for part in (query, key, value)]
+        return operations_spent(lambda: _row_attention(torch.nn.Identity(), *parts, mask))
+
+    assert spent(RowMask(positions, 0, None)) == 4 * 6 * 16 * (11 + 41 + 91)
+    assert spent(RowMask(positions, 0, 30)) == 4 * 6 * 16 * (11 + 30 + 30)
+    look = MassObserver(40, lambda *_: None)
+    found = spent(RowMask(positions, 0, None, look))
+    assert found == 4 * 6 * 16 * (11 + 41 + 91) + 2 * 6 * 16 * (41 + 91)
+    # PyTorch multiplies masked keys too.
+    assert spent(RowMask(positions, 0, None), torch.float16) >= 4 * 6 * 16 * 3 * 91

@@ -1,0 +1,178 @@
+"""Chunks encoded after a fixed filler text: computed once, neither stored nor placed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import ParameterError
+from kvrag.ingest.coding import read_all
+from kvrag.ingest.contexts import add_contexts, filler_ids, filler_text, parse_context
+from kvrag.ingest.index import Index
+from kvrag.llms.vllm.finding import TokenFinder
+from kvrag.models.kv_model import EncodedPrefix, KVModel
+from kvrag.tune import calibrate as calibration
+from tests.ingest.conftest import MakeIndex, stored_bytes
+
+TEXTS = [
+    "Ines keeps the harbour ledger of Varn, by the old river bank near the northern light.",
+    "Tomas repairs the tall clock, and he said that the lazy dog jumps over the ledger.",
+]
+QUESTION = "Question: who keeps the ledger?\nAnswer:"
+NUM_TOKENS = 40
+FILLER = f"filler:{NUM_TOKENS}"
+
+
+@pytest.fixture
+def index(make_index: MakeIndex) -> Index:
+    index = make_index(context=FILLER)
+    index.add([Document(text[:5], text) for text in TEXTS])
+    return index
+
+
+def prompt_of(*texts: str) -> str:
+    return "\n\n".join([*texts, QUESTION])
+
+
+def test_every_chunk_is_encoded_after_the_end_of_the_filler(index: Index, model: KVModel) -> None:
+    filler = filler_ids(model.tokenizer)[-NUM_TOKENS:]
+    assert filler_text().endswith(model.tokenizer.decode(filler).strip())
+    for text in TEXTS:
+        (chunk_id,) = index.catalog.chunk_ids_of(text[:5])
+        (chunk,) = index.get_chunks([chunk_id])
+        assert chunk.contexts == (filler,)
+        record = index.open_kv(chunk_id)
+        assert record is not None
+        assert record.num_tokens == len(chunk.token_ids)
+        kv = read_all(record, index.config.spec)
+        (expected,) = model.prefill((*index.prefix_ids, *filler), [chunk.token_ids])
+        torch.testing.assert_close(kv.keys, expected.keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(kv.values, expected.values, rtol=1e-4, atol=1e-5)
+        (alone,) = model.prefill(index.prefix_ids, [chunk.token_ids])
+        assert not torch.allclose(kv.values, alone.values, rtol=1e-2, atol=1e-3)
+    stats = index.stats()
+    assert (stats.context, stats.context_tokens) == ("filler", NUM_TOKENS)
+
+
+def test_the_filler_is_computed_once(
+    make_index: MakeIndex, model: KVModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode_prefix = KVModel.encode_prefix
+
+    def noting(self: KVModel, ids: tuple[int, ...]) -> EncodedPrefix:
+        encoded.append(len(ids))
+        return encode_prefix(self, ids)
+
+    monkeypatch.setattr(KVModel, "encode_prefix", noting)
+    index = make_index(context=FILLER)
+    reports = [index.add(Document(text[:5], text)) for text in TEXTS]
+    assert encoded == [len(index.prefix_ids) + NUM_TOKENS]
+    # The report counts it for each run, not for each chunk; without new chunks it is not needed.
+    assert [report.num_context_tokens for report in reports] == [NUM_TOKENS] * 2
+    assert index.add(Document(TEXTS[0][:5], TEXTS[0])).num_context_tokens == 0
+    assert index.add([Document("x", TEXTS[0] + "x")], dry_run=True).num_context_tokens == NUM_TOKENS
+
+
+def test_each_length_has_its_own_records(make_index: MakeIndex) -> None:
+    stored = []
+    for context in ("none", "filler:20", FILLER):
+        index = make_index(context.replace(":", "-"), context=context)
+        index.add([Document(text[:5], text) for text in TEXTS])
+        stored.append(stored_bytes(index).keys())
+    assert len(set().union(*stored)) == 3 * len(TEXTS)
+
+
+def test_nothing_of_it_is_in_a_prompt(index: Index, model: KVModel) -> None:
+    prompt = prompt_of(*TEXTS)
+    fused = KVEngine(index, policy="none").fuse(prompt)
+    ids = tuple(model.tokenizer(prompt)["input_ids"])
+    assert fused.layout.token_ids == ids
+    assert fused.kv.num_tokens == fused.report.num_tokens == len(ids)
+    num_found = sum(len(model.tokenizer.encode(text, add_special_tokens=False)) for text in TEXTS)
+    assert fused.report.num_in_context == num_found
+    # Not even the first one is what full prefill computes: all of them can be recomputed.
+    assert (fused.report.num_exact, fused.report.num_reused) == (0, num_found)
+    assert TokenFinder(index).find(ids).spans == fused.layout.spans
+    whole = KVEngine(index, policy="deviation", ratio=1.0).fuse(prompt)
+    plain = model.hf(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(whole.logits, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_equal_texts_are_interchangeable(make_index: MakeIndex, model: KVModel) -> None:
+    index = make_index(context=FILLER)
+    index.add([Document(f"copy-{number}", TEXTS[0]) for number in range(40)])
+    assert index.stats().num_records == 1
+    prompt = prompt_of(TEXTS[1], TEXTS[0])
+    fused = KVEngine(index, policy="none").fuse(prompt)
+    assert fused.report.num_chunks == 1
+    assert not fused.report.misses
+    found = TokenFinder(index).find(model.tokenizer(prompt)["input_ids"])
+    assert len(found.spans) == 1
+    assert not found.misses
+
+
+def test_a_filler_that_does_not_fit_is_refused(make_index: MakeIndex, model: KVModel) -> None:
+    room = model.max_positions - len(model.default_prefix_ids())
+    most = room - 64
+    with pytest.raises(ParameterError, match=f"filler:{most + 1} and .*at most filler:{most},"):
+        make_index(context=f"filler:{most + 1}", chunk_tokens=64)
+    with pytest.raises(ParameterError, match=r"exceed .* choose shorter chunks"):
+        make_index(context="filler", chunk_tokens=room)
+    index = make_index(context=f"filler:{most}", chunk_tokens=64)
+    assert index.config.context_tokens == most
+
+
+def test_a_filler_longer_than_its_text_is_refused(
+    make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrag.ingest.contexts.filler_text", lambda: "A short text.")
+    with pytest.raises(ParameterError, match=r"the filler text has \d+ tokens .*filler:\d+"):
+        make_index(context=FILLER)
+
+
+def test_a_long_chunk_shortens_it(index: Index, model: KVModel) -> None:
+    (chunk,) = index.get_chunks(index.catalog.chunk_ids_of(TEXTS[0][:5]))
+    filler = filler_ids(model.tokenizer)
+    for left, expected in ((7, filler[-7:]), (0, ()), (-1, ())):
+        room = len(chunk.token_ids) + left
+        (found,) = add_contexts([chunk], model.tokenizer, parse_context(FILLER), room)
+        assert found.contexts == (expected,)
+
+
+def test_a_calibration_encodes_as_the_index_does(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = calibration.judge_policies
+    asked = []
+
+    def noting(*given, **options):  # type: ignore[no-untyped-def]
+        asked.append(options["context"])
+        return judge(*given, **options)
+
+    monkeypatch.setattr(calibration, "judge_policies", noting)
+    options = calibration.CalibrationOptions(num_questions=1, max_tokens=2, policies=("none",))
+    calibration.calibrate(index, options)
+    assert asked == [FILLER]
+
+
+def test_compressed_chunks_are_encoded_after_it_too(make_index: MakeIndex) -> None:
+    stored = []
+    for context in ("none", FILLER):
+        index = make_index(context.replace(":", "-"), context=context, compression="drop:0.5")
+        index.add([Document(text[:5], text) for text in TEXTS])
+        stored.append(stored_bytes(index))
+        assert index.upkeep.verify().ok
+    assert not stored[0].keys() & stored[1].keys()
+    assert [len(one) for one in stored[0].values()] != []
+    assert not set(stored[0].values()) & set(stored[1].values())
+
+
+def test_the_text_is_long_plain_prose() -> None:
+    text = filler_text()
+    assert len(text.split()) > 3_500  # 4,096 tokens and more for a vocabulary of 49,152
+    assert text.isascii()
+    assert not set(text) & set("<>|[]{}#*\t")
+    assert all(" " in paragraph for paragraph in text.split("\n\n"))

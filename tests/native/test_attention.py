@@ -1,0 +1,181 @@
+"""Attention of scattered rows against plain torch in float64, for every instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrag.errors import ParameterError
+from kvrag.native import (
+    Mass,
+    Seen,
+    attend,
+    instruction_set,
+    instruction_sets,
+    use_instruction_set,
+)
+from tests.support.properties import examples
+
+
+def attended(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    last_keys: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention ``[n, heads, V]`` and weights ``[heads, n, K]``, written out in float64."""
+    group = query.shape[0] // key.shape[0]
+    keys, values = (kv.double().repeat_interleave(group, dim=0) for kv in (key, value))
+    scores = query.double() @ keys.mT * scale
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    places = torch.arange(key.shape[1])
+    hidden = places > last_keys[:, None]
+    if window is not None:
+        hidden |= places <= last_keys[:, None] - window
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return (weights @ values).transpose(0, 1), weights
+
+
+def rows_of(num_keys: int, num_rows: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, num_keys, (num_rows,), generator=generator).sort().values
+
+
+@settings(max_examples=examples(60))
+@given(data=st.data())
+def test_it_is_attention_as_written_out(data: st.DataObject) -> None:
+    draw = data.draw
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    num_kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 7]))
+    num_keys = draw(st.sampled_from([1, 5, 95, 96, 97, 192, 300]))
+    num_rows = draw(st.sampled_from([1, 2, 15, 16, 17, 50]))
+    dims = [draw(st.sampled_from([1, 5, 8, 24, 64, 80, 128])) for _ in range(2)]
+    window = draw(st.sampled_from([None, 1, 20, 100, 1000]))
+    softcap = draw(st.sampled_from([None, 0.5, 30.0]))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    heads = num_kv_heads * group
+    # As in a fused buffer and in a layer: neither heads nor rows are next to each other.
+    query = torch.randn(num_rows, heads + 1, dims[0], generator=generator).to(dtype)
+    query = query[:, 1:].transpose(0, 1)
+    key, value = (
+        torch.randn(num_kv_heads, num_keys + 3, dim, generator=generator).to(dtype)[:, 3:]
+        for dim in dims
+    )
+    last_keys = rows_of(num_keys, num_rows, generator)
+    first_row = draw(st.sampled_from([0, num_rows // 3, num_rows]))
+    expected, weights = attended(query, key, value, last_keys, 0.3, window, softcap)
+    wanted = weights[:, first_row:].sum(1).view(num_kv_heads, group, num_keys).sum(1)
+    allowed = expected.abs() * (2**-8 if dtype == torch.bfloat16 else 0) + 1e-5
+    before = instruction_set()
+    for name in instruction_sets():
+        use_instruction_set(name)
+        taken = torch.full((num_kv_heads, num_keys), 5.0)
+        found = attend(
+            query,
+            key,
+            value,
+            Seen(last_keys, window),
+            scale=0.3,
+            softcap=softcap,
+            mass=Mass(taken, first_row),
+            threads=2,
+        )
+        assert torch.allclose(taken.double(), wanted, rtol=1e-4, atol=1e-5), name
+        assert found.dtype == dtype
+        assert (found.double() - expected).abs().le(allowed).all(), name
+    use_instruction_set(before)
+
+
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_weights_are_exact_to_float32(isa: str, softcap: float | None) -> None:
+    """Each row sees two keys, so its output is one weight: scores from tiny to huge."""
+    apart = torch.cat([torch.linspace(-30, 30, 4001), torch.logspace(-6, 0, 999)])
+    query = apart.view(1, -1, 1)
+    key = torch.tensor([[[0.0], [1.0]]])
+    value = torch.tensor([[[0.0], [1.0]]])
+    last_keys = torch.ones(len(apart), dtype=torch.long)
+    found = attend(query, key, value, Seen(last_keys), scale=1.0, softcap=softcap)
+    expected, _ = attended(query, key, value, last_keys, 1.0, None, softcap)
+    # Rounding a score, once or in each step of its cap, moves a weight by this much.
+    rounding = 1.5e-7 if softcap is None else 5e-7
+    allowed = expected * (3e-7 + rounding * apart.abs().double()[:, None, None])
+    assert (found.double() - expected).abs().le(allowed).all()
+
+
+def test_scores_far_below_and_above(isa: str) -> None:
+    """Later keys outdo earlier ones by more than float32 can hold, and the other way round."""
+    key = torch.tensor([-1e4, 0.0, 1e4] * 100)[None, :, None]
+    value = torch.arange(300.0)[None, :, None]
+    query = torch.tensor([1.0, -1.0])[:, None, None]
+    found = attend(query, key, value, Seen(torch.tensor([299])), scale=1.0)
+    wanted = [value[0, 2::3].mean(), value[0, 0::3].mean()]
+    assert torch.allclose(found[0, :, 0], torch.stack(wanted))
+
+
+def test_damage_shows_where_it_is_seen_and_only_there(isa: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(2, 40, 8, generator=generator)
+    key, value = torch.randn(2, 1, 40, 8, generator=generator)
+    key[0, 20] = float("nan")
+    last_keys = torch.arange(40)
+    broken = attend(query, key, value, Seen(last_keys), scale=1.0).isnan().any(-1).any(-1)
+    assert broken.tolist() == [row >= 20 for row in range(40)]
+    late = attend(query, key, value, Seen(last_keys, 5), scale=1.0).isnan().any(-1).any(-1)
+    assert late.tolist() == [20 <= row < 25 for row in range(40)]
+
+
+def test_threads_change_nothing(isa: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    query = torch.randn(6, 300, 64, generator=generator)
+    key, value = torch.randn(2, 2, 900, 64, generator=generator)
+    last_keys = rows_of(900, 300, generator)
+    found = []
+    for threads in (1, 3):
+        taken = torch.empty(2, 900)
+        mass = Mass(taken, 100)
+        found.append(
+            attend(query, key, value, Seen(last_keys), scale=0.1, mass=mass, threads=threads)
+        )
+        # The counts of tiles are added, and threads decide how many tiles there are.
+        assert abs(float(taken.sum()) - 6 * 200) < 1e-2
+    assert torch.equal(*found)
+
+
+def test_nothing_to_attend() -> None:
+    key, taken = torch.ones(1, 3, 4), torch.ones(1, 3)
+    none = attend(torch.ones(2, 0, 4), key, key, Seen(torch.arange(0)), scale=1.0, mass=Mass(taken))
+    assert none.shape == (0, 2, 4)
+    assert (taken == 0).all()
+
+
+def test_mistakes_of_the_caller() -> None:
+    query, key = torch.zeros(4, 3, 8), torch.zeros(2, 5, 8)
+    rows = Seen(torch.arange(3))
+    with pytest.raises(ParameterError, match=r"query: expected torch.float32, torch.bfloat16"):
+        attend(query.double(), key, key, rows, scale=1.0)
+    with pytest.raises(ParameterError, match=r"key: expected torch.float32, as query"):
+        attend(query, key.bfloat16(), key, rows, scale=1.0)
+    with pytest.raises(ParameterError, match=r"key: expected shape \[any, any, 8\]"):
+        attend(query, key[..., :7], key, rows, scale=1.0)
+    with pytest.raises(ParameterError, match=r"value: expected shape \[2, 5, any\]"):
+        attend(query, key, key[:, :4], rows, scale=1.0)
+    with pytest.raises(ParameterError, match="query: expected a multiple of the 2 key heads"):
+        attend(query[:3], key, key, rows, scale=1.0)
+    with pytest.raises(ParameterError, match="query: expected a contiguous last axis"):
+        attend(torch.zeros(4, 8, 3).mT, key, key, rows, scale=1.0)
+    with pytest.raises(ParameterError, match="last_keys: expected int64"):
+        attend(query, key, key, Seen(torch.arange(3).int()), scale=1.0)
+    for wrong in ([0, 2, 1], [-1, 0, 1], [0, 1, 5]):
+        with pytest.raises(ParameterError, match="last_keys: expected ascending indices of 5 keys"):
+            attend(query, key, key, Seen(torch.tensor(wrong)), scale=1.0)
+    with pytest.raises(ParameterError, match="window: expected at least 1"):
+        attend(query, key, key, Seen(torch.arange(3), 0), scale=1.0)
+    with pytest.raises(ParameterError, match=r"mass: expected shape \[2, 5\]"):
+        attend(query, key, key, rows, scale=1.0, mass=Mass(torch.zeros(2, 4)))
+    with pytest.raises(ParameterError, match="threads"):
+        attend(query, key, key, rows, scale=1.0, threads=0)
