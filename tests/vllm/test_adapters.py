@@ -69,7 +69,7 @@ def test_a_batch_is_answered_at_once(llm: KVRagVLLM, oracle: KVEngine) -> None:
 
 
 def test_a_stream_is_the_answer_in_pieces(llm: KVRagVLLM, oracle: KVEngine) -> None:
-    prompt = make_prompt(2, 5)
+    prompt = make_prompt(2, 0)
     chunks = list(llm._stream(prompt))
     wanted = oracle.generate(prompt, policy="none", max_tokens=MAX_TOKENS)
     assert "".join(chunk.text for chunk in chunks) == whole_characters(wanted.text)
@@ -78,13 +78,13 @@ def test_a_stream_is_the_answer_in_pieces(llm: KVRagVLLM, oracle: KVEngine) -> N
 
 
 def test_a_stream_that_nobody_reads_on_is_given_up(llm: KVRagVLLM) -> None:
-    for _ in llm.stream(make_prompt(2, 5), max_tokens=200):
+    for _ in llm.stream(make_prompt(2, 0), max_tokens=200):
         break
     assert llm.engine().transport._engine.get_num_unfinished_requests() == 0
 
 
 def test_stops_and_limits_hold(llm: KVRagVLLM, oracle: KVEngine) -> None:
-    prompt = make_prompt(2, 5)
+    prompt = make_prompt(2, 0)
     whole = oracle.generate(prompt, policy="none", max_tokens=MAX_TOKENS).text
     stop = whole[len(whole) // 2 :][:2]
     assert llm.invoke(prompt, stop=[stop]) == whole[: whole.index(stop)]
@@ -107,7 +107,7 @@ def test_a_conversation(given: dict[str, Any], oracle: KVEngine) -> None:
 
 def test_llamaindex(given: dict[str, Any], oracle: KVEngine, own_event_loop: None) -> None:
     llm = LlamaIndexVLLM(**given)
-    prompt = make_prompt(1, 8)
+    prompt = make_prompt(8, 6)  # of no other test here: vLLM's own prefix cache holds nothing of it
     wanted = oracle.generate(prompt, policy="none", max_tokens=MAX_TOKENS)
     response = llm.complete(prompt)
     assert response.text == whole_characters(wanted.text)
