@@ -10,12 +10,15 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import kvrag
 from kvrag.cli import console
 from kvrag.errors import KVRagError
 from kvrag.plugins import described, registered
+
+if TYPE_CHECKING:
+    from kvrag.ingest.index import Index
 
 Status = Literal["ok", "note", "warning", "problem"]
 
@@ -71,6 +74,14 @@ def check_all(index: Path | None, model: str | None, store: str | None = None) -
     if reference is not None:
         findings.append(_model(reference))
     return findings
+
+
+def _embedding(index: Index) -> Finding:
+    """Say how much of a chunk the index's embedding reads."""
+    try:
+        return Finding("embedding", "ok", index.embedding.described())
+    except (KVRagError, OSError) as error:
+        return Finding("embedding", "problem", str(error), "pass the one it was made with")
 
 
 def _versions() -> Iterator[Finding]:
@@ -224,6 +235,7 @@ def _index(path: Path, store: str | None) -> tuple[list[Finding], str | None]:
             if stats.num_chunks == 0:
                 remedy = f"kvrag ingest PATH... --index {shlex.quote(str(path))}"
                 findings = [Finding("index", "warning", "empty", remedy)]
+            findings.append(_embedding(index))
             reference = str(index.config.model)
         if not os.access(path, os.W_OK):
             remedy = "give yourself write access to ingest into it"

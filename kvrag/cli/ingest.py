@@ -234,10 +234,13 @@ def ingest(
                 limits=limits,
                 loaders=loaders,
             )
+            embedding = opened.embedding.described() if report.added or report.changed else ""
     if as_json:
         console.print_json(report)
     else:
         _print_report(report)
+        if embedding:
+            console.write(f"embedding: {embedding}\n")
     if not (report.added or report.changed or report.unchanged or report.failed):
         console.note(
             "no file of a known type was found (hidden files are skipped); known types: "

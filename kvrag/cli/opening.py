@@ -49,5 +49,5 @@ def warm_up(index: Index) -> None:
     """Load model, embedding and matcher, so that no answer's time includes loading them."""
     with console.working("loading the model"):
         _ = index.model
-        index.embedding.embed(["warm-up"])
+        index.embedding.embed_query("warm-up")
         _ = index.matcher

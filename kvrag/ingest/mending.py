@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Embed: TypeAlias = "Callable[[list[str]], NDArray[np.float32]]"
+Embed: TypeAlias = "Callable[[str], NDArray[np.float32]]"
 KeyOf = Callable[[Chunk], ChunkKey]
 
 # All columns of a chunk's row.
@@ -183,7 +183,7 @@ class CatalogMending(RowWriter):
         key_of
             Returns the name that a chunk's KV must have, the first of several.
         embed
-            Returns the vectors of texts.
+            Returns the vectors ``[num_windows, dim]`` of a text.
 
         Returns
         -------
@@ -239,13 +239,13 @@ class CatalogMending(RowWriter):
         return sorted(paths)
 
     def _embed_again(self, number: int, embed: Embed) -> set[str]:
-        """Compute a chunk's vector again from its sound text; return the document changed."""
+        """Compute a chunk's vectors again from its sound text; return the document changed."""
         import numpy as np
 
         for chunk_id, source, text in self._rows(
             "SELECT chunk_id, source, text FROM chunks WHERE row = ?", (number,)
         ):
-            vector = np.asarray(embed([text])[0], dtype="<f4").tobytes()
+            vector = np.asarray(embed(text), dtype="<f4").tobytes()
             self._connection.execute(
                 "UPDATE chunks SET embedding = ?, vector_seal = ? WHERE row = ?",
                 (vector, self._seals.vector((number, chunk_id, vector)), number),

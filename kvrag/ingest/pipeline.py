@@ -257,8 +257,8 @@ class _Run:
     def _vectors(self, texts: list[str]) -> dict[str, NDArray[np.float32]]:
         import numpy as np
 
-        rows = self._work.embedding.embed(texts)
-        if not np.isfinite(rows).all():
+        rows = self._work.embedding.embed_windows(texts)
+        if not all(np.isfinite(vectors).all() for vectors in rows):
             raise DocumentError("its vector is not finite")
         return dict(zip(texts, rows, strict=True))
 

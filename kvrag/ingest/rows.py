@@ -62,7 +62,7 @@ class DocumentRow:
 
 @dataclass(frozen=True)
 class ChunkRow:
-    """A chunk to write, with the names of its KV and its vector ``[dim]``.
+    """A chunk to write, with the names of its KV and its vectors ``[num_windows, dim]``.
 
     Attributes
     ----------

@@ -28,7 +28,7 @@ _MOST_CHARACTERS = 100_000  # in a question; embeddings read far less
 
 @dataclass(frozen=True)
 class SearchHit:
-    """A search result: a chunk, and the inner product of its vector with the question's."""
+    """A search result: a chunk, and the inner product of its best vector with the question's."""
 
     chunk: Chunk
     score: float
@@ -54,7 +54,7 @@ class Search:
     def by_text(self, query: str, k: int) -> list[SearchHit]:
         """Return the `k` chunks nearest to a question (`Index.search`)."""
         query, k = self._checked(query, k)
-        return self.by_vector(self._encoders.embedding.embed([query])[0], k)
+        return self.by_vector(self._encoders.embedding.embed_query(query), k)
 
     def by_vector(self, vector: NDArray[np.float32] | Sequence[float], k: int) -> list[SearchHit]:
         """Return the `k` chunks nearest to a vector ``[dim]`` (`Index.search_by_vector`)."""

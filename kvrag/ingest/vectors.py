@@ -48,8 +48,10 @@ class VectorIndex:
         self._rows = rows
         self._dim = vectors.shape[1]
         self._flat = _import_faiss().IndexFlatIP(self._dim)
+        self._most_windows = 0
         if len(rows):
             self._flat.add(vectors)
+            self._most_windows = int(np.unique(rows, return_counts=True)[1].max())
 
     @classmethod
     def load(cls, folder: Path, catalog: Catalog, dim: int) -> VectorIndex:
@@ -76,7 +78,7 @@ class VectorIndex:
         return cls(*catalog.vectors(dim))
 
     def search(self, vector: NDArray[np.float32], k: int) -> list[tuple[int, float]]:
-        """Return row number and inner product of the `k` nearest, best first.
+        """Return the `k` nearest chunks, best first: row number, inner product of the best vector.
 
         Parameters
         ----------
@@ -89,17 +91,17 @@ class VectorIndex:
                 f"the index holds vectors of {self._dim} dimensions, the question's has "
                 f"{vector.shape[1]}: use the embedding the index was made with"
             )
-        k = min(k, len(self._rows))
-        if k < 1:
+        # This many vectors belong to at least `k` chunks.
+        count = min(k * self._most_windows, len(self._rows))
+        if count < 1:
             return []
-        scores, places = self._flat.search(vector, k)
-        found = [
-            (int(self._rows[place]), float(score))
-            for place, score in zip(places[0], scores[0], strict=True)
-            if place >= 0
-        ]
+        scores, places = self._flat.search(vector, count)
+        best: dict[int, float] = {}
+        for place, score in zip(places[0], scores[0], strict=True):
+            if place >= 0:
+                best.setdefault(int(self._rows[place]), float(score))
         # Equal scores appear in the order of indexing, on every machine.
-        return sorted(found, key=lambda hit: (-hit[1], hit[0]))
+        return sorted(best.items(), key=lambda hit: (-hit[1], hit[0]))[:k]
 
 
 def _import_faiss() -> Any:

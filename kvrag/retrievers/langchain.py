@@ -109,15 +109,14 @@ class KVRagEmbeddings(Embeddings):
         self.embedding = get_embedding(embedding)
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """Return one vector for each text."""
-        if not texts:
-            return []
-        vectors: list[list[float]] = self.embedding.embed(texts).tolist()
-        return vectors
+        """Return one vector for each text: of a long one, the mean of its windows' vectors."""
+        means = [one.mean(axis=0) for one in self.embedding.embed_windows(texts)] if texts else []
+        return [(one / (np.linalg.norm(one) or 1.0)).tolist() for one in means]
 
     def embed_query(self, text: str) -> list[float]:
         """Return the vector of a question."""
-        return self.embed_documents([text])[0]
+        vector: list[float] = self.embedding.embed_query(text).tolist()
+        return vector
 
 
 class KVRagVectorStore(VectorStore):

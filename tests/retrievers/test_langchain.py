@@ -190,3 +190,26 @@ def test_store_made_with_foreign_embeddings(rag: Rag, tmp_path: Path) -> None:
     again.index.close()
     with pytest.raises(IndexMismatchError):
         KVRagVectorStore(tmp_path / "index").similarity_search("fish")
+
+
+def test_foreign_embeddings_embed_questions_in_their_own_way(rag: Rag, tmp_path: Path) -> None:
+    class Sided(DeterministicFakeEmbedding):
+        def embed_query(self, text: str) -> list[float]:
+            return super().embed_query({"red": "two fish"}.get(text, text))
+
+    options: dict[str, Any] = {"path": tmp_path / "index", "model": rag.model_folder}
+    store = KVRagVectorStore.from_texts(["one fish", "two fish"], Sided(size=6), **options)
+    ((document, score),) = store.similarity_search_with_score("red", k=1)
+    assert (document.page_content, score) == ("two fish", pytest.approx(1.0))
+    store.index.close()
+
+
+def test_embeddings_read_the_whole_of_a_long_text() -> None:
+    embeddings = KVRagEmbeddings("minilm")
+    long = "The ledger lists ships and fees. " * 60
+    one, other = embeddings.embed_documents([long, long + "Green lanterns burn in spring."])
+    assert one != pytest.approx(other, abs=1e-3)
+    assert sum(value**2 for value in other) == pytest.approx(1.0, abs=1e-4)
+    assert embeddings.embed_documents(["short"])[0] == pytest.approx(
+        embeddings.embed_query("short"), abs=1e-5
+    )
