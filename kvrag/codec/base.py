@@ -68,10 +68,11 @@ class EncodedChunk(Protocol):
         """
         ...
 
-    def place_layer(self, layer_index: int, into: Destination) -> None:
-        """Write one layer's keys, rotated to their positions, and its values to `into`.
+    def place_layer(self, layer_index: int, *into: Destination) -> None:
+        """Write one layer's keys, rotated to their positions, and its values to each of `into`.
 
-        Raises as `read_layer` does; `into` then holds garbage.
+        Several are stretches of the chunk that a prompt has apart. Raises as `read_layer` does;
+        `into` then holds garbage.
         """
         ...
 

@@ -77,12 +77,13 @@ class PipelineChunk(OpenedRecord):
                 self._write(layer_index, kind, out, whole, None)
         return keys, values
 
-    def place_layer(self, layer_index: int, into: Destination) -> None:
+    def place_layer(self, layer_index: int, *into: Destination) -> None:
         """Decode one layer straight into the fused buffer. Raises as `read_layer` does."""
         check_layer_index(layer_index, self._reader.header.spec.num_layers)
-        positions = RotaryTable(into.table.cos[into.rows], into.table.sin[into.rows])
-        self._write(layer_index, "keys", into.keys, into.tokens, positions)
-        self._write(layer_index, "values", into.values, into.tokens, None)
+        for one in into:
+            positions = RotaryTable(one.table.cos[one.rows], one.table.sin[one.rows])
+            self._write(layer_index, "keys", one.keys, one.tokens, positions)
+            self._write(layer_index, "values", one.values, one.tokens, None)
         self._forget(layer_index)
 
     def _write(

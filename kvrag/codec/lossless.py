@@ -108,12 +108,12 @@ class LosslessChunk(OpenedRecord):
             keys, values = channels.view(shape).transpose(2, 3).contiguous()
         return keys, values
 
-    def place_layer(self, layer_index: int, into: Destination) -> None:
+    def place_layer(self, layer_index: int, *into: Destination) -> None:
         """Decode one layer into the fused buffer. Raises as `read_layer` does."""
         keys, values = self.read_layer(layer_index)
-        device = into.keys.device
-        into.table.place(keys[:, into.tokens].to(device), into.rows, into.keys)
-        into.values.copy_(values[:, into.tokens])
+        for one in into:
+            one.table.place(keys[:, one.tokens].to(one.keys.device), one.rows, one.keys)
+            one.values.copy_(values[:, one.tokens])
 
     def _channels(self, layer_index: int) -> torch.Tensor:
         dtype = self._reader.header.spec.dtype

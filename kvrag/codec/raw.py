@@ -100,14 +100,15 @@ class RawChunk(OpenedRecord):
         self._reader.read_block(layer_index, buffer)
         return keys, values
 
-    def place_layer(self, layer_index: int, into: Destination) -> None:
+    def place_layer(self, layer_index: int, *into: Destination) -> None:
         """Read one layer, rotate its keys, and copy both to `into`. Raises as `read_layer` does."""
-        device = into.keys.device
+        device = into[0].keys.device
         scratch = _pinned_scratch if device.type == "cuda" else _scratch
         # The copies below wait for the device, so the scratch buffer can be reused afterwards.
         keys, values = self._read(layer_index, scratch)
-        into.table.place(keys[:, into.tokens].to(device), into.rows, into.keys)
-        into.values.copy_(values[:, into.tokens])
+        for one in into:
+            one.table.place(keys[:, one.tokens].to(device), one.rows, one.keys)
+            one.values.copy_(values[:, one.tokens])
 
 
 class RawCodec:

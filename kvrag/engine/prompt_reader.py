@@ -111,6 +111,9 @@ class PromptReader:
         if not layout.token_ids:
             raise ParameterError("the prompt is empty: there is nothing to answer")
         layout = replace(layout, misses={**layout.misses, **damage})
+        if request.reuse and index.compression is None:
+            # A compressed chunk's rows are not tokens: a part of them is no part of the text.
+            layout, chunks = self._with_runs(layout, chunks, hints)
         found = {chunk_id: chunks[chunk_id] for chunk_id in layout.chunk_ids}
         if request.reuse and self._watching:
             self._warn_if_nothing_matched(found)
@@ -157,6 +160,17 @@ class PromptReader:
         usable = [match for match in matches if _is_usable(match, damaged, chunks)]
         num_lost = len(matches) - len(usable)
         return usable, chunks, {MISS_CATALOG: num_lost} if num_lost else {}
+
+    def _with_runs(
+        self, layout: Layout, chunks: Mapping[str, Chunk], hints: Sequence[str]
+    ) -> tuple[Layout, Mapping[str, Chunk]]:
+        """Return the layout with runs inside chunks, and all chunks by id."""
+        index = self._index
+        try:
+            filled = index.run_finder.fill(layout, chunks, hints, index.recent_chunk_ids)
+        except (IndexFormatError, StoreError):
+            return replace(layout, misses={MISS_CATALOG: 1, **layout.misses}), chunks
+        return filled.layout, {**filled.chunks, **chunks}
 
     def _warn_of_control(self, num_control: int) -> None:
         if self._has_warned_of_control:

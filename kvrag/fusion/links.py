@@ -265,7 +265,7 @@ def insert_links(layout: Layout, header: LinksHeader) -> Layout:
 
     Everything after an inserted row shifts, so positions are those of the longer sequence. If
     there are no spans or K = 0, the layout is returned unchanged. Spans beyond the first M get no
-    links and are counted.
+    links and are counted. Several runs of one chunk, one after the other, count as one span.
     """
     if not layout.spans or not header.num_links or layout.links:
         return layout
@@ -280,14 +280,18 @@ def insert_links(layout: Layout, header: LinksHeader) -> Layout:
     copied = layout.spans[0].prompt_start
     token_ids += layout.token_ids[:copied]
     put(header.start_row)
-    for number, span in enumerate(layout.spans):
+    number = 0
+    for span, following in zip(layout.spans, [*layout.spans[1:], None], strict=True):
         token_ids += layout.token_ids[copied : span.prompt_start]
         spans.append(replace(span, prompt_start=len(token_ids)))
         token_ids += layout.token_ids[span.prompt_start : span.prompt_end]
         copied = span.prompt_end
+        if following is not None and _goes_on(span, following):
+            continue
         if number < header.max_documents:
             for row in range(number * header.num_links, (number + 1) * header.num_links):
                 put(row)
+        number += 1
     put(header.end_row)
     token_ids += layout.token_ids[copied:]
     return replace(
@@ -295,8 +299,13 @@ def insert_links(layout: Layout, header: LinksHeader) -> Layout:
         token_ids=tuple(token_ids),
         spans=tuple(spans),
         links=tuple(links),
-        num_unlinked=max(0, len(layout.spans) - header.max_documents),
+        num_unlinked=max(0, number - header.max_documents),
     )
+
+
+def _goes_on(span: ReusedSpan, following: ReusedSpan) -> bool:
+    """Return whether a span is followed by a later part of the same record."""
+    return span.record_id == following.record_id and span.chunk_end <= following.chunk_start
 
 
 class LinkedRows:

@@ -163,8 +163,7 @@ class SpanLoader:
         spans = self._spans_by_record()
 
         def bring(lane: int, layer_index: int) -> None:
-            for span in spans[lanes[lane]]:
-                self._place(span, layer_index, fused, tables[layer_index])
+            self._place(spans[lanes[lane]], layer_index, fused, tables[layer_index])
 
         self._prefetch = LayerPrefetch(
             len(lanes),
@@ -199,31 +198,35 @@ class SpanLoader:
                 # Find the damage of all other records as well, so that one restart is enough.
                 self._lose({self._lanes[i]: e for i, e in self._prefetch.drain().items()})
         else:
-            for span in self._spans:
+            for lost, spans in self._spans_by_record().items():
                 try:
-                    self._place(span, layer_index, fused, table)
+                    self._place(spans, layer_index, fused, table)
                 except DAMAGE as error:
-                    lost = span.record_id
                     self._lose({lost: error, **self._other_damage(lost, len(fused.keys))})
         if self._write_more is not None:
             self._write_more(layer_index, fused, table)
 
     def _place(
-        self, span: ReusedSpan, layer_index: int, fused: FusedKV, table: RotaryTable
+        self, spans: Sequence[ReusedSpan], layer_index: int, fused: FusedKV, table: RotaryTable
     ) -> None:
-        if layer_index < self._unneeded.get(span, 0):
+        """Place one layer of one record's spans, decoded once."""
+        into = [
+            Destination(
+                keys=fused.keys[layer_index][0, :, rows],
+                values=fused.values[layer_index][0, :, rows],
+                tokens=slice(span.chunk_start, span.chunk_end),
+                table=table,
+                rows=rows,
+            )
+            for span in spans
+            if layer_index >= self._unneeded.get(span, 0)
+            for rows in [slice(span.prompt_start, span.prompt_end)]
+        ]
+        if not into:
             return
-        rows = slice(span.prompt_start, span.prompt_end)
-        into = Destination(
-            keys=fused.keys[layer_index][0, :, rows],
-            values=fused.values[layer_index][0, :, rows],
-            tokens=slice(span.chunk_start, span.chunk_end),
-            table=table,
-            rows=rows,
-        )
-        record_id = span.record_id
+        record_id = spans[0].record_id
         started = time.perf_counter()
-        self._records[record_id].place_layer(layer_index, into)
+        self._records[record_id].place_layer(layer_index, *into)
         # Only one thread at a time works on a record.
         self.record_seconds[record_id] += time.perf_counter() - started
 

@@ -82,8 +82,7 @@ class StreamedLoader(SpanLoader):
 
         def place(lane: RecordId) -> None:
             for layer_index, table in enumerate(tables):
-                for span in spans[lane]:
-                    self._place(span, layer_index, fused, table)
+                self._place(spans[lane], layer_index, fused, table)
 
         @functools.cache
         def compute_seconds(left_out: frozenset[int]) -> float | None:

@@ -259,6 +259,38 @@ class Catalog(CatalogMending):
             return self.generation()
 
     @checked
+    def num_rows(self) -> tuple[int, int]:
+        """Return the number of chunks, and the highest row number, -1 without chunks."""
+        found = self._rows("SELECT COUNT(*), COALESCE(MAX(row), -1) FROM chunks")
+        return found[0] if found else (0, -1)
+
+    @checked
+    def tokens_behind(self, row: int, most: int) -> list[tuple[int, bytes]]:
+        """Return row number and token ids of the next chunks after a row, at most `most`.
+
+        The token ids are packed as in the row (`kvrag.ingest.rows.pack_ids`). They may be damaged:
+        use them only to compare, and read the chunk before you use it.
+        """
+        found = self._rows(
+            "SELECT row, token_ids FROM chunks WHERE row > ? ORDER BY row LIMIT ?", (row, most)
+        )
+        return [(number, ids if isinstance(ids, bytes) else b"") for number, ids in found]
+
+    @checked
+    def token_ids_of(self, rows: Sequence[int], chunk_ids: Sequence[str]) -> dict[str, bytes]:
+        """Return token ids as `tokens_behind` does, by chunk id; leaves out unknown chunks."""
+        columns = "chunk_id, token_ids"
+        found = [
+            *self._select_in(columns, "row", rows),
+            *self._select_in(columns, "chunk_id", chunk_ids),
+        ]
+        return {
+            chunk_id: ids
+            for chunk_id, ids in found
+            if isinstance(chunk_id, str) and isinstance(ids, bytes)
+        }
+
+    @checked
     def vectors(self, dim: int) -> tuple[tuple[int, bytes], NDArray[np.int64], NDArray[np.float32]]:
         """Return the version, and row numbers ``[n]`` and vectors ``[n, dim]`` of the chunks.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kvrag.fusion.segments import ChunkMatcher
     from kvrag.ingest.coding import RecordCoding
     from kvrag.ingest.embedding import Embedding
+    from kvrag.ingest.run_finder import RunFinder
     from kvrag.models.kv_model import KVModel
 
 
@@ -408,6 +410,13 @@ class Index:
     def matcher(self) -> ChunkMatcher:
         """The matcher of the index's chunks in prompts; replaced when the catalog changes."""
         return self._search.matcher
+
+    @cached_property
+    def run_finder(self) -> RunFinder:
+        """The finder of runs inside the index's chunks; it follows changes of the catalog."""
+        from kvrag.ingest.run_finder import RunFinder
+
+        return RunFinder(self.catalog, lambda ids: str(self.tokenizer.decode(ids)))
 
     @property
     def recent_chunk_ids(self) -> tuple[str, ...]:

@@ -51,10 +51,10 @@ class WatchedChunk:
             self._store.note_damage(self._key)
             raise
 
-    def place_layer(self, layer_index: int, into: Destination) -> None:
+    def place_layer(self, layer_index: int, *into: Destination) -> None:
         """Write one layer where it belongs; see `EncodedChunk.place_layer`."""
         try:
-            self._inner.place_layer(layer_index, into)
+            self._inner.place_layer(layer_index, *into)
         except RecordError:
             self._store.note_damage(self._key)
             raise

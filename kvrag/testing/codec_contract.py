@@ -7,9 +7,10 @@ import threading
 import torch
 
 from kvrag.chunk import ChunkKey
-from kvrag.codec.base import Codec
+from kvrag.codec.base import Codec, Destination
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import ChunkKV, KVSpec
+from kvrag.positions.rotary import RotaryTable
 from kvrag.testing.needs import pytest
 
 KEY = ChunkKey("0123456789" * 4)
@@ -124,6 +125,26 @@ class CodecContract:
             keys, values = chunk.read_layer(layer_index)
             assert same_bits(keys, whole.keys[layer_index])
             assert same_bits(values, whole.values[layer_index])
+
+    def test_stretches_of_a_layer(self, codec: Codec) -> None:
+        spec = spec_of()
+        record = codec.encode(KEY, random_kv(spec, 300))
+        whole = decode(codec, KEY, record, spec)
+        chunk = codec.open(KEY, BytesSource(record), spec)
+        unrotated = RotaryTable(torch.ones(400, 8), torch.zeros(400, 8))
+        buffers = torch.full((2, spec.num_kv_heads, 400, spec.head_dim), 7.0)
+        stretches = [(slice(299, 300), 0), (slice(0, 1), 7), (slice(33, 257), 100)]
+        for layer_index in range(spec.num_layers):
+            into = [
+                Destination(buffers[0, :, rows], buffers[1, :, rows], tokens, unrotated, rows)
+                for tokens, start in stretches
+                for rows in [slice(start, start + tokens.stop - tokens.start)]
+            ]
+            chunk.place_layer(layer_index, *into)
+            for one in into:
+                torch.testing.assert_close(one.keys, whole.keys[layer_index][:, one.tokens])
+                torch.testing.assert_close(one.values, whole.values[layer_index][:, one.tokens])
+        assert (buffers[:, :, 8:100] == 7).all()
 
     @pytest.mark.parametrize("layer_index", [-1, 3, 10**9])
     def test_no_such_layer(self, codec: Codec, layer_index: int) -> None:

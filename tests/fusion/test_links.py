@@ -227,6 +227,20 @@ LAYOUT = Layout(
 )
 
 
+def test_runs_of_one_chunk_share_its_links() -> None:
+    spans = (
+        ReusedSpan("a", 1, 4, 2),
+        ReusedSpan("a", 4, 8, 2),  # goes on
+        ReusedSpan("a", 6, 4, 2),  # the same text again
+        ReusedSpan("b", 9, 7, 1),
+    )
+    layout = insert_links(Layout(tuple(range(12)), spans, 1, True), header(1))
+    x = LINK
+    assert layout.token_ids == (0, x, 1, 2, 3, 4, 5, x, 6, 7, x, 8, 9, x, x, 10, 11)
+    assert [link.row for link in layout.links] == [40, 0, 1, 2, 41]
+    assert [span.prompt_start for span in layout.spans] == [2, 5, 8, 12]
+
+
 def header(num_links: int, max_documents: int = 40) -> LinksHeader:
     return LinksHeader("tuned", "embeddings", num_links, max_documents, "f")
 

@@ -57,8 +57,9 @@ class EightBitChunk(OpenedRecord):
             found.append(rows.to(spec.dtype))
         return found[0], found[1]
 
-    def place_layer(self, layer_index: int, into: Destination) -> None:
+    def place_layer(self, layer_index: int, *into: Destination) -> None:
         """Write one layer's keys, rotated to their positions, and values where they belong."""
         keys, values = self.read_layer(layer_index)
-        into.table.place(keys[:, into.tokens], into.rows, into.keys)
-        into.values.copy_(values[:, into.tokens])
+        for one in into:
+            one.table.place(keys[:, one.tokens], one.rows, one.keys)
+            one.values.copy_(values[:, one.tokens])

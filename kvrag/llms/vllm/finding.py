@@ -72,12 +72,14 @@ class TokenFinder:
                 chunk, context_ids = record
                 standing.append(replace(span, chunk_id=chunk.chunk_id, context_ids=context_ids))
         num_unclear = len(spans) - len(standing)
-        return replace(
+        layout = replace(
             layout,
             spans=tuple(standing),
             misses={MISS_UNCLEAR: num_unclear} if num_unclear else {},
             chunk_ids=tuple(dict.fromkeys(span.chunk_id for span in standing)),
         )
+        chunks = {chunk.chunk_id: chunk for _, text in found for chunk in text.chunks}
+        return self._index.run_finder.fill(layout, chunks).layout
 
     def _search(self, ids: tuple[int, ...], start: int) -> list[tuple[ReusedSpan, FoundText]]:
         heads = self._table()

@@ -1,0 +1,169 @@
+"""Runs of an index's chunks in prompts: a table of fingerprints that follows the catalog."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrag.chunk import Chunk
+from kvrag.fusion.fingerprints import MIN_RUN, NGRAM, Fingerprints, ngram_hashes, window_minima
+from kvrag.fusion.layout import MAX_EDGE_TOKENS, Layout, ReusedSpan
+from kvrag.fusion.runs import Decode, Gap, Ids, Run, choose_runs, fill, find_runs, gaps_of
+from kvrag.ingest.catalog import Catalog
+
+# Text that very many chunks have in common, such as a licence, says little about which it is.
+_MAX_ROWS = 32
+_MAX_CANDIDATES = 128
+_MAX_HINTS = 16
+_BATCH = 4096  # chunks read before they are hashed
+
+
+@dataclass(frozen=True)
+class FilledLayout:
+    """A layout with the runs found in it.
+
+    Attributes
+    ----------
+    layout
+        The layout, with spans for runs.
+    chunks
+        The chunks of the new spans, by id.
+    runs
+        All runs found, also those that are not reused.
+    """
+
+    layout: Layout
+    chunks: Mapping[str, Chunk] = field(default_factory=dict)
+    runs: Sequence[Run] = ()
+
+
+class RunFinder:
+    """Finds stored chunks' tokens in prompts wherever the text was cut. Safe to use from threads.
+
+    The table is made from the catalog at the first prompt. Later, only new chunks are added;
+    removed ones stay in the table, without effect, until they are half of it.
+
+    Parameters
+    ----------
+    catalog
+        The index's catalog.
+    decode
+        Returns the text of token ids.
+    """
+
+    def __init__(self, catalog: Catalog, decode: Decode) -> None:
+        self._catalog = catalog
+        self._decode = decode
+        self._refreshing = threading.Lock()
+        self._generation = -1
+        self._last_row = -1
+        self._num_rows = 0
+        self._fingerprints = Fingerprints()
+
+    @property
+    def fingerprints(self) -> Fingerprints:
+        """The table of fingerprints of the catalog's present chunks. Raises as the catalog does."""
+        with self._refreshing:
+            generation = self._catalog.generation()
+            if generation != self._generation:
+                count, last = self._catalog.num_rows()
+                if count * 2 < self._num_rows or last < self._last_row:
+                    self._fingerprints, self._last_row, self._num_rows = Fingerprints(), -1, 0
+                self._fingerprints = self._fingerprints.with_chunks(self._new_chunks())
+                self._generation = generation
+            return self._fingerprints
+
+    def _new_chunks(self) -> Iterator[tuple[int, Ids]]:
+        while batch := self._catalog.tokens_behind(self._last_row, _BATCH):
+            self._last_row = batch[-1][0]
+            self._num_rows += len(batch)
+            yield from ((row, _unpacked(ids)) for row, ids in batch)
+
+    def fill(
+        self,
+        layout: Layout,
+        chunks: Mapping[str, Chunk],
+        hints: Sequence[str] = (),
+        retrieved: Sequence[str] = (),
+    ) -> FilledLayout:
+        """Return a layout with further spans, for runs inside chunks.
+
+        Parameters
+        ----------
+        layout
+            The layout of whole chunks.
+        chunks
+            The chunks of its spans, by id.
+        hints
+            Ids of chunks that the prompt probably contains. They decide between chunks with the
+            same tokens.
+        retrieved
+            Ids of chunks found by the latest searches. They and `hints` are compared even if they
+            have no fingerprint in the prompt: perhaps only short runs of their text are left.
+
+        Raises
+        ------
+        IndexFormatError, StoreError
+            If the catalog cannot be read.
+        """
+        gaps = gaps_of(layout)
+        if not gaps:
+            return FilledLayout(layout)
+        token_ids = np.array(layout.token_ids, np.int64).astype(np.int32)
+        rows = self._likely_rows(token_ids, gaps)
+        partly = [span for span in layout.spans if _is_part(span, chunks[span.chunk_id])]
+        candidates = {
+            span.chunk_id: np.array(chunks[span.chunk_id].token_ids, np.int32) for span in partly
+        }
+        likely = dict.fromkeys([*hints, *retrieved])
+        hinted = [one for one in likely if one not in chunks][:_MAX_HINTS]
+        for chunk_id, ids in self._catalog.token_ids_of(rows, hinted).items():
+            candidates.setdefault(chunk_id, _unpacked(ids))
+        runs, usable = find_runs(token_ids, gaps, candidates, self._decode, partly)
+        chosen = choose_runs(usable, hints)
+        wanted = {run.chunk_id for one in chosen for run in (one.run, *one.others)}
+        found = {
+            chunk_id: chunk
+            for chunk_id, chunk in self._catalog.find_chunks(wanted).items()
+            if chunk is not None
+        }
+        filled = fill(layout, chosen, {**found, **chunks}, hints)
+        placed = {span.chunk_id for span in filled.spans}
+        return FilledLayout(
+            replace(filled, chunk_ids=_chunk_ids(layout, filled)),
+            {chunk_id: chunk for chunk_id, chunk in found.items() if chunk_id in placed},
+            runs,
+        )
+
+    def _likely_rows(self, token_ids: Ids, gaps: Sequence[Gap]) -> list[int]:
+        """Return the rows of the chunks with the most, and the rarest, fingerprints in the gaps."""
+        hashes = ngram_hashes(token_ids)
+        long = [gap for gap in gaps if gap[1] - gap[0] >= MIN_RUN]
+        if not long:
+            return []
+        minima = [window_minima(hashes[first : last - NGRAM + 1]) for first, last in long]
+        places, rows = self.fingerprints.look_up(np.unique(np.concatenate(minima)), _MAX_ROWS)
+        if not len(rows):
+            return []
+        weights: NDArray[np.float64] = 1.0 / np.bincount(places)[places]
+        distinct, inverse = np.unique(rows, return_inverse=True)
+        votes = np.bincount(inverse, weights)
+        return [int(row) for row in distinct[np.argsort(-votes, kind="stable")[:_MAX_CANDIDATES]]]
+
+
+def _is_part(span: ReusedSpan, chunk: Chunk) -> bool:
+    return span.length < len(chunk.token_ids) - MAX_EDGE_TOKENS
+
+
+def _chunk_ids(layout: Layout, filled: Layout) -> tuple[str, ...]:
+    """Return the chunks of a filled layout in prompt order, and those that gave no span."""
+    placed = dict.fromkeys(span.chunk_id for span in filled.spans)
+    return (*placed, *(one for one in dict.fromkeys(layout.chunk_ids) if one not in placed))
+
+
+def _unpacked(packed: bytes) -> Ids:
+    return np.frombuffer(packed[: len(packed) // 4 * 4], "<i4").astype(np.int32, copy=False)
