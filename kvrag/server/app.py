@@ -27,8 +27,6 @@ from kvrag.server.requests import ChatRequest, CompletionRequest, EmbeddingReque
 from kvrag.server.service import Service
 from kvrag.server.worker import MAX_STREAMS, MAX_WAITING, Worker
 
-MAX_BODY_BYTES = 16 << 20
-
 _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": r.ErrorBody, "description": what}
@@ -98,7 +96,6 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
-        max_body_size=MAX_BODY_BYTES,
     )
     _add_routes(app, service, metrics)
     _add_errors(app)

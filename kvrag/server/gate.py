@@ -22,6 +22,9 @@ from kvrag.store.server_requests import is_loopback
 BODY_SECONDS = 30.0
 """Time for a request's whole body."""
 
+MAX_BODY_BYTES = 16 << 20
+"""The longest body."""
+
 MAX_REQUESTS = 1024
 """Most requests in progress, of all kinds."""
 
@@ -122,7 +125,7 @@ class Gate:
                 await problem.response()(scope, receive, send_noted)
                 return
             scope.setdefault("state", {})["record"] = record
-            await self._app(scope, _in_time(receive), send_noted)
+            await self._app(scope, _bounded(receive), send_noted)
         finally:
             self._num_requests -= 1
             if record.generation is not None:
@@ -183,13 +186,14 @@ class Gate:
         requests_log.info("request", extra={"fields": line})
 
 
-def _in_time(receive: Receive) -> Receive:
-    """Return `receive`, which fails if a body takes too long."""
+def _bounded(receive: Receive) -> Receive:
+    """Return `receive`, which fails if a body is too long or takes too long."""
     deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+    num_bytes = 0
     is_complete = False
 
-    async def receive_in_time() -> Message:
-        nonlocal is_complete
+    async def receive_bounded() -> Message:
+        nonlocal num_bytes, is_complete
         if is_complete:
             return await receive()
         try:
@@ -197,10 +201,13 @@ def _in_time(receive: Receive) -> Receive:
                 message = await receive()
         except TimeoutError:
             raise HTTPException(408, f"the body took over {BODY_SECONDS:g} seconds") from None
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body has over {MAX_BODY_BYTES:,} bytes; send less")
         is_complete = message["type"] != "http.request" or not message.get("more_body", False)
         return message
 
-    return receive_in_time
+    return receive_bounded
 
 
 def _host(header: str) -> str:
