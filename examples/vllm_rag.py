@@ -39,7 +39,7 @@ def main(model: str = "kvrag-tiny") -> None:
         with kvrag.Index.create(path, model=model, chunk_tokens=64) as index:
             index.add([DOCUMENTS])
 
-        # With base_url="http://127.0.0.1:8000/v1", a server started by `kvrag serve` answers.
+        # With base_url="http://127.0.0.1:8000/v1", the server of `kvrag serve --engine vllm` does.
         llm = KVRagVLLM(index=path, max_tokens=24, engine_args={"enforce_eager": True})
         prompt = {
             "context": KVRagRetriever(index=path, k=4) | join,

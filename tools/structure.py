@@ -34,6 +34,7 @@ _SAYS = {
     "kvrag_bench": "measuring",
     "kvrag_corpus": "generated documents",
     "cli": "commands",
+    "server": "OpenAI-compatible API",
     "tune": "calibrating, choosing stores",
     "retrievers": "LangChain, LlamaIndex",
     "llms": "LangChain, LlamaIndex, vLLM",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvrag.cli import console
-from kvrag.cli.prompts import Messages, chat_messages, reading_order
+from kvrag.engine.prompts import Messages, chat_messages, reading_order
 from kvrag.errors import IndexFormatError
 from kvrag.models.plain import few_shot_prompt, plain_prompt
 

@@ -1,32 +1,129 @@
-"""`kvrag serve`: serve an index with vLLM's OpenAI-compatible server."""
+"""`kvrag serve`: serve an index over an OpenAI-compatible API."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvrag.arguments import shown
 from kvrag.cli import options as o
+from kvrag.cli.command import given
+from kvrag.errors import ParameterError
 from kvrag.fusion.policies import DEFAULT_POLICY
+
+if TYPE_CHECKING:
+    from kvrag.cli.answering import Settings
+    from kvrag.server.app import ServerOptions
+
+_TRANSFORMERS, _VLLM = "transformers", "vllm"
+# The parameters that one engine alone takes.
+_ONLY = {
+    _TRANSFORMERS: (
+        *("device", "top_k", "eviction", "links", "ttft", "max_tokens", "keys", "anyone"),
+        *("allow_origin", "streams", "waiting", "grace"),
+    ),
+    _VLLM: ("artefacts", "only_asked", "any_version", "show"),
+}
 
 
 def serve(
     context: typer.Context,
     index: o.IndexOption = o.DEFAULT_INDEX,
+    engine: Annotated[
+        str,
+        typer.Option(
+            metavar=f"{_TRANSFORMERS}|{_VLLM}",
+            help="What generates: Transformers in this process, or vLLM, which is installed apart.",
+        ),
+    ] = _TRANSFORMERS,
     store: o.StoreOption = None,
+    device: o.DeviceOption = None,
+    top_k: Annotated[
+        int,
+        typer.Option(
+            "-k",
+            min=1,
+            help="Chunks that the server retrieves, for the model rag:NAME.",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = o.DEFAULT_TOP_K,
     policy: o.PolicyOption = DEFAULT_POLICY,
     ratio: o.RatioOption = None,
     boundary_tokens: o.BoundaryTokensOption = None,
+    eviction: o.EvictionOption = None,
+    links: o.LinksOption = None,
+    ttft: o.TTFTOption = None,
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Maximum length of an answer, in tokens, if its request sets none.",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = o.DEFAULT_MAX_TOKENS,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
+    ] = 8000,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="TOML file of API keys and their limits; other users may not read it. Default: "
+            "the one key in the variable KVRAG_SERVER_KEY, or none.",
+            show_default=False,
+        ),
+    ] = None,
+    anyone: Annotated[
+        bool,
+        typer.Option(
+            "--anyone", help="Serve other machines without keys.", rich_help_panel=o.TUNING
+        ),
+    ] = False,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Let pages of this origin ask from a browser (CORS); repeatable.",
+            rich_help_panel=o.TUNING,
+            show_default=False,
+        ),
+    ] = None,
+    streams: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Answers generated at the same time; each holds its prompt's KV in memory.",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = 8,
+    waiting: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Answers that may wait for their turn; more are refused.",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = 128,
+    grace: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Seconds that answers get to finish when the server stops.",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = 30,
     artefacts: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Store of prompts fused in advance. Default: a folder in the index's folder.",
+            help="vLLM: store of prompts fused in advance. Default: a folder in the index's "
+            "folder.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -35,7 +132,7 @@ def serve(
         bool,
         typer.Option(
             "--only-asked",
-            help="Look for chunks only in prompts whose client asks for it.",
+            help="vLLM: look for chunks only in prompts whose client asks for it.",
             rich_help_panel=o.TUNING,
         ),
     ] = False,
@@ -43,40 +140,114 @@ def serve(
         bool,
         typer.Option(
             "--any-version",
-            help="Accept untested versions of vLLM.",
+            help="vLLM: accept untested versions.",
             rich_help_panel=o.RESEARCH,
         ),
     ] = False,
     show: Annotated[
-        bool, typer.Option("--show", help="Print the vllm command; start nothing.")
+        bool,
+        typer.Option(
+            "--show", help="vLLM: print the command; start nothing.", rich_help_panel=o.TUNING
+        ),
     ] = False,
 ) -> None:
-    """Serve an index with vLLM, which reuses the stored KV of the chunks in each prompt.
+    """Serve an index to clients of the OpenAI API, which need no change.
 
-    Clients of the OpenAI API need no change. Options that are not listed here are passed to 'vllm
-    serve' (--max-model-len, --api-key, ...).
+    With --engine vllm, options that are not listed here are passed to 'vllm serve'
+    (--max-model-len, --api-key, ...).
     """
-    from kvrag.llms.vllm.options import serve_command
-    from kvrag.llms.vllm.settings import ConnectorSettings
+    if engine not in _ONLY:
+        raise ParameterError(f"--engine {shown(engine)}: expected {_TRANSFORMERS!r} or {_VLLM!r}")
+    (other,) = _ONLY.keys() - {engine}
+    unfit = given(context, *_ONLY[other])
+    if engine == _TRANSFORMERS:
+        unfit += context.args
+    if unfit:
+        raise ParameterError(f"{unfit[0]} is for --engine {other}; leave it out")
+    if engine == _VLLM:
+        _serve_vllm(
+            {
+                "index": str(index),
+                "store": store,
+                "artefacts": artefacts,
+                "policy": policy,
+                "ratio": ratio,
+                "boundary_tokens": boundary_tokens,
+                "find_chunks": not only_asked,
+                "any_version": any_version,
+            },
+            {"host": host, "port": port, "more": context.args},
+            show=show,
+        )
+        return
+    from kvrag.cli.answering import Settings
+    from kvrag.store.extras import require
 
-    settings = ConnectorSettings(
-        str(index),
-        store=store,
-        artefacts=artefacts,
+    for module in ("fastapi", "uvicorn", "prometheus_client", "aiohttp"):
+        require(module, "serve")
+    from kvrag.server.access import read_keys
+    from kvrag.server.app import ServerOptions
+    from kvrag.server.running import check_address
+    from kvrag.store.server_requests import is_loopback
+
+    api_keys = read_keys(keys)
+    check_address(host, has_keys=bool(api_keys), anyone=anyone)
+    settings = Settings(
+        top_k=top_k,
         policy=policy,
         ratio=ratio,
         boundary_tokens=boundary_tokens,
-        find_chunks=not only_asked,
-        any_version=any_version,
+        eviction=eviction,
+        links=links,
+        ttft=ttft,
+        max_tokens=max_tokens,
     )
-    command = serve_command(settings, host=host, port=port, more=context.args)
+    options = ServerOptions(
+        keys=api_keys,
+        origins=tuple(allow_origin or ()),
+        is_local=is_loopback(host),
+        top_k=top_k,
+        max_streams=streams,
+        max_waiting=waiting,
+    )
+    _serve_here(
+        {"path": index, "device": device, "store": store},
+        settings,
+        options,
+        {"host": host, "port": port, "grace_seconds": grace},
+    )
+
+
+def _serve_here(
+    opening: dict[str, Any], settings: Settings, options: ServerOptions, address: dict[str, Any]
+) -> None:
+    from kvrag.cli.answering import make_engine
+    from kvrag.cli.listening import until_told
+    from kvrag.cli.opening import open_index, warm_up
+    from kvrag.server.app import make_app
+    from kvrag.server.logs import log_to_stderr
+    from kvrag.server.running import Server
+
+    with open_index(**opening) as opened:
+        engine = make_engine(opened, settings)
+        warm_up(opened)
+        log_to_stderr()
+        server = Server(make_app(engine, options), **address)
+        until_told(server.serve_forever, server.stop, f"{server.url}/v1")
+
+
+def _serve_vllm(settings: dict[str, Any], command: dict[str, Any], *, show: bool) -> None:
+    from kvrag.llms.vllm.options import serve_command
+    from kvrag.llms.vllm.settings import ConnectorSettings
+
+    words = serve_command(ConnectorSettings(**settings), **command)
     if show:
         import shlex
 
-        print(shlex.join(command))
+        print(shlex.join(words))
         return
     if os.name == "posix":
         sys.stdout.flush()
         # vLLM replaces this process, so that signals and the exit code are the server's.
-        os.execv(command[0], command)
-    raise typer.Exit(subprocess.run(command, check=False).returncode)
+        os.execv(words[0], words)
+    raise typer.Exit(subprocess.run(words, check=False).returncode)

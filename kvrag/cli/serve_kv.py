@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +11,7 @@ from kvrag import arguments
 from kvrag.cli import console, names
 from kvrag.cli import options as o
 from kvrag.cli.command import given
+from kvrag.cli.listening import until_told
 from kvrag.errors import ParameterError
 from kvrag.store.http_protocol import TOKEN_VARIABLE, read_token
 from kvrag.store.server import DEFAULT_PORT, MAX_CONNECTIONS, RecordServer, tls_context
@@ -115,7 +114,8 @@ def serve_kv(
             why = getattr(error, "strerror", None) or str(error)
             raise ParameterError(f"cannot listen at {host}, port {port}: {why}") from error
         raise
-    _until_told(server)
+    rights = "reading and writing" if server.is_writable else "reading"
+    until_told(server.serve_forever, server.stop, f"{server.url} ({rights})")
     opened.close()
     counts = server.counts()
     console.note(
@@ -135,23 +135,3 @@ def _store_of(index: Path | None) -> Store:
     folder = arguments.resolved_path(index, "--index")
     url = IndexConfig.load(folder).store
     return open_store(url) if url else FileStore(folder / KV_FOLDER)
-
-
-def _until_told(server: RecordServer) -> None:
-    """Serve until SIGTERM or SIGINT arrives, and finish the answers that have begun."""
-    told = threading.Event()
-    before = {
-        number: signal.signal(number, lambda *_: told.set())
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    thread = threading.Thread(target=server.serve_forever, name="kvrag-serve")
-    thread.start()
-    try:
-        rights = "reading and writing" if server.is_writable else "reading"
-        console.write(f"{server.url} ({rights})\n")
-        told.wait()
-    finally:
-        server.stop()
-        thread.join()
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -14,6 +14,6 @@ def require(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ParameterError(
-            f"this store needs the library {module.partition('.')[0]!r}, which is not installed: "
+            f"this needs the library {module.partition('.')[0]!r}, which is not installed: "
             f"pip install 'kvrag[{extra}]'"
         ) from error

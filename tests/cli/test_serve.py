@@ -33,6 +33,8 @@ def test_what_it_would_start(run: Run, index_path: Path) -> None:
     ran = run(
         *(
             "serve",
+            "--engine",
+            "vllm",
             "-i",
             index_path,
             "--policy",
@@ -73,14 +75,14 @@ def test_what_it_would_start(run: Run, index_path: Path) -> None:
 def test_what_cannot_be_served(
     run: Run, index_path: Path, arguments: tuple[str, ...], why: str
 ) -> None:
-    ran = run("serve", "-i", index_path, "--show", *arguments)
+    ran = run("serve", "--engine", "vllm", "-i", index_path, "--show", *arguments)
     assert ran.code == 1
     assert why in ran.err
 
 
 @pytest.mark.usefixtures("tested")
 def test_there_must_be_an_index(run: Run, tmp_path: Path) -> None:
-    ran = run("serve", "-i", tmp_path, "--show")
+    ran = run("serve", "--engine", "vllm", "-i", tmp_path, "--show")
     assert ran.code == 1
     assert "there is no index" in ran.err
 
@@ -94,7 +96,7 @@ def test_only_tested_versions_of_vllm(
     why: str,
 ) -> None:
     monkeypatch.setattr(versions, "installed_version", lambda: found)
-    for arguments in (("serve", "-i", index_path, "--show"), ("bench", "vllm")):
+    for arguments in (("serve", "--engine", "vllm", "-i", index_path, "--show"), ("bench", "vllm")):
         ran = run(*arguments)
         assert ran.code == 1
         assert why in ran.err

@@ -31,7 +31,7 @@ class VLLMSettings(EngineSettings):
     Attributes
     ----------
     base_url
-        Address of a server that ``kvrag serve`` has started, such as
+        Address of a server that ``kvrag serve --engine vllm`` has started, such as
         ``http://127.0.0.1:8000/v1``; None starts vLLM in this process at the first call, once for
         all objects with the same index and arguments.
     engine_args

@@ -1,4 +1,4 @@
-"""A connection to vLLM's OpenAI-compatible server, as `kvrag serve` starts it."""
+"""A connection to vLLM's OpenAI-compatible server, as `kvrag serve --engine vllm` starts it."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ class HTTPServer:
             ) from error
         except (URLError, OSError, HTTPException) as error:
             raise EngineError(
-                f"{self._base_url} does not answer ({error}): start it with 'kvrag serve', or "
-                "give another base_url"
+                f"{self._base_url} does not answer ({error}): start it with 'kvrag serve "
+                "--engine vllm', or give another base_url"
             ) from error
         return opened
 

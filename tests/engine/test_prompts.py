@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from kvrag.chunk import Chunk
-from kvrag.cli.prompts import chat_messages, reading_order
+from kvrag.engine.prompts import chat_messages, reading_order
 from kvrag.models.plain import few_shot_prompt, plain_prompt
 
 

@@ -1,4 +1,4 @@
-"""The prompts that `query` and `chat` build from retrieved chunks."""
+"""The prompts that `query`, `chat` and the server build from retrieved chunks."""
 
 from __future__ import annotations
 

@@ -1,0 +1,229 @@
+"""API keys, and what each one may do."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import stat
+import time
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvrag.errors import ParameterError
+from kvrag.regularfile import read_regular
+from kvrag.server.problems import LimitError, RequestError
+
+KEY_VARIABLE = "KVRAG_SERVER_KEY"
+"""Environment variable with the one key of a server without a file of keys; clients read it too."""
+
+_Limit = Annotated[int | None, Field(default=None, ge=1)]
+_SHORTEST_KEY = 16
+
+
+class ApiKey(BaseModel):
+    """A key, whose it is, and its limits; None means no limit.
+
+    Attributes
+    ----------
+    name
+        Its name in logs.
+    key
+        What clients send.
+    tenant
+        Keys of one tenant count as one when the worker chooses who is next.
+    requests_per_minute, tokens_per_minute
+        Tokens are those of prompts and answers.
+    concurrency
+        Most requests at the same time.
+    max_prompt_tokens
+        Most tokens in a prompt.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, frozen=True)
+
+    name: str = Field(min_length=1, max_length=100)
+    key: str = Field(min_length=_SHORTEST_KEY, max_length=500, pattern="^[!-~]+$", repr=False)
+    tenant: str = Field(default="", max_length=100)
+    requests_per_minute: _Limit
+    tokens_per_minute: _Limit
+    concurrency: _Limit
+    max_prompt_tokens: _Limit
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    keys: list[ApiKey] = Field(min_length=1)
+
+
+def read_keys(path: Path | None) -> list[ApiKey]:
+    """Return the keys in a TOML file, or the environment's key if `path` is None.
+
+    Raises
+    ------
+    ParameterError
+        When the file cannot be read or other users may read it, or a key is wrong.
+    """
+    if path is None:
+        key = os.environ.get(KEY_VARIABLE, "")
+        return _checked(KEY_VARIABLE, {"keys": [{"name": "default", "key": key}]}) if key else []
+    try:
+        content = tomllib.loads(read_regular(path).decode())
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        raise ParameterError(
+            f"{path} is not a file of keys: {getattr(error, 'strerror', None) or error}; write "
+            "[[keys]] with a name and a key for each"
+        ) from error
+    if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise ParameterError(
+            f"{path}: other users may read these keys; take that right away (chmod 600)"
+        )
+    return _checked(str(path), content)
+
+
+def _checked(where: str, content: dict[str, Any]) -> list[ApiKey]:
+    try:
+        keys = _File.model_validate(content).keys
+    except ValidationError as error:
+        # Without the input: it may be a key.
+        first = error.errors(include_input=False, include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ParameterError(
+            f"{where}: {place}: {first['msg']}; a key is {_SHORTEST_KEY} or more visible ASCII "
+            "characters, as 'openssl rand -hex 32' makes them"
+        ) from error
+    for field in ("name", "key"):
+        if len({getattr(one, field) for one in keys}) < len(keys):
+            raise ParameterError(f"{where}: two keys have the same {field}; each has its own")
+    return keys
+
+
+class Bucket:
+    """A limit of so much a minute, after which it fills again evenly.
+
+    Parameters
+    ----------
+    per_minute
+        The amount; a whole minute's worth may be taken at once.
+    """
+
+    def __init__(self, per_minute: int) -> None:
+        self._per_minute = per_minute
+        self._level = float(per_minute)
+        self._then = time.monotonic()
+
+    def seconds_until(self, amount: float) -> float:
+        """Return the seconds until `amount` is there; 0 if it is."""
+        now = time.monotonic()
+        gained = (now - self._then) * self._per_minute / 60
+        self._level, self._then = min(self._per_minute, self._level + gained), now
+        return max(0.0, amount - self._level) * 60 / self._per_minute
+
+    def take(self, amount: float) -> None:
+        """Take an amount, also if less is there: the debt is paid before anything else."""
+        self._level -= amount
+
+
+class Account:
+    """One caller's use of the server. Only the event loop's thread may use it.
+
+    Parameters
+    ----------
+    key
+        The caller's key; None for a server without keys.
+    """
+
+    def __init__(self, key: ApiKey | None) -> None:
+        self.name = "" if key is None else key.name
+        self.tenant = "" if key is None else key.tenant or key.name
+        self._key = key
+        self._num_active = 0
+        self._requests = _bucket(None if key is None else key.requests_per_minute)
+        self._tokens = _bucket(None if key is None else key.tokens_per_minute)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether prompts must be counted before they are computed."""
+        return self._tokens is not None or (
+            self._key is not None and self._key.max_prompt_tokens is not None
+        )
+
+    def enter(self) -> None:
+        """Begin a request; `leave` ends it. Raises LimitError."""
+        most = None if self._key is None else self._key.concurrency
+        if most is not None and self._num_active >= most:
+            raise LimitError(f"this key may have {most} requests at the same time", 1)
+        for bucket, amount, what in ((self._requests, 1, "requests"), (self._tokens, 0, "tokens")):
+            if bucket is not None and (seconds := bucket.seconds_until(amount)) > 0:
+                raise LimitError(f"this key has used up its {what} a minute", math.ceil(seconds))
+        if self._requests is not None:
+            self._requests.take(1)
+        self._num_active += 1
+
+    def leave(self) -> None:
+        """End a request."""
+        self._num_active -= 1
+
+    def check_prompt(self, num_tokens: int) -> None:
+        """Raise RequestError if a prompt is too long for the key."""
+        most = None if self._key is None else self._key.max_prompt_tokens
+        if most is not None and num_tokens > most:
+            raise RequestError(
+                400,
+                f"the prompt has {num_tokens} tokens, and this key may send {most}; shorten it",
+                code="context_length_exceeded",
+            )
+
+    def charge(self, num_tokens: int) -> None:
+        """Count tokens that were used."""
+        if self._tokens is not None:
+            self._tokens.take(num_tokens)
+
+
+def _bucket(per_minute: int | None) -> Bucket | None:
+    return None if per_minute is None else Bucket(per_minute)
+
+
+class Accounts:
+    """The accounts of all keys.
+
+    Parameters
+    ----------
+    keys
+        The keys; without any, everybody who reaches the server shares one account.
+    """
+
+    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+        # By digest, so that the time of a look-up says nothing about a key.
+        self._by_digest = {_digest(one.key): Account(one) for one in keys}
+        self._anyone = Account(None)
+
+    @property
+    def need_a_key(self) -> bool:
+        """Whether requests must send a key."""
+        return bool(self._by_digest)
+
+    def of(self, authorization: str) -> Account:
+        """Return the account for a header ``Authorization``. Raises RequestError."""
+        if not self._by_digest:
+            return self._anyone
+        scheme, _, given = authorization.partition(" ")
+        account = self._by_digest.get(_digest(given.strip()))
+        if account is None or scheme.lower() != "bearer":
+            raise RequestError(
+                401,
+                "this server asks for a key: send 'Authorization: Bearer KEY'",
+                "authentication_error",
+                code="invalid_api_key",
+            )
+        return account
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

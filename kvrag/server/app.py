@@ -1,0 +1,198 @@
+"""The ASGI application: routes, errors in OpenAI's shape, and the OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
+
+import kvrag
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import KVRagError
+from kvrag.server import responses as r
+from kvrag.server.access import Accounts, ApiKey
+from kvrag.server.gate import Gate
+from kvrag.server.metrics import ServerMetrics
+from kvrag.server.problems import RequestError, as_problem, validation_problem
+from kvrag.server.requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from kvrag.server.service import Service
+from kvrag.server.worker import MAX_STREAMS, MAX_WAITING, Worker
+
+_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": r.ErrorBody, "description": what}
+    for status, what in {
+        400: "The request is wrong, or asks for what this server does not support.",
+        401: "There is no key, or a wrong one.",
+        403: "A server without keys answers to localhost alone.",
+        404: "There is no such model.",
+        408: "The body took too long.",
+        413: "The body is too large.",
+        429: "A limit of the key is reached; Retry-After says for how long.",
+        500: "The server failed.",
+        503: "The queue is full, or the index cannot be read; Retry-After says for how long.",
+    }.items()
+}
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How to serve.
+
+    Attributes
+    ----------
+    keys
+        API keys; without any, requests need none.
+    origins
+        Web pages' origins that may ask from a browser (CORS).
+    is_local
+        Whether only this machine can connect.
+    top_k
+        How many chunks the server retrieves, for the model ``rag:NAME``.
+    max_streams, max_waiting
+        See `kvrag.server.worker.Worker`.
+    """
+
+    keys: Sequence[ApiKey] = ()
+    origins: Sequence[str] = ()
+    is_local: bool = True
+    top_k: int = 4
+    max_streams: int = MAX_STREAMS
+    max_waiting: int = MAX_WAITING
+
+
+def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGIApp:
+    """Return the application that serves an engine's index.
+
+    Parameters
+    ----------
+    engine
+        What answers. The caller closes its index after the application's end.
+    options
+        How to serve.
+    """
+    worker = Worker(options.max_streams, options.max_waiting)
+    service = Service(engine, worker, options.top_k)
+    metrics = ServerMetrics(engine.index, worker)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    # The pages that FastAPI would add load scripts from other sites.
+    app = FastAPI(
+        title="kvrag",
+        version=kvrag.__version__,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    _add_routes(app, service, metrics)
+    _add_errors(app)
+    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
+    accounts = Accounts(options.keys)
+    checks_host = options.is_local and not accounts.need_a_key
+    gate = Gate(app, accounts, metrics, checks_host)
+    if not options.origins:
+        return gate
+    # Outside the gate: a browser sends no key with its first question.
+    return CORSMiddleware(
+        gate,
+        allow_origins=options.origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["Authorization", "Content-Type"],
+        expose_headers=["x-request-id", "Retry-After"],
+    )
+
+
+def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -> None:
+    def answers(model: Any, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+        content = {"content": _STREAM} if streams else {}
+        return {200: {"model": model, "description": "The answer.", **content}, **_ERRORS}
+
+    @app.post("/v1/chat/completions", responses=answers(r.ChatCompletion, streams=True))
+    async def chat_completions(asked: ChatRequest, http: Request) -> Response:
+        """Answer a conversation."""
+        return await service.chat(asked, http)
+
+    @app.post("/v1/completions", responses=answers(r.Completion, streams=True))
+    async def completions(asked: CompletionRequest, http: Request) -> Response:
+        """Complete a text."""
+        return await service.complete(asked, http)
+
+    @app.post("/v1/embeddings", responses=answers(r.EmbeddingList))
+    async def embeddings(asked: EmbeddingRequest, http: Request) -> Response:
+        """Return the vectors of texts."""
+        return await service.embed(asked, http)
+
+    @app.get("/v1/models", responses=answers(r.ModelList))
+    async def models() -> Response:
+        """List the models."""
+        return JSONResponse(service.models().model_dump(mode="json"))
+
+    @app.get("/v1/models/{name:path}", responses=answers(r.Model))
+    async def model(name: str) -> Response:
+        """Return one model."""
+        for one in service.models().data:
+            if one.id == name:
+                return JSONResponse(one.model_dump(mode="json"))
+        raise RequestError(
+            404, f"there is no model {name!r}", code="model_not_found", param="model"
+        )
+
+    @app.get("/healthz", responses=answers(r.Health))
+    async def healthz() -> Response:
+        """Say that the server runs."""
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/readyz", responses={**answers(r.Health), 503: {"model": r.Health}})
+    async def readyz() -> Response:
+        """Say whether the server would accept a request now."""
+        if service.is_ready:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "busy"}, 503)
+
+    @app.get("/metrics", include_in_schema=False)
+    def prometheus() -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return validation_problem(list(error.errors())).response()
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, error: HTTPException) -> Response:
+        response = RequestError(error.status_code, str(error.detail)).response()
+        response.headers.update(error.headers or {})
+        return response
+
+    async def failed(_: Request, error: Exception) -> Response:
+        return as_problem(error).response()
+
+    for kind in (RequestError, KVRagError, Exception):
+        app.add_exception_handler(kind, failed)
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document, without the 422 that FastAPI adds to each route."""
+    if app.openapi_schema is None:
+        found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for route in found["paths"].values():
+            for operation in route.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            found["components"]["schemas"].pop(name, None)
+        app.openapi_schema = found
+    return app.openapi_schema

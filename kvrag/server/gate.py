@@ -1,0 +1,217 @@
+"""The way in and out of the server: who may enter, how long a body may take, and what is logged."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvrag.server.access import Account, Accounts
+from kvrag.server.answering import Generation
+from kvrag.server.metrics import ServerMetrics
+from kvrag.server.problems import CLIENT_GONE, BusyError, RequestError
+from kvrag.store.server_requests import is_loopback
+
+BODY_SECONDS = 30.0
+"""Time for a request's whole body."""
+
+MAX_BODY_BYTES = 16 << 20
+"""The longest body."""
+
+MAX_REQUESTS = 1024
+"""Most requests in progress, of all kinds."""
+
+_OPEN = ("/healthz", "/readyz")
+_ROUTES = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models"),
+        *("/metrics", "/openapi.json", *_OPEN),
+    }
+)
+requests_log = logging.getLogger("kvrag.server.requests")
+
+
+@dataclass
+class Record:
+    """What is known about one request; ``request.state.record``.
+
+    Attributes
+    ----------
+    request_id
+        Its id, also in the response's header ``x-request-id``.
+    account
+        Whose it is.
+    generation
+        The answers to it, if any were begun.
+    user
+        The request's field ``user``.
+    status
+        The response's status; 0 before there is one.
+    is_failed
+        Whether a stream ended with an error.
+    """
+
+    request_id: str
+    account: Account
+    generation: Generation | None = None
+    user: str | None = None
+    status: int = 0
+    is_failed: bool = False
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def outcome(self) -> int:
+        """The status, or 499 if the client left, or 500 if a stream failed."""
+        if self.is_failed:
+            return 500
+        left = self.generation is not None and not self.generation.is_done
+        return CLIENT_GONE if left and self.status == 200 else self.status
+
+
+class Gate:
+    """ASGI middleware around the whole application.
+
+    Parameters
+    ----------
+    app
+        The application.
+    accounts
+        Who may ask.
+    metrics
+        What is counted.
+    checks_host
+        Whether requests must name this machine as their host. Without keys, that stops a page of
+        another site whose name was made to resolve to here (DNS rebinding).
+    """
+
+    def __init__(
+        self, app: ASGIApp, accounts: Accounts, metrics: ServerMetrics, checks_host: bool
+    ) -> None:
+        self._app = app
+        self._accounts = accounts
+        self._metrics = metrics
+        self._checks_host = checks_host
+        self._num_requests = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer why not."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = Record(f"req-{uuid.uuid4().hex}", Account(None))
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+            await send(message)
+
+        self._num_requests += 1
+        has_entered = False
+        try:
+            try:
+                record.account = self._admit(scope)
+                if scope["method"] == "POST":
+                    record.account.enter()
+                    has_entered = True
+            except RequestError as problem:
+                await problem.response()(scope, receive, send_noted)
+                return
+            scope.setdefault("state", {})["record"] = record
+            await self._app(scope, _bounded(receive), send_noted)
+        finally:
+            self._num_requests -= 1
+            if record.generation is not None:
+                record.generation.cancel()
+                record.account.charge(record.generation.completion_tokens)
+            if has_entered:
+                record.account.leave()
+            self._note(scope, record)
+
+    def _admit(self, scope: Scope) -> Account:
+        """Return whose request it is. Raises RequestError."""
+        headers = Headers(scope=scope)
+        if self._num_requests > MAX_REQUESTS:
+            raise BusyError("the server has too many requests at the moment", 2)
+        if self._checks_host and not is_loopback(_host(headers.get("host", ""))):
+            raise RequestError(
+                403,
+                f"Host is {headers.get('host', '')[:200]!r}: a server without keys answers to "
+                "localhost alone; start it with keys",
+                code="wrong_host",
+            )
+        if scope["path"] in _OPEN:
+            return Account(None)
+        return self._accounts.of(headers.get("authorization", ""))
+
+    def _note(self, scope: Scope, record: Record) -> None:
+        """Count and log a request that has ended."""
+        path = scope["path"]
+        route = path if path in _ROUTES else "other"
+        seconds = time.perf_counter() - record.started
+        metrics, tenant = self._metrics, record.account.tenant
+        metrics.requests.labels(route, str(record.outcome), tenant).inc()
+        metrics.seconds.labels(route).observe(seconds)
+        line: dict[str, Any] = {
+            "request_id": record.request_id,
+            "method": scope["method"],
+            "route": route,
+            "status": record.outcome,
+            "seconds": round(seconds, 4),
+            "key": record.account.name,
+            "tenant": tenant,
+        }
+        if record.user is not None:
+            line["user"] = record.user
+        generation = record.generation
+        if generation is not None:
+            counts = {
+                "prompt": sum(one.usage.prompt_tokens for one in generation.answers.values()),
+                "cached": sum(one.usage.cached_tokens for one in generation.answers.values()),
+                "completion": generation.completion_tokens,
+            }
+            for kind, count in counts.items():
+                metrics.tokens.labels(kind, tenant).inc(count)
+                line[f"{kind}_tokens"] = count
+            if generation.ttft_seconds is not None:
+                metrics.ttft.observe(generation.ttft_seconds)
+                line["ttft_seconds"] = round(generation.ttft_seconds, 4)
+        requests_log.info("request", extra={"fields": line})
+
+
+def _bounded(receive: Receive) -> Receive:
+    """Return `receive`, which fails if a body is too long or takes too long."""
+    deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+    num_bytes = 0
+    is_complete = False
+
+    async def receive_bounded() -> Message:
+        nonlocal num_bytes, is_complete
+        if is_complete:
+            return await receive()
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError:
+            raise HTTPException(408, f"the body took over {BODY_SECONDS:g} seconds") from None
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body has over {MAX_BODY_BYTES:,} bytes; send less")
+        is_complete = message["type"] != "http.request" or not message.get("more_body", False)
+        return message
+
+    return receive_bounded
+
+
+def _host(header: str) -> str:
+    """Return the name in a ``Host`` header, without its port."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]

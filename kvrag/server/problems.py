@@ -1,0 +1,159 @@
+"""Errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from kvrag.errors import (
+    IndexClosedError,
+    IndexLockedError,
+    KVRagError,
+    ParameterError,
+    PromptTooLongError,
+    StoreError,
+)
+
+logger = logging.getLogger("kvrag.server")
+
+INVALID = "invalid_request_error"
+# Parameters of OpenAI's API that ask for nothing with a neutral value; no other is supported.
+_NEUTRAL = frozenset(
+    {
+        *("best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "modalities"),
+        *("presence_penalty", "response_format", "store", "suffix", "tool_choice", "tools"),
+    }
+)
+CLIENT_GONE = 499  # nginx's; nobody receives it, but logs and metrics show it
+
+
+class RequestError(Exception):
+    """A request that is answered with an error.
+
+    Parameters
+    ----------
+    status
+        HTTP status.
+    message
+        What is wrong, and what to do.
+    kind, code, param
+        The fields ``type``, ``code`` and ``param`` of OpenAI's error object.
+    retry_after
+        Seconds after which the client may try again; None if that would not help.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = INVALID,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers of the response."""
+        headers = {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(self.retry_after)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
+
+    def response(self) -> JSONResponse:
+        """Return the response."""
+        return JSONResponse(self.to_dict(), self.status, self.headers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the body of the response."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+class BusyError(RequestError):
+    """The queue is full, or the server is stopping."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(503, message, "server_error", code="overloaded", retry_after=retry_after)
+
+
+class LimitError(RequestError):
+    """A key's limit is reached."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(
+            429, message, "rate_limit_error", code="rate_limit_exceeded", retry_after=retry_after
+        )
+
+
+class ClientGoneError(RequestError):
+    """The client has closed the connection."""
+
+    def __init__(self) -> None:
+        super().__init__(CLIENT_GONE, "the client has closed the connection")
+
+
+def as_problem(error: Exception) -> RequestError:
+    """Return an error as the client sees it; errors of the server itself go to the log."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, PromptTooLongError):
+        return RequestError(400, str(error), code="context_length_exceeded")
+    if isinstance(error, ParameterError):
+        return RequestError(400, str(error))
+    if isinstance(error, StoreError | IndexLockedError | IndexClosedError):
+        logger.error("%s: %s", type(error).__name__, error)
+        message = "the index cannot be read at the moment; the server's log says why"
+        return RequestError(503, message, "server_error", retry_after=5)
+    # The message may name paths of the server.
+    logger.error("request failed", exc_info=error)
+    known = f" ({type(error).__name__})" if isinstance(error, KVRagError) else ""
+    return RequestError(
+        500, f"the server failed{known}; its log says why", "server_error", code="internal_error"
+    )
+
+
+def validation_problem(errors: list[Any]) -> RequestError:
+    """Return pydantic's first error as a problem that names the parameter."""
+    first = errors[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    param = ".".join(place) or None
+    if first["type"] == "extra_forbidden":
+        return RequestError(
+            400,
+            f"unknown parameter {param!r}: this server does not support it; leave it out",
+            code="unknown_parameter",
+            param=param,
+        )
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        return RequestError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
+    if place and place[0] in _NEUTRAL:
+        return RequestError(
+            400,
+            f"{place[0]}: this server does not support it; leave it out",
+            code="unsupported_parameter",
+            param=place[0],
+        )
+    message = str(first["msg"]).removeprefix("Value error, ")
+    where = f"{param}: " if param else "the body: "
+    return RequestError(400, f"{where}{message}", code="invalid_value", param=param)

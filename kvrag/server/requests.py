@@ -1,0 +1,180 @@
+"""What clients may send. A field that is not here, or a value that has no effect, is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MAX_CHOICES = 16
+MAX_INPUTS = 2048
+MAX_STOP = 4
+MAX_MESSAGES = 2048
+MAX_HITS = 100
+
+# As far as a JSON number is exact in every client.
+_MAX_SEED = 2**53 - 1
+_MAX_TOKENS = 2**31 - 1
+
+
+class Strict(BaseModel):
+    """Refuses unknown fields, and numbers in strings."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Strict):
+    """``stream_options``."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class KVRagOptions(Strict):
+    """kvrag's own options: the field ``kvrag`` of a request.
+
+    Attributes
+    ----------
+    policy, ratio, boundary_tokens, reuse
+        See `kvrag.engine.request.Request`.
+    report
+        Whether the answer carries kvrag's report.
+    k
+        How many chunks the server retrieves, for the models ``rag:NAME``.
+    """
+
+    policy: str | None = Field(default=None, max_length=200)
+    ratio: float | None = Field(default=None, ge=0, le=1)
+    boundary_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
+    reuse: bool = True
+    report: bool = False
+    k: int | None = Field(default=None, ge=1, le=MAX_HITS)
+
+
+class TextPart(Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class Generating(Strict):
+    """The fields that chat completions and completions share."""
+
+    model: str = Field(max_length=500)
+    max_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, le=_MAX_TOKENS)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    seed: int | None = Field(default=None, ge=0, le=_MAX_SEED)
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(default=None, max_length=200)
+    kvrag: KVRagOptions = KVRagOptions()
+    # Many clients send these with their neutral values, which ask for nothing.
+    frequency_penalty: Literal[0] | None = None
+    presence_penalty: Literal[0] | None = None
+    logit_bias: dict[str, int] | None = Field(default=None, max_length=0)
+
+    @field_validator("frequency_penalty", "presence_penalty", mode="before")
+    @classmethod
+    def _zero(cls, value: Any) -> Any:
+        return 0 if isinstance(value, float) and value == 0 else value
+
+    @field_validator("stop", mode="after")
+    @classmethod
+    def _stops_are_not_empty(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if value is not None and value != [] and not all([value] if value == "" else value):
+            raise ValueError("a stop string is empty; leave it out")
+        return value
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for streams; set stream to true, or leave it out")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ResponseFormat(Strict):
+    """``response_format``: text is all that there is."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(Generating):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
+    logprobs: Literal[False] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Any] | None = Field(default=None, max_length=0)
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    store: Literal[False] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise ValueError("max_tokens and max_completion_tokens differ; leave one out")
+            self.max_tokens = self.max_completion_tokens
+        return self
+
+
+class CompletionRequest(Generating):
+    """The body of ``POST /v1/completions``."""
+
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    logprobs: None = None
+    suffix: Literal[""] | None = None
+
+    @property
+    def prompts(self) -> list[str]:
+        """The prompts, one or more."""
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+
+
+class EmbeddingRequest(Strict):
+    """The body of ``POST /v1/embeddings``."""
+
+    model: str = Field(max_length=500)
+    input: str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
+    user: str | None = Field(default=None, max_length=200)
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts, one or more."""
+        return [self.input] if isinstance(self.input, str) else self.input

@@ -1,0 +1,199 @@
+"""What the server answers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+FinishReason = Literal["stop", "length"]
+
+
+class Error(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of an error."""
+
+    error: Error
+
+
+class PromptDetails(BaseModel):
+    """Tokens of the prompt whose KV was stored."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class URLCitation(BaseModel):
+    """A passage of a document that was in the prompt.
+
+    Attributes
+    ----------
+    start_index, end_index
+        The part of the answer that the citation is for: the whole answer.
+    title, url
+        The document's name, and its source with the number of the chunk.
+    chunk_id, ordinal, text
+        The chunk; these fields are kvrag's.
+    """
+
+    start_index: int
+    end_index: int
+    title: str
+    url: str
+    chunk_id: str
+    ordinal: int
+    text: str
+
+
+class Annotation(BaseModel):
+    """A citation."""
+
+    type: Literal["url_citation"] = "url_citation"
+    url_citation: URLCitation
+
+
+class KVRagDetails(BaseModel):
+    """kvrag's own part of an answer, if the request asks for it.
+
+    Attributes
+    ----------
+    reports
+        For each choice, how the prompt's KV was computed.
+    sources
+        For each choice, the chunks that were found in the prompt.
+    ttft_seconds
+        For each choice, the time from its turn to its first token.
+    """
+
+    reports: list[dict[str, Any]]
+    sources: list[list[dict[str, Any]]]
+    ttft_seconds: list[float]
+
+
+class ChatMessage(BaseModel):
+    """The answer, or a piece of it."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    annotations: list[Annotation] | None = None
+
+
+class ChatChoice(BaseModel):
+    """One of the answers."""
+
+    index: int
+    message: ChatMessage
+    logprobs: None = None
+    finish_reason: FinishReason
+
+
+class ChatDelta(BaseModel):
+    """A piece of one of the answers."""
+
+    index: int
+    delta: ChatMessage
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+
+
+class TextChoice(BaseModel):
+    """One of the completions, or a piece of it."""
+
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+
+
+class Head(BaseModel):
+    """The fields that all answers share."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage | None = None
+    kvrag: KVRagDetails | None = None
+
+
+class ChatCompletion(Head):
+    """The answer to a chat request."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+
+
+class ChatChunk(Head):
+    """An event of a streamed answer."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatDelta]
+
+
+class Completion(Head):
+    """The answer to a completion request; also an event of a streamed one."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[TextChoice]
+
+
+class Model(BaseModel):
+    """A model that requests may name."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["kvrag"] = "kvrag"
+
+
+class ModelList(BaseModel):
+    """The models."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Embedding(BaseModel):
+    """A text's vector: numbers, or little-endian float32 in base64."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    """Token counts, by the tokenizer of the index's language model."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    """The vectors of all texts."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Health(BaseModel):
+    """Whether the server works."""
+
+    status: Literal["ok", "busy"] = Field(examples=["ok"])

@@ -1,0 +1,72 @@
+"""Models named ``rag:NAME``: the server retrieves, builds the prompt and cites."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from kvrag.engine.answer import Answer
+from kvrag.engine.prompts import chat_messages, reading_order
+from kvrag.errors import ParameterError
+from kvrag.ingest.index import Index
+from kvrag.models.plain import few_shot_prompt
+from kvrag.server.answering import Question
+from kvrag.server.responses import Annotation, URLCitation
+
+PREFIX = "rag:"
+
+_FEW_SHOT_STOP = "\n"
+
+
+def question_over(index: Index, turns: Sequence[dict[str, str]], k: int) -> Question:
+    """Return the prompt for a conversation's last question, over the chunks found for it.
+
+    Parameters
+    ----------
+    index
+        The index to search.
+    turns
+        The conversation; the last turn is the user's question.
+    k
+        Number of chunks.
+
+    Raises
+    ------
+    ParameterError
+        When the last turn is not a question, or earlier turns have no place in the prompt.
+    """
+    if turns[-1]["role"] != "user":
+        raise ParameterError(
+            f"the last message is {turns[-1]['role']!r}: the server searches for what the user "
+            "asks last; end with a message of the user"
+        )
+    question = turns[-1]["content"]
+    chunks = reading_order([hit.chunk for hit in index.search(question, k)])
+    texts = [chunk.text for chunk in chunks]
+    hints = tuple(chunk.chunk_id for chunk in chunks)
+    if getattr(index.tokenizer, "chat_template", None):
+        return Question([*turns[:-1], *chat_messages(question, texts)], hints)
+    if len(turns) > 1:
+        raise ParameterError(
+            "this model has no chat template, so a prompt cannot hold earlier messages; send the "
+            "question alone"
+        )
+    return Question(few_shot_prompt(question, texts), hints, (_FEW_SHOT_STOP,))
+
+
+def citations(answer: Answer) -> list[Annotation]:
+    """Return a citation for each chunk that was in the prompt, in its order."""
+    return [
+        Annotation(
+            url_citation=URLCitation(
+                start_index=0,
+                end_index=len(answer.text),
+                title=PurePath(source.source).name,
+                url=f"{source.source}#{source.ordinal}",
+                chunk_id=source.chunk_id,
+                ordinal=source.ordinal,
+                text=source.text,
+            )
+        )
+        for source in answer.sources
+    ]

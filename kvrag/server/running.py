@@ -1,0 +1,105 @@
+"""Listening: the socket, uvicorn, and a stop that lets answers finish."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from kvrag.arguments import shown
+from kvrag.errors import ParameterError
+from kvrag.store.server_requests import is_loopback
+
+DEFAULT_PORT = 8000
+GRACE_SECONDS = 30.0
+
+# A client that reads nothing for this time is dropped, in milliseconds.
+_UNREAD_MS = 60_000
+_BACKLOG = 512
+
+
+class Server:
+    """Serves an ASGI application until it is stopped.
+
+    Parameters
+    ----------
+    app
+        The application.
+    host, port
+        Where to listen; port 0 takes a free one.
+    grace_seconds
+        How long `stop` waits for answers that have begun.
+
+    Raises
+    ------
+    ParameterError
+        When the address is not available.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str = "127.0.0.1",
+        port: int = DEFAULT_PORT,
+        *,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except (OSError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise ParameterError(f"cannot listen at {host}, port {port}: {why}") from error
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Connections inherit it.
+            self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ws="none",
+            proxy_headers=False,
+            timeout_graceful_shutdown=int(grace_seconds),
+        )
+        self._server = uvicorn.Server(config)
+        self._has_ended = threading.Event()
+
+    @property
+    def port(self) -> int:
+        """The port on which the server listens."""
+        return int(self._listener.getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        host = str(self._listener.getsockname()[0])
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def serve_forever(self) -> None:
+        """Serve until `stop` is called."""
+        try:
+            self._server.run([self._listener])
+        finally:
+            self._listener.close()
+            self._has_ended.set()
+
+    def stop(self) -> None:
+        """Accept no more requests, and wait for the answers that have begun.
+
+        Must not be called by the thread that runs `serve_forever`.
+        """
+        self._server.should_exit = True
+        self._has_ended.wait()
+
+
+def check_address(host: str, *, has_keys: bool, anyone: bool) -> None:
+    """Raise ParameterError if other machines could connect and nothing keeps them out."""
+    if has_keys or anyone or is_loopback(host):
+        return
+    raise ParameterError(
+        f"serving at {shown(host)} without keys would let everybody on the network ask: give "
+        "--keys FILE, serve at 127.0.0.1, or say --anyone"
+    )

@@ -1,0 +1,243 @@
+"""What the routes do: requests in, answers and events out."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from kvrag.engine.answer import AnswerDelta
+from kvrag.engine.engine import KVEngine
+from kvrag.llms.turns import merge_turns
+from kvrag.server import responses as r
+from kvrag.server.answering import Generation, Question, engine_requests
+from kvrag.server.gate import Record
+from kvrag.server.problems import RequestError, as_problem
+from kvrag.server.requests import ChatRequest, CompletionRequest, EmbeddingRequest, Generating
+from kvrag.server.retrieving import PREFIX, question_over
+from kvrag.server.shapes import ChatShape, Shape, TextShape, to_json
+from kvrag.server.worker import Worker
+
+# Until then an error is a separate response; later it is an event of the stream.
+_FIRST_SECONDS = 5.0
+# Proxies close connections on which nothing happens.
+_PING_SECONDS = 15.0
+_SEARCH_THREADS = 4
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Names:
+    """The models' names in requests.
+
+    Attributes
+    ----------
+    model, rag, embedding
+        The language model, the same over the index, and the embedding.
+    """
+
+    model: str
+    rag: str
+    embedding: str
+
+    @classmethod
+    def of(cls, engine: KVEngine) -> Names:
+        """Return the names for an engine's index."""
+        config = engine.index.config
+        model = PurePath(config.model).name or "model"
+        embedding = PurePath(config.embedding).name
+        return cls(model, PREFIX + engine.index.path.name, embedding)
+
+
+class Service:
+    """Answers requests with one engine and one worker.
+
+    Parameters
+    ----------
+    engine, worker
+        What generates.
+    top_k
+        How many chunks to retrieve for the model ``rag:NAME``.
+    """
+
+    def __init__(self, engine: KVEngine, worker: Worker, top_k: int) -> None:
+        self.names = Names.of(engine)
+        self._engine = engine
+        self._worker = worker
+        self._top_k = top_k
+        self._created = int(time.time())
+        self._fingerprint = f"kvrag-{engine.index.config.model_fingerprint[:12]}"
+        self._threads = ThreadPoolExecutor(_SEARCH_THREADS, thread_name_prefix="kvrag-search")
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be accepted now."""
+        return self._worker.is_ready
+
+    def close(self) -> None:
+        """Stop the worker and the threads; the caller closes the engine's index."""
+        self._worker.stop()
+        self._threads.shutdown()
+
+    def models(self) -> r.ModelList:
+        """Return the models that requests may name."""
+        names = (self.names.model, self.names.rag, self.names.embedding)
+        return r.ModelList(data=[r.Model(id=name, created=self._created) for name in names])
+
+    async def chat(self, asked: ChatRequest, http: HttpRequest) -> Response:
+        """Answer a conversation."""
+        self._require(asked.model, self.names.model, self.names.rag)
+        turns = merge_turns(
+            ("system" if one.role == "developer" else one.role, one.text) for one in asked.messages
+        )
+        if asked.model == self.names.rag:
+            k = asked.kvrag.k or self._top_k
+            question = await self._in_thread(lambda: question_over(self._engine.index, turns, k))
+        else:
+            _refuse_k(asked)
+            question = Question(turns)
+        shape = ChatShape(asked, self._fingerprint, cites=asked.model == self.names.rag)
+        return await self._answer([question], asked, http, shape)
+
+    async def complete(self, asked: CompletionRequest, http: HttpRequest) -> Response:
+        """Complete one text or several."""
+        self._require(asked.model, self.names.model)
+        _refuse_k(asked)
+        questions = [Question(prompt) for prompt in asked.prompts]
+        return await self._answer(questions, asked, http, TextShape(asked, self._fingerprint))
+
+    async def embed(self, asked: EmbeddingRequest, http: HttpRequest) -> Response:
+        """Return vectors of texts."""
+        self._require(asked.model, self.names.embedding)
+        index = self._engine.index
+        dim = index.embedding.dim
+        if asked.dimensions not in (None, dim):
+            raise RequestError(
+                400,
+                f"dimensions {asked.dimensions}: this embedding has {dim}; leave the field out",
+                param="dimensions",
+            )
+        if not all(text.strip() for text in asked.texts):
+            raise RequestError(400, "input: a text is empty; leave it out", param="input")
+        account = _record(http).account
+        texts = asked.texts
+        num_tokens = await self._in_thread(
+            lambda: sum(map(len, index.tokenizer(texts, add_special_tokens=False)["input_ids"]))
+        )
+        account.check_prompt(num_tokens)
+        account.charge(num_tokens)
+        vectors = await self._in_thread(lambda: index.embedding.embed(texts))
+        is_base64 = asked.encoding_format == "base64"
+        data = [
+            r.Embedding(
+                index=number,
+                embedding=base64.b64encode(vector.astype("<f4").tobytes()).decode()
+                if is_base64
+                else vector.tolist(),
+            )
+            for number, vector in enumerate(vectors)
+        ]
+        usage = r.EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+        body = r.EmbeddingList(data=data, model=asked.model, usage=usage)
+        return JSONResponse(body.model_dump(mode="json"))
+
+    def _require(self, name: str, *known: str) -> None:
+        if name not in known:
+            raise RequestError(
+                404,
+                f"there is no model {name!r} for this request; expected {' or '.join(known)}",
+                code="model_not_found",
+                param="model",
+            )
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    async def _answer(
+        self, questions: Sequence[Question], asked: Generating, http: HttpRequest, shape: Shape
+    ) -> Response:
+        record = _record(http)
+        record.user = asked.user
+        account = record.account
+        requests = engine_requests(questions, asked)
+        if account.counts_tokens:
+            counts = await self._in_thread(lambda: [self._count(one) for one in questions])
+            account.check_prompt(max(counts))
+            account.charge(sum(counts))
+        generation = Generation(self._worker, self._engine, account.tenant, requests)
+        record.generation = generation
+        async with generation.ended_by(http):
+            if not asked.stream:
+                while not generation.is_done:
+                    await generation.next()
+                return JSONResponse(to_json(shape.whole(generation.in_order)))
+            first: list[tuple[int, AnswerDelta]] = []
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FIRST_SECONDS):
+                    first.append(await generation.next())
+        return StreamingResponse(
+            _lines(generation, shape, first, record),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        )
+
+    def _count(self, question: Question) -> int:
+        return len(self._engine.prompt_ids(question.prompt, hints=question.hints))
+
+
+async def _lines(
+    generation: Generation,
+    shape: Shape,
+    first: Sequence[tuple[int, AnswerDelta]],
+    record: Record,
+) -> AsyncIterator[str]:
+    """Yield a stream's events as server-sent events."""
+    try:
+        for number, delta in first:
+            for body in shape.pieces(number, delta):
+                yield _event(to_json(body))
+        while not generation.is_done:
+            try:
+                async with asyncio.timeout(_PING_SECONDS):
+                    number, delta = await generation.next()
+            except TimeoutError:
+                yield ": waiting\n\n"
+                continue
+            for body in shape.pieces(number, delta):
+                yield _event(to_json(body))
+        if (last := shape.end(generation.in_order)) is not None:
+            yield _event(to_json(last))
+    except Exception as error:
+        record.is_failed = True
+        yield _event(as_problem(error).to_dict())
+        return
+    yield "data: [DONE]\n\n"
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def _record(http: HttpRequest) -> Record:
+    record: Record = http.state.record
+    return record
+
+
+def _refuse_k(asked: Generating) -> None:
+    if asked.kvrag.k is not None:
+        raise RequestError(
+            400,
+            f"kvrag.k: the server retrieves only for the models {PREFIX}NAME; leave it out",
+            param="kvrag.k",
+        )

@@ -1,0 +1,169 @@
+"""Answers in the shapes of OpenAI's API: whole ones, and events of streams."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvrag.engine.answer import Answer, AnswerDelta
+from kvrag.llms.results import answer_details
+from kvrag.server import responses as r
+from kvrag.server.requests import Generating
+from kvrag.server.retrieving import citations
+
+
+class Shape(ABC):
+    """How the answers to one request are written.
+
+    Parameters
+    ----------
+    asked
+        The request.
+    fingerprint
+        Names the model's weights; equal seeds give equal answers only with equal fingerprints.
+    """
+
+    prefix: str
+
+    def __init__(self, asked: Generating, fingerprint: str) -> None:
+        self._asked = asked
+        self._head: dict[str, Any] = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": asked.model,
+            "system_fingerprint": fingerprint,
+        }
+        self._begun: set[int] = set()
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer]) -> r.Head:
+        """Return the response with all answers, one for each choice."""
+
+    @abstractmethod
+    def pieces(self, number: int, delta: AnswerDelta) -> Iterator[r.Head]:
+        """Yield the events for a piece of a choice."""
+
+    def end(self, answers: Sequence[Answer]) -> r.Head | None:
+        """Return a stream's last event, which has no choices; None if nothing is left to say."""
+        fields: dict[str, Any] = {}
+        if self._asked.includes_usage:
+            fields["usage"] = self._usage(answers)
+        if self._asked.kvrag.report:
+            fields["kvrag"] = self._details(answers)
+        return self._event([], **fields) if fields else None
+
+    @abstractmethod
+    def _event(self, choices: list[Any], **fields: Any) -> r.Head: ...
+
+    def _ending(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        details = self._details(answers) if self._asked.kvrag.report else None
+        return {**self._head, "usage": self._usage(answers), "kvrag": details}
+
+    def _usage(self, answers: Sequence[Answer]) -> r.Usage:
+        # Choices of one prompt count its tokens once, as in OpenAI's API.
+        firsts = answers[:: self._asked.n or 1]
+        prompt = sum(one.usage.prompt_tokens for one in firsts)
+        completion = sum(one.usage.completion_tokens for one in answers)
+        return r.Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=r.PromptDetails(
+                cached_tokens=sum(one.usage.cached_tokens for one in firsts)
+            ),
+        )
+
+    def _details(self, answers: Sequence[Answer]) -> r.KVRagDetails:
+        told = [answer_details(one, self._asked.model) for one in answers]
+        return r.KVRagDetails(
+            reports=[one["report"] for one in told],
+            sources=[one["sources"] for one in told],
+            ttft_seconds=[one.ttft_seconds for one in answers],
+        )
+
+
+class ChatShape(Shape):
+    """Chat completions; with citations if the server has retrieved."""
+
+    prefix = "chatcmpl"
+
+    def __init__(self, asked: Generating, fingerprint: str, *, cites: bool) -> None:
+        super().__init__(asked, fingerprint)
+        self._cites = cites
+
+    def whole(self, answers: Sequence[Answer]) -> r.Head:
+        """Return the response with all answers."""
+        choices = [
+            r.ChatChoice(
+                index=number,
+                message=r.ChatMessage(
+                    role="assistant", content=answer.text, annotations=self._citations(answer)
+                ),
+                finish_reason=_finish(answer),
+            )
+            for number, answer in enumerate(answers)
+        ]
+        return r.ChatCompletion(choices=choices, **self._ending(answers))
+
+    def pieces(self, number: int, delta: AnswerDelta) -> Iterator[r.Head]:
+        """Yield the role once, then text, then the reason for the end."""
+        if number not in self._begun:
+            self._begun.add(number)
+            yield self._piece(number, r.ChatMessage(role="assistant", content=""))
+        if delta.text:
+            yield self._piece(number, r.ChatMessage(content=delta.text))
+        if delta.answer is not None:
+            cited = r.ChatMessage(annotations=self._citations(delta.answer))
+            yield self._piece(number, cited, _finish(delta.answer))
+
+    def _piece(
+        self, number: int, delta: r.ChatMessage, finish: r.FinishReason | None = None
+    ) -> r.Head:
+        return self._event([r.ChatDelta(index=number, delta=delta, finish_reason=finish)])
+
+    def _event(self, choices: list[Any], **fields: Any) -> r.Head:
+        return r.ChatChunk(choices=choices, **self._head, **fields)
+
+    def _citations(self, answer: Answer) -> list[r.Annotation] | None:
+        return citations(answer) if self._cites else None
+
+
+class TextShape(Shape):
+    """Completions."""
+
+    prefix = "cmpl"
+
+    def whole(self, answers: Sequence[Answer]) -> r.Head:
+        """Return the response with all completions."""
+        choices = [
+            r.TextChoice(index=number, text=answer.text, finish_reason=_finish(answer))
+            for number, answer in enumerate(answers)
+        ]
+        return r.Completion(choices=choices, **self._ending(answers))
+
+    def pieces(self, number: int, delta: AnswerDelta) -> Iterator[r.Head]:
+        """Yield the text, the last time with the reason for the end."""
+        finish = None if delta.answer is None else _finish(delta.answer)
+        yield self._event([r.TextChoice(index=number, text=delta.text, finish_reason=finish)])
+
+    def _event(self, choices: list[Any], **fields: Any) -> r.Head:
+        return r.Completion(choices=choices, **self._head, **fields)
+
+
+def to_json(body: r.Head) -> dict[str, Any]:
+    """Return a body as JSON values, without the optional fields that it does not use."""
+    found = body.model_dump(mode="json")
+    for name in ("usage", "kvrag"):
+        if found[name] is None:
+            del found[name]
+    for choice in found["choices"]:
+        for name in choice.keys() & {"message", "delta"}:
+            choice[name] = {key: one for key, one in choice[name].items() if one is not None}
+    return found
+
+
+def _finish(answer: Answer) -> r.FinishReason:
+    return "stop" if answer.finish_reason == "stop" else "length"

@@ -1,0 +1,182 @@
+"""The thread that generates: it advances the open answers in turn, one piece at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvrag.engine.answer import AnswerDelta
+from kvrag.server.problems import BusyError
+
+logger = logging.getLogger("kvrag.server")
+
+MAX_STREAMS = 8
+MAX_WAITING = 128
+# A client that is refused may try again after this time.
+_RETRY_SECONDS = 2
+
+
+@dataclass(eq=False)
+class Job:
+    """One answer to generate.
+
+    Attributes
+    ----------
+    tenant
+        Who asks; tenants share the worker fairly.
+    start
+        Starts the engine's stream; called in the worker's thread.
+    tell
+        Receives each piece, or the error that ended the answer; called in the worker's thread.
+    """
+
+    tenant: str
+    start: Callable[[], Iterator[AnswerDelta]]
+    tell: Callable[[AnswerDelta | Exception], None]
+    is_cancelled: bool = field(default=False, init=False)
+    stream: Iterator[AnswerDelta] | None = field(default=None, init=False)
+
+
+class Worker:
+    """Generates answers in one thread, several at a time, and keeps a bounded queue of others.
+
+    A waiting answer gets its first token before open answers continue. If several tenants wait,
+    the one with the fewest open answers is next.
+
+    Parameters
+    ----------
+    max_streams
+        Most answers that are open at the same time; each one holds its prompt's KV in memory.
+    max_waiting
+        Most answers that wait for their turn.
+    """
+
+    def __init__(self, max_streams: int = MAX_STREAMS, max_waiting: int = MAX_WAITING) -> None:
+        self._max_streams = max_streams
+        self._max_waiting = max_waiting
+        # By tenant, in the order of arrival; no queue is empty.
+        self._waiting: dict[str, deque[Job]] = {}
+        self._open: deque[Job] = deque()
+        self._num_open: Counter[str] = Counter()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvrag-worker", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of answers that wait for their turn."""
+        with self._changed:
+            return self._count_waiting()
+
+    @property
+    def num_open(self) -> int:
+        """Number of answers that are being generated."""
+        with self._changed:
+            return self._num_open.total()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it would accept an answer now."""
+        return self._thread.is_alive() and not self._stopping and not self._is_full(1)
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue jobs, all or none. Raises BusyError if there is no room."""
+        with self._changed:
+            if self._stopping:
+                raise BusyError("the server is stopping", _RETRY_SECONDS)
+            if self._is_full(len(jobs)):
+                raise BusyError(
+                    f"{self._count_waiting()} answers are waiting, and at most "
+                    f"{self._max_waiting} may; try again later",
+                    _RETRY_SECONDS,
+                )
+            for job in jobs:
+                self._waiting.setdefault(job.tenant, deque()).append(job)
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Stop generating an answer; a step that has begun is finished first."""
+        with self._changed:
+            job.is_cancelled = True
+            if job in (queue := self._waiting.get(job.tenant, deque())):
+                queue.remove(job)
+                if not queue:
+                    del self._waiting[job.tenant]
+
+    def stop(self) -> None:
+        """End the thread; answers that are still open or waiting are dropped."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _count_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def _is_full(self, num_more: int) -> bool:
+        room = self._max_waiting + max(0, self._max_streams - self._num_open.total())
+        return self._count_waiting() + num_more > room
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            if self._advance(job):
+                with self._changed:
+                    self._open.append(job)
+            else:
+                self._close(job)
+        for job in self._open:
+            self._close(job)
+
+    def _next(self) -> Job | None:
+        """Return the job whose turn it is, when there is one; None when the worker stops."""
+        with self._changed:
+            while not self._stopping:
+                if self._waiting and len(self._open) < self._max_streams:
+                    tenant = min(self._waiting, key=lambda one: self._num_open[one])
+                    # Back to the end, so that tenants with equally many take turns.
+                    queue = self._waiting.pop(tenant)
+                    job = queue.popleft()
+                    if queue:
+                        self._waiting[tenant] = queue
+                    self._num_open[tenant] += 1
+                    return job
+                if self._open:
+                    return self._open.popleft()
+                self._changed.wait()
+            return None
+
+    def _advance(self, job: Job) -> bool:
+        """Generate the next piece; return whether there is more to come."""
+        if job.is_cancelled:
+            return False
+        try:
+            if job.stream is None:
+                job.stream = job.start()
+            delta = next(job.stream)
+        except Exception as error:
+            self._tell(job, error)
+            return False
+        return self._tell(job, delta) and delta.answer is None
+
+    def _tell(self, job: Job, event: AnswerDelta | Exception) -> bool:
+        """Return whether somebody still listens."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            job.tell(event)
+            return True
+        return False
+
+    def _close(self, job: Job) -> None:
+        """Free what an answer holds."""
+        try:
+            if job.stream is not None:
+                job.stream.close()  # type: ignore[attr-defined]
+        except Exception:
+            logger.exception("an answer could not be closed")
+        with self._changed:
+            self._num_open[job.tenant] -= 1
+            self._num_open += Counter()  # drops tenants without any

@@ -1,0 +1,151 @@
+"""`kvrag serve` on Transformers, as a process: what it says, its keys, its log, and its stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvrag.chunk import Document
+from kvrag.ingest.index import Index
+from tests.cli.conftest import Run
+from tests.support.rag import PASSAGES, save_model
+
+KEY = "0123456789abcdef0123"
+KEYS = f"""
+[[keys]]
+name = "ada"
+key = "{KEY}"
+tenant = "research"
+"""
+
+
+@pytest.fixture(scope="module")
+def index_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    save_model(folder / "model")
+    with Index.create(folder / "index", model=folder / "model", embedding="hashing") as index:
+        index.add([Document(source=name, text=text) for name, text in PASSAGES.items()])
+    return folder / "index"
+
+
+@contextmanager
+def running(index: Path, *options: str, **environment: str) -> Iterator[Any]:
+    """Yield a started server's process; its address is the attribute `url`."""
+    command = [sys.executable, "-m", "kvrag", "serve", "-i", str(index), "--port", "0", *options]
+    process: Any = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    try:
+        process.url = process.stdout.readline().strip()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_server_with_keys_from_start_to_stop(index_path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(KEYS)
+    file.chmod(0o600)
+    with running(index_path, "--keys", str(file), "--grace", "20") as process:
+        assert process.url.endswith("/v1")
+        body = {
+            "model": "model",
+            "messages": [{"role": "user", "content": PASSAGES["fox"]}],
+            "max_tokens": 60,
+            "stream": True,
+            "user": "u1",
+        }
+        where = f"{process.url}/chat/completions"
+        assert httpx.post(where, json=body).status_code == 401
+        headers = {"Authorization": f"Bearer {KEY}"}
+        # Told to stop in the middle of an answer, it finishes the answer.
+        with httpx.stream("POST", where, json=body, headers=headers, timeout=30) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] is not None
+        _, log = process.communicate(timeout=30)
+        assert process.returncode == 0
+    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    refused, answered = (line for line in lines if line["event"] == "request")
+    assert (refused["status"], refused["key"]) == (401, "")
+    assert (answered["status"], answered["key"]) == (200, "ada")
+    assert (answered["tenant"], answered["user"]) == ("research", "u1")
+    assert answered["request_id"] == response.headers["x-request-id"]
+    assert answered["prompt_tokens"] > 0 < answered["completion_tokens"]
+    assert answered["cached_tokens"] > 0
+    assert 0 < answered["ttft_seconds"] <= answered["seconds"]
+    assert KEY not in log
+    assert "fox" not in log
+
+
+def test_the_environments_key(index_path: Path) -> None:
+    with running(index_path, KVRAG_SERVER_KEY=KEY) as process:
+        where = f"{process.url}/models"
+        assert httpx.get(where).status_code == 401
+        assert httpx.get(where, headers={"Authorization": f"bearer {KEY}"}).status_code == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--host", "0.0.0.0"], "without keys would let everybody on the network ask"),
+        (["--engine", "llama"], "expected 'transformers' or 'vllm'"),
+        (["--show"], "--show is for --engine vllm"),
+        (["--max-model-len", "10"], "--max-model-len is for --engine vllm"),
+        (["--engine", "vllm", "--streams", "3"], "--streams is for --engine transformers"),
+        (["--host", "999.1.1.1"], "without keys"),
+        (["--host", "999.1.1.1", "--anyone"], "cannot listen at 999.1.1.1"),
+        (["--policy", "none:scale=x"], "scale"),
+        (["--keys", "missing.toml"], "is not a file of keys"),
+    ],
+)
+def test_what_cannot_be_served(run: Run, index_path: Path, options: list[str], why: str) -> None:
+    ran = run("serve", "-i", index_path, "--port", "0", *options)
+    assert ran.code == 1
+    assert why in ran.err
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "why"),
+    [
+        (KEYS, 0o644, "other users may read these keys"),
+        ("keys = 3", 0o600, "keys: Input should be a valid list"),
+        ('[[keys]]\nname = "a"\nkey = "secret"', 0o600, "at least 16 characters"),
+        (KEYS + KEYS, 0o600, "the same name"),
+        (KEYS + "requests_per_hour = 3", 0o600, "Extra inputs"),
+        (KEYS + "concurrency = 0", 0o600, "greater than or equal to 1"),
+        ("keys", 0o600, "is not a file of keys"),
+    ],
+)
+def test_wrong_files_of_keys(
+    run: Run, index_path: Path, tmp_path: Path, content: str, mode: int, why: str
+) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(content)
+    file.chmod(mode)
+    ran = run("serve", "-i", index_path, "--port", "0", "--keys", file)
+    assert ran.code == 1
+    assert why in ran.err
+    assert "secret" not in ran.err
+    assert KEY not in ran.err

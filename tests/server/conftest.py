@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from openai import OpenAI
+
+from tests.support.api_server import Served, serving
+from tests.support.rag import Rag, rag
+
+__all__ = ["rag"]
+
+
+@pytest.fixture(scope="session")
+def served(rag: Rag) -> Iterator[Served]:
+    """A server over the index of `PASSAGES`, without keys."""
+    with serving(rag.index) as running:
+        yield running
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[OpenAI]:
+    with OpenAI(base_url=served.url, api_key="none needed", max_retries=0) as opened:
+        yield opened

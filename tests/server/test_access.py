@@ -1,0 +1,134 @@
+"""Keys and their limits, over HTTP and alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvrag.server import access
+from kvrag.server.access import Account, ApiKey, Bucket
+from kvrag.server.app import ServerOptions
+from kvrag.server.problems import LimitError
+from tests.support.api_server import Served, serving
+from tests.support.rag import PASSAGES, Rag
+
+KEYS = {name: f"key-of-{name}-0123456789" for name in ("free", "rpm", "tpm", "one", "short")}
+LIMITS: dict[str, dict[str, int]] = {
+    "free": {},
+    "rpm": {"requests_per_minute": 2},
+    "tpm": {"tokens_per_minute": 60},
+    "one": {"concurrency": 1},
+    "short": {"max_prompt_tokens": 30},
+}
+BODY = {"model": "model", "prompt": "Ines keeps", "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def guarded(rag: Rag) -> Iterator[Served]:
+    keys = [ApiKey(name=name, key=KEYS[name], **limits) for name, limits in LIMITS.items()]
+    with serving(rag.index, ServerOptions(keys=keys)) as running:
+        yield running
+
+
+@pytest.fixture
+def post(guarded: Served) -> Iterator[Any]:
+    with httpx.Client(base_url=guarded.url, timeout=30) as http:
+
+        def send(name: str, body: Any = BODY, route: str = "/completions") -> httpx.Response:
+            headers = {"Authorization": f"Bearer {KEYS.get(name, name)}"}
+            return http.post(route, json=body, headers=headers)
+
+        yield send
+
+
+def test_without_the_right_key_nothing_is_answered(guarded: Served, post: Any) -> None:
+    answer = post("wrong")
+    assert answer.status_code == 401
+    assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    root = guarded.server.url
+    for path in ("/v1/models", "/metrics", "/openapi.json", "/v1/nothing"):
+        assert httpx.get(root + path).status_code == 401
+        scheme = {"Authorization": f"Basic {KEYS['free']}"}
+        assert httpx.get(root + path, headers=scheme).status_code == 401
+    for path in ("/healthz", "/readyz"):
+        assert httpx.get(root + path).json() == {"status": "ok"}
+    assert post("free").status_code == 200
+
+
+def test_requests_a_minute(post: Any) -> None:
+    assert [post("rpm").status_code for _ in range(3)] == [200, 200, 429]
+    refused = post("rpm")
+    assert 1 <= int(refused.headers["Retry-After"]) <= 30
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert post("free").status_code == 200
+
+
+def test_tokens_a_minute(post: Any) -> None:
+    body = BODY | {"prompt": PASSAGES["ledger"], "max_tokens": 40}
+    assert post("tpm", body).status_code == 200
+    refused = post("tpm", body)
+    assert refused.status_code == 429
+    assert "tokens" in refused.json()["error"]["message"]
+    assert post("free", body).status_code == 200
+
+
+def test_one_request_at_a_time(guarded: Served, post: Any) -> None:
+    headers = {"Authorization": f"Bearer {KEYS['one']}"}
+    body = BODY | {"stream": True, "max_tokens": 400}
+    where = f"{guarded.url}/completions"
+    with httpx.stream("POST", where, json=body, headers=headers, timeout=30) as response:
+        next(response.iter_lines())
+        assert post("one").status_code == 429
+        assert post("free").status_code == 200
+    deadline = time.monotonic() + 20
+    while post("one").status_code == 429:
+        assert time.monotonic() < deadline
+
+
+def test_long_prompts(post: Any) -> None:
+    assert post("short").status_code == 200
+    long = " ".join(PASSAGES.values())
+    refused = post("short", BODY | {"prompt": ["Ines", long]})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    refused = post("short", {"model": "hashing", "input": long}, "/embeddings")
+    assert refused.status_code == 400
+
+
+def test_a_bucket_fills_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(access.time, "monotonic", lambda: now[0])
+    bucket = Bucket(60)
+    assert bucket.seconds_until(60) == 0
+    bucket.take(90)
+    assert bucket.seconds_until(0) == pytest.approx(30)
+    now[0] += 40
+    assert bucket.seconds_until(10) == 0
+    assert bucket.seconds_until(11) == pytest.approx(1)
+    now[0] += 1e6
+    assert bucket.seconds_until(61) == pytest.approx(1)
+
+
+def test_a_refused_request_uses_nothing_up() -> None:
+    account = Account(
+        ApiKey(name="a", key="0123456789abcdef", concurrency=1, requests_per_minute=2)
+    )
+    account.enter()
+    for _ in range(5):
+        with pytest.raises(LimitError, match="same time"):
+            account.enter()
+    account.leave()
+    account.enter()
+    account.leave()
+    with pytest.raises(LimitError, match="requests a minute"):
+        account.enter()
+
+
+def test_a_key_is_in_no_text() -> None:
+    key = ApiKey(name="a", key="0123456789abcdef")
+    assert "0123456789abcdef" not in repr(key)

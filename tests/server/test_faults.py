@@ -1,0 +1,245 @@
+"""Clients that go away, wrong and oversized bodies, hosts, origins, and what is counted."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import StoreUnreachableError
+from kvrag.server import gate
+from kvrag.server.app import ServerOptions
+from kvrag.server.gate import MAX_BODY_BYTES
+from tests.support.api_server import Served, serving
+from tests.support.rag import PASSAGES, Rag
+
+CHAT: dict[str, Any] = {
+    "model": "model",
+    "messages": [{"role": "user", "content": PASSAGES["fox"]}],
+    "max_tokens": 4,
+}
+LONG = CHAT | {"max_tokens": 1500}
+
+
+def metric(served: Served, name: str) -> float:
+    """Return the sum of the metric's samples whose names and labels begin so."""
+    text = httpx.get(f"{served.server.url}/metrics").text
+    lines = [line for line in text.splitlines() if line.startswith(name)]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def wait_until(is_so: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def raw(served: Served, content: bytes, *, length: int | None = None) -> socket.socket:
+    """Send a chat request over a socket of its own."""
+    connection = socket.create_connection(("127.0.0.1", served.server.port), timeout=20)
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+        f"\r\nContent-Length: {len(content) if length is None else length}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_stops_its_answer(served: Served, stream: bool) -> None:
+    gone = 'kvrag_server_requests_total{route="/v1/chat/completions",status="499"'
+    before = metric(served, gone)
+    connection = raw(served, json.dumps(LONG | {"stream": stream}).encode())
+    wait_until(lambda: metric(served, "kvrag_server_answers_open") == 1)
+    if stream:
+        assert connection.recv(100)
+    connection.close()
+    # The whole answer would take several times as long as this test may.
+    wait_until(lambda: metric(served, "kvrag_server_answers_open") == 0)
+    wait_until(lambda: metric(served, gone) == before + 1)
+
+
+def test_a_client_that_leaves_the_queue_is_never_answered(rag: Rag) -> None:
+    with serving(rag.index, ServerOptions(max_streams=1)) as served:
+        first = raw(served, json.dumps(LONG).encode())
+        wait_until(lambda: metric(served, "kvrag_server_answers_open") == 1)
+        prompts = metric(served, "kvrag_prompts_total")
+        second = raw(served, json.dumps(LONG | {"n": 3}).encode())
+        wait_until(lambda: metric(served, "kvrag_server_answers_waiting") == 3)
+        second.close()
+        wait_until(lambda: metric(served, "kvrag_server_answers_waiting") == 0)
+        first.close()
+        wait_until(lambda: metric(served, "kvrag_server_answers_open") == 0)
+        assert metric(served, "kvrag_prompts_total") == prompts
+
+
+def test_a_reader_that_pauses_delays_nobody_and_loses_nothing(served: Served) -> None:
+    body = CHAT | {"max_tokens": 300, "stream": True}
+    expected = served.engine.generate(body["messages"], max_tokens=300).text
+    slow = raw(served, json.dumps(body).encode())
+    wait_until(lambda: metric(served, "kvrag_server_answers_open") == 1)
+    others = [httpx.post(f"{served.url}/chat/completions", json=CHAT).json() for _ in range(3)]
+    assert len({one["choices"][0]["message"]["content"] for one in others}) == 1
+    wait_until(lambda: metric(served, "kvrag_server_answers_open") == 0)
+    received = b""
+    while b"data: [DONE]" not in received:
+        received += slow.recv(50)
+    slow.close()
+    events = [
+        json.loads(line[6:])
+        for line in received.decode().splitlines()
+        if line.startswith("data: {")
+    ]
+    pieces = [one["choices"][0]["delta"].get("content", "") for one in events]
+    assert "".join(pieces) == expected
+
+
+def test_a_full_queue_refuses(rag: Rag) -> None:
+    with serving(rag.index, ServerOptions(max_streams=1, max_waiting=1)) as served:
+        open_ = raw(served, json.dumps(LONG).encode())
+        wait_until(lambda: metric(served, "kvrag_server_answers_open") == 1)
+        waiting = raw(served, json.dumps(LONG).encode())
+        wait_until(lambda: metric(served, "kvrag_server_answers_waiting") == 1)
+        refused = httpx.post(f"{served.url}/chat/completions", json=CHAT)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "overloaded"
+        assert int(refused.headers["Retry-After"]) > 0
+        assert httpx.get(f"{served.server.url}/readyz").status_code == 503
+        assert httpx.get(f"{served.server.url}/healthz").status_code == 200
+        open_.close()
+        waiting.close()
+        wait_until(lambda: httpx.get(f"{served.server.url}/readyz").status_code == 200)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status", "code"),
+    [
+        (b"", "application/json", 400, "invalid_value"),
+        (b"{", "application/json", 400, "invalid_json"),
+        (b"\xff\xfe", "application/json", 400, "invalid_json"),
+        (b"[" * 100_000, "application/json", 400, None),
+        (b'{"model": "model", "messages": "x"}', "application/json", 400, "invalid_value"),
+        (b'{"model": NaN}', "application/json", 400, "invalid_value"),
+        (b'{"model": "\\ud800"}', "application/json", 400, "invalid_value"),
+        (json.dumps(CHAT).encode(), "text/plain", 400, "invalid_value"),
+        (b" " * (MAX_BODY_BYTES + 1), "application/json", 413, None),
+    ],
+)
+def test_wrong_bodies(
+    served: Served, content: bytes, kind: str, status: int, code: str | None
+) -> None:
+    headers = {"Content-Type": kind}
+    answer = httpx.post(f"{served.url}/chat/completions", content=content, headers=headers)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] == code
+    assert error["message"]
+    chunked = httpx.post(f"{served.url}/chat/completions", content=iter([content]), headers=headers)
+    assert chunked.status_code == status
+
+
+def test_a_body_that_never_ends(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "BODY_SECONDS", 0.3)
+    connection = raw(served, b'{"model": ', length=1000)
+    assert b"408" in connection.recv(100)
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"), [("/x", "GET", 404), ("/v1/models", "POST", 405)]
+)
+def test_wrong_routes(served: Served, path: str, method: str, status: int) -> None:
+    answer = httpx.request(method, served.server.url + path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_another_host_is_refused_without_keys(served: Served) -> None:
+    for host, status in (("evil.example", 403), ("localhost:1", 200), ("[::1]:80", 200)):
+        answer = httpx.get(f"{served.url}/models", headers={"Host": host})
+        assert answer.status_code == status
+
+
+def test_pages_of_other_origins(rag: Rag, served: Served) -> None:
+    asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+    where = f"{served.url}/chat/completions"
+    assert "access-control-allow-origin" not in httpx.options(where, headers=asked).headers
+    with serving(rag.index, ServerOptions(origins=["https://app.example"])) as open_:
+        where = f"{open_.url}/chat/completions"
+        allowed = httpx.options(where, headers=asked)
+        assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+        asked["Origin"] = "https://evil.example"
+        answer = httpx.post(where, json=CHAT, headers=asked)
+        assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "why"),
+    [
+        (RuntimeError("/secret/path"), 500, "the server failed; its log says why"),
+        (StoreUnreachableError("/secret/path"), 503, "the index cannot be read"),
+    ],
+)
+def test_failures_name_nothing_of_the_server(
+    rag: Rag, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, why: str
+) -> None:
+    engine = KVEngine(rag.index)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(engine, "stream", fail)
+    with serving(rag.index, engine=engine) as served:
+        for stream in (False, True):
+            answer = httpx.post(f"{served.url}/chat/completions", json=CHAT | {"stream": stream})
+            assert answer.status_code == status
+            assert why in answer.json()["error"]["message"]
+            assert "secret" not in answer.text
+
+
+def test_an_error_in_a_stream_is_an_event(rag: Rag, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = KVEngine(rag.index)
+    whole = engine.stream
+
+    def breaking(*given: Any, **options: Any) -> Any:
+        for number, delta in enumerate(whole(*given, **options)):
+            if number == 2:
+                raise RuntimeError("/secret/path")
+            yield delta
+
+    monkeypatch.setattr(engine, "stream", breaking)
+    with serving(rag.index, engine=engine) as served:
+        body = CHAT | {"stream": True, "max_tokens": 20}
+        text = httpx.post(f"{served.url}/chat/completions", json=body).text
+        events = [line for line in text.splitlines() if line]
+        assert json.loads(events[-1][6:])["error"]["code"] == "internal_error"
+        assert "secret" not in text
+        assert "[DONE]" not in text
+        assert (
+            metric(served, 'kvrag_server_requests_total{route="/v1/chat/completions",status="500"')
+            == 1
+        )
+
+
+def test_what_is_counted(rag: Rag) -> None:
+    with serving(rag.index) as served:
+        answer = httpx.post(f"{served.url}/chat/completions", json=CHAT).json()
+        httpx.get(f"{served.url}/anything")
+        usage = answer["usage"]
+        wait_until(lambda: metric(served, "kvrag_server_ttft_seconds_count") == 1)
+        for kind, count in (
+            ("prompt", usage["prompt_tokens"]),
+            ("completion", usage["completion_tokens"]),
+            ("cached", usage["prompt_tokens_details"]["cached_tokens"]),
+        ):
+            assert metric(served, f'kvrag_server_tokens_total{{kind="{kind}"') == count > 0
+        assert metric(served, 'kvrag_server_requests_total{route="other",status="404"') == 1
+        assert metric(served, "kvrag_tokens_total") > 0
+        assert metric(served, "kvrag_store_hits_total") > 0

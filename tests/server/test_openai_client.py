@@ -1,0 +1,229 @@
+"""The server as the official client sees it."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.support.api_server import Served
+from tests.support.rag import PASSAGES, Rag
+
+QUESTION = "Who keeps the harbour ledger?"
+PROMPT = "\n\n".join([PASSAGES["ledger"], PASSAGES["clock"], f"Question: {QUESTION}\nAnswer:"])
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "Use the text."},
+    {"role": "user", "content": PROMPT},
+]
+
+
+def test_a_chat_answer_is_the_engines(client: OpenAI, served: Served) -> None:
+    expected = served.engine.generate(MESSAGES, max_tokens=12)
+    answer = client.chat.completions.create(model="model", messages=MESSAGES, max_tokens=12)
+    assert answer.object == "chat.completion"
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == expected.text != ""
+    assert choice.finish_reason == expected.finish_reason
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+    assert answer.usage.completion_tokens == expected.usage.completion_tokens
+    details = answer.usage.prompt_tokens_details
+    assert details is not None
+    assert details.cached_tokens == expected.usage.cached_tokens > 0
+
+
+def test_a_stream_is_the_same_answer_in_pieces(client: OpenAI, served: Served) -> None:
+    expected = served.engine.generate(MESSAGES, max_tokens=12)
+    with client.chat.completions.create(
+        model="model",
+        messages=MESSAGES,
+        max_completion_tokens=12,
+        stream=True,
+        stream_options={"include_usage": True},
+    ) as stream:
+        chunks = list(stream)
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert len([piece for piece in pieces if piece]) > 1
+    assert "".join(pieces) == expected.text
+    assert chunks[-2].choices[0].finish_reason == expected.finish_reason
+    assert all(one.choices[0].finish_reason is None for one in chunks[:-2])
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == expected.usage.completion_tokens
+
+
+def test_completions_of_several_prompts(client: OpenAI, rag: Rag) -> None:
+    prompts = [PROMPT, "Ines keeps"]
+    answer = client.completions.create(model="model", prompt=prompts, max_tokens=8, n=2)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    plain = rag.plain_answer("Ines keeps", 8)
+    assert [choice.text for choice in answer.choices[2:]] == [plain, plain]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(
+        len(rag.tokenizer(one)["input_ids"]) for one in prompts
+    )
+
+
+def test_a_streamed_completion(client: OpenAI, rag: Rag) -> None:
+    stream = client.completions.create(
+        model="model", prompt="Ines keeps", max_tokens=8, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == rag.plain_answer("Ines keeps", 8)
+
+
+def test_a_seed_makes_choices_repeatable(client: OpenAI, served: Served) -> None:
+    def choices(seed: int) -> list[str | None]:
+        answer = client.chat.completions.create(
+            model="model", messages=MESSAGES, temperature=2, seed=seed, n=3, max_tokens=6
+        )
+        return [choice.message.content for choice in answer.choices]
+
+    first = choices(7)
+    assert first == choices(7)
+    assert len(set(first)) == 3
+    expected = served.engine.generate(MESSAGES, temperature=2.0, seed=9, max_tokens=6).text
+    assert first[2] == expected == choices(8)[1]
+
+
+def test_stop_strings_end_the_answer(client: OpenAI, served: Served) -> None:
+    whole = served.engine.generate(MESSAGES, max_tokens=12).text
+    stop = whole[len(whole) // 2 :][:2]
+    answer = client.chat.completions.create(
+        model="model", messages=MESSAGES, max_tokens=12, stop=[stop, "never said"]
+    )
+    assert answer.choices[0].message.content == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_the_report_comes_when_asked(client: OpenAI) -> None:
+    def details(**options: Any) -> Any:
+        answer = client.chat.completions.create(
+            model="model", messages=MESSAGES, max_tokens=4, extra_body={"kvrag": options}
+        )
+        return (answer.model_extra or {}).get("kvrag")
+
+    assert details() is None
+    told = details(report=True, policy="none")
+    (report,) = told["reports"]
+    assert report["num_recomputed"] == 0 < report["num_reused"]
+    assert [source["source"] for source in told["sources"][0]] == ["ledger", "clock"]
+    assert details(report=True, reuse=False)["reports"][0]["num_reused"] == 0
+    with client.chat.completions.create(
+        model="model",
+        messages=MESSAGES,
+        max_tokens=4,
+        stream=True,
+        extra_body={"kvrag": {"report": True}},
+    ) as stream:
+        *_, last = stream
+    assert (last.model_extra or {})["kvrag"]["reports"][0]["num_reused"] > 0
+
+
+def test_the_server_retrieves_and_cites(client: OpenAI, served: Served) -> None:
+    asked: list[Any] = [{"role": "user", "content": QUESTION}]
+    options: Any = {"model": served.rag, "messages": asked, "max_tokens": 8}
+    answer = client.chat.completions.create(
+        **options, extra_body={"kvrag": {"k": 2, "report": True}}
+    )
+    message = answer.choices[0].message
+    found = served.engine.index.search(QUESTION, 2)
+    assert message.annotations is not None
+    cited = [one.url_citation for one in message.annotations]
+    assert {one.title for one in cited} == {hit.chunk.source for hit in found}
+    assert all(one.end_index == len(message.content or "") for one in cited)
+    assert {(one.model_extra or {})["text"] for one in cited} == {hit.chunk.text for hit in found}
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens > 0
+    with client.chat.completions.create(**options, stream=True) as stream:
+        chunks = list(stream)
+    (last,) = (one.choices[0] for one in chunks if one.choices[0].finish_reason)
+    assert len((last.delta.model_extra or {})["annotations"]) == 4
+
+
+def test_earlier_turns_stay_in_a_retrieved_prompt(client: OpenAI, served: Served) -> None:
+    turns: list[Any] = [
+        {"role": "user", "content": "Where is Varn?"},
+        {"role": "assistant", "content": "At the river."},
+        {"role": "user", "content": QUESTION},
+    ]
+
+    def num_tokens(messages: list[Any]) -> int:
+        answer = client.chat.completions.create(model=served.rag, messages=messages, max_tokens=1)
+        assert answer.usage is not None
+        return answer.usage.prompt_tokens
+
+    assert num_tokens(turns) > num_tokens(turns[2:])
+    with pytest.raises(openai.BadRequestError, match="end with a message of the user"):
+        num_tokens(turns[:2])
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_embeddings_are_the_indexs(client: OpenAI, served: Served, encoding: Any) -> None:
+    texts = [QUESTION, PASSAGES["fox"]]
+    answer = client.embeddings.create(model="hashing", input=texts, encoding_format=encoding)
+    expected = served.engine.index.embedding.embed(texts)
+    for one, vector in zip(answer.data, expected, strict=True):
+        found: Any = one.embedding
+        if encoding == "base64":
+            found = np.frombuffer(base64.b64decode(found), "<f4")
+        np.testing.assert_array_equal(np.asarray(found, np.float32), vector)
+    assert answer.usage.total_tokens > 0
+
+
+def test_the_models_are_listed(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["model", "rag:index", "hashing"]
+    assert client.models.retrieve("rag:index").id == "rag:index"
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt-5'"):
+        client.models.retrieve("gpt-5")
+
+
+@pytest.mark.parametrize(
+    ("changed", "param", "why"),
+    [
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "does not support"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "does not support"),
+        ({"logprobs": True, "top_logprobs": 2}, "logprobs", "does not support"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "does not support"),
+        ({"tools": [{"type": "function", "function": {"name": "x"}}]}, "tools", "not support"),
+        ({"web_search_options": {}}, "web_search_options", "unknown parameter"),
+        ({"temperature": 3}, "temperature", "less than or equal to 2"),
+        ({"n": 17}, "n", "less than or equal to 16"),
+        ({"stop": ["a", ""]}, "stop", "empty"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, None, "differ"),
+        ({"stream_options": {"include_usage": True}}, None, "set stream to true"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "Input should be"),
+        ({"extra_body": {"kvrag": {"policy": "magic"}}}, None, "unknown policy"),
+        ({"extra_body": {"kvrag": {"k": 3}}}, "kvrag.k", "retrieves only"),
+    ],
+)
+def test_what_is_refused(
+    client: OpenAI, changed: dict[str, Any], param: str | None, why: str
+) -> None:
+    asked = {"model": "model", "messages": MESSAGES, "max_tokens": 2} | changed
+    with pytest.raises(openai.BadRequestError, match=why) as caught:
+        client.chat.completions.create(**asked)
+    assert caught.value.type == "invalid_request_error"
+    if param is not None:
+        assert caught.value.param == param
+
+
+def test_other_models_and_long_prompts_are_refused(client: OpenAI, served: Served) -> None:
+    ask = client.chat.completions.create
+    with pytest.raises(openai.NotFoundError) as missing:
+        ask(model="gpt-5", messages=MESSAGES)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model=served.rag, prompt="x")
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="2048") as long:
+            ask(model="model", messages=[{"role": "user", "content": "fox " * 3000}], stream=stream)
+        assert long.value.code == "context_length_exceeded"

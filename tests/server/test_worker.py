@@ -1,0 +1,158 @@
+"""The worker alone: turns, fairness, bounds, cancelling."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kvrag.engine.answer import AnswerDelta
+from kvrag.server.problems import BusyError
+from kvrag.server.worker import Job, Worker
+
+LAST: Any = object()
+
+
+class Script:
+    """Jobs whose pieces wait for permission, and what happened in which order."""
+
+    def __init__(self) -> None:
+        self.may_go = threading.Semaphore(0)
+        self.happened: list[str] = []
+        self.told: dict[str, list[Any]] = {}
+        self.ended: dict[str, threading.Event] = {}
+        self.closed: dict[str, threading.Event] = {}
+
+    def job(self, name: str, tenant: str = "", num_pieces: int = 2, error: Any = None) -> Job:
+        self.told[name] = []
+        self.ended[name] = threading.Event()
+        self.closed[name] = threading.Event()
+
+        def start() -> Iterator[AnswerDelta]:
+            try:
+                for number in range(1, num_pieces + 1):
+                    assert self.may_go.acquire(timeout=20)
+                    self.happened.append(f"{name}{number}")
+                    if error is not None:
+                        raise error
+                    yield AnswerDelta(name, LAST if number == num_pieces else None)
+            finally:
+                self.closed[name].set()
+
+        def tell(event: Any) -> None:
+            self.told[name].append(event)
+            if isinstance(event, Exception) or event.answer is not None:
+                self.ended[name].set()
+
+        return Job(tenant, start, tell)
+
+    def go(self, num_pieces: int = 100) -> None:
+        self.may_go.release(num_pieces)
+
+
+@contextmanager
+def working(**bounds: int) -> Iterator[tuple[Worker, Script]]:
+    worker, script = Worker(**bounds), Script()
+    try:
+        yield worker, script
+    finally:
+        script.go()
+        worker.stop()
+
+
+def finish(script: Script) -> list[str]:
+    script.go()
+    assert all(one.wait(20) for one in script.ended.values())
+    return script.happened
+
+
+def test_first_pieces_come_before_later_ones() -> None:
+    with working(max_streams=3) as (worker, script):
+        worker.submit([script.job("a", num_pieces=3), script.job("b"), script.job("c")])
+        assert finish(script) == ["a1", "b1", "c1", "a2", "b2", "c2", "a3"]
+
+
+def test_answers_beyond_the_open_ones_wait() -> None:
+    with working(max_streams=2) as (worker, script):
+        worker.submit([script.job("a"), script.job("b"), script.job("c")])
+        assert finish(script) == ["a1", "b1", "a2", "c1", "b2", "c2"]
+
+
+def test_tenants_take_turns_whatever_they_queue() -> None:
+    with working(max_streams=1) as (worker, script):
+        worker.submit([script.job(f"a{n}", "ann", 1) for n in range(3)])
+        worker.submit([script.job("b0", "bob", 1)])
+        worker.submit([script.job("c0", "cid", 1)])
+        assert finish(script) == ["a01", "b01", "c01", "a11", "a21"]
+
+
+def test_the_tenant_with_fewer_open_answers_is_next() -> None:
+    with working(max_streams=2) as (worker, script):
+        worker.submit([script.job("x", "ann", 3), script.job("a", "ann", 1)])
+        worker.submit([script.job("b", "bob", 3), script.job("c", "bob", 1)])
+        assert finish(script)[:2] == ["x1", "b1"]
+
+
+def test_the_queue_is_bounded_and_takes_all_or_none() -> None:
+    with working(max_streams=1, max_waiting=2) as (worker, script):
+        worker.submit([script.job("a")])
+        worker.submit([script.job("b")])
+        with pytest.raises(BusyError, match="at most 2 may") as caught:
+            worker.submit([script.job("c"), script.job("d"), script.job("e")])
+        assert caught.value.status == 503
+        assert int(caught.value.headers["Retry-After"]) > 0
+        worker.submit([script.job("f")])
+        assert not worker.is_ready
+        for name in "cde":
+            script.ended[name].set()
+        finish(script)
+        assert not {one[0] for one in script.happened} & set("cde")
+        assert worker.is_ready
+
+
+def test_a_cancelled_answer_is_closed_and_others_continue() -> None:
+    with working(max_streams=2) as (worker, script):
+        first, waiting = script.job("a", num_pieces=50), script.job("w")
+        worker.submit([first, script.job("b", num_pieces=3), waiting])
+        script.go(2)
+        deadline = time.monotonic() + 20
+        while len(script.happened) < 2:
+            assert time.monotonic() < deadline
+        worker.cancel(waiting)
+        worker.cancel(first)
+        for name in "aw":
+            script.ended[name].set()
+        finish(script)
+        assert script.closed["a"].wait(20)
+        assert script.happened.count("b3") == 1
+        assert len([one for one in script.happened if one.startswith("a")]) < 5
+        assert not [one for one in script.happened if one.startswith("w")]
+    assert worker.num_open == 0
+
+
+def test_an_error_ends_its_answer_alone() -> None:
+    with working() as (worker, script):
+        error = ValueError("broken")
+        worker.submit([script.job("a", error=error), script.job("b")])
+        finish(script)
+        assert script.told["a"] == [error]
+        assert [one.text for one in script.told["b"]] == ["b", "b"]
+
+
+def test_a_stopped_worker_takes_nothing_and_closes_what_is_open() -> None:
+    with working() as (worker, script):
+        worker.submit([script.job("a", num_pieces=1000)])
+        script.go(3)
+        stopping = threading.Thread(target=worker.stop)
+        stopping.start()
+        script.go(1)
+        stopping.join(20)
+        assert not stopping.is_alive()
+        assert script.closed["a"].is_set()
+        assert not worker.is_ready
+        with pytest.raises(BusyError, match="stopping"):
+            worker.submit([script.job("b")])

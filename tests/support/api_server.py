@@ -1,0 +1,43 @@
+"""kvrag's OpenAI-compatible server on a free local port, in a thread of the test's process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvrag.engine.engine import KVEngine
+from kvrag.ingest.index import Index
+from kvrag.server.app import ServerOptions, make_app
+from kvrag.server.running import Server
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server, its engine, and the names of its models."""
+
+    server: Server
+    engine: KVEngine
+    model: str = "model"
+    rag: str = "rag:index"
+
+    @property
+    def url(self) -> str:
+        return f"{self.server.url}/v1"
+
+
+@contextmanager
+def serving(
+    index: Index, options: ServerOptions | None = None, engine: KVEngine | None = None
+) -> Iterator[Served]:
+    """Serve an index while the block runs; the model's name is that of its folder."""
+    engine = engine or KVEngine(index, max_tokens=16)
+    server = Server(make_app(engine, options or ServerOptions()), port=0, grace_seconds=10)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield Served(server, engine)
+    finally:
+        server.stop()
+        thread.join()
