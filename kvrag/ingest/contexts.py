@@ -27,7 +27,7 @@ DOCUMENT = "document"
 NEIGHBOURS = "neighbours"
 """Chunks are encoded alone, and again after their predecessor (FusionRAG's offline part)."""
 FILLER = "filler"
-"""Chunks are encoded after the same unrelated text, as in the middle of a prompt."""
+"""Chunks are encoded after the same unrelated text, as in the middle of a prompt, and alone."""
 
 DEFAULT_TOKENS = {NO_CONTEXT: 0, DOCUMENT: 256, NEIGHBOURS: 0, FILLER: 512}
 """Each context's number of tokens if none is given; 0 if no number limits it."""
@@ -141,6 +141,8 @@ def add_contexts(
     context: Context,
     room: int,
     control: ControlTokens | None = None,
+    *,
+    is_compressed: bool = False,
 ) -> list[Chunk]:
     """Return the chunks of one document with their contexts.
 
@@ -157,14 +159,23 @@ def add_contexts(
         after the shared prefix.
     control
         Neutralises control strings in the text; None keeps them.
+    is_compressed
+        Whether fewer rows than tokens are stored. Such a record is exact nowhere, so after a
+        filler each chunk has no second one.
     """
     limit = context.num_tokens
     if context.name == NO_CONTEXT:
         return list(chunks)
     if context.name == FILLER:
         filler = filler_ids(tokenizer)
+
+        def contexts_of(number: int) -> tuple[tuple[int, ...], ...]:
+            before = _last(filler, number)
+            # Encoded alone, it is exact where it stands first in a prompt.
+            return (before, ()) if before and not is_compressed else (before,)
+
         return [
-            replace(chunk, contexts=(_last(filler, min(limit, room - len(chunk.token_ids))),))
+            replace(chunk, contexts=contexts_of(min(limit, room - len(chunk.token_ids))))
             for chunk in chunks
         ]
     found = []

@@ -147,7 +147,12 @@ class Encoders:
 
     @cached_property
     def _encode_prefix(self) -> Callable[[tuple[int, ...]], EncodedPrefix]:
-        return functools.lru_cache(maxsize=1)(self.model.encode_prefix)
+        return functools.lru_cache(maxsize=2)(self.model.encode_prefix)
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether records hold fewer rows than their chunks have tokens."""
+        return self._compression is not None
 
     @cached_property
     def room(self) -> int:

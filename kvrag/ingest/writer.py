@@ -111,7 +111,12 @@ class Writer:
         ):
             self._neutralised[document.source] = found
         return add_contexts(
-            chunks, encoders.tokenizer, config.chunk_context, encoders.room, control
+            chunks,
+            encoders.tokenizer,
+            config.chunk_context,
+            encoders.room,
+            control,
+            is_compressed=encoders.is_compressed,
         )
 
     # -- private -----------------------------------------------------------------------------

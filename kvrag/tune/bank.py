@@ -73,7 +73,7 @@ class ChunkBank:
         self.prefix_ids = model.default_prefix_ids()
         self._shelves = {codec.label: _Shelf(codec, MemoryStore()) for codec in codecs}
         self._context = parse_context(context)
-        self._encode_prefix = lru_cache(maxsize=1)(model.encode_prefix)
+        self._encode_prefix = lru_cache(maxsize=2)(model.encode_prefix)
         chosen = parse_compression(compression)
         self._compressor = None if chosen is None else Compressor(model, chosen)
         self._chunks: dict[str, Chunk] = {}
@@ -154,7 +154,13 @@ class ChunkBank:
         earlier = passage.before if self._context.is_of_document else ()
         document = [_tokenised(tokenizer, text) for text in (*earlier, passage.text)]
         room = self.model.max_positions - len(self.prefix_ids)
-        *_, last = add_contexts(document, tokenizer, self._context, room)
+        *_, last = add_contexts(
+            document,
+            tokenizer,
+            self._context,
+            room,
+            is_compressed=self._compressor is not None,
+        )
         # Its first text identifies a document, so that a prompt's text tells chunks apart.
         return replace(last, chunk_id=chunk_id, source=document[0].text, ordinal=len(earlier))
 

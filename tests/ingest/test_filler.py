@@ -15,6 +15,7 @@ from kvrag.llms.vllm.finding import TokenFinder
 from kvrag.models.kv_model import EncodedPrefix, KVModel
 from kvrag.tune import calibrate as calibration
 from tests.ingest.conftest import MakeIndex, stored_bytes
+from tests.support.models import HEAD
 
 TEXTS = [
     "Ines keeps the harbour ledger of Varn, by the old river bank near the northern light.",
@@ -42,7 +43,7 @@ def test_every_chunk_is_encoded_after_the_end_of_the_filler(index: Index, model:
     for text in TEXTS:
         (chunk_id,) = index.catalog.chunk_ids_of(text[:5])
         (chunk,) = index.get_chunks([chunk_id])
-        assert chunk.contexts == (filler,)
+        assert chunk.contexts == (filler, ())
         record = index.open_kv(chunk_id)
         assert record is not None
         assert record.num_tokens == len(chunk.token_ids)
@@ -69,7 +70,8 @@ def test_the_filler_is_computed_once(
     monkeypatch.setattr(KVModel, "encode_prefix", noting)
     index = make_index(context=FILLER)
     reports = [index.add(Document(text[:5], text)) for text in TEXTS]
-    assert encoded == [len(index.prefix_ids) + NUM_TOKENS]
+    # The second encoding is that of each chunk alone.
+    assert sorted(encoded) == [len(index.prefix_ids), len(index.prefix_ids) + NUM_TOKENS]
     # The report counts it for each run, not for each chunk; without new chunks it is not needed.
     assert [report.num_context_tokens for report in reports] == [NUM_TOKENS] * 2
     assert index.add(Document(TEXTS[0][:5], TEXTS[0])).num_context_tokens == 0
@@ -83,6 +85,8 @@ def test_each_length_has_its_own_records(make_index: MakeIndex) -> None:
         index.add([Document(text[:5], text) for text in TEXTS])
         stored.append(stored_bytes(index).keys())
     assert len(set().union(*stored)) == 3 * len(TEXTS)
+    # A chunk is stored alone only once, whatever else precedes it.
+    assert set.intersection(*map(set, stored)) == stored[0]
 
 
 def test_nothing_of_it_is_in_a_prompt(index: Index, model: KVModel) -> None:
@@ -93,7 +97,7 @@ def test_nothing_of_it_is_in_a_prompt(index: Index, model: KVModel) -> None:
     assert fused.kv.num_tokens == fused.report.num_tokens == len(ids)
     num_found = sum(len(model.tokenizer.encode(text, add_special_tokens=False)) for text in TEXTS)
     assert fused.report.num_in_context == num_found
-    # Not even the first one is what full prefill computes: all of them can be recomputed.
+    # This prompt does not begin as the index's chunks were encoded: nothing is exact.
     assert (fused.report.num_exact, fused.report.num_reused) == (0, num_found)
     assert TokenFinder(index).find(ids).spans == fused.layout.spans
     whole = KVEngine(index, policy="deviation", ratio=1.0).fuse(prompt)
@@ -101,10 +105,28 @@ def test_nothing_of_it_is_in_a_prompt(index: Index, model: KVModel) -> None:
     torch.testing.assert_close(whole.logits, plain, rtol=1e-4, atol=1e-4)
 
 
+def test_the_chunk_that_stands_first_is_exact(index: Index, model: KVModel) -> None:
+    prompt = HEAD + prompt_of(*TEXTS)
+    fused = KVEngine(index, policy="none").fuse(prompt)
+    first, second = fused.layout.spans
+    filler = filler_ids(model.tokenizer)[-NUM_TOKENS:]
+    assert (first.context_ids, second.context_ids) == ((), filler)
+    assert (fused.report.num_exact, fused.report.num_reused) == (first.length, second.length)
+    assert fused.report.num_in_context == second.length
+    ids = torch.tensor([fused.layout.token_ids])
+    plain = model.hf(ids, use_cache=True).past_key_values
+    for layer, exact in enumerate(plain.layers):
+        found = fused.kv.keys[layer][:, :, : first.prompt_end]
+        torch.testing.assert_close(
+            found, exact.keys[:, :, : first.prompt_end], rtol=1e-4, atol=1e-4
+        )
+    assert TokenFinder(index).find(fused.layout.token_ids).spans == fused.layout.spans
+
+
 def test_equal_texts_are_interchangeable(make_index: MakeIndex, model: KVModel) -> None:
     index = make_index(context=FILLER)
     index.add([Document(f"copy-{number}", TEXTS[0]) for number in range(40)])
-    assert index.stats().num_records == 1
+    assert index.stats().num_records == 2
     prompt = prompt_of(TEXTS[1], TEXTS[0])
     fused = KVEngine(index, policy="none").fuse(prompt)
     assert fused.report.num_chunks == 1
@@ -136,10 +158,10 @@ def test_a_filler_longer_than_its_text_is_refused(
 def test_a_long_chunk_shortens_it(index: Index, model: KVModel) -> None:
     (chunk,) = index.get_chunks(index.catalog.chunk_ids_of(TEXTS[0][:5]))
     filler = filler_ids(model.tokenizer)
-    for left, expected in ((7, filler[-7:]), (0, ()), (-1, ())):
+    for left, expected in ((7, (filler[-7:], ())), (0, ((),)), (-1, ((),))):
         room = len(chunk.token_ids) + left
         (found,) = add_contexts([chunk], model.tokenizer, parse_context(FILLER), room)
-        assert found.contexts == (expected,)
+        assert found.contexts == expected
 
 
 def test_a_calibration_encodes_as_the_index_does(
@@ -166,7 +188,7 @@ def test_compressed_chunks_are_encoded_after_it_too(make_index: MakeIndex) -> No
         stored.append(stored_bytes(index))
         assert index.upkeep.verify().ok
     assert not stored[0].keys() & stored[1].keys()
-    assert [len(one) for one in stored[0].values()] != []
+    assert len(stored[0]) == len(stored[1]) == len(TEXTS)
     assert not set(stored[0].values()) & set(stored[1].values())
 
 
