@@ -10,9 +10,11 @@ from statistics import fmean
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
+from kvrag.fusion.fingerprints import MIN_RUN
 from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag.ingest.index import Index
 from kvrag.loading.prices import fit_prices
+from kvrag.models.tokens import encode
 from kvrag.tune.bootstrap import mean_interval
 from kvrag.tune.datasets import read_questions
 from kvrag.tune.exact_match import exact_match
@@ -180,14 +182,19 @@ def _own_questions(index: Index, options: CalibrationOptions) -> list[JudgedQues
 
 
 def _quotation(text: str, index: Index) -> str:
-    """Return words of a text's longest sentence that are not a whole chunk; may be empty.
+    """Return words of a text's longest sentence that are not reused in a prompt; may be empty.
 
-    A whole chunk in a question would come from the store, which real questions never do.
+    A whole chunk in a question, or a long run of one, would come from the store, which real
+    questions never do.
     """
     words = max(_SENTENCE_END.split(text), key=len).split()[:_MAX_QUERY_WORDS]
-    while words and index.matcher.find(" ".join(words)):
+    while words:
+        quotation = " ".join(words)
+        (tokens,) = encode(index.tokenizer, [quotation], add_special_tokens=False)
+        if len(tokens.token_ids) < MIN_RUN and not index.matcher.find(quotation):
+            return quotation
         words.pop()
-    return " ".join(words)
+    return ""
 
 
 def _fit_cost(
