@@ -12,7 +12,7 @@ from kvrag import arguments
 from kvrag.chunk import Chunk
 from kvrag.errors import ParameterError
 from kvrag.ingest.encoders import Encoders
-from kvrag.ingest.ranking import CANDIDATES, RERANKED, Ranking, fused
+from kvrag.ingest.ranking import CANDIDATES, RERANKED, WORDS_WEIGHT, Ranking, fused
 from kvrag.ingest.storage import Storage
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ class Search:
 
         def find(most: int) -> Ranking:
             most = max(most, CANDIDATES)
-            return fused([vectors.search(vector, most), catalog.search_words(query, most)])
+            words = catalog.search_words(query, most)
+            return fused([(vectors.search(vector, most), 1.0), (words, WORDS_WEIGHT)])
 
         if reranker is None:
             return self._hits(find, k)

@@ -16,7 +16,7 @@ from kvrag.errors import ParameterError
 from kvrag.ingest import words
 from kvrag.ingest.embedding import Embedding, Vectors
 from kvrag.ingest.index import Index
-from kvrag.ingest.ranking import Reranker, fused
+from kvrag.ingest.ranking import WORDS_WEIGHT, Reranker, fused
 from kvrag.models.kv_model import KVModel
 from tests.support.properties import examples
 
@@ -106,14 +106,20 @@ def test_no_question_is_an_expression(filled: Index, question: str) -> None:
 
 
 def test_fusing_prefers_what_several_rankings_find() -> None:
-    assert fused([[(1, 9.0), (2, 8.0), (3, 7.0)], [(3, 5.0), (2, 4.0), (4, 3.0)]]) == [
-        (3, pytest.approx(61 / 2 * (1 / 61 + 1 / 63))),
-        (2, pytest.approx(61 / 62)),
-        (1, pytest.approx(1 / 2)),
-        (4, pytest.approx(61 / 126)),
-    ]
-    assert fused([[(7, 0.1)], []]) == [(7, pytest.approx(1.0))]
-    assert fused([[], []]) == []
+    rankings = [[(1, 9.0), (2, 8.0), (3, 7.0)], [(3, 5.0), (2, 4.0), (4, 3.0)]]
+    assert [row for row, _ in fused([(ranking, 1.0) for ranking in rankings])] == [3, 2, 1, 4]
+    # With a higher weight, the second ranking decides between what only one of them has.
+    weighted = fused([(rankings[0], 1.0), (rankings[1], 3.0)])
+    assert [row for row, _ in weighted] == [3, 2, 4, 1]
+    assert fused([([(7, 0.1)], 1.0), ([], 2.0)]) == [(7, pytest.approx(1.0))]
+    assert fused([([(7, 0.1)], 1.0), ([(7, 0.1)], 2.0)]) == [(7, pytest.approx(1.0))]
+    assert fused([([], 1.0), ([], 2.0)]) == []
+
+
+def test_what_one_ranking_puts_first_stays_in_front() -> None:
+    words = [(0, 9.0), *((row, 1.0) for row in range(1, 99))]
+    meaning = [(row, 1.0) for row in range(1, 99)]
+    assert 0 in [row for row, _ in fused([(meaning, 1.0), (words, WORDS_WEIGHT)])[:4]]
 
 
 class Longest:
