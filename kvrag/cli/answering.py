@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvrag.engine.base import Engine
     from kvrag.engine.engine import KVEngine
     from kvrag.ingest.index import Index
+    from kvrag.ingest.ranking import Reranker
 
 _SNIPPET_CHARACTERS = 200  # more than a terminal's line, which cuts the rest
 # Without a chat template, a model may continue with a next question that it invents. The examples
@@ -42,6 +43,7 @@ class Settings:
     use_chat_template: bool = True
     ttft: float | None = None
     instruction: str = ""
+    reranker: Reranker | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def retrieve(
 ) -> Retrieved:
     """Search the index and build the prompt; only chat prompts include `history`."""
     started = time.perf_counter()
-    hits = index.search(question, settings.top_k)
+    hits = index.search(question, settings.top_k, reranker=settings.reranker)
     seconds = time.perf_counter() - started
     if not hits:
         console.note(f"{_why_nothing(index)}: the model answers without documents")

@@ -44,6 +44,8 @@ def chat(
     device: o.DeviceOption = None,
     store: o.StoreOption = None,
     top_k: o.TopKOption = o.DEFAULT_TOP_K,
+    rerank: o.RerankOption = None,
+    embedding: o.EmbeddingOption = None,
     policy: o.PolicyOption = DEFAULT_POLICY,
     ratio: o.RatioOption = None,
     boundary_tokens: o.BoundaryTokensOption = None,
@@ -70,7 +72,7 @@ def chat(
     at the end. When stdin is not a terminal and a question fails, the exit code is 1.
     """
     from kvrag.cli.answering import Settings, converses, make_engine
-    from kvrag.cli.opening import open_index, warm_up
+    from kvrag.cli.opening import load_reranker, open_index, warm_up
 
     settings = Settings(
         top_k=top_k,
@@ -84,8 +86,9 @@ def chat(
         temperature=temperature,
         seed=seed,
         use_chat_template=not no_chat,
+        reranker=load_reranker(rerank),
     )
-    with open_index(index, model, device, store) as opened:
+    with open_index(index, model, device, store, embedding=embedding) as opened:
         engine = make_engine(opened, settings)
         if history and not converses(opened, settings):
             raise ParameterError(

@@ -21,11 +21,20 @@ from kvrag.ingest.settings import IndexOptions, IndexSettings
 
 if TYPE_CHECKING:
     from kvrag.codec.profile import Profile
+    from kvrag.ingest.embedding import Embedding
     from kvrag.ingest.index import Index
     from kvrag.ingest.report import IngestReport
 
 _DEFAULT_MODEL = "kvrag-tiny"
 _LIMITS = ParseLimits()
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Objects for an index, which have no name to compare; None means none."""
+
+    profile: Profile | None
+    embedding: Embedding | None
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,9 @@ def ingest(
     embedding: Annotated[
         str | None,
         typer.Option(
-            help=f"Embedding for retrieval. Default for a new index: {IndexSettings.embedding}.",
+            help="Embedding for retrieval: minilm, hashing, the folder or hub name of a "
+            "sentence-transformers model, or MODULE:NAME for an object of Python. Default for a "
+            f"new index: {IndexSettings.embedding}.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),
@@ -180,12 +191,13 @@ def ingest(
     completes it. A file that cannot be read within the limits is reported and left out; the others
     are indexed, and the exit code is 1.
     """
-    from kvrag.cli.opening import quiet_libraries
+    from kvrag.cli.opening import load_object, quiet_libraries
     from kvrag.cli.progress import IngestBar
     from kvrag.codec.names import parse_codec
     from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
     from kvrag.ingest.checks import check_lasting
     from kvrag.ingest.contexts import parse_context
+    from kvrag.ingest.embedding import get_embedding
     from kvrag.ingest.files import resolve_path
     from kvrag.ingest.loaders import SUFFIXES
     from kvrag.ingest.parsing import Parser, check_loaders
@@ -216,10 +228,13 @@ def ingest(
     check_control_tokens(control_tokens)
     if context is not None:
         parse_context(context)
+    custom = None
+    if embedding is not None and ":" in embedding and not Path(embedding).exists():
+        custom, embedding = get_embedding(load_object(embedding, "--embedding")), None
     settings = _Settings(embedding, codec, chunk_tokens, dtype, context, compress, control_tokens)
     if store is not None:
         check_kind(store)
-    given = None if profile is None else read_profile(profile)
+    given = _Given(None if profile is None else read_profile(profile), custom)
     quiet_libraries()
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
         scratch_folder = Path(scratch) if dry_run else None
@@ -317,19 +332,28 @@ def _open_or_create(
     device: str | None,
     store: str | None,
     settings: _Settings,
-    profile: Profile | None,
+    objects: _Given,
     scratch: Path | None,
 ) -> Index:
     """Open the index at `path`, or create it; a dry run creates it in `scratch` instead."""
     from kvrag.ingest.index import Index
 
     try:
-        opened = Index.open(path, model=model, device=device, store=store, mend=not scratch)
+        opened = Index.open(
+            path,
+            model=model,
+            device=device,
+            store=store,
+            mend=not scratch,
+            embedding=objects.embedding,
+        )
     except IndexNotFoundError:
         if model is None:
             console.note(f"no --model given: the new index uses the included {_DEFAULT_MODEL}")
         named = {name: value for name, value in asdict(settings).items() if value is not None}
-        options = {"profile": profile, "device": device, "store": store, **named}
+        if objects.embedding is not None:
+            named["embedding"] = objects.embedding
+        options = {"profile": objects.profile, "device": device, "store": store, **named}
         return Index.create(
             scratch / "index" if scratch is not None else path,
             model=model or _DEFAULT_MODEL,
@@ -341,6 +365,7 @@ def _open_or_create(
                 f"the index at {path} keeps its KV in {opened.config.store or 'its own folder'}, "
                 f"asked for {opened.store.url}: leave --store out, or make a new index"
             )
+        profile = objects.profile
         if profile is not None and profile.hash != opened.config.profile:
             raise ParameterError(
                 f"the index at {path} exists already, and --profile is for a new index: leave it "

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from kvrag import arguments
 from kvrag.cli import console
+from kvrag.errors import ParameterError
 
 if TYPE_CHECKING:
     from kvrag.ingest.index import Index
+    from kvrag.ingest.ranking import Reranker
 
 
 def quiet_libraries() -> None:
@@ -26,12 +31,46 @@ def open_index(
     device: str | None = None,
     store: str | None = None,
     mend: bool = False,
+    embedding: str | None = None,
 ) -> Index:
-    """Open an index without loading its model."""
-    opened = _open(path, model=model, device=device, store=store, mend=mend)
+    """Open an index without loading its model; `embedding` is ``module:attribute``."""
+    given = None if embedding is None else load_object(embedding, "--embedding")
+    opened = _open(path, model=model, device=device, store=store, mend=mend, embedding=given)
     # Imports the libraries, which takes seconds: an index that is not there is reported before.
     quiet_libraries()
     return opened
+
+
+def load_object(name: str, option: str) -> Any:
+    """Return the object that ``module:attribute`` names; a class or function is called for it.
+
+    Raises
+    ------
+    ParameterError
+        When there is none. Errors that the module itself raises pass through.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute.isidentifier():
+        raise ParameterError(
+            f"{option} {arguments.shown(name)}: expected MODULE:NAME, such as embeddings:minilm"
+        )
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ParameterError(
+            f"{option} {arguments.shown(name)}: {error}; install the module, or name its folder in "
+            "PYTHONPATH (PYTHONPATH=. for the current one, which is not searched)"
+        ) from error
+    return found() if isinstance(found, type | FunctionType) else found
+
+
+def load_reranker(name: str | None) -> Reranker | None:
+    """Return the cross-encoder that ``--rerank`` names, or None."""
+    if name is None:
+        return None
+    from kvrag.ingest.ranking import Reranker
+
+    return Reranker(name)
 
 
 def open_catalog(path: Path, store: str | None = None) -> Index:

@@ -186,6 +186,28 @@ TTFTOption = Annotated[
         show_default=False,
     ),
 ]
+RerankOption = Annotated[
+    str | None,
+    typer.Option(
+        "--rerank",
+        metavar="MODEL",
+        help="Cross-encoder of sentence-transformers that reads the 30 best chunks and orders "
+        "them: its folder or hub name. Default: none.",
+        rich_help_panel=TUNING,
+        show_default=False,
+    ),
+]
+EmbeddingOption = Annotated[
+    str | None,
+    typer.Option(
+        "--embedding",
+        metavar="MODULE:NAME",
+        help="The embedding that the index was made with, if it was made with an object: a "
+        "module and its attribute, an embedding or a function that returns one.",
+        rich_help_panel=TUNING,
+        show_default=False,
+    ),
+]
 NamedModelOption = Annotated[
     str, typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.")
 ]

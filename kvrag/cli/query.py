@@ -32,6 +32,8 @@ def query(
     device: o.DeviceOption = None,
     store: o.StoreOption = None,
     top_k: o.TopKOption = o.DEFAULT_TOP_K,
+    rerank: o.RerankOption = None,
+    embedding: o.EmbeddingOption = None,
     policy: o.PolicyOption = DEFAULT_POLICY,
     ratio: o.RatioOption = None,
     boundary_tokens: o.BoundaryTokensOption = None,
@@ -50,7 +52,7 @@ def query(
 ) -> None:
     """Answer one question from the index, and show the sources and a report."""
     from kvrag.cli.answering import Settings, answer, make_engine, print_below, retrieve
-    from kvrag.cli.opening import open_index, warm_up
+    from kvrag.cli.opening import load_reranker, open_index, warm_up
     from kvrag.errors import ParameterError
 
     if not arguments.text(question, "the question").strip():
@@ -72,8 +74,9 @@ def query(
         temperature=temperature,
         seed=seed,
         use_chat_template=not no_chat,
+        reranker=load_reranker(rerank),
     )
-    with open_index(index, model, device, store) as opened:
+    with open_index(index, model, device, store, embedding=embedding) as opened:
         engine = make_engine(opened, settings)
         warm_up(opened)
         retrieved = retrieve(opened, question, settings)

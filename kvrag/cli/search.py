@@ -25,29 +25,51 @@ def search(
     top_k: o.TopKOption = o.DEFAULT_TOP_K,
     sparse: Annotated[
         bool,
-        typer.Option("--sparse", help="Search by words (BM25) instead; loads no model."),
+        typer.Option("--sparse", help="Search by words (BM25) alone; loads no model."),
     ] = False,
+    dense: Annotated[
+        bool, typer.Option("--dense", help="Search by meaning (vectors) alone.")
+    ] = False,
+    rerank: o.RerankOption = None,
+    embedding: o.EmbeddingOption = None,
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Show the chunks that would be retrieved for a question, best first."""
-    from kvrag.cli.opening import open_catalog, open_index
+    """Show the chunks that would be retrieved for a question, best first.
+
+    By default, chunks are ranked by meaning and by words, and the two rankings are fused.
+    """
+    from kvrag.cli.opening import load_reranker, open_catalog, open_index
 
     if not arguments.text(question, "the question").strip():
         raise ParameterError("the question is empty: give one in quotes")
-    with open_catalog(index, store) if sparse else open_index(index, store=store) as opened:
+    chosen = [name for name, is_set in (("--sparse", sparse), ("--dense", dense)) if is_set]
+    if len(chosen) + (rerank is not None) > 1:
+        given = " and ".join([*chosen, *(["--rerank"] if rerank is not None else [])])
+        raise ParameterError(f"{given} exclude each other: leave all but one out")
+    with (
+        open_catalog(index, store)
+        if sparse
+        else open_index(index, store=store, embedding=embedding) as opened
+    ):
+        reranker = None
         if not sparse:
             with console.working("loading the embedding"):
                 _ = opened.embedding
+                reranker = load_reranker(rerank)
         started = time.perf_counter()
-        find = opened.search_words if sparse else opened.search
-        hits = find(question, top_k)
+        if sparse:
+            hits = opened.search_words(question, top_k)
+        elif dense:
+            hits = opened.search_dense(question, top_k)
+        else:
+            hits = opened.search(question, top_k, reranker=reranker)
         seconds = time.perf_counter() - started
     if as_json:
         console.print_json(
             {
                 "question": question,
-                "mode": "sparse" if sparse else "dense",
+                "mode": chosen[0].lstrip("-") if chosen else "hybrid",
                 "seconds": seconds,
                 "hits": [_plain(rank, hit) for rank, hit in enumerate(hits, start=1)],
             }

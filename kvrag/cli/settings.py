@@ -36,7 +36,7 @@ HARMLESS = frozenset(
     {
         *("boundary-tokens", "chunk-tokens", "codec", "compress", "device", "dry-run", "dtype"),
         *("eviction", "history", "index", "json", "k", "max-tokens", "policy", "ratio", "seed"),
-        *("sparse", "temperature", "ttft"),
+        *("dense", "sparse", "temperature", "ttft"),
     }
 )
 """Keys that a file may set even if the user did not name it.

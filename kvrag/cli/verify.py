@@ -24,6 +24,7 @@ def verify(
             "rows in the catalog are damaged.",
         ),
     ] = False,
+    embedding: o.EmbeddingOption = None,
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -31,7 +32,7 @@ def verify(
     from kvrag.cli.opening import open_index
 
     with (
-        open_index(index, store=store, mend=repair) as opened,
+        open_index(index, store=store, mend=repair, embedding=embedding) as opened,
         console.progress("reading every record") as say,
     ):
 

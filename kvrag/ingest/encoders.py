@@ -131,7 +131,8 @@ class Encoders:
             except ParameterError as error:
                 raise IndexMismatchError(
                     f"{self._path} was made with the embedding {shown(config.embedding)}, which "
-                    "cannot be found by name: pass it, Index.open(path, embedding=...)"
+                    "cannot be found by name: pass it, Index.open(path, embedding=...), or "
+                    "--embedding MODULE:NAME"
                 ) from error
             check_embedding(config, self._path, embedding)
             return embedding

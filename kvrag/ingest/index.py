@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvrag.fusion.segments import ChunkMatcher
     from kvrag.ingest.coding import RecordCoding
     from kvrag.ingest.embedding import Embedding
+    from kvrag.ingest.ranking import Reranker
     from kvrag.ingest.run_finder import RunFinder
     from kvrag.models.kv_model import KVModel
 
@@ -380,8 +381,18 @@ class Index:
 
     # -- reading -----------------------------------------------------------------------------
 
-    def search(self, query: str, k: int = 4) -> list[SearchHit]:
-        """Return the `k` chunks nearest to a question, best first.
+    def search(
+        self, query: str, k: int = 4, *, reranker: Reranker | None = None
+    ) -> list[SearchHit]:
+        """Return the `k` chunks that best match a question, best first.
+
+        Chunks are ranked by meaning (`search_dense`) and by words (`search_words`), and the two
+        rankings are fused by reciprocal rank. A reranker then reads the best of them.
+
+        Parameters
+        ----------
+        reranker
+            A cross-encoder (`kvrag.ingest.ranking.Reranker`), whose scores then count.
 
         Raises
         ------
@@ -391,7 +402,14 @@ class Index:
         IndexClosedError
             When the index is closed.
         """
-        return self._search.by_text(query, k)
+        return self._search.by_text(query, k, reranker)
+
+    def search_dense(self, query: str, k: int = 4) -> list[SearchHit]:
+        """Return the `k` chunks whose vectors are nearest to a question's, best first.
+
+        Raises as `search` does.
+        """
+        return self._search.by_meaning(query, k)
 
     def search_by_vector(
         self, vector: NDArray[np.float32] | Sequence[float], k: int = 4

@@ -1,4 +1,4 @@
-"""Search for chunks: by a question's vector, by its words, and verbatim in a prompt."""
+"""Search for chunks: by a question's vector and words, and verbatim in a prompt."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvrag import arguments
 from kvrag.chunk import Chunk
 from kvrag.errors import ParameterError
 from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.ranking import CANDIDATES, RERANKED, WORDS_WEIGHT, Ranking, fused
 from kvrag.ingest.storage import Storage
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvrag.fusion.segments import ChunkMatcher
+    from kvrag.ingest.ranking import Reranker
     from kvrag.ingest.vectors import VectorIndex
 
 _MAX_RECENT = 256
@@ -28,7 +30,16 @@ _MOST_CHARACTERS = 100_000  # in a question; embeddings read far less
 
 @dataclass(frozen=True)
 class SearchHit:
-    """A search result: a chunk, and the inner product of its best vector with the question's."""
+    """A search result.
+
+    Attributes
+    ----------
+    chunk
+        The chunk.
+    score
+        What the search ranks by: the inner product of the chunk's best vector with the question's,
+        BM25, both fused (`kvrag.ingest.ranking.fused`), or the score of a reranker.
+    """
 
     chunk: Chunk
     score: float
@@ -51,16 +62,39 @@ class Search:
         self._matcher: tuple[int, ChunkMatcher] | None = None
         self._recent: deque[str] = deque(maxlen=_MAX_RECENT)
 
-    def by_text(self, query: str, k: int) -> list[SearchHit]:
-        """Return the `k` chunks nearest to a question (`Index.search`)."""
+    def by_text(self, query: str, k: int, reranker: Reranker | None = None) -> list[SearchHit]:
+        """Return the `k` chunks that best match a question (`Index.search`)."""
+        query, k = self._checked(query, k)
+        vector = self._encoders.embedding.embed_query(query)
+        vectors, catalog = self._current_vectors(), self._storage.catalog
+
+        def find(most: int) -> Ranking:
+            most = max(most, CANDIDATES)
+            words = catalog.search_words(query, most)
+            return fused([(vectors.search(vector, most), 1.0), (words, WORDS_WEIGHT)])
+
+        if reranker is None:
+            return self._hits(find, k)
+        windows = self._encoders.embedding.windows
+        hits = self._hits(find, max(k, RERANKED))
+        scores = reranker.scores(query, [windows(hit.chunk.text) for hit in hits])
+        again = [SearchHit(hit.chunk, score) for hit, score in zip(hits, scores, strict=True)]
+        return sorted(again, key=lambda hit: -hit.score)[:k]
+
+    def by_meaning(self, query: str, k: int) -> list[SearchHit]:
+        """Return the `k` chunks nearest to a question (`Index.search_dense`)."""
         query, k = self._checked(query, k)
         return self.by_vector(self._encoders.embedding.embed_query(query), k)
 
     def by_vector(self, vector: NDArray[np.float32] | Sequence[float], k: int) -> list[SearchHit]:
         """Return the `k` chunks nearest to a vector ``[dim]`` (`Index.search_by_vector`)."""
-        storage = self._storage
-        storage.require_open()
+        self._storage.require_open()
         k = arguments.whole(k, "k", 1, _MOST_CHUNKS)
+        vectors, asked = self._current_vectors(), _as_vector(vector)
+        return self._hits(lambda most: vectors.search(asked, most), k)
+
+    def _current_vectors(self) -> VectorIndex:
+        storage = self._storage
         from kvrag.ingest.vectors import VectorIndex
 
         dim = storage.config.embedding_dim
@@ -69,9 +103,7 @@ class Search:
                 self._vectors = VectorIndex.load(storage.path, storage.catalog, dim)
             elif self._vectors.generation != storage.catalog.generation():
                 self._vectors = VectorIndex.refresh(storage.catalog, dim)
-            vectors = self._vectors
-        asked = _as_vector(vector)
-        return self._hits(lambda most: vectors.search(asked, most), k)
+            return self._vectors
 
     def by_words(self, query: str, k: int) -> list[SearchHit]:
         """Return the `k` chunks that best match a question's words (`Index.search_words`)."""

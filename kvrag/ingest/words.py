@@ -110,8 +110,8 @@ class WordIndex:
             if not _lacks_fts5(error):
                 raise
             raise StoreError(
-                "searching by words needs SQLite with FTS5, which this Python's lacks: search "
-                "without --sparse, or use another build of Python"
+                "searching by words needs SQLite with FTS5, which this Python's lacks: search with "
+                "--dense (Index.search_dense), or use another build of Python"
             ) from error
 
     def refresh(self, texts: Texts) -> None:

@@ -255,15 +255,16 @@ class KVRagVectorStore(VectorStore):
         return [self._to_document(chunk) for chunk in index.get_chunks(list(chunk_ids))]
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        """Return the `k` chunks nearest to `query`, best first."""
-        return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
+        """Return the `k` chunks that best match `query`, by meaning and words, best first."""
+        _refuse(kwargs)
+        return [document for document, _ in self._scored(self.index.search(query, _checked_k(k)))]
 
     def similarity_search_with_score(
         self, query: str, k: int = 4, **kwargs: Any
     ) -> list[tuple[Document, float]]:
-        """Return the nearest chunks with their cosine similarities, best first."""
+        """Return the nearest chunks by meaning, with their cosine similarities, best first."""
         _refuse(kwargs)
-        return self._scored(self.index.search(query, _checked_k(k)))
+        return self._scored(self.index.search_dense(query, _checked_k(k)))
 
     def similarity_search_by_vector(
         self, embedding: list[float], k: int = 4, **kwargs: Any

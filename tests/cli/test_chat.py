@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,10 +137,10 @@ def test_an_error_of_one_question_leaves_the_others(
 ) -> None:
     search = Index.search
 
-    def failing(index: Index, question: str, k: int) -> list[SearchHit]:
+    def failing(index: Index, question: str, k: int, **options: Any) -> list[SearchHit]:
         if "clock" in question:
             raise StoreError("the store is gone")
-        return search(index, question, k)
+        return search(index, question, k, **options)
 
     monkeypatch.setattr(Index, "search", failing)
     lines = "And the clock?\nWho keeps the ledger?\n"

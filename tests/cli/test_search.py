@@ -7,7 +7,7 @@ import pytest
 from tests.cli.conftest import Run
 
 
-@pytest.mark.parametrize("options", [[], ["--sparse"]])
+@pytest.mark.parametrize("options", [[], ["--sparse"], ["--dense"]])
 def test_search_shows_what_would_be_retrieved(
     run: Run, index_folder: Path, options: list[str]
 ) -> None:
@@ -38,3 +38,53 @@ def test_search_that_finds_nothing(run: Run, index_folder: Path) -> None:
     blank = run("search", "  ", "-i", index_folder)
     assert blank.code == 1
     assert "the question is empty" in blank.err
+
+
+@pytest.mark.parametrize(("options", "mode"), [([], "hybrid"), (["--dense"], "dense")])
+def test_modes(run: Run, index_folder: Path, options: list[str], mode: str) -> None:
+    found = run("search", "the river bank", "-i", index_folder, *options, "--json").json
+    assert found["mode"] == mode
+    assert Path(found["hits"][0]["source"]).name == "river.md"
+    (score, *_) = [hit["score"] for hit in found["hits"]]
+    assert (score == 1.0) == (mode == "hybrid")  # first by words and by meaning
+
+
+def test_modes_exclude_each_other(run: Run, index_folder: Path) -> None:
+    for options in (("--dense", "--sparse"), ("--dense", "--rerank", "x")):
+        done = run("search", "the river", "-i", index_folder, *options)
+        assert done.code == 1
+        assert "exclude each other" in done.err
+
+
+def test_a_custom_embedding_is_named_by_module_and_attribute(
+    run: Run,
+    documents: Path,
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "my_vectors.py").write_text(
+        "class Mine:\n"
+        "    def embed_documents(self, texts):\n"
+        "        return [[1.0, 0.0] if 'river' in text else [0.0, 1.0] for text in texts]\n"
+        "    def embed_query(self, text):\n"
+        "        return [1.0, 0.0]\n"
+        "made = Mine()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    index = tmp_path / "index"
+    common = ("-i", index, "--embedding")
+    made = run("ingest", documents, *common, "my_vectors:Mine", "-m", model_folder)
+    assert made.code == 0, made.err
+    assert run("ingest", documents, *common, "my_vectors:made").code == 0
+    for name in ("my_vectors:Mine", "my_vectors:made"):
+        found = run("search", "water", *common, name, "--dense", "--json").json
+        assert Path(found["hits"][0]["source"]).name == "river.md"
+    without = run("search", "water", "-i", index)
+    assert without.code == 1
+    assert "--embedding MODULE:NAME" in without.err
+    for name, why in (("my_vectors:other", "no attribute"), ("nowhere:x", "No module"), ("x", "")):
+        refused = run("search", "water", *common, name)
+        assert refused.code == 1
+        assert f"--embedding '{name}'" in refused.err
+        assert why in refused.err

@@ -107,7 +107,8 @@ def test_store_scores(store: KVRagVectorStore) -> None:
 
 def test_store_mmr(store: KVRagVectorStore) -> None:
     near = store.max_marginal_relevance_search(PASSAGES["clock"], k=3, lambda_mult=1.0)
-    assert near == store.similarity_search(PASSAGES["clock"], k=3)
+    scored = store.similarity_search_with_score(PASSAGES["clock"], k=3)
+    assert near == [document for document, _ in scored]
     retriever = store.as_retriever(search_type="mmr", search_kwargs={"k": 2, "lambda_mult": 0.0})
     assert len({document.id for document in retriever.invoke(PASSAGES["clock"])}) == 2
     store.delete()

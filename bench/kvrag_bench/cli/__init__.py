@@ -15,6 +15,7 @@ COMMANDS = {
     "pml": "kvrag_bench.cli.pml:bench_pml",
     "eviction": "kvrag_bench.cli.eviction:bench_eviction",
     "vllm": "kvrag_bench.cli.vllm:bench_vllm",
+    "retrieval": "kvrag_bench.cli.retrieval:bench_retrieval",
     "exact": "kvrag_bench.cli.exact:bench_exact",
 }
 

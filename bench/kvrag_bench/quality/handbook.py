@@ -10,8 +10,8 @@ from kvrag.errors import ParameterError
 _CHECKOUT = Path(__file__).resolve().parents[3]
 
 
-def handbook_pages() -> list[str]:
-    """Return the Markdown pages, from the checkout or from the shared data of an installation.
+def handbook_folder() -> Path:
+    """Return the folder of the pages: the checkout's, or that of an installation's shared data.
 
     Raises
     ------
@@ -21,8 +21,13 @@ def handbook_pages() -> list[str]:
     data = Path(sysconfig.get_path("data"))
     folders = [_CHECKOUT / "examples" / "handbook", data / "share" / "kvrag" / "handbook"]
     for folder in folders:
-        if pages := sorted(folder.glob("*.md")):
-            return [page.read_text("utf-8") for page in pages]
+        if any(folder.glob("*.md")):
+            return folder
     raise ParameterError(
         f"the handbook is in neither {folders[0]} nor {folders[1]}; install kvrag again"
     )
+
+
+def handbook_pages() -> list[str]:
+    """Return the Markdown pages, in the order of their names. Raises as `handbook_folder`."""
+    return [page.read_text("utf-8") for page in sorted(handbook_folder().glob("*.md"))]

@@ -1,0 +1,104 @@
+"""How several rankings of chunks become one: reciprocal-rank fusion, and a cross-encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvrag import arguments
+from kvrag.errors import ParameterError
+from kvrag.regularfile import require_regular_files
+
+Ranking = list[tuple[int, float]]
+"""Row numbers of chunks with their scores, best first."""
+
+CANDIDATES = 100
+"""Chunks of each ranking that take part in a fusion, at least."""
+RERANKED = 30
+"""Chunks that a reranker reads, at least; each takes it a pass of its model or more."""
+
+_RANK_OFFSET = 5
+"""Small, so that what one ranking puts first stays near the front, though the other misses it."""
+
+WORDS_WEIGHT = 2.0
+"""How much more than the vectors' ranking that of the words counts: questions hold names."""
+
+
+def fused(rankings: Sequence[tuple[Ranking, float]]) -> Ranking:
+    """Return the chunks of several rankings by the weighted sum of their reciprocal ranks.
+
+    A score is the share of the largest possible sum: 1 for a chunk that is first in every ranking
+    that found anything. Equal scores appear in the order of the first ranking, then of the others.
+
+    Source: reciprocal rank fusion (Cormack, Clarke and Büttcher 2009), which has no weights and
+    k = 60, for more rankings than two; here both measured worse (``kvrag bench retrieval``).
+
+    Parameters
+    ----------
+    rankings
+        Each with its weight.
+    """
+    rankings = [(ranking, weight) for ranking, weight in rankings if ranking]
+    sums: dict[int, float] = {}
+    for ranking, weight in rankings:
+        for rank, (row, _) in enumerate(ranking, start=1):
+            sums[row] = sums.get(row, 0.0) + weight / (_RANK_OFFSET + rank)
+    most = sum(weight for _, weight in rankings) / (_RANK_OFFSET + 1)
+    return sorted(((row, s / most) for row, s in sums.items()), key=lambda hit: -hit[1])
+
+
+class Reranker:
+    """A cross-encoder of sentence-transformers: it reads a question and a text together.
+
+    Parameters
+    ----------
+    model
+        Its folder, its hub name, or a loaded ``CrossEncoder``. A hub name is downloaded unless the
+        hub's cache has it.
+
+    Raises
+    ------
+    ParameterError
+        When it cannot be loaded.
+    """
+
+    def __init__(self, model: str | Path | Any) -> None:
+        self._model = _load(str(model)) if isinstance(model, str | Path) else model
+        if not hasattr(self._model, "predict"):
+            raise ParameterError(
+                f"{type(model).__name__} is not a cross-encoder: expected a folder, a hub name or "
+                "a loaded CrossEncoder of sentence-transformers"
+            )
+
+    def scores(self, question: str, texts: Sequence[Sequence[str]]) -> list[float]:
+        """Return each text's score, that of its best window.
+
+        Parameters
+        ----------
+        texts
+            For each text its windows, at least one.
+        """
+        pairs = [(question, window) for windows in texts for window in windows]
+        found = iter(self._model.predict(pairs, show_progress_bar=False).tolist() if pairs else [])
+        return [max(float(next(found)) for _ in windows) for windows in texts]
+
+
+def _load(reference: str) -> Any:
+    """Load a folder, or a hub name: from the hub's cache, or else by the network."""
+    from sentence_transformers import CrossEncoder
+
+    path = arguments.path(reference, "rerank")
+    try:
+        if path.exists():
+            require_regular_files(path)
+            return CrossEncoder(str(path), num_labels=1, local_files_only=True)
+        try:
+            return CrossEncoder(reference, num_labels=1, local_files_only=True)
+        except (OSError, ValueError):
+            return CrossEncoder(reference, num_labels=1)
+    except (OSError, ValueError) as error:
+        raise ParameterError(
+            f"rerank {arguments.shown(reference)}: no cross-encoder that can be loaded ({error}); "
+            "expected the folder or hub name of a CrossEncoder of sentence-transformers"
+        ) from error

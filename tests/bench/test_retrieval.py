@@ -1,0 +1,77 @@
+"""`kvrag bench retrieval`: recall is counted on known rankings, and the table is printed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvrag.errors import ParameterError
+from kvrag_bench.retrieval import RetrievalOptions, RetrievalRow, run_retrieval_bench
+from tests.cli.conftest import Run, run
+
+__all__ = ["run"]
+
+RECORDS = [
+    {
+        "question": "Who keeps the harbour ledger?",
+        "answers": ["Ines"],
+        "ctxs": [
+            {"title": "", "text": "Ines keeps the harbour ledger of Varn."},
+            {"title": "", "text": "Tomas repairs the tall clock."},
+        ],
+    },
+    {
+        "question": "Which zebra?",  # no word of it, and no letter, is in the wanted text
+        "answers": ["clock"],
+        "ctxs": [{"title": "", "text": "Tomas repairs the tall clock."}],
+    },
+    {  # its answer is in none of its own texts
+        "question": "Where is the clock?",
+        "answers": ["Ines"],
+        "ctxs": [{"title": "", "text": "Tomas repairs the tall clock."}],
+    },
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "asked.json"
+    path.write_text(json.dumps(RECORDS))
+    return path
+
+
+def rows_of(data: Path, **options: object) -> dict[str, RetrievalRow]:
+    chosen = RetrievalOptions(
+        data=(str(data),), model="kvrag-tiny", embedding="hashing", chunk_tokens=(64,), **options
+    )
+    return {row.way: row for row in run_retrieval_bench(chosen)}
+
+
+def test_recall_is_counted(data: Path) -> None:
+    rows = rows_of(data)
+    assert list(rows) == ["dense", "sparse", "hybrid"]
+    for row in rows.values():
+        assert (row.data, row.num_questions, row.num_chunks) == ("asked", 2, 2)
+        assert row.tails == 1.0
+    # Words find nothing for the second question; vectors find every chunk.
+    assert (rows["sparse"].recall_4, rows["sparse"].recall_10, rows["sparse"].mrr) == (0.5,) * 3
+    assert rows["dense"].recall_4 == rows["hybrid"].recall_4 == 1.0
+    assert rows["hybrid"].mrr >= max(rows["dense"].mrr, rows["sparse"].mrr)
+
+
+def test_only_the_first_questions(data: Path) -> None:
+    assert rows_of(data, num_questions=1)["dense"].num_questions == 1
+    data.write_text(json.dumps(RECORDS[2:]))
+    with pytest.raises(ParameterError, match="no question of asked has its answer"):
+        rows_of(data)
+
+
+def test_the_command_prints_a_table(run: Run, data: Path) -> None:
+    options = ("-m", "kvrag-tiny", "--embedding", "hashing", "--chunk-tokens", "64")
+    done = run("bench", "retrieval", "--data", data, *options)
+    assert done.code == 0, done.err
+    assert [line.split()[:4] for line in done.out.splitlines()[1:]] == [
+        ["asked", "(2)", "64", way] for way in ("dense", "sparse", "hybrid")
+    ]
