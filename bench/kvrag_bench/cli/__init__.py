@@ -16,6 +16,7 @@ COMMANDS = {
     "eviction": "kvrag_bench.cli.eviction:bench_eviction",
     "vllm": "kvrag_bench.cli.vllm:bench_vllm",
     "exact": "kvrag_bench.cli.exact:bench_exact",
+    "recognition": "kvrag_bench.cli.recognition:bench_recognition",
 }
 
 app = typer.Typer(
