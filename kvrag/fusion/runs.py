@@ -218,8 +218,8 @@ def fill(
                 )
             )
     misses = dict(layout.misses)
-    if num_unclear:
-        misses[MISS_OWNER_UNCLEAR] = misses.get(MISS_OWNER_UNCLEAR, 0) + num_unclear
+    if num_unclear and MISS_OWNER_UNCLEAR not in misses:  # else a whole chunk was counted already
+        misses[MISS_OWNER_UNCLEAR] = num_unclear
     return replace(layout, spans=tuple(standing), misses=misses)
 
 

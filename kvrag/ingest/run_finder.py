@@ -125,6 +125,8 @@ class RunFinder:
         for chunk_id, ids in self._catalog.token_ids_of(rows, hinted).items():
             candidates.setdefault(chunk_id, _unpacked(ids))
         runs, usable = find_runs(token_ids, gaps, candidates, self._decode, partly)
+        if not usable:
+            return self._explained(layout, chunks, runs)
         chosen = choose_runs(usable, hints)
         wanted = {run.chunk_id for one in chosen for run in (one.run, *one.others)}
         found = {
