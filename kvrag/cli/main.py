@@ -18,6 +18,7 @@ _COMMANDS = {
     "query": "query:query",
     "chat": "chat:chat",
     "search": "search:search",
+    "explain": "explain:explain",
     "ls": "ls:ls",
     "rm": "rm:rm",
     "stats": "stats:stats",

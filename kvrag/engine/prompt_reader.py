@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -15,6 +16,7 @@ from kvrag.engine.request import Message, PlacedPrompt, Prompt, Request, checked
 from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError, StoreError
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.loader import OpenKV
+from kvrag.fusion.reasons import Stretch
 from kvrag.fusion.segments import Match
 from kvrag.ingest.index import Index
 from kvrag.ingest.prompt_tokens import tokenise_prompt
@@ -23,6 +25,9 @@ from kvrag.models.chat import PromptText, render_messages
 logger = logging.getLogger("kvrag")
 
 MISS_CATALOG = "catalog damaged"
+
+_WORD = re.compile(r"[^\W\d_]{4,}")
+_NUM_WATCHED = 16  # retrieved chunks whose words are looked for in a prompt without chunks
 
 # Prompts of up to this many characters are tokenised for any model: that takes about a second.
 _SURELY_TOKENISED = 1_000_000
@@ -40,11 +45,14 @@ class LaidOutPrompt:
         The chunks by id, in prompt order; empty if the caller laid the prompt out.
     open_kv
         Opens the records that the layout's spans name; None means the index's.
+    fresh
+        The stretches that no span covers, and why; empty if nobody looked.
     """
 
     layout: Layout
     chunks: Mapping[str, Chunk]
     open_kv: OpenKV | None = None
+    fresh: tuple[Stretch, ...] = ()
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -111,13 +119,14 @@ class PromptReader:
         if not layout.token_ids:
             raise ParameterError("the prompt is empty: there is nothing to answer")
         layout = replace(layout, misses={**layout.misses, **damage})
+        fresh: tuple[Stretch, ...] = ()
         if request.reuse and index.compression is None:
             # A compressed chunk's rows are not tokens: a part of them is no part of the text.
-            layout, chunks = self._with_runs(layout, chunks, hints)
+            layout, chunks, fresh = self._with_runs(layout, chunks, hints)
         found = {chunk_id: chunks[chunk_id] for chunk_id in layout.chunk_ids}
         if request.reuse and self._watching:
-            self._warn_if_nothing_matched(found)
-        return LaidOutPrompt(layout, found)
+            self._warn_if_nothing_matched(found, written.text)
+        return LaidOutPrompt(layout, found, fresh=fresh)
 
     def _text(self, prompt: str | Sequence[Message]) -> PromptText:
         """Return the prompt as text. Raise ParameterError if it is not text."""
@@ -163,14 +172,14 @@ class PromptReader:
 
     def _with_runs(
         self, layout: Layout, chunks: Mapping[str, Chunk], hints: Sequence[str]
-    ) -> tuple[Layout, Mapping[str, Chunk]]:
-        """Return the layout with runs inside chunks, and all chunks by id."""
+    ) -> tuple[Layout, Mapping[str, Chunk], tuple[Stretch, ...]]:
+        """Return the layout with runs inside chunks, all chunks by id, and what is fresh."""
         index = self._index
         try:
             filled = index.run_finder.fill(layout, chunks, hints, index.recent_chunk_ids)
         except (IndexFormatError, StoreError):
-            return replace(layout, misses={MISS_CATALOG: 1, **layout.misses}), chunks
-        return filled.layout, {**filled.chunks, **chunks}
+            return replace(layout, misses={MISS_CATALOG: 1, **layout.misses}), chunks, ()
+        return filled.layout, {**filled.chunks, **chunks}, filled.fresh
 
     def _warn_of_control(self, num_control: int) -> None:
         if self._has_warned_of_control:
@@ -183,10 +192,10 @@ class PromptReader:
             num_control,
         )
 
-    def _warn_if_nothing_matched(self, found: Collection[str]) -> None:
-        # After one chunk has arrived, the pipeline works. Later prompts may contain no chunk, for
-        # example in a chain that rephrases the question first.
-        if not (found or self._index.recent_chunk_ids):
+    def _warn_if_nothing_matched(self, found: Collection[str], text: str) -> None:
+        # After one chunk has arrived, the pipeline works. A prompt without documents is none of
+        # its faults: a chain may rephrase the question first.
+        if not found and not self._says_what_was_retrieved(text):
             return
         self._watching = False
         if found:
@@ -197,6 +206,22 @@ class PromptReader:
             "the repr of the documents), a template that escapes characters (mustache turns & "
             "into &amp;), or chunks rewritten before they reach the prompt."
         )
+
+    def _says_what_was_retrieved(self, text: str) -> bool:
+        """Return whether a prompt has most of the words of a chunk that was retrieved."""
+        words = _words(text)
+        try:
+            chunks = self._index.get_chunks(self._index.recent_chunk_ids[:_NUM_WATCHED])
+        except (IndexFormatError, StoreError):
+            return False
+        return any(
+            2 * len(own & words) > len(own) for chunk in chunks if (own := _words(chunk.text))
+        )
+
+
+def _words(text: str) -> set[str]:
+    """Return the longer words of a text, which escapes and white space leave as they are."""
+    return set(_WORD.findall(text.casefold()))
 
 
 def _is_usable(match: Match, damaged: Collection[str], chunks: Collection[str]) -> bool:

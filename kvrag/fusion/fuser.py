@@ -38,6 +38,9 @@ from kvrag.models.rows import Attending
 from kvrag.models.scaling import ScaledKeys, scaled_answers
 from kvrag.positions.rotary import RotaryTable
 
+FOUND = "found, but computed"
+"""The reason of fresh tokens that are stored: their record is lost, or was slower to load."""
+
 
 @dataclass(frozen=True)
 class FusedPrompt:
@@ -321,13 +324,18 @@ def _report(
     num_exact = sum(span.length for span in plan.exact)
     num_compressed = sum(span.num_compressed for span in plan.compressed)
     num_recomputed = mean_count([len(one) for one in picks])
+    num_fresh = num_plain - num_exact - prompt.num_reused - num_compressed
+    reasons = dict(layout.fresh_reasons)
+    num_more = num_fresh - sum(reasons.values())
+    if reasons and num_more > 0:  # spans that a miss or a decision left out
+        reasons[FOUND] = num_more
     return FusionReport(
         policy=str(plan.repair),
         num_tokens=num_plain,
         num_exact=num_exact,
         num_reused=prompt.num_reused - num_recomputed + num_compressed,
         num_recomputed=num_recomputed,
-        num_fresh=num_plain - num_exact - prompt.num_reused - num_compressed,
+        num_fresh=num_fresh,
         num_in_context=sum(
             span.num_compressed or span.length for span in plan.spans if span.context_ids
         ),
@@ -346,6 +354,7 @@ def _report(
         num_compressed_rows=sum(span.length for span in plan.compressed),
         num_neutralised=layout.num_neutralised,
         num_control=layout.num_control,
+        fresh_reasons=reasons,
     )
 
 

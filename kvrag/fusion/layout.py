@@ -122,6 +122,9 @@ class Layout:
         Number of control strings in documents and messages that are tokenised as text.
     num_control
         Number of control strings, in a prompt given as one string, that are in no known document.
+    fresh_reasons
+        Why tokens are in no span: reason -> number of tokens (`kvrag.fusion.reasons`); empty if
+        nobody looked.
     """
 
     token_ids: tuple[int, ...]
@@ -136,6 +139,7 @@ class Layout:
     positions: tuple[int, ...] | None = None
     num_neutralised: int = 0
     num_control: int = 0
+    fresh_reasons: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def end_position(self) -> int:

@@ -84,6 +84,9 @@ class FusionReport:
     num_control
         Control strings, in a prompt given as one string, that are in no known document: they were
         treated as the caller's own. They are not counted if the index keeps control strings.
+    fresh_reasons
+        Why tokens are fresh: reason to number of tokens, `num_fresh` in all. Empty if reuse was
+        off, and for markup and compressed chunks.
     """
 
     policy: str
@@ -113,6 +116,7 @@ class FusionReport:
     decisions: tuple[ChunkDecision, ...] = ()
     num_neutralised: int = 0
     num_control: int = 0
+    fresh_reasons: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_computed(self) -> int:

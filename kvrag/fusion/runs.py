@@ -118,10 +118,12 @@ def find_runs(
                 decode(ids[earlier.offset + earlier.length : later.offset].tolist()),
             )
 
-        supported += _weighted(list(group), follows)
+        some = list(group)
+        is_long = all(run.length >= MIN_RUN for run in some)
+        supported += some if is_long else _weighted(some, follows)
     inside = {(run.chunk_id, run.start, run.offset) for run in runs}
-    weighted = [run for run in supported if (run.chunk_id, run.start, run.offset) in inside]
-    return weighted, [run for run in weighted if run.weight >= MIN_RUN]
+    found = [run for run in supported if (run.chunk_id, run.start, run.offset) in inside]
+    return found, [run for run in found if max(run.length, run.weight) >= MIN_RUN]
 
 
 def choose_runs(runs: Sequence[Run], preferred: Collection[str] = ()) -> list[ChosenRun]:
@@ -216,8 +218,8 @@ def fill(
                 )
             )
     misses = dict(layout.misses)
-    if num_unclear:
-        misses[MISS_OWNER_UNCLEAR] = misses.get(MISS_OWNER_UNCLEAR, 0) + num_unclear
+    if num_unclear and MISS_OWNER_UNCLEAR not in misses:  # else a whole chunk was counted already
+        misses[MISS_OWNER_UNCLEAR] = num_unclear
     return replace(layout, spans=tuple(standing), misses=misses)
 
 
@@ -237,7 +239,8 @@ def _all_runs(token_ids: Ids, gaps: Sequence[Gap], candidates: Mapping[str, Ids]
     for step in range(NGRAM):  # other tokens may have the same hash
         inside &= token_ids[starts + step] == joined[np.minimum(offsets + step, len(joined) - 1)]
     starts, offsets, owners = starts[inside], offsets[inside], owners[inside]
-    order = np.lexsort((starts, offsets - starts))
+    # By diagonal, then by place.
+    order = np.argsort((offsets - starts) * len(token_ids) + starts)
     starts, offsets, owners = starts[order], offsets[order], owners[order]
     # A run goes on while the next pair is one token further in both.
     goes_on = (np.diff(starts) == 1) & (np.diff(offsets) == 1) & (np.diff(owners) == 0)
@@ -266,12 +269,14 @@ def _pairs(hashes: Hashes, others: Hashes) -> tuple[NDArray[np.int64], NDArray[n
     bits = np.zeros(1 << 16, bool)
     bits[hashes & np.uint64(0xFFFF)] = True
     there = np.flatnonzero(bits[others & np.uint64(0xFFFF)])
-    order = np.argsort(hashes, kind="stable")
-    ascending = hashes[order]
-    first = np.searchsorted(ascending, others[there])
-    counts = np.searchsorted(ascending, others[there], side="right") - first
-    wanted = (counts > 0) & (counts <= _MAX_REPEATS)
-    there, first, counts = there[wanted], first[wanted], counts[wanted]
+    order = np.argsort(hashes)
+    distinct, firsts, numbers = np.unique(hashes[order], return_index=True, return_counts=True)
+    # In order, since neighbouring look-ups then read the same memory.
+    there = there[np.argsort(others[there])]
+    places = np.minimum(np.searchsorted(distinct, others[there]), len(distinct) - 1)
+    wanted = (distinct[places] == others[there]) & (numbers[places] <= _MAX_REPEATS)
+    there, places = there[wanted], places[wanted]
+    first, counts = firsts[places], numbers[places]
     if counts.sum() > _MAX_PAIRS:
         keep = np.cumsum(counts) <= _MAX_PAIRS
         there, first, counts = there[keep], first[keep], counts[keep]

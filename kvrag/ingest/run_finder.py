@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvrag.chunk import Chunk
 from kvrag.fusion.fingerprints import MIN_RUN, NGRAM, Fingerprints, ngram_hashes, window_minima
 from kvrag.fusion.layout import MAX_EDGE_TOKENS, Layout, ReusedSpan
+from kvrag.fusion.reasons import Stretch, counted, why_fresh
 from kvrag.fusion.runs import Decode, Gap, Ids, Run, choose_runs, fill, find_runs, gaps_of
 from kvrag.ingest.catalog import Catalog
 
@@ -32,13 +33,13 @@ class FilledLayout:
         The layout, with spans for runs.
     chunks
         The chunks of the new spans, by id.
-    runs
-        All runs found, also those that are not reused.
+    fresh
+        The stretches that no span covers, and why.
     """
 
     layout: Layout
     chunks: Mapping[str, Chunk] = field(default_factory=dict)
-    runs: Sequence[Run] = ()
+    fresh: tuple[Stretch, ...] = ()
 
 
 class RunFinder:
@@ -112,7 +113,7 @@ class RunFinder:
         """
         gaps = gaps_of(layout)
         if not gaps:
-            return FilledLayout(layout)
+            return self._explained(layout, chunks, ())
         token_ids = np.array(layout.token_ids, np.int64).astype(np.int32)
         rows = self._likely_rows(token_ids, gaps)
         partly = [span for span in layout.spans if _is_part(span, chunks[span.chunk_id])]
@@ -124,6 +125,8 @@ class RunFinder:
         for chunk_id, ids in self._catalog.token_ids_of(rows, hinted).items():
             candidates.setdefault(chunk_id, _unpacked(ids))
         runs, usable = find_runs(token_ids, gaps, candidates, self._decode, partly)
+        if not usable:
+            return self._explained(layout, chunks, runs)
         chosen = choose_runs(usable, hints)
         wanted = {run.chunk_id for one in chosen for run in (one.run, *one.others)}
         found = {
@@ -132,12 +135,17 @@ class RunFinder:
             if chunk is not None
         }
         filled = fill(layout, chosen, {**found, **chunks}, hints)
+        filled = replace(filled, chunk_ids=_chunk_ids(layout, filled))
+        explained = self._explained(filled, {**found, **chunks}, runs)
         placed = {span.chunk_id for span in filled.spans}
-        return FilledLayout(
-            replace(filled, chunk_ids=_chunk_ids(layout, filled)),
-            {chunk_id: chunk for chunk_id, chunk in found.items() if chunk_id in placed},
-            runs,
-        )
+        new = {chunk_id: chunk for chunk_id, chunk in found.items() if chunk_id in placed}
+        return replace(explained, chunks=new)
+
+    def _explained(
+        self, layout: Layout, chunks: Mapping[str, Chunk], runs: Sequence[Run]
+    ) -> FilledLayout:
+        fresh = why_fresh(layout, chunks, runs, self._decode)
+        return FilledLayout(replace(layout, fresh_reasons=counted(fresh)), fresh=fresh)
 
     def _likely_rows(self, token_ids: Ids, gaps: Sequence[Gap]) -> list[int]:
         """Return the rows of the chunks with the most, and the rarest, fingerprints in the gaps."""

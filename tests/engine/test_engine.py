@@ -300,6 +300,8 @@ def test_retrieval_that_never_reaches_a_prompt_is_said_once(
             engine.generate("no retrieval, no chunk, no warning")
             assert not caplog.records
             index.search("ledger", k=1)
+            engine.generate("Rephrase this question: who keeps it?")
+            assert not caplog.records, "a prompt without documents"
             engine.generate("[Document(page_content='" + TEXTS[0].replace(" ", "&nbsp;") + "')]")
             engine.generate("nothing here either")
         assert len(caplog.records) == 1

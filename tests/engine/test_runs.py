@@ -13,7 +13,9 @@ from kvrag.engine.engine import KVEngine
 from kvrag.engine.prompt_reader import MISS_CATALOG, PromptReader
 from kvrag.engine.request import Request
 from kvrag.errors import StoreError
+from kvrag.fusion.fuser import FOUND
 from kvrag.fusion.layout import Layout
+from kvrag.fusion.reasons import ABSENT, SPACE
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.finding import TokenFinder
 from kvrag.models.kv_model import KVModel
@@ -172,3 +174,18 @@ def test_a_catalog_that_cannot_be_read_costs_only_the_runs(
     layout = laid_out(cut, middle(cut) + QUESTION)
     assert layout.misses[MISS_CATALOG] == 1
     assert all(span.chunk_start == 0 for span in layout.spans)
+
+
+def test_every_fresh_token_has_a_reason(cut: Index) -> None:
+    engine = KVEngine(cut)
+    report = engine.fuse(middle(cut) + QUESTION).report
+    assert sum(report.fresh_reasons.values()) == report.num_fresh
+    assert report.fresh_reasons[ABSENT] > 0
+    joined = " ".join(TEXT.split())
+    assert engine.fuse(joined + QUESTION).report.fresh_reasons[SPACE] > 0
+    assert engine.fuse(middle(cut), reuse=False).report.fresh_reasons == {}
+    lost = cut.catalog.chunk_ids_of("harbour")[0]
+    cut.store.delete(cut.key_of(cut.get_chunks([lost])[0]))
+    report = engine.fuse(middle(cut) + QUESTION).report
+    assert report.fresh_reasons[FOUND] > 20
+    assert sum(report.fresh_reasons.values()) == report.num_fresh

@@ -17,6 +17,7 @@ COMMANDS = {
     "vllm": "kvrag_bench.cli.vllm:bench_vllm",
     "retrieval": "kvrag_bench.cli.retrieval:bench_retrieval",
     "exact": "kvrag_bench.cli.exact:bench_exact",
+    "recognition": "kvrag_bench.cli.recognition:bench_recognition",
 }
 
 app = typer.Typer(

@@ -3,7 +3,8 @@
 A server gets token ids, not text. A table holds the first ids of every chunk. If a prompt's ids
 agree with an entry, the chunk's ids are compared one by one, and the longest agreement is taken.
 This needs no separators. The surrounding text may have changed a chunk's first tokens, so a chunk
-is also found from its second or third token on.
+is also found from its second or third token on. In the other ids, the index's `RunFinder` then
+finds runs inside chunks.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class TokenFinder:
         self._generation = -1
         self._heads: dict[bytes, list[tuple[str, int]]] = {}
         self._table()  # so that the first prompt does not wait for it
+        _ = index.run_finder.fingerprints
 
     def find(self, token_ids: Sequence[int]) -> Layout:
         """Return the layout of a prompt: its token ids, and the spans that stored KV can fill.
