@@ -16,6 +16,7 @@ COMMANDS = {
     "eviction": "kvrag_bench.cli.eviction:bench_eviction",
     "vllm": "kvrag_bench.cli.vllm:bench_vllm",
     "exact": "kvrag_bench.cli.exact:bench_exact",
+    "serve": "kvrag_bench.cli.serve:bench_serve",
 }
 
 app = typer.Typer(
