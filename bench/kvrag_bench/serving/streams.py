@@ -30,7 +30,7 @@ from kvrag.store.extras import require
 from kvrag_corpus import generate_corpus
 
 _ALONE_SHARE = 0.1
-# Of one stream, its wait included.
+# For one stream, its wait included.
 _TIMEOUT_SECONDS = 300.0
 
 
