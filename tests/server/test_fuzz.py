@@ -105,7 +105,9 @@ def test_routes_without_a_body(fuzzed: Served) -> None:
 @pytest.mark.parametrize("mode", list(GenerationMode))
 @pytest.mark.parametrize("route", list(_ROUTES))
 def test_ten_thousand_requests(fuzzed: Served, route: str, mode: GenerationMode) -> None:
-    """Send 1,670 for each of the six cases, so that several workers share them."""
-    statuses = fuzz(fuzzed, f"POST {route}", mode, 1670)
-    assert statuses.total() > 1600
+    """Send the share of one of six cases, so that several workers share them."""
+    generates = mode is GenerationMode.POSITIVE and "completions" in route
+    share = 700 if generates else 2150
+    statuses = fuzz(fuzzed, f"POST {route}", mode, share)
+    assert statuses.total() > 0.95 * share
     assert statuses.keys() <= {200, 400, 404}
