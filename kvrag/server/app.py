@@ -27,7 +27,10 @@ from kvrag.server.requests import ChatRequest, CompletionRequest, EmbeddingReque
 from kvrag.server.service import Service
 from kvrag.server.worker import MAX_STREAMS, MAX_WAITING, Worker
 
-_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+# Each event's data is a body like the whole answer's, or [DONE]. OpenAPI 3.2's word, as FastAPI
+# writes it.
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+_STREAM = {"text/event-stream": {"itemSchema": _EVENT}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": r.ErrorBody, "description": what}
     for status, what in {

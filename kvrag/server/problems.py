@@ -135,7 +135,13 @@ def as_problem(error: Exception) -> RequestError:
 def validation_problem(errors: list[Any]) -> RequestError:
     """Return pydantic's first error as a problem that names the parameter."""
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+    branches = [number for number, part in enumerate(first["loc"]) if _is_branch(part)]
+    if branches:
+        # A text or a list: the error that is deepest inside says what is wrong.
+        union = first["loc"][: branches[0]]
+        same = (one for one in errors if one["loc"][: len(union)] == union)
+        first = max(same, key=lambda one: len(one["loc"]))
+    place = [str(part) for part in first["loc"] if part != "body" and not _is_branch(part)]
     param = ".".join(place) or None
     if first["type"] == "extra_forbidden":
         return RequestError(
@@ -157,3 +163,8 @@ def validation_problem(errors: list[Any]) -> RequestError:
     message = str(first["msg"]).removeprefix("Value error, ")
     where = f"{param}: " if param else "the body: "
     return RequestError(400, f"{where}{message}", code="invalid_value", param=param)
+
+
+def _is_branch(part: Any) -> bool:
+    """Return whether a part of a place is pydantic's name for a branch of a union."""
+    return isinstance(part, str) and (part == "str" or part.startswith("list["))

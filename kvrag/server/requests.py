@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 MAX_CHOICES = 16
 MAX_INPUTS = 2048
@@ -23,11 +23,29 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+def _bool(value: Any) -> Any:
+    if value is not None and not isinstance(value, bool):
+        raise ValueError("expected false")
+    return value
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# To Python, 0 is False and True is 1; in JSON they differ.
+_False = Annotated[Literal[False] | None, BeforeValidator(_bool)]
+_Zero = Annotated[Literal[0] | None, BeforeValidator(_number)]
+_One = Annotated[Literal[1] | None, BeforeValidator(_number)]
+
+
 class StreamOptions(Strict):
     """``stream_options``."""
 
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: _False = None
 
 
 class KVRagOptions(Strict):
@@ -89,14 +107,9 @@ class Generating(Strict):
     user: str | None = Field(default=None, max_length=200)
     kvrag: KVRagOptions = KVRagOptions()
     # Many clients send these with their neutral values, which ask for nothing.
-    frequency_penalty: Literal[0] | None = None
-    presence_penalty: Literal[0] | None = None
+    frequency_penalty: _Zero = None
+    presence_penalty: _Zero = None
     logit_bias: dict[str, int] | None = Field(default=None, max_length=0)
-
-    @field_validator("frequency_penalty", "presence_penalty", mode="before")
-    @classmethod
-    def _zero(cls, value: Any) -> Any:
-        return 0 if isinstance(value, float) and value == 0 else value
 
     @field_validator("stop", mode="after")
     @classmethod
@@ -133,12 +146,12 @@ class ChatRequest(Generating):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
-    logprobs: Literal[False] | None = None
+    logprobs: _False = None
     response_format: ResponseFormat | None = None
     tools: list[Any] | None = Field(default=None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
-    store: Literal[False] | None = None
+    store: _False = None
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
@@ -154,8 +167,8 @@ class CompletionRequest(Generating):
     """The body of ``POST /v1/completions``."""
 
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
+    best_of: _One = None
+    echo: _False = None
     logprobs: None = None
     suffix: Literal[""] | None = None
 

@@ -96,6 +96,7 @@ def test_a_server_with_keys_from_start_to_stop(index_path: Path, tmp_path: Path)
     assert "fox" not in log
 
 
+@pytest.mark.slow
 def test_the_environments_key(index_path: Path) -> None:
     with running(index_path, KVRAG_SERVER_KEY=KEY) as process:
         where = f"{process.url}/models"

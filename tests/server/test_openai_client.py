@@ -201,6 +201,13 @@ def test_the_models_are_listed(client: OpenAI) -> None:
         ({"stream_options": {"include_usage": True}}, None, "set stream to true"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "Input should be"),
+        ({"stop": ["a", 3]}, "stop.1", "valid string"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "valid string"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0.type",
+            "should be 'text'",
+        ),
         ({"extra_body": {"kvrag": {"policy": "magic"}}}, None, "unknown policy"),
         ({"extra_body": {"kvrag": {"k": 3}}}, "kvrag.k", "retrieves only"),
     ],

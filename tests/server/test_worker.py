@@ -53,6 +53,13 @@ class Script:
     def go(self, num_pieces: int = 100) -> None:
         self.may_go.release(num_pieces)
 
+    def wait_for(self, num_pieces: int) -> None:
+        """Wait until so many pieces have been generated."""
+        deadline = time.monotonic() + 20
+        while len(self.happened) < num_pieces:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
 
 @contextmanager
 def working(**bounds: int) -> Iterator[tuple[Worker, Script]]:
@@ -119,9 +126,7 @@ def test_a_cancelled_answer_is_closed_and_others_continue() -> None:
         first, waiting = script.job("a", num_pieces=50), script.job("w")
         worker.submit([first, script.job("b", num_pieces=3), waiting])
         script.go(2)
-        deadline = time.monotonic() + 20
-        while len(script.happened) < 2:
-            assert time.monotonic() < deadline
+        script.wait_for(2)
         worker.cancel(waiting)
         worker.cancel(first)
         for name in "aw":
@@ -147,6 +152,7 @@ def test_a_stopped_worker_takes_nothing_and_closes_what_is_open() -> None:
     with working() as (worker, script):
         worker.submit([script.job("a", num_pieces=1000)])
         script.go(3)
+        script.wait_for(3)
         stopping = threading.Thread(target=worker.stop)
         stopping.start()
         script.go(1)

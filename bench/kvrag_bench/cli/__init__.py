@@ -18,6 +18,7 @@ COMMANDS = {
     "retrieval": "kvrag_bench.cli.retrieval:bench_retrieval",
     "exact": "kvrag_bench.cli.exact:bench_exact",
     "recognition": "kvrag_bench.cli.recognition:bench_recognition",
+    "serve": "kvrag_bench.cli.serve:bench_serve",
 }
 
 app = typer.Typer(

@@ -1,0 +1,113 @@
+"""Requests made from the server's own OpenAPI document, right and wrong ones (schemathesis)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from kvrag.engine.engine import KVEngine
+from tests.support.api_server import Served, serving
+from tests.support.rag import Rag
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+# The routes with a body: its schema, and the models that there are for it.
+_ROUTES = {
+    "/v1/chat/completions": ("ChatRequest", ["model", "rag:index"]),
+    "/v1/completions": ("CompletionRequest", ["model"]),
+    "/v1/embeddings": ("EmbeddingRequest", ["hashing"]),
+}
+
+
+@pytest.fixture(scope="module")
+def fuzzed(rag: Rag) -> Iterator[Served]:
+    with serving(rag.index, engine=KVEngine(rag.index, max_tokens=2)) as running:
+        yield running
+
+
+def operations(served: Served) -> dict[str, Any]:
+    """Return what the document describes by method and path, with models that exist."""
+    document = httpx.get(f"{served.server.url}/openapi.json").json()
+    for name, models in _ROUTES.values():
+        document["components"]["schemas"][name]["properties"]["model"]["enum"] = models
+    schema = schemathesis.openapi.from_dict(document)
+    found = (one.ok() for one in schema.get_all_operations())
+    return {f"{one.method.upper()} {one.path}": one for one in found}
+
+
+def fuzz(served: Served, name: str, mode: GenerationMode, num_requests: int) -> Counter[int]:
+    """Send requests to an operation; return the statuses of their answers."""
+    statuses: Counter[int] = Counter()
+
+    @settings(
+        max_examples=num_requests,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operations(served)[name].as_strategy(generation_mode=mode))
+    def send(case: Any) -> None:
+        if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
+            if isinstance(prompts := case.body.get("prompt"), list):
+                del prompts[2:]
+            for field in ("max_tokens", "max_completion_tokens", "n"):
+                if isinstance(case.body.get(field), int):
+                    case.body[field] = min(case.body[field], 2)
+        response = case.call_and_validate(
+            base_url=served.server.url, checks=CHECKS, session=session
+        )
+        statuses[response.status_code] += 1
+
+    with requests.Session() as session:
+        send()
+    assert httpx.get(f"{served.server.url}/readyz").json() == {"status": "ok"}
+    return statuses
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize("route", list(_ROUTES))
+def test_a_few_requests(fuzzed: Served, route: str, mode: GenerationMode) -> None:
+    statuses = fuzz(fuzzed, f"POST {route}", mode, 50)
+    is_right = mode is GenerationMode.POSITIVE
+    assert statuses[200 if is_right else 400] > 10
+    assert statuses.keys() <= {200, 400, 404}
+
+
+def test_routes_without_a_body(fuzzed: Served) -> None:
+    for name in operations(fuzzed):
+        if name.startswith("GET"):
+            assert fuzz(fuzzed, name, GenerationMode.POSITIVE, 20).keys() <= {200, 404}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize("route", list(_ROUTES))
+def test_ten_thousand_requests(fuzzed: Served, route: str, mode: GenerationMode) -> None:
+    """Send the share of one of six cases, so that several workers share them."""
+    generates = mode is GenerationMode.POSITIVE and "completions" in route
+    share = 700 if generates else 2150
+    statuses = fuzz(fuzzed, f"POST {route}", mode, share)
+    assert statuses.total() > 0.95 * share
+    assert statuses.keys() <= {200, 400, 404}
