@@ -197,7 +197,6 @@ def ingest(
     from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
     from kvrag.ingest.checks import check_lasting
     from kvrag.ingest.contexts import parse_context
-    from kvrag.ingest.embedding import get_embedding
     from kvrag.ingest.files import resolve_path
     from kvrag.ingest.loaders import SUFFIXES
     from kvrag.ingest.parsing import Parser, check_loaders
@@ -230,6 +229,8 @@ def ingest(
         parse_context(context)
     custom = None
     if embedding is not None and ":" in embedding and not Path(embedding).exists():
+        from kvrag.ingest.embedding import get_embedding
+
         custom, embedding = get_embedding(load_object(embedding, "--embedding")), None
     settings = _Settings(embedding, codec, chunk_tokens, dtype, context, compress, control_tokens)
     if store is not None:

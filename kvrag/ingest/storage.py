@@ -259,6 +259,8 @@ class Storage:
         with lock.writer_lock(self.path):
             self.config.save(self.path)
             self.catalog.upgrade(self.key_of)
+            # The upgrade gave the index another identity, which seals the index of words.
+            self.catalog.refresh_words()
 
     # -- private -----------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ __all__ = ["rag", "run"]
 
 @pytest.fixture(scope="module")
 def served(rag: Rag) -> Iterator[Served]:
-    with serving(rag.index, ServerOptions(max_streams=2, max_waiting=0)) as running:
+    with serving(rag.index, ServerOptions(max_streams=2, max_waiting=2)) as running:
         yield running
 
 

@@ -456,7 +456,7 @@ def test_a_catalog_whose_folder_refuses_files_is_still_read(
     connect = sqlite3.connect
 
     def refuse(path: object, *args: object, **named: object) -> sqlite3.Connection:
-        if named.get("uri"):
+        if named.get("uri") or path == ":memory:":
             return connect(path, *args, **named)  # type: ignore[call-overload,no-any-return]
 
         class Refusing:

@@ -235,6 +235,6 @@ class LikeLlamaIndex:
 def test_questions_are_embedded_as_questions(tmp_path: Path, model: KVModel, given: Any) -> None:
     with Index.create(tmp_path / "index", model=model, embedding=given) as index:
         index.add([Document("fox", "The fox runs."), Document("ship", "A ship sails.")])
-        assert index.search("where is the fox?", 1)[0].chunk.source == "ship"
+        assert index.search_dense("where is the fox?", 1)[0].chunk.source == "ship"
         vectors: Vectors = index.embedding.embed_query("fox")
         np.testing.assert_array_equal(vectors, [0, 1])

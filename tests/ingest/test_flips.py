@@ -197,12 +197,12 @@ def trial(
         damaged = KVEngine(index)
         question = world.questions[number % len(world.questions)]
         # Retrieved: only what is right, and everything that is not damaged.
-        hits = index.search(question, TOP_K)
+        hits = index.search_dense(question, TOP_K)
         for hit in hits:
             assert hit.chunk == world.chunks[hit.chunk.chunk_id], told
         found = [hit.chunk for hit in hits]
         # Asked with what is retrieved, and with what would have been.
-        whole = [hit.chunk for hit in engine.index.search(question, TOP_K)]
+        whole = [hit.chunk for hit in engine.index.search_dense(question, TOP_K)]
         for chunks in (found, whole):
             prompt = prompt_of(question, chunks)
             key = (question, *(chunk.chunk_id for chunk in chunks))
