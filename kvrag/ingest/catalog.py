@@ -159,7 +159,9 @@ class Catalog(CatalogMending):
     def search_words(self, question: str, k: int) -> list[tuple[int, float]]:
         """Return row number and score of the `k` best chunks by words (`kvrag.ingest.words`)."""
         with self._snapshot():
-            return self._words.search(self, question, k)
+            found = self._words.search(self, question, k)
+        self._words.discard_if_older(self.mark())
+        return found
 
     @checked
     def check_words(self, *, repair: bool) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -121,6 +122,8 @@ class SentenceEmbedding(Embedding):
     def __init__(self, name: str, model: SentenceTransformer) -> None:
         self.name = name
         self._model: Any = model
+        # Embedding and cutting set the truncation of one tokenizer, each to its own.
+        self._reading = threading.Lock()
         dim = self._model.get_embedding_dimension()
         if not isinstance(dim, int):
             raise ParameterError(f"the sentence-transformers model {name} states no dimension")
@@ -175,19 +178,21 @@ class SentenceEmbedding(Embedding):
         return max(1, int(limit) - special - len(self._tokens(prompt or "").input_ids))
 
     def _tokens(self, text: str) -> Any:
-        return self._model.tokenizer(
-            text,
-            add_special_tokens=False,
-            truncation=False,
-            padding=False,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
+        with self._reading:
+            return self._model.tokenizer(
+                text,
+                add_special_tokens=False,
+                truncation=False,
+                padding=False,
+                return_offsets_mapping=True,
+                verbose=False,
+            )
 
     def _encode(self, encode: Any, texts: list[str]) -> Vectors:
-        vectors = encode(
-            texts, show_progress_bar=False, convert_to_numpy=True, normalize_embeddings=True
-        )
+        with self._reading:
+            vectors = encode(
+                texts, show_progress_bar=False, convert_to_numpy=True, normalize_embeddings=True
+            )
         return np.ascontiguousarray(vectors, dtype=np.float32)
 
 
@@ -253,7 +258,8 @@ def get_embedding(embedding: str | Path | Embedding | Any) -> Embedding:
     if not isinstance(embedding, type):
         if hasattr(embedding, "encode_query") and hasattr(embedding, "encode_document"):
             # Not the bare folder or hub name: the object may differ from what is there.
-            made_from = Path(str(embedding.tokenizer.name_or_path)).name
+            tokenizer: Any = getattr(embedding, "tokenizer", None)
+            made_from = Path(str(getattr(tokenizer, "name_or_path", type(tokenizer).__name__))).name
             return SentenceEmbedding(f"SentenceTransformer {made_from}", embedding)
         for documents, query in _SHAPES:
             if hasattr(embedding, documents) and hasattr(embedding, query):

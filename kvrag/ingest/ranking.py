@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,17 @@ class Reranker:
             For each text its windows, at least one.
         """
         pairs = [(question, window) for windows in texts for window in windows]
-        found = iter(self._model.predict(pairs, show_progress_bar=False).tolist() if pairs else [])
-        return [max(float(next(found)) for _ in windows) for windows in texts]
+        if not pairs:
+            return []
+        predicted = self._model.predict(pairs, show_progress_bar=False).tolist()
+        if not all(isinstance(one, float) and math.isfinite(one) for one in predicted):
+            raise ParameterError(
+                f"the reranker {type(self._model).__name__} predicts "
+                f"{arguments.shown(predicted[0])} for a text: expected one finite "
+                "number, as a CrossEncoder with one label gives"
+            )
+        found = iter(predicted)
+        return [max(next(found) for _ in windows) for windows in texts]
 
 
 def _load(reference: str) -> Any:

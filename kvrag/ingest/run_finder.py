@@ -42,6 +42,15 @@ class FilledLayout:
     fresh: tuple[Stretch, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Table:
+    """Fingerprints of the chunks up to a row, and how many chunks that were."""
+
+    fingerprints: Fingerprints = field(default_factory=Fingerprints)
+    last_row: int = -1
+    num_rows: int = 0
+
+
 class RunFinder:
     """Finds stored chunks' tokens in prompts wherever the text was cut. Safe to use from threads.
 
@@ -61,9 +70,7 @@ class RunFinder:
         self._decode = decode
         self._refreshing = threading.Lock()
         self._generation = -1
-        self._last_row = -1
-        self._num_rows = 0
-        self._fingerprints = Fingerprints()
+        self._table = _Table()
 
     @property
     def fingerprints(self) -> Fingerprints:
@@ -72,17 +79,24 @@ class RunFinder:
             generation = self._catalog.generation()
             if generation != self._generation:
                 count, last = self._catalog.num_rows()
-                if count * 2 < self._num_rows or last < self._last_row:
-                    self._fingerprints, self._last_row, self._num_rows = Fingerprints(), -1, 0
-                self._fingerprints = self._fingerprints.with_chunks(self._new_chunks())
+                is_stale = count * 2 < self._table.num_rows or last < self._table.last_row
+                table = _Table() if is_stale else self._table
+                # Only a whole reading counts: one that fails is made again at the next prompt.
+                self._table = self._with_new_chunks(table)
                 self._generation = generation
-            return self._fingerprints
+            return self._table.fingerprints
 
-    def _new_chunks(self) -> Iterator[tuple[int, Ids]]:
-        while batch := self._catalog.tokens_behind(self._last_row, _BATCH):
-            self._last_row = batch[-1][0]
-            self._num_rows += len(batch)
-            yield from ((row, _unpacked(ids)) for row, ids in batch)
+    def _with_new_chunks(self, table: _Table) -> _Table:
+        last_row, num_rows = table.last_row, table.num_rows
+
+        def new_chunks() -> Iterator[tuple[int, Ids]]:
+            nonlocal last_row, num_rows
+            while batch := self._catalog.tokens_behind(last_row, _BATCH):
+                last_row = batch[-1][0]
+                num_rows += len(batch)
+                yield from ((row, _unpacked(ids)) for row, ids in batch)
+
+        return _Table(table.fingerprints.with_chunks(new_chunks()), last_row, num_rows)
 
     def fill(
         self,

@@ -74,12 +74,12 @@ class Search:
             return fused([(vectors.search(vector, most), 1.0), (words, WORDS_WEIGHT)])
 
         if reranker is None:
-            return self._hits(find, k)
+            return self._noted(self._hits(find, k))
         windows = self._encoders.embedding.windows
         hits = self._hits(find, max(k, RERANKED))
         scores = reranker.scores(query, [windows(hit.chunk.text) for hit in hits])
         again = [SearchHit(hit.chunk, score) for hit, score in zip(hits, scores, strict=True)]
-        return sorted(again, key=lambda hit: -hit.score)[:k]
+        return self._noted(sorted(again, key=lambda hit: -hit.score)[:k])
 
     def by_meaning(self, query: str, k: int) -> list[SearchHit]:
         """Return the `k` chunks nearest to a question (`Index.search_dense`)."""
@@ -91,7 +91,7 @@ class Search:
         self._storage.require_open()
         k = arguments.whole(k, "k", 1, _MOST_CHUNKS)
         vectors, asked = self._current_vectors(), _as_vector(vector)
-        return self._hits(lambda most: vectors.search(asked, most), k)
+        return self._noted(self._hits(lambda most: vectors.search(asked, most), k))
 
     def _current_vectors(self) -> VectorIndex:
         storage = self._storage
@@ -108,7 +108,8 @@ class Search:
     def by_words(self, query: str, k: int) -> list[SearchHit]:
         """Return the `k` chunks that best match a question's words (`Index.search_words`)."""
         query, k = self._checked(query, k)
-        return self._hits(lambda most: self._storage.catalog.search_words(query, most), k)
+        catalog = self._storage.catalog
+        return self._noted(self._hits(lambda most: catalog.search_words(query, most), k))
 
     @property
     def recent_chunk_ids(self) -> tuple[str, ...]:
@@ -149,10 +150,18 @@ class Search:
             found = [one for one in search(max(k, 2 * len(seen))) if one[0] not in seen]
             if not found:
                 break
-            chunks = self._storage.catalog.chunks_at([row for row, _ in found])
-            hits += [SearchHit(chunks[row], score) for row, score in found if row in chunks]
-            seen.update(row for row, _ in found)
-        hits = hits[:k]
+            # A search may find many more than are wanted; only those are read.
+            for first in range(0, len(found), k):
+                part = found[first : first + k]
+                chunks = self._storage.catalog.chunks_at([row for row, _ in part])
+                hits += [SearchHit(chunks[row], score) for row, score in part if row in chunks]
+                seen.update(row for row, _ in part)
+                if len(hits) >= k:
+                    break
+        return hits[:k]
+
+    def _noted(self, hits: list[SearchHit]) -> list[SearchHit]:
+        """Return the hits of a search, remembered as the latest."""
         self._recent.extend(hit.chunk.chunk_id for hit in reversed(hits))
         return hits
 

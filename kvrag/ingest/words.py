@@ -114,6 +114,14 @@ class WordIndex:
                 "--dense (Index.search_dense), or use another build of Python"
             ) from error
 
+    def discard_if_older(self, mark: bytes) -> None:
+        """Remove the file that a search used, if the catalog has another mark by now.
+
+        A process that removed texts meanwhile found no file to take them out of.
+        """
+        if self._connection is not None and self._mark != mark:
+            self.discard()
+
     def refresh(self, texts: Texts) -> None:
         """Update the file, if there is one; remove it if it is damaged.
 
@@ -238,8 +246,9 @@ _OPTIONS: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}
 
 def any_word_of(question: str) -> str:
     """Return a question's words as an FTS5 expression: each quoted, any of them enough."""
-    words = dict.fromkeys(re.findall(r"\w+", question.casefold()))
-    return " OR ".join(f'"{word}"' for word in list(words)[:_MAX_WORDS])
+    # FTS5 folds case itself, and otherwise than Python: it keeps an ß.
+    words = {word.lower(): word for word in reversed(re.findall(r"\w+", question))}
+    return " OR ".join(f'"{word}"' for word in list(words.values())[::-1][:_MAX_WORDS])
 
 
 def _lacks_fts5(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,29 @@ class LikeLlamaIndex:
 
     def get_query_embedding(self, text: str) -> list[float]:
         return Sided().embed_query(text)
+
+
+def test_one_thread_cuts_while_another_embeds() -> None:
+    embedding = get_embedding("minilm")
+    long = "the old bridge of the river near Varn " * 300
+    expected = len(embedding.windows(long))
+    assert expected > 5
+    stop = threading.Event()
+    found: list[int] = []
+
+    def cut() -> None:
+        while not stop.is_set():
+            found.append(len(embedding.windows(long)))
+
+    cutting = threading.Thread(target=cut)
+    cutting.start()
+    try:
+        for _ in range(20):
+            embedding.embed_query(long)
+    finally:
+        stop.set()
+        cutting.join()
+    assert set(found) == {expected}
 
 
 @pytest.mark.parametrize("given", [Sided(), LikeLlamaIndex()])

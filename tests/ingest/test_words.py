@@ -82,6 +82,31 @@ def test_accents_and_case_are_alike(filled: Index) -> None:
     assert found(filled, "Café") == ["ines"]
 
 
+@pytest.mark.parametrize("word", ["Straße", "MUSSTE", "ﬁre", "İstanbul", "mußte"])
+def test_case_is_folded_as_the_index_does(index: Index, word: str) -> None:
+    index.add([Document("here", f"Nobody {word.lower()} there, {word}.")])
+    assert found(index, word) == ["here"]
+
+
+def test_a_text_removed_while_the_file_is_made_does_not_stay(
+    filled: Index, model: KVModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = filled.path / words.FILE_NAME
+    fill = words.WordIndex._fill
+
+    def removing(self: words.WordIndex, *given: object) -> None:
+        fill(self, *given)  # type: ignore[arg-type]
+        monkeypatch.undo()
+        with Index.open(filled.path, model=model) as other:
+            other.delete(sources=["ines"])
+
+    monkeypatch.setattr(words.WordIndex, "_fill", removing)
+    filled.search_words("fox")
+    assert not path.exists() or b"harbour" not in path.read_bytes()
+    assert found(filled, "harbour") == []
+    assert b"harbour" not in path.read_bytes()
+
+
 def test_a_question_without_words_finds_nothing(filled: Index) -> None:
     assert found(filled, "?! ...") == []
     with pytest.raises(ParameterError, match="the question is empty"):

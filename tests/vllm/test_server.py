@@ -36,7 +36,8 @@ MAX_TOKENS = 8
 def url(vllm: Any, served: Index, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
     log = tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, "-m", "kvrag", "serve", "--index", served.path, "--policy", "none"]
+    command = [sys.executable, "-m", "kvrag", "serve", "--engine", "vllm"]
+    command += ["--index", served.path, "--policy", "none"]
     command += ["--port", str(port), "--max-model-len", "2048", "--block-size", "32"]
     command += ["--enforce-eager", "--max-num-seqs", "8", "--max-logprobs", "20"]
     environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
