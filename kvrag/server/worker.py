@@ -44,8 +44,8 @@ class Job:
 class Worker:
     """Generates answers in one thread, several at a time, and keeps a bounded queue of others.
 
-    A waiting answer gets its first token before open answers continue. If several tenants wait,
-    the one with the fewest open answers is next.
+    After each first token, all other open answers advance once before the next waiting answer
+    begins. If several tenants wait, the one with the fewest open answers is next.
 
     Parameters
     ----------
@@ -62,6 +62,8 @@ class Worker:
         self._waiting: dict[str, deque[Job]] = {}
         self._open: deque[Job] = deque()
         self._num_open: Counter[str] = Counter()
+        # Open answers that advance before a waiting one begins.
+        self._num_due = 0
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvrag-worker", daemon=True)
@@ -136,7 +138,13 @@ class Worker:
         """Return the job whose turn it is, when there is one; None when the worker stops."""
         with self._changed:
             while not self._stopping:
-                if self._waiting and len(self._open) < self._max_streams:
+                for job in self._open:
+                    if job.is_cancelled:
+                        self._open.remove(job)
+                        return job
+                self._num_due = min(self._num_due, len(self._open))
+                has_room = len(self._open) < self._max_streams
+                if self._waiting and has_room and self._num_due == 0:
                     tenant = min(self._waiting, key=lambda one: self._num_open[one])
                     # Back to the end, so that tenants with equally many take turns.
                     queue = self._waiting.pop(tenant)
@@ -144,8 +152,10 @@ class Worker:
                     if queue:
                         self._waiting[tenant] = queue
                     self._num_open[tenant] += 1
+                    self._num_due = len(self._open)
                     return job
                 if self._open:
+                    self._num_due = max(0, self._num_due - 1)
                     return self._open.popleft()
                 self._changed.wait()
             return None

@@ -77,10 +77,33 @@ def finish(script: Script) -> list[str]:
     return script.happened
 
 
-def test_first_pieces_come_before_later_ones() -> None:
+def test_open_answers_advance_once_after_each_first_piece() -> None:
     with working(max_streams=3) as (worker, script):
         worker.submit([script.job("a", num_pieces=3), script.job("b"), script.job("c")])
-        assert finish(script) == ["a1", "b1", "c1", "a2", "b2", "c2", "a3"]
+        assert finish(script) == ["a1", "b1", "a2", "c1", "b2", "a3", "c2"]
+
+
+def test_answers_of_one_piece_starve_nobody() -> None:
+    with working(max_streams=3) as (worker, script):
+        worker.submit([script.job("x", num_pieces=3), *(script.job(f"a{n}", "", 1) for n in "123")])
+        assert finish(script) == ["x1", "a11", "x2", "a21", "x3", "a31"]
+
+
+def test_a_cancelled_answer_is_closed_before_others_advance() -> None:
+    with working(max_streams=3) as (worker, script):
+        cancelled = script.job("c", num_pieces=50)
+        worker.submit([script.job("a", num_pieces=9), script.job("b", num_pieces=9), cancelled])
+        script.go(7)
+        script.wait_for(7)
+        assert script.happened == ["a1", "b1", "a2", "c1", "b2", "a3", "c2"]
+        worker.cancel(cancelled)
+        script.go(1)
+        # "a" waits for permission, and would be before "c".
+        assert script.closed["c"].wait(20)
+        script.ended["c"].set()
+        script.wait_for(8)
+        assert script.happened[7:] == ["b3"]
+        finish(script)
 
 
 def test_answers_beyond_the_open_ones_wait() -> None:
