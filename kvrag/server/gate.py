@@ -50,6 +50,8 @@ class Record:
         Whose it is.
     generation
         The answers to it, if any were begun.
+    num_answers
+        How many answers count against the account's concurrency.
     user
         The request's field ``user``.
     status
@@ -61,6 +63,7 @@ class Record:
     request_id: str
     account: Account
     generation: Generation | None = None
+    num_answers: int = 1
     user: str | None = None
     status: int = 0
     is_failed: bool = False
@@ -132,7 +135,7 @@ class Gate:
                 record.generation.cancel()
                 record.account.charge(record.generation.completion_tokens)
             if has_entered:
-                record.account.leave()
+                record.account.leave(record.num_answers)
             self._note(scope, record)
 
     def _admit(self, scope: Scope) -> Account:

@@ -171,6 +171,8 @@ class Service:
         record.user = asked.user
         account = record.account
         requests = engine_requests(questions, asked)
+        account.add(len(requests) - 1)
+        record.num_answers = len(requests)
         if account.counts_tokens:
             counts = await self._in_thread(lambda: [self._count(one) for one in questions])
             account.check_prompt(max(counts))

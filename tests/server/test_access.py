@@ -16,12 +16,15 @@ from kvrag.server.problems import LimitError
 from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, Rag
 
-KEYS = {name: f"key-of-{name}-0123456789" for name in ("free", "rpm", "tpm", "one", "short")}
+KEYS = {
+    name: f"key-of-{name}-0123456789" for name in ("free", "rpm", "tpm", "one", "four", "short")
+}
 LIMITS: dict[str, dict[str, int]] = {
     "free": {},
     "rpm": {"requests_per_minute": 2},
     "tpm": {"tokens_per_minute": 60},
     "one": {"concurrency": 1},
+    "four": {"concurrency": 4},
     "short": {"max_prompt_tokens": 30},
 }
 BODY = {"model": "model", "prompt": "Ines keeps", "max_tokens": 2}
@@ -79,7 +82,7 @@ def test_tokens_a_minute(post: Any) -> None:
 
 def test_one_request_at_a_time(guarded: Served, post: Any) -> None:
     headers = {"Authorization": f"Bearer {KEYS['one']}"}
-    body = BODY | {"stream": True, "max_tokens": 400}
+    body = BODY | {"stream": True, "max_tokens": 1500}
     where = f"{guarded.url}/completions"
     with httpx.stream("POST", where, json=body, headers=headers, timeout=30) as response:
         next(response.iter_lines())
@@ -87,6 +90,24 @@ def test_one_request_at_a_time(guarded: Served, post: Any) -> None:
         assert post("free").status_code == 200
     deadline = time.monotonic() + 20
     while post("one").status_code == 429:
+        assert time.monotonic() < deadline
+
+
+def test_each_answer_of_a_request_counts(guarded: Served, post: Any) -> None:
+    for body in (BODY | {"n": 5}, BODY | {"prompt": ["Ines", "Tom", "Ada"], "n": 2}):
+        refused = post("four", body)
+        assert refused.status_code == 400
+        assert "may have 4" in refused.json()["error"]["message"]
+    assert post("four", BODY | {"prompt": ["Ines", "Tom"], "n": 2}).status_code == 200
+    headers = {"Authorization": f"Bearer {KEYS['four']}"}
+    body = BODY | {"stream": True, "max_tokens": 1500, "n": 3}
+    where = f"{guarded.url}/completions"
+    with httpx.stream("POST", where, json=body, headers=headers, timeout=30) as response:
+        next(response.iter_lines())
+        assert post("four", BODY | {"n": 2}).status_code == 429
+        assert post("four").status_code == 200
+    deadline = time.monotonic() + 20
+    while post("four", BODY | {"n": 4}).status_code == 429:
         assert time.monotonic() < deadline
 
 
