@@ -9,12 +9,15 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import StoreUnreachableError
 from kvrag.server import gate
 from kvrag.server.app import ServerOptions
-from kvrag.server.gate import MAX_BODY_BYTES
+from kvrag.server.gate import MAX_BODY_BYTES, MAX_PROMPT_BYTES
+from kvrag.server.problems import validation_problem
+from kvrag.server.requests import MAX_FIELDS, ChatRequest
 from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, Rag
 
@@ -23,6 +26,7 @@ CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": PASSAGES["fox"]}],
     "max_tokens": 4,
 }
+JSON = {"Content-Type": "application/json"}
 LONG = CHAT | {"max_tokens": 1500}
 
 
@@ -128,7 +132,7 @@ def test_a_full_queue_refuses(rag: Rag) -> None:
         (b'{"model": NaN}', "application/json", 400, "invalid_value"),
         (b'{"model": "\\ud800"}', "application/json", 400, "invalid_value"),
         (json.dumps(CHAT).encode(), "text/plain", 400, "invalid_value"),
-        (b" " * (MAX_BODY_BYTES + 1), "application/json", 413, None),
+        (b" " * (MAX_PROMPT_BYTES + 1), "application/json", 413, None),
     ],
 )
 def test_wrong_bodies(
@@ -143,6 +147,40 @@ def test_wrong_bodies(
     assert error["message"]
     chunked = httpx.post(f"{served.url}/chat/completions", content=iter([content]), headers=headers)
     assert chunked.status_code == status
+
+
+def test_vectors_may_be_of_longer_bodies(served: Served) -> None:
+    body = json.dumps({"model": "hashing", "input": "fox"}).encode()
+    for length, status in ((MAX_PROMPT_BYTES + 1, 200), (MAX_BODY_BYTES + 1, 413)):
+        answer = httpx.post(f"{served.url}/embeddings", content=body.ljust(length), headers=JSON)
+        assert answer.status_code == status
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {f"x{number}": 1 for number in range(300_000)},
+        {"x" * 3_000_000: 1},
+        {"x" * 1000: 1},
+        {"messages": [1] * 1_000_000},
+        {"messages": [{"role": "user", "content": [1] * 1_000_000}]},
+        {"messages": [{f"x{number}": 1 for number in range(300_000)}]},
+        {"stop": [1] * 1_000_000},
+        {"logit_bias": {f"x{number}": "y" for number in range(200_000)}},
+        {"kvrag": {"policy": "x" * 3_000_000}},
+        {"messages": [{"role": "x" * 3_000_000, "content": ""}]},
+    ],
+)
+def test_wrong_bodies_are_refused_briefly_and_soon(wrong: dict[str, Any]) -> None:
+    started = time.process_time()
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate(CHAT | wrong)
+    errors = caught.value.errors()
+    assert time.process_time() - started < 0.5
+    assert len(errors) <= MAX_FIELDS + 1
+    answer = validation_problem(list(errors)).response()
+    assert answer.status_code == 400
+    assert len(answer.body) < 1000
 
 
 def test_a_body_that_never_ends(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
