@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -184,10 +183,7 @@ class Service:
                 while not generation.is_done:
                     await generation.next()
                 return JSONResponse(to_json(shape.whole(generation.in_order)))
-            first: list[tuple[int, AnswerDelta]] = []
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_FIRST_SECONDS):
-                    first.append(await generation.next())
+            first = await generation.next(_FIRST_SECONDS)
         return StreamingResponse(
             _lines(generation, shape, first, record),
             media_type="text/event-stream",
@@ -201,22 +197,19 @@ class Service:
 async def _lines(
     generation: Generation,
     shape: Shape,
-    first: Sequence[tuple[int, AnswerDelta]],
+    first: tuple[int, AnswerDelta] | None,
     record: Record,
 ) -> AsyncIterator[str]:
     """Yield a stream's events as server-sent events."""
     try:
-        for number, delta in first:
-            for body in shape.pieces(number, delta):
+        if first is not None:
+            for body in shape.pieces(*first):
                 yield _event(to_json(body))
         while not generation.is_done:
-            try:
-                async with asyncio.timeout(_PING_SECONDS):
-                    number, delta = await generation.next()
-            except TimeoutError:
+            if (piece := await generation.next(_PING_SECONDS)) is None:
                 yield ": waiting\n\n"
                 continue
-            for body in shape.pieces(number, delta):
+            for body in shape.pieces(*piece):
                 yield _event(to_json(body))
         if (last := shape.end(generation.in_order)) is not None:
             yield _event(to_json(last))

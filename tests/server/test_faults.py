@@ -222,6 +222,7 @@ def test_pages_of_other_origins(rag: Rag, served: Served) -> None:
     ("error", "status", "why"),
     [
         (RuntimeError("/secret/path"), 500, "the server failed; its log says why"),
+        (TimeoutError("/secret/path"), 500, "the server failed; its log says why"),
         (StoreUnreachableError("/secret/path"), 503, "the index cannot be read"),
     ],
 )
@@ -242,14 +243,17 @@ def test_failures_name_nothing_of_the_server(
             assert "secret" not in answer.text
 
 
-def test_an_error_in_a_stream_is_an_event(rag: Rag, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, TimeoutError])
+def test_an_error_in_a_stream_is_an_event(
+    rag: Rag, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
     engine = KVEngine(rag.index)
     whole = engine.stream
 
     def breaking(*given: Any, **options: Any) -> Any:
         for number, delta in enumerate(whole(*given, **options)):
             if number == 2:
-                raise RuntimeError("/secret/path")
+                raise error("/secret/path")
             yield delta
 
     monkeypatch.setattr(engine, "stream", breaking)
