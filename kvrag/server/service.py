@@ -87,7 +87,7 @@ class Service:
     def close(self) -> None:
         """Stop the worker and the threads; the caller closes the engine's index."""
         self._worker.stop()
-        self._threads.shutdown()
+        self._threads.shutdown(cancel_futures=True)
 
     def models(self) -> r.ModelList:
         """Return the models that requests may name."""
@@ -172,12 +172,14 @@ class Service:
         requests = engine_requests(questions, asked)
         account.add(len(requests) - 1)
         record.num_answers = len(requests)
+        counts = []
         if account.counts_tokens:
             counts = await self._in_thread(lambda: [self._count(one) for one in questions])
             account.check_prompt(max(counts))
-            account.charge(sum(counts))
         generation = Generation(self._worker, self._engine, account.tenant, requests)
         record.generation = generation
+        # Not before: the worker may refuse.
+        account.charge(sum(counts) * (asked.n or 1))
         async with generation.ended_by(http):
             if not asked.stream:
                 while not generation.is_done:

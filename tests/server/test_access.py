@@ -80,6 +80,22 @@ def test_tokens_a_minute(post: Any) -> None:
     assert post("free", body).status_code == 200
 
 
+def test_only_accepted_prompts_are_charged_once_for_each_answer(
+    rag: Rag, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charged: list[int] = []
+    monkeypatch.setattr(Account, "charge", lambda _, num_tokens: charged.append(num_tokens))
+    key = ApiKey(name="a", key=KEYS["tpm"], tokens_per_minute=60)
+    with serving(rag.index, ServerOptions(keys=[key], max_streams=2, max_waiting=0)) as served:
+        headers = {"Authorization": f"Bearer {key.key}"}
+        where = f"{served.url}/completions"
+        assert httpx.post(where, json=BODY | {"n": 3}, headers=headers).status_code == 400
+        assert charged == []
+        assert httpx.post(where, json=BODY | {"n": 2}, headers=headers).status_code == 200
+        one = httpx.post(where, json=BODY, headers=headers).json()
+        assert charged[0] == 2 * one["usage"]["prompt_tokens"] > 0
+
+
 def test_one_request_at_a_time(guarded: Served, post: Any) -> None:
     headers = {"Authorization": f"Bearer {KEYS['one']}"}
     body = BODY | {"stream": True, "max_tokens": 1500}
