@@ -114,7 +114,8 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
         gate,
         allow_origins=options.origins,
         allow_methods=["GET", "POST"],
-        allow_headers=["Authorization", "Content-Type"],
+        # Browser clients of the OpenAI API send several more, such as x-stainless-lang.
+        allow_headers=["*"],
         expose_headers=["x-request-id", "Retry-After"],
     )
 

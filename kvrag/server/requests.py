@@ -16,6 +16,7 @@ from pydantic import (
 MAX_CHOICES = 16
 MAX_INPUTS = 2048
 MAX_STOP = 4
+MAX_STOP_LENGTH = 200
 MAX_MESSAGES = 2048
 MAX_HITS = 100
 # More than any object of OpenAI's API has.
@@ -133,9 +134,16 @@ class Generating(Strict):
 
     @field_validator("stop", mode="after")
     @classmethod
-    def _stops_are_not_empty(cls, value: str | list[str] | None) -> str | list[str] | None:
+    def _stops_are_short_and_not_empty(
+        cls, value: str | list[str] | None
+    ) -> str | list[str] | None:
         if value is not None and value != [] and not all([value] if value == "" else value):
             raise ValueError("a stop string is empty; leave it out")
+        if any(
+            len(one) > MAX_STOP_LENGTH
+            for one in ([value] if isinstance(value, str) else value or ())
+        ):
+            raise ValueError(f"a stop string has over {MAX_STOP_LENGTH} characters; shorten it")
         return value
 
     @model_validator(mode="after")

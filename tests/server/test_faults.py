@@ -183,6 +183,15 @@ def test_wrong_bodies_are_refused_briefly_and_soon(wrong: dict[str, Any]) -> Non
     assert len(answer.body) < 1000
 
 
+@pytest.mark.parametrize("stop", ["x" * 201, ["y", "x" * 201]])
+def test_long_stop_strings(served: Served, stop: Any) -> None:
+    answer = httpx.post(f"{served.url}/chat/completions", json=CHAT | {"stop": stop})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("stop: a stop string has over 200")
+    most = httpx.post(f"{served.url}/chat/completions", json=CHAT | {"stop": "x" * 200})
+    assert most.status_code == 200
+
+
 def test_a_body_that_never_ends(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "BODY_SECONDS", 0.3)
     connection = raw(served, b'{"model": ', length=1000)
@@ -213,7 +222,10 @@ def test_pages_of_other_origins(rag: Rag, served: Served) -> None:
         where = f"{open_.url}/chat/completions"
         allowed = httpx.options(where, headers=asked)
         assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+        asked["Access-Control-Request-Headers"] = "authorization, x-stainless-lang"
+        assert httpx.options(where, headers=asked).status_code == 200
         asked["Origin"] = "https://evil.example"
+        assert httpx.options(where, headers=asked).status_code == 400
         answer = httpx.post(where, json=CHAT, headers=asked)
         assert "access-control-allow-origin" not in answer.headers
 
