@@ -39,7 +39,7 @@ class ApiKey(BaseModel):
     requests_per_minute, tokens_per_minute
         Tokens are those of prompts and answers.
     concurrency
-        Most requests at the same time.
+        Most answers at the same time; a request for vectors counts as one.
     max_prompt_tokens
         Most tokens in a prompt.
     """
@@ -158,7 +158,7 @@ class Account:
         """Begin a request; `leave` ends it. Raises LimitError."""
         most = None if self._key is None else self._key.concurrency
         if most is not None and self._num_active >= most:
-            raise LimitError(f"this key may have {most} requests at the same time", 1)
+            raise LimitError(f"this key may have {most} answers at the same time", 1)
         for bucket, amount, what in ((self._requests, 1, "requests"), (self._tokens, 0, "tokens")):
             if bucket is not None and (seconds := bucket.seconds_until(amount)) > 0:
                 raise LimitError(f"this key has used up its {what} a minute", math.ceil(seconds))
@@ -166,9 +166,31 @@ class Account:
             self._requests.take(1)
         self._num_active += 1
 
-    def leave(self) -> None:
-        """End a request."""
-        self._num_active -= 1
+    def add(self, num_answers: int) -> None:
+        """Count further answers of a request that has entered.
+
+        Raises
+        ------
+        LimitError
+            When that is too many at the moment.
+        RequestError
+            When the request alone has more answers than the key may have.
+        """
+        most = None if self._key is None else self._key.concurrency
+        if most is not None and 1 + num_answers > most:
+            raise RequestError(
+                400,
+                f"the request has {1 + num_answers} answers, and this key may have {most} at the "
+                "same time; ask for fewer",
+                param="n",
+            )
+        if most is not None and self._num_active + num_answers > most:
+            raise LimitError(f"this key may have {most} answers at the same time", 1)
+        self._num_active += num_answers
+
+    def leave(self, num_answers: int = 1) -> None:
+        """End a request and all its answers."""
+        self._num_active -= num_answers
 
     def check_prompt(self, num_tokens: int) -> None:
         """Raise RequestError if a prompt is too long for the key."""

@@ -119,9 +119,17 @@ class Generation:
     def _tell(self, number: int, event: AnswerDelta | Exception) -> None:
         self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
 
-    async def next(self) -> tuple[int, AnswerDelta]:
-        """Return the next piece and its choice. Raises the engine's error, or ClientGoneError."""
-        number, event = await self._events.get()
+    async def next(self, seconds: float | None = None) -> tuple[int, AnswerDelta] | None:
+        """Return the next piece and its choice, or None if there is none within `seconds`.
+
+        Raises the engine's error, or ClientGoneError.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                number, event = await self._events.get()
+        except TimeoutError:
+            return None
+        # Outside the block: the engine's error may be a TimeoutError.
         if isinstance(event, Exception):
             raise event
         if self.ttft_seconds is None:

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 import kvrag
+from kvrag.arguments import shown
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import KVRagError
 from kvrag.server import responses as r
@@ -113,7 +114,8 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
         gate,
         allow_origins=options.origins,
         allow_methods=["GET", "POST"],
-        allow_headers=["Authorization", "Content-Type"],
+        # Browser clients of the OpenAI API send several more, such as x-stainless-lang.
+        allow_headers=["*"],
         expose_headers=["x-request-id", "Retry-After"],
     )
 
@@ -150,7 +152,7 @@ def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -> None:
             if one.id == name:
                 return JSONResponse(one.model_dump(mode="json"))
         raise RequestError(
-            404, f"there is no model {name!r}", code="model_not_found", param="model"
+            404, f"there is no model {shown(name)}", code="model_not_found", param="model"
         )
 
     @app.get("/healthz", responses=answers(r.Health))

@@ -23,7 +23,10 @@ BODY_SECONDS = 30.0
 """Time for a request's whole body."""
 
 MAX_BODY_BYTES = 16 << 20
-"""The longest body."""
+"""The longest body of a request for vectors, which may have many texts."""
+
+MAX_PROMPT_BYTES = 4 << 20
+"""The longest body of any other request."""
 
 MAX_REQUESTS = 1024
 """Most requests in progress, of all kinds."""
@@ -50,6 +53,8 @@ class Record:
         Whose it is.
     generation
         The answers to it, if any were begun.
+    num_answers
+        How many answers count against the account's concurrency.
     user
         The request's field ``user``.
     status
@@ -61,6 +66,7 @@ class Record:
     request_id: str
     account: Account
     generation: Generation | None = None
+    num_answers: int = 1
     user: str | None = None
     status: int = 0
     is_failed: bool = False
@@ -125,14 +131,15 @@ class Gate:
                 await problem.response()(scope, receive, send_noted)
                 return
             scope.setdefault("state", {})["record"] = record
-            await self._app(scope, _bounded(receive), send_noted)
+            most = MAX_BODY_BYTES if scope["path"] == "/v1/embeddings" else MAX_PROMPT_BYTES
+            await self._app(scope, _bounded(receive, most), send_noted)
         finally:
             self._num_requests -= 1
             if record.generation is not None:
                 record.generation.cancel()
                 record.account.charge(record.generation.completion_tokens)
             if has_entered:
-                record.account.leave()
+                record.account.leave(record.num_answers)
             self._note(scope, record)
 
     def _admit(self, scope: Scope) -> Account:
@@ -186,7 +193,7 @@ class Gate:
         requests_log.info("request", extra={"fields": line})
 
 
-def _bounded(receive: Receive) -> Receive:
+def _bounded(receive: Receive, max_bytes: int) -> Receive:
     """Return `receive`, which fails if a body is too long or takes too long."""
     deadline = asyncio.get_running_loop().time() + BODY_SECONDS
     num_bytes = 0
@@ -202,8 +209,8 @@ def _bounded(receive: Receive) -> Receive:
         except TimeoutError:
             raise HTTPException(408, f"the body took over {BODY_SECONDS:g} seconds") from None
         num_bytes += len(message.get("body", b""))
-        if num_bytes > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body has over {MAX_BODY_BYTES:,} bytes; send less")
+        if num_bytes > max_bytes:
+            raise HTTPException(413, f"the body has over {max_bytes:,} bytes; send less")
         is_complete = message["type"] != "http.request" or not message.get("more_body", False)
         return message
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from kvrag.arguments import cut, shown
 from kvrag.errors import (
     IndexClosedError,
     IndexLockedError,
@@ -142,11 +143,11 @@ def validation_problem(errors: list[Any]) -> RequestError:
         same = (one for one in errors if one["loc"][: len(union)] == union)
         first = max(same, key=lambda one: len(one["loc"]))
     place = [str(part) for part in first["loc"] if part != "body" and not _is_branch(part)]
-    param = ".".join(place) or None
+    param = cut(".".join(place)) or None
     if first["type"] == "extra_forbidden":
         return RequestError(
             400,
-            f"unknown parameter {param!r}: this server does not support it; leave it out",
+            f"unknown parameter {shown(param)}: this server does not support it; leave it out",
             code="unknown_parameter",
             param=param,
         )
@@ -160,7 +161,7 @@ def validation_problem(errors: list[Any]) -> RequestError:
             code="unsupported_parameter",
             param=place[0],
         )
-    message = str(first["msg"]).removeprefix("Value error, ")
+    message = cut(str(first["msg"]).removeprefix("Value error, "))
     where = f"{param}: " if param else "the body: "
     return RequestError(400, f"{where}{message}", code="invalid_value", param=param)
 

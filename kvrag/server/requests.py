@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 MAX_CHOICES = 16
 MAX_INPUTS = 2048
 MAX_STOP = 4
+MAX_STOP_LENGTH = 200
 MAX_MESSAGES = 2048
 MAX_HITS = 100
+# More than any object of OpenAI's API has.
+MAX_FIELDS = 64
 
 # As far as a JSON number is exact in every client.
 _MAX_SEED = 2**53 - 1
@@ -21,6 +31,14 @@ class Strict(BaseModel):
     """Refuses unknown fields, and numbers in strings."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, value: Any) -> Any:
+        # Else pydantic makes an error for each unknown field, perhaps a million.
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"{len(value)} fields; expected at most {MAX_FIELDS}")
+        return value
 
 
 def _bool(value: Any) -> Any:
@@ -80,7 +98,10 @@ class Message(Strict):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
+    content: (
+        str
+        | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    )
 
     @property
     def text(self) -> str:
@@ -101,7 +122,7 @@ class Generating(Strict):
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(default=None, ge=0, le=_MAX_SEED)
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOP)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, max_length=200)
@@ -109,13 +130,20 @@ class Generating(Strict):
     # Many clients send these with their neutral values, which ask for nothing.
     frequency_penalty: _Zero = None
     presence_penalty: _Zero = None
-    logit_bias: dict[str, int] | None = Field(default=None, max_length=0)
+    logit_bias: dict[str, Any] | None = Field(default=None, max_length=0)
 
     @field_validator("stop", mode="after")
     @classmethod
-    def _stops_are_not_empty(cls, value: str | list[str] | None) -> str | list[str] | None:
+    def _stops_are_short_and_not_empty(
+        cls, value: str | list[str] | None
+    ) -> str | list[str] | None:
         if value is not None and value != [] and not all([value] if value == "" else value):
             raise ValueError("a stop string is empty; leave it out")
+        if any(
+            len(one) > MAX_STOP_LENGTH
+            for one in ([value] if isinstance(value, str) else value or ())
+        ):
+            raise ValueError(f"a stop string has over {MAX_STOP_LENGTH} characters; shorten it")
         return value
 
     @model_validator(mode="after")
@@ -144,7 +172,7 @@ class ResponseFormat(Strict):
 class ChatRequest(Generating):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
     logprobs: _False = None
     response_format: ResponseFormat | None = None
@@ -152,7 +180,7 @@ class ChatRequest(Generating):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     store: _False = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: list[Literal["text"]] | None = Field(default=None, fail_fast=True)
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
@@ -166,7 +194,7 @@ class ChatRequest(Generating):
 class CompletionRequest(Generating):
     """The body of ``POST /v1/completions``."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     best_of: _One = None
     echo: _False = None
     logprobs: None = None
@@ -182,7 +210,7 @@ class EmbeddingRequest(Strict):
     """The body of ``POST /v1/embeddings``."""
 
     model: str = Field(max_length=500)
-    input: str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
+    input: str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
     user: str | None = Field(default=None, max_length=200)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -88,7 +87,7 @@ class Service:
     def close(self) -> None:
         """Stop the worker and the threads; the caller closes the engine's index."""
         self._worker.stop()
-        self._threads.shutdown()
+        self._threads.shutdown(cancel_futures=True)
 
     def models(self) -> r.ModelList:
         """Return the models that requests may name."""
@@ -171,21 +170,22 @@ class Service:
         record.user = asked.user
         account = record.account
         requests = engine_requests(questions, asked)
+        account.add(len(requests) - 1)
+        record.num_answers = len(requests)
+        counts = []
         if account.counts_tokens:
             counts = await self._in_thread(lambda: [self._count(one) for one in questions])
             account.check_prompt(max(counts))
-            account.charge(sum(counts))
         generation = Generation(self._worker, self._engine, account.tenant, requests)
         record.generation = generation
+        # Not before: the worker may refuse.
+        account.charge(sum(counts) * (asked.n or 1))
         async with generation.ended_by(http):
             if not asked.stream:
                 while not generation.is_done:
                     await generation.next()
                 return JSONResponse(to_json(shape.whole(generation.in_order)))
-            first: list[tuple[int, AnswerDelta]] = []
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_FIRST_SECONDS):
-                    first.append(await generation.next())
+            first = await generation.next(_FIRST_SECONDS)
         return StreamingResponse(
             _lines(generation, shape, first, record),
             media_type="text/event-stream",
@@ -199,22 +199,19 @@ class Service:
 async def _lines(
     generation: Generation,
     shape: Shape,
-    first: Sequence[tuple[int, AnswerDelta]],
+    first: tuple[int, AnswerDelta] | None,
     record: Record,
 ) -> AsyncIterator[str]:
     """Yield a stream's events as server-sent events."""
     try:
-        for number, delta in first:
-            for body in shape.pieces(number, delta):
+        if first is not None:
+            for body in shape.pieces(*first):
                 yield _event(to_json(body))
         while not generation.is_done:
-            try:
-                async with asyncio.timeout(_PING_SECONDS):
-                    number, delta = await generation.next()
-            except TimeoutError:
+            if (piece := await generation.next(_PING_SECONDS)) is None:
                 yield ": waiting\n\n"
                 continue
-            for body in shape.pieces(number, delta):
+            for body in shape.pieces(*piece):
                 yield _event(to_json(body))
         if (last := shape.end(generation.in_order)) is not None:
             yield _event(to_json(last))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvrag.engine.answer import AnswerDelta
-from kvrag.server.problems import BusyError
+from kvrag.server.problems import BusyError, RequestError
 
 logger = logging.getLogger("kvrag.server")
 
@@ -44,15 +45,17 @@ class Job:
 class Worker:
     """Generates answers in one thread, several at a time, and keeps a bounded queue of others.
 
-    A waiting answer gets its first token before open answers continue. If several tenants wait,
-    the one with the fewest open answers is next.
+    After each first token, all other open answers advance once before the next waiting answer
+    begins. If several tenants wait, the one with the fewest open answers is next. Tenants that are
+    present share the queue evenly.
 
     Parameters
     ----------
     max_streams
         Most answers that are open at the same time; each one holds its prompt's KV in memory.
     max_waiting
-        Most answers that wait for their turn.
+        Most answers that wait for their turn. A tenant that finds the queue full of others' answers
+        may still fill its own share.
     """
 
     def __init__(self, max_streams: int = MAX_STREAMS, max_waiting: int = MAX_WAITING) -> None:
@@ -62,6 +65,8 @@ class Worker:
         self._waiting: dict[str, deque[Job]] = {}
         self._open: deque[Job] = deque()
         self._num_open: Counter[str] = Counter()
+        # Open answers that advance before a waiting one begins.
+        self._num_due = 0
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvrag-worker", daemon=True)
@@ -82,17 +87,35 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         """Whether it would accept an answer now."""
-        return self._thread.is_alive() and not self._stopping and not self._is_full(1)
+        return self._thread.is_alive() and not self._stopping and self._count_waiting() < self._room
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs, all or none. Raises BusyError if there is no room."""
+        """Queue a tenant's jobs, all or none.
+
+        Raises
+        ------
+        BusyError
+            When the tenant's share of the queue has no room.
+        RequestError
+            When the jobs are more than the worker ever holds.
+        """
+        most = self._max_waiting + self._max_streams
+        if len(jobs) > most:
+            raise RequestError(
+                400,
+                f"the request has {len(jobs)} answers, and the server holds {most}; ask for fewer",
+                param="n",
+            )
         with self._changed:
             if self._stopping:
                 raise BusyError("the server is stopping", _RETRY_SECONDS)
-            if self._is_full(len(jobs)):
+            tenant = jobs[0].tenant
+            present = self._waiting.keys() | self._num_open.keys() | {tenant}
+            share = math.ceil(self._room / len(present))
+            num_own = len(self._waiting.get(tenant, ()))
+            if num_own + len(jobs) > share:
                 raise BusyError(
-                    f"{self._count_waiting()} answers are waiting, and at most "
-                    f"{self._max_waiting} may; try again later",
+                    f"{num_own} answers are waiting, and at most {share} may; try again later",
                     _RETRY_SECONDS,
                 )
             for job in jobs:
@@ -118,9 +141,10 @@ class Worker:
     def _count_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def _is_full(self, num_more: int) -> bool:
-        room = self._max_waiting + max(0, self._max_streams - self._num_open.total())
-        return self._count_waiting() + num_more > room
+    @property
+    def _room(self) -> int:
+        """How many answers may wait at the moment."""
+        return self._max_waiting + max(0, self._max_streams - self._num_open.total())
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -136,7 +160,13 @@ class Worker:
         """Return the job whose turn it is, when there is one; None when the worker stops."""
         with self._changed:
             while not self._stopping:
-                if self._waiting and len(self._open) < self._max_streams:
+                for job in self._open:
+                    if job.is_cancelled:
+                        self._open.remove(job)
+                        return job
+                self._num_due = min(self._num_due, len(self._open))
+                has_room = len(self._open) < self._max_streams
+                if self._waiting and has_room and self._num_due == 0:
                     tenant = min(self._waiting, key=lambda one: self._num_open[one])
                     # Back to the end, so that tenants with equally many take turns.
                     queue = self._waiting.pop(tenant)
@@ -144,8 +174,10 @@ class Worker:
                     if queue:
                         self._waiting[tenant] = queue
                     self._num_open[tenant] += 1
+                    self._num_due = len(self._open)
                     return job
                 if self._open:
+                    self._num_due = max(0, self._num_due - 1)
                     return self._open.popleft()
                 self._changed.wait()
             return None

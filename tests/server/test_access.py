@@ -16,12 +16,15 @@ from kvrag.server.problems import LimitError
 from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, Rag
 
-KEYS = {name: f"key-of-{name}-0123456789" for name in ("free", "rpm", "tpm", "one", "short")}
+KEYS = {
+    name: f"key-of-{name}-0123456789" for name in ("free", "rpm", "tpm", "one", "four", "short")
+}
 LIMITS: dict[str, dict[str, int]] = {
     "free": {},
     "rpm": {"requests_per_minute": 2},
     "tpm": {"tokens_per_minute": 60},
     "one": {"concurrency": 1},
+    "four": {"concurrency": 4},
     "short": {"max_prompt_tokens": 30},
 }
 BODY = {"model": "model", "prompt": "Ines keeps", "max_tokens": 2}
@@ -77,9 +80,25 @@ def test_tokens_a_minute(post: Any) -> None:
     assert post("free", body).status_code == 200
 
 
+def test_only_accepted_prompts_are_charged_once_for_each_answer(
+    rag: Rag, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charged: list[int] = []
+    monkeypatch.setattr(Account, "charge", lambda _, num_tokens: charged.append(num_tokens))
+    key = ApiKey(name="a", key=KEYS["tpm"], tokens_per_minute=60)
+    with serving(rag.index, ServerOptions(keys=[key], max_streams=2, max_waiting=0)) as served:
+        headers = {"Authorization": f"Bearer {key.key}"}
+        where = f"{served.url}/completions"
+        assert httpx.post(where, json=BODY | {"n": 3}, headers=headers).status_code == 400
+        assert charged == []
+        assert httpx.post(where, json=BODY | {"n": 2}, headers=headers).status_code == 200
+        one = httpx.post(where, json=BODY, headers=headers).json()
+        assert charged[0] == 2 * one["usage"]["prompt_tokens"] > 0
+
+
 def test_one_request_at_a_time(guarded: Served, post: Any) -> None:
     headers = {"Authorization": f"Bearer {KEYS['one']}"}
-    body = BODY | {"stream": True, "max_tokens": 400}
+    body = BODY | {"stream": True, "max_tokens": 1500}
     where = f"{guarded.url}/completions"
     with httpx.stream("POST", where, json=body, headers=headers, timeout=30) as response:
         next(response.iter_lines())
@@ -88,6 +107,22 @@ def test_one_request_at_a_time(guarded: Served, post: Any) -> None:
     deadline = time.monotonic() + 20
     while post("one").status_code == 429:
         assert time.monotonic() < deadline
+
+
+def test_each_answer_of_a_request_counts(post: Any) -> None:
+    for body in (BODY | {"n": 5}, BODY | {"prompt": ["Ines", "Tom", "Ada"], "n": 2}):
+        refused = post("four", body)
+        assert refused.status_code == 400
+        assert "may have 4" in refused.json()["error"]["message"]
+    assert post("four", BODY | {"prompt": ["Ines", "Tom"], "n": 2}).status_code == 200
+    account = Account(ApiKey(name="a", key=KEYS["four"], concurrency=4))
+    account.enter()
+    account.add(2)
+    account.enter()
+    with pytest.raises(LimitError, match="4 answers"):
+        account.add(1)
+    account.leave(3)
+    account.add(3)
 
 
 def test_long_prompts(post: Any) -> None:

@@ -9,12 +9,15 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import StoreUnreachableError
 from kvrag.server import gate
 from kvrag.server.app import ServerOptions
-from kvrag.server.gate import MAX_BODY_BYTES
+from kvrag.server.gate import MAX_BODY_BYTES, MAX_PROMPT_BYTES
+from kvrag.server.problems import validation_problem
+from kvrag.server.requests import MAX_FIELDS, ChatRequest
 from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, Rag
 
@@ -23,6 +26,7 @@ CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": PASSAGES["fox"]}],
     "max_tokens": 4,
 }
+JSON = {"Content-Type": "application/json"}
 LONG = CHAT | {"max_tokens": 1500}
 
 
@@ -128,7 +132,7 @@ def test_a_full_queue_refuses(rag: Rag) -> None:
         (b'{"model": NaN}', "application/json", 400, "invalid_value"),
         (b'{"model": "\\ud800"}', "application/json", 400, "invalid_value"),
         (json.dumps(CHAT).encode(), "text/plain", 400, "invalid_value"),
-        (b" " * (MAX_BODY_BYTES + 1), "application/json", 413, None),
+        (b" " * (MAX_PROMPT_BYTES + 1), "application/json", 413, None),
     ],
 )
 def test_wrong_bodies(
@@ -143,6 +147,49 @@ def test_wrong_bodies(
     assert error["message"]
     chunked = httpx.post(f"{served.url}/chat/completions", content=iter([content]), headers=headers)
     assert chunked.status_code == status
+
+
+def test_vectors_may_be_of_longer_bodies(served: Served) -> None:
+    body = json.dumps({"model": "hashing", "input": "fox"}).encode()
+    for length, status in ((MAX_PROMPT_BYTES + 1, 200), (MAX_BODY_BYTES + 1, 413)):
+        answer = httpx.post(f"{served.url}/embeddings", content=body.ljust(length), headers=JSON)
+        assert answer.status_code == status
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {f"x{number}": 1 for number in range(300_000)},
+        {"x" * 3_000_000: 1},
+        {"x" * 1000: 1},
+        {"messages": [1] * 1_000_000},
+        {"messages": [{"role": "user", "content": [1] * 1_000_000}]},
+        {"messages": [{f"x{number}": 1 for number in range(300_000)}]},
+        {"stop": [1] * 1_000_000},
+        {"logit_bias": {f"x{number}": "y" for number in range(200_000)}},
+        {"kvrag": {"policy": "x" * 3_000_000}},
+        {"messages": [{"role": "x" * 3_000_000, "content": ""}]},
+    ],
+)
+def test_wrong_bodies_are_refused_briefly_and_soon(wrong: dict[str, Any]) -> None:
+    started = time.process_time()
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate(CHAT | wrong)
+    errors = caught.value.errors()
+    assert time.process_time() - started < 0.5
+    assert len(errors) <= MAX_FIELDS + 1
+    answer = validation_problem(list(errors)).response()
+    assert answer.status_code == 400
+    assert len(answer.body) < 1000
+
+
+@pytest.mark.parametrize("stop", ["x" * 201, ["y", "x" * 201]])
+def test_long_stop_strings(served: Served, stop: Any) -> None:
+    answer = httpx.post(f"{served.url}/chat/completions", json=CHAT | {"stop": stop})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("stop: a stop string has over 200")
+    most = httpx.post(f"{served.url}/chat/completions", json=CHAT | {"stop": "x" * 200})
+    assert most.status_code == 200
 
 
 def test_a_body_that_never_ends(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +222,10 @@ def test_pages_of_other_origins(rag: Rag, served: Served) -> None:
         where = f"{open_.url}/chat/completions"
         allowed = httpx.options(where, headers=asked)
         assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+        asked["Access-Control-Request-Headers"] = "authorization, x-stainless-lang"
+        assert httpx.options(where, headers=asked).status_code == 200
         asked["Origin"] = "https://evil.example"
+        assert httpx.options(where, headers=asked).status_code == 400
         answer = httpx.post(where, json=CHAT, headers=asked)
         assert "access-control-allow-origin" not in answer.headers
 
@@ -184,6 +234,7 @@ def test_pages_of_other_origins(rag: Rag, served: Served) -> None:
     ("error", "status", "why"),
     [
         (RuntimeError("/secret/path"), 500, "the server failed; its log says why"),
+        (TimeoutError("/secret/path"), 500, "the server failed; its log says why"),
         (StoreUnreachableError("/secret/path"), 503, "the index cannot be read"),
     ],
 )
@@ -204,14 +255,17 @@ def test_failures_name_nothing_of_the_server(
             assert "secret" not in answer.text
 
 
-def test_an_error_in_a_stream_is_an_event(rag: Rag, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, TimeoutError])
+def test_an_error_in_a_stream_is_an_event(
+    rag: Rag, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
     engine = KVEngine(rag.index)
     whole = engine.stream
 
     def breaking(*given: Any, **options: Any) -> Any:
         for number, delta in enumerate(whole(*given, **options)):
             if number == 2:
-                raise RuntimeError("/secret/path")
+                raise error("/secret/path")
             yield delta
 
     monkeypatch.setattr(engine, "stream", breaking)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvrag.engine.answer import AnswerDelta
-from kvrag.server.problems import BusyError
+from kvrag.server.problems import BusyError, RequestError
 from kvrag.server.worker import Job, Worker
 
 LAST: Any = object()
@@ -71,16 +71,46 @@ def working(**bounds: int) -> Iterator[tuple[Worker, Script]]:
         worker.stop()
 
 
+def wait_until_open(worker: Worker) -> None:
+    deadline = time.monotonic() + 20
+    while worker.num_open == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def finish(script: Script) -> list[str]:
     script.go()
     assert all(one.wait(20) for one in script.ended.values())
     return script.happened
 
 
-def test_first_pieces_come_before_later_ones() -> None:
+def test_open_answers_advance_once_after_each_first_piece() -> None:
     with working(max_streams=3) as (worker, script):
         worker.submit([script.job("a", num_pieces=3), script.job("b"), script.job("c")])
-        assert finish(script) == ["a1", "b1", "c1", "a2", "b2", "c2", "a3"]
+        assert finish(script) == ["a1", "b1", "a2", "c1", "b2", "a3", "c2"]
+
+
+def test_answers_of_one_piece_starve_nobody() -> None:
+    with working(max_streams=3) as (worker, script):
+        worker.submit([script.job("x", num_pieces=3), *(script.job(f"a{n}", "", 1) for n in "123")])
+        assert finish(script) == ["x1", "a11", "x2", "a21", "x3", "a31"]
+
+
+def test_a_cancelled_answer_is_closed_before_others_advance() -> None:
+    with working(max_streams=3) as (worker, script):
+        cancelled = script.job("c", num_pieces=50)
+        worker.submit([script.job("a", num_pieces=9), script.job("b", num_pieces=9), cancelled])
+        script.go(7)
+        script.wait_for(7)
+        assert script.happened == ["a1", "b1", "a2", "c1", "b2", "a3", "c2"]
+        worker.cancel(cancelled)
+        script.go(1)
+        # "a" waits for permission, and would be before "c".
+        assert script.closed["c"].wait(20)
+        script.ended["c"].set()
+        script.wait_for(8)
+        assert script.happened[7:] == ["b3"]
+        finish(script)
 
 
 def test_answers_beyond_the_open_ones_wait() -> None:
@@ -107,17 +137,18 @@ def test_the_tenant_with_fewer_open_answers_is_next() -> None:
 def test_the_queue_is_bounded_and_takes_all_or_none() -> None:
     with working(max_streams=1, max_waiting=2) as (worker, script):
         worker.submit([script.job("a")])
+        wait_until_open(worker)
         worker.submit([script.job("b")])
         with pytest.raises(BusyError, match="at most 2 may") as caught:
-            worker.submit([script.job("c"), script.job("d"), script.job("e")])
+            worker.submit([script.job("c"), script.job("d")])
         assert caught.value.status == 503
         assert int(caught.value.headers["Retry-After"]) > 0
         worker.submit([script.job("f")])
         assert not worker.is_ready
-        for name in "cde":
+        for name in "cd":
             script.ended[name].set()
         finish(script)
-        assert not {one[0] for one in script.happened} & set("cde")
+        assert not {one[0] for one in script.happened} & set("cd")
         assert worker.is_ready
 
 
@@ -162,3 +193,22 @@ def test_a_stopped_worker_takes_nothing_and_closes_what_is_open() -> None:
         assert not worker.is_ready
         with pytest.raises(BusyError, match="stopping"):
             worker.submit([script.job("b")])
+
+
+def test_a_tenant_that_fills_the_queue_keeps_nobody_out() -> None:
+    with working(max_streams=1, max_waiting=4) as (worker, script):
+        worker.submit([script.job(f"a{n}", "ann", 1) for n in range(5)])
+        wait_until_open(worker)
+        worker.submit([script.job("b0", "bob", 1), script.job("b1", "bob", 1)])
+        for tenant in ("ann", "bob"):
+            with pytest.raises(BusyError):
+                worker.submit([script.job("x", tenant, 1)])
+        script.ended["x"].set()
+        assert len(finish(script)) == 7
+
+
+def test_more_jobs_than_it_ever_holds_are_no_matter_of_time() -> None:
+    with working(max_streams=1, max_waiting=2) as (worker, script):
+        with pytest.raises(RequestError, match="4 answers, and the server holds 3") as caught:
+            worker.submit([script.job(str(n)) for n in range(4)])
+        assert caught.value.status == 400
