@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from kvrag.engine.answer import AnswerDelta
+from kvrag.engine.engine import KVEngine
 from kvrag.server import access
 from kvrag.server.access import Account, ApiKey, Bucket
 from kvrag.server.app import ServerOptions
@@ -96,14 +99,29 @@ def test_only_accepted_prompts_are_charged_once_for_each_answer(
         assert charged[0] == 2 * one["usage"]["prompt_tokens"] > 0
 
 
-def test_one_request_at_a_time(guarded: Served, post: Any) -> None:
+def test_one_request_at_a_time(guarded: Served, post: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    stream = KVEngine.stream
+
+    def lasting(self: KVEngine, *given: Any, **options: Any) -> Iterator[AnswerDelta]:
+        # Pieces until the test has asked: an answer of the model may be over too soon.
+        while not released.wait(0.01):
+            yield AnswerDelta("a")
+        yield from stream(self, *given, **options)
+
     headers = {"Authorization": f"Bearer {KEYS['one']}"}
-    body = BODY | {"stream": True, "max_tokens": 1500}
     where = f"{guarded.url}/completions"
-    with httpx.stream("POST", where, json=body, headers=headers, timeout=30) as response:
-        next(response.iter_lines())
+    monkeypatch.setattr(KVEngine, "stream", lasting)
+    with httpx.stream(
+        "POST", where, json=BODY | {"stream": True}, headers=headers, timeout=30
+    ) as response:
+        lines = response.iter_lines()
+        next(lines)
+        monkeypatch.undo()
         assert post("one").status_code == 429
         assert post("free").status_code == 200
+        released.set()
+        assert "data: [DONE]" in list(lines)
     deadline = time.monotonic() + 20
     while post("one").status_code == 429:
         assert time.monotonic() < deadline
