@@ -87,7 +87,9 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         """Whether it would accept an answer now."""
-        return self._thread.is_alive() and not self._stopping and self._count_waiting() < self._room
+        with self._changed:
+            has_room = not self._stopping and self._count_waiting() < self._room
+        return has_room and self._thread.is_alive()
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue a tenant's jobs, all or none.
