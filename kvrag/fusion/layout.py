@@ -72,6 +72,10 @@ class ReusedSpan:
         """The first chunk token after the span."""
         return self.chunk_start + self.length
 
+    def is_whole(self, chunk: Chunk) -> bool:
+        """Return whether the span is all of its chunk, except for `MAX_EDGE_TOKENS`."""
+        return self.length >= len(chunk.token_ids) - MAX_EDGE_TOKENS
+
 
 LINK = -1
 """The id of a link token in a layout's token ids; no tokenizer uses it."""
@@ -284,7 +288,7 @@ def _found_text(match: Match, span: ReusedSpan, known: Sequence[Chunk]) -> Found
     first = known[0]
     return FoundText(
         chunks=[chunk for chunk in known if chunk.token_ids[run] == first.token_ids[run]],
-        is_whole=span.length >= len(first.token_ids) - MAX_EDGE_TOKENS,
+        is_whole=span.is_whole(first),
         has_more=match.has_more or len(known) < 1 + len(match.other_ids),
     )
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvrag.chunk import Chunk
 from kvrag.fusion.fingerprints import MIN_RUN, NGRAM, Hashes, ngram_hashes
-from kvrag.fusion.layout import MAX_EDGE_TOKENS, MISS_OWNER_UNCLEAR, Layout, ReusedSpan
+from kvrag.fusion.layout import MISS_OWNER_UNCLEAR, Layout, ReusedSpan
 from kvrag.fusion.records import FoundText, choose_records
 
 # Rewritten text keeps the order of a chunk's tokens, with a few more or fewer between its runs.
@@ -385,5 +385,4 @@ def _with_seen(chunk: Chunk, offset: int) -> Chunk:
 
 def _text_of(span: ReusedSpan, chunks: Mapping[str, Chunk]) -> FoundText:
     chunk = chunks[span.chunk_id]
-    is_whole = span.length >= len(chunk.token_ids) - MAX_EDGE_TOKENS
-    return FoundText([chunk], is_whole, has_more=False)
+    return FoundText([chunk], span.is_whole(chunk), has_more=False)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvrag.chunk import Chunk
 from kvrag.fusion.fingerprints import MIN_RUN, NGRAM, Fingerprints, ngram_hashes, window_minima
-from kvrag.fusion.layout import MAX_EDGE_TOKENS, Layout, ReusedSpan
+from kvrag.fusion.layout import Layout
 from kvrag.fusion.reasons import Stretch, counted, why_fresh
 from kvrag.fusion.runs import Decode, Gap, Ids, Run, choose_runs, fill, find_runs, gaps_of
 from kvrag.ingest.catalog import Catalog
@@ -130,7 +130,7 @@ class RunFinder:
             return self._explained(layout, chunks, ())
         token_ids = np.array(layout.token_ids, np.int64).astype(np.int32)
         rows = self._likely_rows(token_ids, gaps)
-        partly = [span for span in layout.spans if _is_part(span, chunks[span.chunk_id])]
+        partly = [span for span in layout.spans if not span.is_whole(chunks[span.chunk_id])]
         candidates = {
             span.chunk_id: np.array(chunks[span.chunk_id].token_ids, np.int32) for span in partly
         }
@@ -175,10 +175,6 @@ class RunFinder:
         distinct, inverse = np.unique(rows, return_inverse=True)
         votes = np.bincount(inverse, weights)
         return [int(row) for row in distinct[np.argsort(-votes, kind="stable")[:_MAX_CANDIDATES]]]
-
-
-def _is_part(span: ReusedSpan, chunk: Chunk) -> bool:
-    return span.length < len(chunk.token_ids) - MAX_EDGE_TOKENS
 
 
 def _chunk_ids(layout: Layout, filled: Layout) -> tuple[str, ...]:

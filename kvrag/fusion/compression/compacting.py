@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from kvrag.chunk import Chunk
 from kvrag.fusion.compression.spec import Compression
-from kvrag.fusion.layout import COMPRESSED, MAX_EDGE_TOKENS, Layout, ReusedSpan
+from kvrag.fusion.layout import COMPRESSED, Layout, ReusedSpan
 
 MISS_PART = "only a part of a compressed chunk"
 
@@ -40,12 +40,12 @@ def compact(layout: Layout, chunks: Mapping[str, Chunk], compression: Compressio
     misses = dict(layout.misses)
     copied = 0
     for span in layout.spans:
-        num_tokens = len(chunks[span.chunk_id].token_ids)
-        if span.length < num_tokens - MAX_EDGE_TOKENS:
+        chunk = chunks[span.chunk_id]
+        if not span.is_whole(chunk):
             misses[MISS_PART] = misses.get(MISS_PART, 0) + 1
             continue
         token_ids += layout.token_ids[copied : span.prompt_start]
-        num_rows = compression.num_rows(num_tokens)
+        num_rows = compression.num_rows(len(chunk.token_ids))
         spans.append(
             replace(
                 span,
