@@ -40,14 +40,16 @@ def test_every_musique_passage_is_retrievable(make_index: MakeIndex, num_passage
     assert len(report.added) == num_passages
     assert not report.failed
     assert report.num_chunks == num_passages
-    # Every passage is the nearest to its own vector (some are the same text word for word).
+    # Every passage is the nearest to the vectors of its windows. Passages of this set overlap: a
+    # window, or a whole passage, may be the same words in several.
     _, rows, vectors = index.catalog.vectors(index.embedding.dim)
     chunks = index.catalog.chunks_at(rows.tolist())
     texts = {normalise_text(text) for text in passages}
     for row, vector in zip(rows.tolist(), vectors, strict=True):
-        hit = index.search_by_vector(vector, 1)[0]
-        assert hit.chunk.text == chunks[row].text
-        texts.discard(hit.chunk.text)
+        hits = index.search_by_vector(vector, 10)
+        nearest = {hit.chunk.text for hit in hits if hit.score >= hits[0].score - 1e-5}
+        assert chunks[row].text in nearest
+        texts.discard(chunks[row].text)
     assert not texts
 
     # Every passage is found in a prompt, and its KV can be read.
