@@ -109,7 +109,8 @@ def ingest(
             help="Text that the model reads before each chunk it encodes: none, filler (the same "
             "unrelated text for all chunks, 512 tokens), document (earlier text of the same "
             "document, at most 256 tokens) or neighbours (also stores a second record, encoded "
-            f"after the previous chunk). Default for a new index: {IndexSettings.context}.",
+            "after the previous chunk). Default for a new index: filler for models with a window "
+            "of 4,096 tokens or more, otherwise none.",
             rich_help_panel=o.TUNING,
             show_default=False,
         ),

@@ -66,6 +66,10 @@ class Context:
 ALONE = Context(NO_CONTEXT, 0)
 """Chunks are encoded after the shared prefix alone."""
 
+_LONG_WINDOW = 4096
+"""Tokens of the smallest window for which a filler is the default: a model of shorter prompts is
+harmed by one of this length (docs/contexts.md)."""
+
 
 def parse_context(text: str) -> Context:
     """Return the context that ``none``, ``document[:TOKENS]``, ``neighbours`` or
@@ -89,6 +93,24 @@ def parse_context(text: str) -> Context:
         "number "
         "from 1 on"
     )
+
+
+def default_context(tokenizer: Any, max_positions: int, room: int, chunk_tokens: int) -> Context:
+    """Return the context of a new index whose user named none.
+
+    That is a filler, if the model reads long prompts and has room for it.
+
+    Parameters
+    ----------
+    tokenizer, room, chunk_tokens
+        As in `check_filler`.
+    max_positions
+        The model's context window in tokens.
+    """
+    filler = parse_context(FILLER)
+    if max_positions < _LONG_WINDOW or room - chunk_tokens < filler.num_tokens:
+        return ALONE
+    return filler if len(filler_ids(tokenizer)) >= filler.num_tokens else ALONE
 
 
 def check_filler(context: Context, tokenizer: Any, room: int, chunk_tokens: int) -> None:

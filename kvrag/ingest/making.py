@@ -18,7 +18,7 @@ from kvrag.ingest import counting, lock, profiles, words
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.checks import check_limit
 from kvrag.ingest.config import KV_FOLDER, IndexConfig
-from kvrag.ingest.contexts import check_filler, parse_context
+from kvrag.ingest.contexts import ALONE, check_filler, default_context, parse_context
 from kvrag.ingest.encryption import catalog_key, key_check, secret_salt
 from kvrag.ingest.seals import seal_key
 from kvrag.ingest.settings import IndexSettings
@@ -102,8 +102,13 @@ def make_config(
                 f"{most}, better half of the context"
             )
         room -= room_behind(chosen, model.tokenizer, chunk_tokens)
-    context = parse_context(settings.context)
-    check_filler(context, model.tokenizer, room, chunk_tokens)
+    if settings.context is not None:
+        context = parse_context(settings.context)
+        check_filler(context, model.tokenizer, room, chunk_tokens)
+    elif chosen is not None or model.is_position_bound:
+        context = ALONE
+    else:
+        context = default_context(model.tokenizer, model.max_positions, room, chunk_tokens)
     return IndexConfig(
         model=_model_reference(given, model),
         model_fingerprint=model.fingerprint,

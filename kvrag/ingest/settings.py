@@ -11,7 +11,7 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.ingest.checks import check_device
 from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
-from kvrag.ingest.contexts import NO_CONTEXT, parse_context
+from kvrag.ingest.contexts import parse_context
 from kvrag.models.control import check_control_tokens
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class IndexOptions(TypedDict, total=False):
     codec: str
     profile: Profile | None
     chunk_tokens: int
-    context: str
+    context: str | None
     compression: str
     dtype: torch.dtype | str | None
     tenant_salt: bytes | None
@@ -63,7 +63,8 @@ class IndexSettings:
         ``document`` (earlier text of its document) or ``neighbours`` (the preceding chunk, in a
         second record that is used when a prompt has the same chunk before this one).
         ``filler:TOKENS`` and ``document:TOKENS`` name its largest number of tokens; without one
-        they mean 512 and 256.
+        they mean 512 and 256. None means ``filler`` for a model whose window has at least 4,096
+        tokens, with room for it, and ``none`` for others and for compressed chunks.
     compression
         How chunks are stored as fewer rows than they have tokens: ``drop:RATE`` (leaves out
         tokens that say little) or ``anchors:RATE`` (trained tokens stand for blocks; see
@@ -97,7 +98,7 @@ class IndexSettings:
     codec: str = "raw"
     profile: Profile | None = None
     chunk_tokens: int = 512
-    context: str = NO_CONTEXT
+    context: str | None = None
     compression: str = NO_COMPRESSION
     dtype: torch.dtype | str | None = None
     tenant_salt: bytes | None = None
@@ -115,7 +116,8 @@ class IndexSettings:
         if not 1 <= len(self.salt) <= 64:
             raise ParameterError(f"tenant_salt is 1 to 64 bytes, found {len(self.salt)}")
         check_control_tokens(self.control_tokens)
-        parse_context(self.context)
+        if self.context is not None:
+            parse_context(self.context)
         parse_compression(self.compression)
         check_device(self.device)
 

@@ -15,7 +15,7 @@ from kvrag.llms.vllm.finding import TokenFinder
 from kvrag.models.kv_model import EncodedPrefix, KVModel
 from kvrag.tune import calibrate as calibration
 from tests.ingest.conftest import MakeIndex, stored_bytes
-from tests.support.models import HEAD
+from tests.support.models import HEAD, make_model, make_tokenizer
 
 TEXTS = [
     "Ines keeps the harbour ledger of Varn, by the old river bank near the northern light.",
@@ -198,3 +198,24 @@ def test_the_text_is_long_plain_prose() -> None:
     assert text.isascii()
     assert not set(text) & set("<>|[]{}#*\t")
     assert all(" " in paragraph for paragraph in text.split("\n\n"))
+
+
+@pytest.mark.parametrize(
+    ("window", "chunk_tokens", "options", "context"),
+    [
+        (4096, 64, {}, "filler:512"),
+        (2048, 64, {}, "none"),
+        (4096, 3800, {}, "none"),
+        (4096, 64, {"compression": "drop:0.5"}, "none"),
+        (4096, 64, {"context": "none"}, "none"),
+    ],
+)
+def test_models_of_long_prompts_get_a_filler_by_default(
+    make_index: MakeIndex, window: int, chunk_tokens: int, options: dict[str, str], context: str
+) -> None:
+    model = KVModel.load(
+        make_model("llama", num_hidden_layers=1, max_position_embeddings=window),
+        tokenizer=make_tokenizer(),
+    )
+    index = make_index(model=model, chunk_tokens=chunk_tokens, **options)
+    assert str(index.config.chunk_context) == context
