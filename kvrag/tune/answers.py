@@ -151,7 +151,7 @@ class Answerer:
         """Compare the model's own forward pass over another prompt, or of another model."""
         kv = self._buffer(len(token_ids), (reference.token_ids, *reference.candidates))
         first, _ = self._prefill(kv, token_ids)
-        return _compare(FullContinuation(self._model, kv), first, reference)
+        return compare(FullContinuation(self._model, kv), first, reference)
 
     def _prefill(self, kv: FusedKV, token_ids: Sequence[int]) -> tuple[torch.Tensor, float]:
         """Fill a buffer; return the first token's logits, and the seconds it took."""
@@ -216,7 +216,7 @@ class Answerer:
         going_on: Continuation = FullContinuation(model, fused)
         if eviction is not None:
             going_on = EvictingContinuation(model, fused, eviction)
-        comparison = _compare(going_on, fused.logits, reference)
+        comparison = compare(going_on, fused.logits, reference)
         if isinstance(going_on, EvictingContinuation):
             report = replace(report, eviction=going_on.report())
         own_answer = None
@@ -269,8 +269,18 @@ class Answerer:
         return FusedKV(model.spec, num_prompt, num_prompt + room, model.device)
 
 
-def _compare(going_on: Continuation, first: torch.Tensor, reference: ReferenceAnswer) -> Comparison:
-    """Compare what follows a prompt, whose first token has the logits `first` ``[V]``."""
+def compare(going_on: Continuation, first: torch.Tensor, reference: ReferenceAnswer) -> Comparison:
+    """Compare what follows a prompt with full prefill.
+
+    Parameters
+    ----------
+    going_on
+        Continues after the prompt.
+    first
+        ``[V]``: the logits of the first answer token.
+    reference
+        Full prefill's answer.
+    """
     answer, candidates = reference.token_ids, reference.candidates
     after, *others = going_on.score([answer[:-1], *(one[:-1] for one in candidates)])
     logits = torch.cat([first[None], after])

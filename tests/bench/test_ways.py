@@ -1,0 +1,68 @@
+"""The trials behind docs/results/closing-the-gap.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrag.models.kv_model import KVModel
+from kvrag.tune.judging import prompts_that_fit
+from kvrag_bench.quality import ways
+from kvrag_bench.quality.datasets import load_questions
+
+
+@pytest.fixture(scope="module")
+def trial() -> ways.Trial:
+    model = KVModel.load("kvrag-tiny")
+    questions = load_questions("generated", num_questions=20)
+    carried = next(one for one in questions if one.type == "carried_over")
+    (asked,) = prompts_that_fit(model, [carried], 16, use_chat_template=True)
+    with torch.no_grad():
+        return ways.Trial(model, asked)
+
+
+@torch.no_grad()
+def test_bounds_reach_full_prefill(trial: ways.Trial) -> None:
+    alone = trial.encoded_after(())
+    everything = [trial.rows] * len(trial.layers)
+    gap = trial.kl(trial.answered(alone))
+    assert gap > 1e-3
+    assert trial.kl(trial.replaced(alone, everything)) < 1e-6
+    assert trial.kl(trial.recomputed(alone, everything)) < 1e-6
+    assert trial.kl(trial.continued(alone, (), trial.rows, 0)) < 1e-6
+    assert trial.kl(trial.replaced(alone, everything, "k")) > 1e-6
+    # Computed again from a later layer on, they keep what they were encoded with below it.
+    assert trial.kl(trial.continued(alone, (), trial.rows, 2)) > 1e-6
+    half = trial.rows[::2]
+    repaired = trial.recomputed(alone, [half] * len(trial.layers))
+    assert trial.kl(trial.spread(alone, repaired[0], half)) != trial.kl(repaired)
+
+
+def test_depths_gather_most_relevance_for_their_price() -> None:
+    relevance = torch.tensor([[1.0, 0.1, 3.0], [5.0, 0.1, 0.1], [0.1, 0.1, 0.1]])
+    # Two layers of the first token gather 6, one layer of the third 3.
+    assert ways.nested(relevance, 3).tolist() == [2, 0, 1]
+    assert ways.nested(relevance, 9).sum() <= 9
+    assert ways.nested(relevance, 0).tolist() == [0, 0, 0]
+
+
+def test_a_run_continues_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def few(trial: ways.Trial, _: object) -> list[object]:
+        filled = trial.answered(trial.encoded_after(()))
+        return [(ways.ALONE, filled), ("again", filled)]
+
+    monkeypatch.setattr(ways, "ways", few)
+    out = tmp_path / "trials.jsonl"
+    out.write_text(json.dumps({ways.ALONE: 1.0, "again": 0.5}) + "\n")
+    given = ["--model", "kvrag-tiny", "--suite", "bridge", "--questions", "2", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["ways", *given])
+    ways.main()
+    assert len(out.read_text().splitlines()) == 2
+    printed = capsys.readouterr().out
+    assert "question 2 of 2" in printed
+    assert "2 questions" in printed
