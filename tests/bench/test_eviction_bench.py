@@ -21,7 +21,8 @@ from kvrag.tune.answers import Answerer
 from kvrag.tune.bank import ChunkBank
 from kvrag.tune.questions import render
 from kvrag_bench.eviction import EvictionBenchOptions, run_eviction_bench
-from kvrag_bench.quality.contest import QualityOptions, contestants, run_quality_bench
+from kvrag_bench.quality.contest import run_quality_bench
+from kvrag_bench.quality.entrants import QualityOptions, contestants
 from kvrag_bench.quality.rows import Estimate
 from tests.fusion.test_links import make_links
 from tests.support.models import make_model, make_tokenizer

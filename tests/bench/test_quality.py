@@ -25,8 +25,9 @@ from kvrag.tune.answers import Answerer
 from kvrag.tune.bank import ChunkBank
 from kvrag.tune.judging import Contestant, progress
 from kvrag.tune.questions import render
-from kvrag_bench.quality.contest import QualityOptions, run_quality_bench
+from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.datasets import load_questions
+from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.oracle import TrueDeviation, policy_of
 from kvrag_bench.quality.rows import Estimate, QualityRow
 from tests.support.models import make_model, make_tokenizer

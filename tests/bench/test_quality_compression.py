@@ -15,7 +15,8 @@ from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
 from kvrag.tune.bank import ChunkBank
 from kvrag.tune.questions import render
-from kvrag_bench.quality.contest import QualityOptions, contestants, run_quality_bench
+from kvrag_bench.quality.contest import run_quality_bench
+from kvrag_bench.quality.entrants import QualityOptions, contestants
 from tests.fusion.test_links import make_links
 from tests.support.models import make_model, make_tokenizer
 

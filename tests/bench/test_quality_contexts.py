@@ -16,8 +16,9 @@ from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
 from kvrag.tune.bank import ChunkBank
 from kvrag.tune.questions import Passage, render
-from kvrag_bench.quality.contest import QualityOptions, run_quality_bench
+from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.datasets import LEFT_OUT, load_questions
+from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.rows import Estimate
 from tests.support.models import make_model, make_tokenizer
 

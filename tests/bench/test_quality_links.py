@@ -17,7 +17,8 @@ from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS, Bench
 from kvrag.tune.answers import Answerer
 from kvrag.tune.judging import Contestant
-from kvrag_bench.quality.contest import QualityOptions, contestants, label, run_quality_bench
+from kvrag_bench.quality.contest import run_quality_bench
+from kvrag_bench.quality.entrants import QualityOptions, contestants, label
 from kvrag_bench.quality.picture import draw_quality
 from tests.fusion.test_links import ORDER, make_links
 from tests.support.models import make_model, make_tokenizer

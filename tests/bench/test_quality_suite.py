@@ -15,7 +15,8 @@ from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
 from kvrag.tune.answers import Answerer
 from kvrag.tune.bootstrap import mean_interval, ratio_interval
-from kvrag_bench.quality.contest import QualityOptions, run_quality_bench, suite_sets
+from kvrag_bench.quality.contest import run_quality_bench
+from kvrag_bench.quality.entrants import QualityOptions, suite_sets
 from tests.support.models import make_model, make_tokenizer
 
 

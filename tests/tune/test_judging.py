@@ -10,7 +10,8 @@ from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
 from kvrag.tune.judging import check_policies, judge_policies
 from kvrag.tune.questions import JudgedQuestion
-from kvrag_bench.quality.contest import QualityOptions, judge_questions
+from kvrag_bench.quality.contest import judge_questions
+from kvrag_bench.quality.entrants import QualityOptions
 from tests.support.models import make_model, make_tokenizer
 
 POLICIES = ("none", "deviation", "boundary:tokens=2")

@@ -59,8 +59,8 @@ def inspect(
     """
     from kvrag.cli.opening import quiet_libraries
     from kvrag.eviction.registry import make_eviction
-    from kvrag_bench.quality.contest import QualityOptions, contestants
     from kvrag_bench.quality.datasets import load_questions
+    from kvrag_bench.quality.entrants import QualityOptions, contestants
 
     if folder is None and eviction is None:
         raise ParameterError("nothing to draw: give --out DIR, or --eviction FILE.png")

@@ -146,10 +146,11 @@ def bench_quality(
         )
     draw = None if picture is None else _drawing(picture)
     from kvrag.cli.opening import quiet_libraries
-    from kvrag_bench.quality import contest
+    from kvrag_bench.quality.contest import run_quality_bench
+    from kvrag_bench.quality.entrants import QualityOptions
 
     quiet_libraries()
-    options = contest.QualityOptions(
+    options = QualityOptions(
         model=model,
         data=data,
         suite=() if suite is None else lists.names(suite, "--suite"),
@@ -171,7 +172,7 @@ def bench_quality(
         jobs=jobs,
     )
     with console.progress("measuring") as say:
-        rows = contest.run_quality_bench(options, on_progress=say)
+        rows = run_quality_bench(options, on_progress=say)
     if draw is not None:
         draw(rows)
     if rows[0].num_left_out:
@@ -324,7 +325,7 @@ def _table(
 
 
 def _label(row: QualityRow, rows: Sequence[QualityRow]) -> str:
-    from kvrag_bench.quality.contest import NO_DOCUMENT, NOISE_FLOOR
+    from kvrag_bench.quality.entrants import NO_DOCUMENT, NOISE_FLOOR
 
     label = row.policy if row.ratio is None else f"{row.policy} {row.ratio:.0%}"
     if row.policy in (NO_DOCUMENT, NOISE_FLOOR):

@@ -16,7 +16,7 @@ from kvrag.fusion.policies.base import PromptRows
 from kvrag.models.kv_model import KVModel
 from kvrag.tune.bank import ChunkBank
 from kvrag.tune.questions import JudgedQuestion, render
-from kvrag_bench.quality.contest import QualityOptions, contestants
+from kvrag_bench.quality.entrants import QualityOptions, contestants
 from kvrag_bench.quality.oracle import TrueDeviation, fill, policy_of
 
 

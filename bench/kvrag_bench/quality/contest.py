@@ -1,4 +1,4 @@
-"""`kvrag bench quality`: who takes part, and the run over all questions."""
+"""`kvrag bench quality`: the run over all questions."""
 
 from __future__ import annotations
 
@@ -11,24 +11,19 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from kvrag.codec.presets import choose_codec
 from kvrag.errors import KVRagError, ParameterError
 from kvrag.eviction import NO_EVICTION
-from kvrag.eviction.registry import make_eviction
 from kvrag.fusion.chosen_links import LINKS_OFF, ChosenLinks
-from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
-from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair
-from kvrag.ingest.contexts import NO_CONTEXT, parse_context
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
 from kvrag.tune.answers import Answerer, Comparison, ReferenceAnswer
@@ -37,184 +32,29 @@ from kvrag.tune.judging import (
     Contestant,
     Judge,
     Judgement,
-    check_policies,
     prompts_that_fit,
 )
 from kvrag.tune.questions import JudgedQuestion, render
 from kvrag_bench.quality import metrics
 from kvrag_bench.quality.codecs import fit_codecs
-from kvrag_bench.quality.datasets import GENERATED, MUSIQUE, load_questions, load_suite
-from kvrag_bench.quality.oracle import ORACLE, TrueDeviation, policy_of
+from kvrag_bench.quality.datasets import GENERATED, load_questions
+from kvrag_bench.quality.entrants import (
+    NO_DOCUMENT,
+    NOISE_FLOOR,
+    QualityOptions,
+    contestants,
+    controls,
+    everything_again,
+    label,
+    load_asked,
+)
+from kvrag_bench.quality.oracle import TrueDeviation, policy_of
 from kvrag_bench.quality.results import Results
 from kvrag_bench.quality.rows import OVERALL, QualityRow, RowName, make_row
 from kvrag_corpus import generate_corpus
-from kvrag_corpus.real import SETS
-
-LINKED = " + links"
-"""Suffix of a policy's label when link tokens follow the chunks."""
-
-REAL = "real"
-"""The whole real suite."""
-
-NO_DOCUMENT = "no document"
-NOISE_FLOOR = "bfloat16"
-"""Controls that reuse nothing."""
 
 # Characters of text that codecs are fitted to: about 5,000 tokens.
 _LEAST_CHARACTERS_TO_FIT = 20_000
-
-
-@dataclass(frozen=True)
-class QualityOptions:
-    """What to judge.
-
-    Attributes
-    ----------
-    model
-        A model folder or name, or a loaded `KVModel`.
-    data
-        ``"generated"`` or the path of a data set (`load_questions`).
-    suite
-        Sets of the real suite (`suite_sets`); `data` is then a file in MuSiQue layout that becomes
-        one of them, or ``"generated"`` for none. Contestants then write whole
-        answers only to questions that full prefill answers, which is where they are compared.
-    policies, ratios
-        Each policy is judged at each ratio, except that ``none`` and policies that state their own
-        budget (``query:ratio=0.1``, ``boundary:tokens=8``) are judged once.
-    codecs
-        Codecs that store the chunks.
-    contexts
-        Contexts that chunks are encoded after (`kvrag.ingest.contexts`). With text of documents
-        among them, generated carried-over questions are asked once more without the predecessor, as
-        a separate type that is left out of the overall figures.
-    compressions
-        How chunks are stored (`kvrag.fusion.compression.spec`). All except ``none`` are judged only
-        with policy ``none``, since their rows cannot be recomputed.
-    num_questions
-        Number of questions, from the first; None takes all (1,000 generated ones). For a
-        suite, number of questions in each set; None takes 50.
-    max_tokens
-        Most tokens in an answer.
-    use_chat_template
-        Ask through the model's chat template if it has one.
-    seed, num_documents
-        Of generated questions.
-    device
-        Where the model runs; None means the CPU.
-    evictions
-        Each is judged with what every one of them leaves while answers are written
-        (`kvrag.eviction.registry`); ``none`` keeps the full cache.
-    links
-        Link tokens: a file, or ``"off"``; None takes those in the model's folder. If there are any,
-        each policy except ``oracle`` is judged without and with them.
-    controls
-        Also judge the question alone, without its documents, and on the first question of each
-        type ``boundary`` at ratio 1.0, which must equal full prefill.
-    noise_floor
-        Also judge full prefill in bfloat16, where the model is of another type.
-    out
-        A file of judgements (`kvrag_bench.quality.results`): what it has is not judged again.
-    jobs
-        Number of processes.
-    """
-
-    model: str | KVModel = "kvrag-tiny"
-    data: str = GENERATED
-    suite: Sequence[str] = ()
-    policies: Sequence[str] = ("none", "random", "boundary", "deviation", "query", "two_stage")
-    ratios: Sequence[float] = (0.05, 0.15, 0.3)
-    codecs: Sequence[str] = ("raw",)
-    contexts: Sequence[str] = (NO_CONTEXT,)
-    compressions: Sequence[str] = (NO_COMPRESSION,)
-    evictions: Sequence[str] = (NO_EVICTION,)
-    num_questions: int | None = None
-    max_tokens: int = 16
-    use_chat_template: bool = True
-    seed: int = 2024
-    num_documents: int = 5
-    device: str | None = None
-    links: LinkTokens | str | Path | None = None
-    controls: bool = True
-    noise_floor: bool = False
-    out: Path | None = None
-    jobs: int = 1
-
-
-def label(contestant: Contestant) -> str:
-    """Return the policy's name, marked if link tokens follow the chunks."""
-    return contestant.policy + LINKED if contestant.linked else contestant.policy
-
-
-def _takes_ratio(policy: str) -> bool:
-    return policy == ORACLE or takes_ratio(policy)
-
-
-def contestants(options: QualityOptions, with_links: bool = False) -> list[Contestant]:
-    """Return all that take part, in the order asked for; with links, each of them twice.
-
-    Raises
-    ------
-    ParameterError
-        For an unknown policy or codec, a ratio out of range, or nothing to judge.
-    """
-    check_policies([name for name in options.policies if name != ORACLE], options.ratios)
-    codecs = [choose_codec(name).label for name in options.codecs]
-    for name in options.contexts:
-        parse_context(name)
-    for name in options.evictions:
-        make_eviction(name)
-    lists = (options.policies, options.codecs, options.contexts, options.compressions)
-    if not all((*lists, options.evictions)):
-        raise ParameterError(
-            "bench quality: at least one policy, one codec, one context, one compression and one "
-            "eviction (or 'none') must be given"
-        )
-    compressions = [str(parse_compression(name) or NO_COMPRESSION) for name in options.compressions]
-    if set(compressions) != {NO_COMPRESSION} and not any(map(_is_none, options.policies)):
-        raise ParameterError(
-            "bench quality: compressed chunks are judged with policy 'none', which was not asked "
-            f"for; found {', '.join(options.policies)}"
-        )
-    if options.max_tokens < 1:
-        raise ParameterError(f"max_tokens {options.max_tokens}: expected at least 1")
-    if options.jobs < 1:
-        raise ParameterError(f"jobs {options.jobs}: expected at least 1")
-    if not options.ratios and ORACLE in options.policies:
-        raise ParameterError("bench quality: policy 'oracle' needs a ratio, and none was given")
-    found = [
-        Contestant(policy, ratio, codec, context, linked, compression, eviction)
-        for context in options.contexts
-        for compression in compressions
-        for codec in codecs
-        for policy in options.policies
-        if compression == NO_COMPRESSION or _is_none(policy)
-        for ratio in (options.ratios if _takes_ratio(policy) else [None])
-        # The oracle's deviations are those of the prompt without links.
-        for linked in ((False, True) if with_links and policy != ORACLE else (False,))
-        # Innermost: one prompt serves them all.
-        for eviction in options.evictions
-    ]
-    return list(dict.fromkeys(found))
-
-
-def _is_none(policy: str) -> bool:
-    """Whether a policy computes nothing again, whatever it scales."""
-    return policy.partition(":")[0] == NonePolicy.name
-
-
-def controls(options: QualityOptions, entered: Sequence[Contestant]) -> list[Contestant]:
-    """Return the controls that are judged on every question."""
-    plain = replace(entered[0], ratio=None, linked=False, eviction=NO_EVICTION)
-    names = [NO_DOCUMENT] * options.controls + [NOISE_FLOOR] * options.noise_floor
-    return [replace(plain, policy=name) for name in names]
-
-
-def everything_again(options: QualityOptions, entered: Sequence[Contestant]) -> list[Contestant]:
-    """Return the control that computes all again, for one question of each type."""
-    whole = [one for one in entered if one.compression == NO_COMPRESSION and not one.linked]
-    if not options.controls or not whole:
-        return []
-    return [replace(whole[0], policy="boundary", ratio=1.0, eviction=NO_EVICTION)]
 
 
 def run_quality_bench(
@@ -249,7 +89,7 @@ def run_quality_bench(
     if isinstance(options.links, str | Path) and options.links != LINKS_OFF:
         LinkTokens.load(options.links)  # names a bad file before anything is computed
     say("reading the questions")
-    questions = _load(options)
+    questions = load_asked(options)
     if not isinstance(options.model, KVModel):
         load_tokenizer(options.model)  # fails in a moment where loading weights takes minutes
     say("loading the model")
@@ -279,40 +119,6 @@ def run_quality_bench(
         for contestant, judgements in judged.items()
         for kind in _types(judgements)
     ]
-
-
-def _load(options: QualityOptions) -> list[JudgedQuestion]:
-    if options.suite:
-        file = None if options.data == GENERATED else options.data
-        return load_suite(
-            suite_sets(options.suite, file),
-            seed=options.seed,
-            num_questions_per_set=50 if options.num_questions is None else options.num_questions,
-            musique=file,
-        )
-    return load_questions(
-        options.data,
-        options.num_questions,
-        seed=options.seed,
-        num_documents=options.num_documents,
-        with_left_out=any(parse_context(one).is_of_document for one in options.contexts),
-    )
-
-
-def suite_sets(names: Sequence[str], file: str | None = None) -> list[str]:
-    """Return the sets that names stand for.
-
-    ``real`` stands for all, ``biography`` for those of all sizes; longer than about 2,000 tokens
-    only if they are named (``needle:4k``).
-    """
-    short = [one for one in SETS if not one.endswith((":4k", ":8k"))]
-    found: list[str] = []
-    for name in names:
-        if name == REAL:
-            found += [*short, *([MUSIQUE] if file else [])]
-        else:
-            found += [one for one in short if one.partition(":")[0] == name] or [name]
-    return list(dict.fromkeys(found))
 
 
 def judge_questions(
@@ -509,7 +315,7 @@ def judge_part(options: QualityOptions, part: int) -> None:
     """Judge one part of the questions; the judgements go to ``options.out``."""
     with _threads(options.jobs):
         model = KVModel.load(options.model, device=options.device)
-        run = _Run(model, _load(options), options, lambda _: None)
+        run = _Run(model, load_asked(options), options, lambda _: None)
         run.judge(Results(options.out, run.settings), part, options.jobs)
 
 
@@ -533,7 +339,9 @@ def _texts_to_fit(options: QualityOptions, judged: list[str]) -> list[str]:
     if options.suite:
         # Another seed's questions are about other people and numbers.
         return [
-            text for one in _load(replace(options, seed=options.seed + 1)) for text in one.texts
+            text
+            for one in load_asked(replace(options, seed=options.seed + 1))
+            for text in one.texts
         ]
     if options.data == GENERATED:
         corpus = generate_corpus(options.seed, "train", 500, options.num_documents)

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from kvrag.cli.opening import quiet_libraries
-from kvrag_bench.quality.contest import QualityOptions, judge_part
+from kvrag_bench.quality.contest import judge_part
+from kvrag_bench.quality.entrants import QualityOptions
 
 if __name__ == "__main__":
     # An interrupt ends the first process, which ends the others.

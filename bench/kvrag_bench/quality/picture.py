@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import PercentFormatter
 
 from kvrag.errors import ParameterError
-from kvrag_bench.quality.contest import LINKED, NO_DOCUMENT, NOISE_FLOOR
+from kvrag_bench.quality.entrants import LINKED, NO_DOCUMENT, NOISE_FLOOR
 from kvrag_bench.quality.rows import OVERALL, Estimate, QualityRow
 
 _NONE = "none"
