@@ -120,6 +120,7 @@ static inline void score(const float* queries, u64 dim, const float* keys, i64 s
 #pragma GCC unroll 4
     for (u32 v = 0; v < kVectors; ++v) sums[i][v] = Floats{};
   }
+#pragma GCC unroll 4
   for (u64 d = 0; d < dim; ++d) {
     const Line line = load_line(queries + d * kLanes);
 #pragma GCC unroll 16
@@ -148,6 +149,7 @@ static inline void gather(const float* weights, u64 num_keys, const float* value
       sums[i][v] = load<Floats>(out + i * kLanes + v * kWidth) * shrink.at[v];
     }
   }
+#pragma GCC unroll 4
   for (u64 key = 0; key < num_keys; ++key, values += stride) {
     const Line line = load_line(weights + key * kLanes);
 #pragma GCC unroll 16
