@@ -70,8 +70,8 @@ class MassObserver:
     first_position
         Rows from this position on count.
     note
-        Receives a block's mask, the weights ``[K]`` that the keys of one key head get, summed over
-        rows and query heads, and that head's values ``[K, D]``.
+        Receives a block's mask, the weights ``[H, K]`` float32 that keys get, summed over rows and
+        over the query heads of a key head, and the values ``[H, K, D]``. H is 1 or all key heads.
     """
 
     first_position: int
@@ -81,7 +81,8 @@ class MassObserver:
         self, mask: RowMask, rows: slice, weights: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Sum up weights, as an `AttentionObserver`."""
-        self.note(mask, weights[:, self.first_row(mask.positions[rows]) :].sum((0, 1)), value)
+        mass = weights[:, self.first_row(mask.positions[rows]) :].sum((0, 1))
+        self.note(mask, mass[None], value[None])
 
     def first_row(self, positions: torch.Tensor) -> int:
         """Return how many of the first rows do not count."""
@@ -237,8 +238,7 @@ def _attend_in_kernel(
         threads=torch.get_num_threads(),
     )
     if observer is not None:
-        for head in range(len(taken)):
-            observer.note(mask, taken[head], value[0, head].float())
+        observer.note(mask, taken, value[0])
     return output[None]
 
 
