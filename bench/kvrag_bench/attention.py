@@ -97,8 +97,9 @@ def _ways(options: AttentionOptions) -> dict[str, tuple[float, Callable[[], obje
     num_rows = max(1, round(options.ratio * num_tokens))
     rows = torch.randperm(num_tokens, generator=generator)[:num_rows].sort().values
     asking = query[:, rows].contiguous()
-    dense_kv = [part.repeat_interleave(num_groups, 0)[None] for part in (key, value)]
+    dense_key, dense_value = (part.repeat_interleave(num_groups, 0)[None] for part in (key, value))
     matrix = drawn(_MATRIX, _MATRIX)
+    product = 2.0 * _MATRIX**3
     scale = head_dim**-0.5
 
     def kernel(*, counts: bool) -> None:
@@ -130,7 +131,7 @@ def _ways(options: AttentionOptions) -> dict[str, tuple[float, Callable[[], obje
             )
 
     def dense() -> None:
-        scaled_dot_product_attention(query[None], *dense_kv, is_causal=True)
+        scaled_dot_product_attention(query[None], dense_key, dense_value, is_causal=True)
 
     per_key = 4.0 * options.heads * head_dim
     scattered = per_key * int((rows + 1).sum())
@@ -139,8 +140,5 @@ def _ways(options: AttentionOptions) -> dict[str, tuple[float, Callable[[], obje
         "kernel, with the mass of keys": (scattered, lambda: kernel(counts=True)),
         f"PyTorch, {_ROWS_IN_PYTORCH} rows at a time": (scattered, pytorch),
         "PyTorch's dense causal prefill": (per_key * num_tokens * (num_tokens + 1) / 2, dense),
-        f"product of {_MATRIX:,} x {_MATRIX:,} matrices": (
-            2.0 * _MATRIX**3,
-            lambda: matrix @ matrix,
-        ),
+        f"product of {_MATRIX:,} x {_MATRIX:,} matrices": (product, lambda: matrix @ matrix),
     }

@@ -27,8 +27,9 @@ class TwoStagePolicy(RecomputePolicy):
     Source: ProphetKV: a choice by the question, combined over all layers, then recomputation of
     one set of tokens. The first stage takes `pool` times as many tokens as wanted, by how much the
     question gathers from each, as the mean over all layers (`look`: over the first ones). This is
-    weighted by the values' norms, so layers that change the residual stream more count more. The second stage ranks these tokens
-    by the same mean, times the distance between stored and fresh values in layer 1.
+    weighted by the values' norms, so layers that change the residual stream more count more. The
+    second stage ranks these tokens by the same mean, times the distance between stored and fresh
+    values in layer 1.
 
     Deviations: the second stage applies CacheBlend's criterion (§4.2) inside the pool: relevant
     tokens that no other chunk has changed are already exact, and leave room for others. The pool
