@@ -95,6 +95,7 @@ def ask(
         lap("ask")
         loader.load_layer(layer_index, fused, table)
         lap("load")
-        attending = Attending(observer=attention.observer_of(layer_index))
+        is_last = layer_index + 1 == attention.layers.stop
+        attending = Attending(attention.observer_of(layer_index), stops=is_last)
         model.forward_rows(layer_index, hidden, fresh, fused, table, attending=attending)
     lap("ask")

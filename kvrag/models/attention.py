@@ -112,7 +112,7 @@ class AttentionDone(Exception):  # noqa: N818  # control flow, not an error
     ----------
     change
         ``[n]`` float32: squared L2 distance, over heads and channels, between the rows' attention
-        output over all keys and over the keys they were encoded with.
+        output over all keys and over the keys they were encoded with; empty if not asked for.
     """
 
     def __init__(self, change: torch.Tensor) -> None:
@@ -141,6 +141,8 @@ class RowMask:
     encoded
         Compares what the rows see with what they saw when they were encoded, instead of running
         the rest of the layer; None: nothing is compared.
+    stops
+        Whether the layer ends after its attention, with `AttentionDone`.
     """
 
     positions: torch.Tensor
@@ -150,6 +152,7 @@ class RowMask:
     scaled: ScaledKeys | None = None
     visible: torch.Tensor | None = None
     encoded: EncodedScope | None = None
+    stops: bool = False
 
     def attend(
         self,
@@ -321,7 +324,7 @@ def _row_attention_eager(
 
 
 def _comparing(attend: AttentionFunction) -> AttentionFunction:
-    """Wrap `attend` so that it ends the layer with `AttentionDone` when rows are compared."""
+    """Wrap `attend` so that it ends the layer with `AttentionDone` where the mask wants it."""
 
     def attention(
         module: nn.Module,
@@ -332,7 +335,10 @@ def _comparing(attend: AttentionFunction) -> AttentionFunction:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(attention_mask, RowMask) or attention_mask.encoded is None:
-            return attend(module, query, key, value, attention_mask, **kwargs)
+            output = attend(module, query, key, value, attention_mask, **kwargs)
+            if isinstance(attention_mask, RowMask) and attention_mask.stops:
+                raise AttentionDone(query.new_empty(0))
+            return output
         *own, own_mask = attention_mask.as_encoded(key, value)
         then, _ = attend(module, query, *own, own_mask, **kwargs)
         now, _ = attend(module, query, key, value, replace(attention_mask, encoded=None), **kwargs)

@@ -378,6 +378,26 @@ def test_the_look_of_the_question_leaves_no_trace(bench: Bench) -> None:
     assert again.report.work_share < fused.report.work_share
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
+def test_the_last_look_leaves_the_layer_after_its_attention(family: str) -> None:
+    model = KVModel(make_model(family), make_tokenizer())
+    rows, table = torch.arange(40), model.tables(40)[0]
+    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for stops in (False, True):
+        fused = FusedKV(model.spec, 40, 40)
+        attention = QuestionAttention(torch.arange(5, 30), 33, range(1))
+        attending = Attending(attention.observer_of(0), stops=stops)
+        with model.computing_rows():
+            hidden = model.embed(rows)
+            before = hidden.clone()
+            model.forward_rows(0, hidden, rows, fused, table, attending=attending)
+        # Families that attend in their own code run the whole layer.
+        unchanged = stops and not model.family.attends_itself
+        assert torch.equal(hidden, before) == unchanged
+        seen.append((attention.relevance, fused.keys[0], fused.values[0]))
+    assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma2"])
 def test_relevance_is_attention_times_the_norm_of_values(family: str) -> None:
     model = KVModel(make_model(family), make_tokenizer())
