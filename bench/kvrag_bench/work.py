@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.models import attention
 from kvrag.models.kv_model import KVModel
-from kvrag.native import Mass, Seen, attend
+from kvrag.native import Seen, attend
 
 
 def operations_spent(work: Callable[[], object]) -> int:
@@ -28,7 +28,7 @@ def operations_spent(work: Callable[[], object]) -> int:
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, **options: Any
     ) -> Any:
         nonlocal in_kernel
-        in_kernel += _in_kernel(query, value, seen, options["mass"])
+        in_kernel += _in_kernel(query, value, seen)
         return attend(query, key, value, seen, **options)
 
     counter = FlopCounterMode(
@@ -45,14 +45,12 @@ def _on_cpu(query_shape: Any, key_shape: Any, value_shape: Any, *_: Any, **__: A
     return int(sdpa_flop(query_shape, key_shape, value_shape))
 
 
-def _in_kernel(query: torch.Tensor, value: torch.Tensor, seen: Seen, mass: Mass | None) -> int:
-    num_heads, num_rows, head_dim = query.shape
+def _in_kernel(query: torch.Tensor, value: torch.Tensor, seen: Seen) -> int:
+    num_heads, _, head_dim = query.shape
     num_seen = torch.as_tensor(seen.last_keys) + 1
     if seen.window is not None:
         num_seen = num_seen.clamp(max=seen.window)
-    first_counted = num_rows if mass is None else mass.first_row
-    gathering = int(num_seen.sum()) * (head_dim + value.shape[-1])
-    return 2 * num_heads * (gathering + int(num_seen[first_counted:].sum()) * head_dim)
+    return 2 * num_heads * int(num_seen.sum()) * (head_dim + value.shape[-1])
 
 
 def operations_needed(model: KVModel, fused: FusedPrompt) -> int:

@@ -120,6 +120,7 @@ static inline void score(const float* queries, u64 dim, const float* keys, i64 s
 #pragma GCC unroll 4
     for (u32 v = 0; v < kVectors; ++v) sums[i][v] = Floats{};
   }
+#pragma GCC unroll 4
   for (u64 d = 0; d < dim; ++d) {
     const Line line = load_line(queries + d * kLanes);
 #pragma GCC unroll 16
@@ -148,6 +149,7 @@ static inline void gather(const float* weights, u64 num_keys, const float* value
       sums[i][v] = load<Floats>(out + i * kLanes + v * kWidth) * shrink.at[v];
     }
   }
+#pragma GCC unroll 4
   for (u64 key = 0; key < num_keys; ++key, values += stride) {
     const Line line = load_line(weights + key * kLanes);
 #pragma GCC unroll 16
@@ -201,6 +203,7 @@ struct Strip {
   u64 begin_row, end_row;
   u64 begin_any, end_any;  // keys that any row sees
   u64 begin_all, end_all;  // keys that all rows see
+  bool counts;             // for the mass of keys, with one row at least
 
   Strip(const Attention& a, u64 from, u64 to, float* scratch)
       : queries(scratch),
@@ -216,6 +219,7 @@ struct Strip {
     begin_all = first_key(a, last_row);
     end_all = static_cast<u64>(a.last_keys[first_row]) + 1;
     end_any = static_cast<u64>(a.last_keys[last_row]) + 1;
+    counts = a.mass != nullptr && last_row >= a.first_counted;
   }
 
   static u64 first_key(const Attention& a, u64 row) {
@@ -270,13 +274,15 @@ struct Strip {
     }
   }
 
+  // Leaves the keys' weights in `weights`, and after those of a whole block the scores they are
+  // relative to.
   void add_keys(const Attention& a, const Matrix& keys, const Matrix& values, u64 from, u64 to,
-                float* scores) const {
-    score_keys(a, keys, from, to, scores);
+                float* weights) const {
+    score_keys(a, keys, from, to, weights);
     const u64 count = to - from;
     Line shrink;
     for (u32 v = 0; v < kVectors; ++v) {
-      float* const at = scores + v * kWidth;
+      float* const at = weights + v * kWidth;
       const Floats before = load<Floats>(top + v * kWidth);
       Floats most = before;
       for (u64 key = 0; key < count; ++key) {
@@ -291,35 +297,33 @@ struct Strip {
         store(at + key * kLanes, weight);
       }
       store(top + v * kWidth, most);
+      store(at + kBlockKeys * kLanes, most);
       store(sum + v * kWidth, total);
     }
     in_groups<KVRAG_SUMS>(0, a.value_dim, [&](auto channels, u64 channel) {
-      gather<decltype(channels)::value>(scores, count, values.rows + channel, values.stride, shrink,
-                                        out + channel * kLanes);
+      gather<decltype(channels)::value>(weights, count, values.rows + channel, values.stride,
+                                        shrink, out + channel * kLanes);
     });
   }
 
-  // Add the weights of keys [from, to) to `mass`; `sum` holds each lane's factor by now.
-  void count_keys(const Attention& a, const Matrix& keys, u64 from, u64 to, float* scores,
-                  float* mass) const {
-    score_keys(a, keys, from, to, scores);
+  // Add what keys [from, to) get to `mass`, once all keys are added.
+  void count_keys(const Attention& a, u64 from, u64 to, const float* weights, float* mass) const {
+    Line factor;
+    for (u32 v = 0; v < kVectors; ++v) {
+      const Floats then = load<Floats>(weights + kBlockKeys * kLanes + v * kWidth);
+      factor.at[v] = exp2(then - load<Floats>(top + v * kWidth));
+      for (u32 i = 0; i < kWidth; ++i) {
+        const u64 lane = v * kWidth + i, row = begin_row + lane;
+        const bool counted = row < end_row && row / a.group >= a.first_counted;
+        factor.at[v][i] = counted ? factor.at[v][i] / sum[lane] : 0.0f;
+      }
+    }
     for (u64 key = 0; key < to - from; ++key) {
       Floats total{};
       for (u32 v = 0; v < kVectors; ++v) {
-        const Floats found = load<Floats>(scores + key * kLanes + v * kWidth);
-        const Floats share = load<Floats>(sum + v * kWidth);
-        total += exp2(found - load<Floats>(top + v * kWidth)) * share;
+        total += load<Floats>(weights + key * kLanes + v * kWidth) * factor.at[v];
       }
       for (u32 i = 0; i < kWidth; ++i) mass[from + key] += total[i];
-    }
-  }
-
-  // Turn sums into the factors that `count_keys` takes, 0 for lanes that do not count.
-  void start_counting(const Attention& a) const {
-    for (u32 lane = 0; lane < kLanes; ++lane) {
-      const u64 row = begin_row + lane;
-      const bool counts = row < end_row && row / a.group >= a.first_counted;
-      sum[lane] = counts ? 1.0f / sum[lane] : 0.0f;
     }
   }
 
@@ -341,39 +345,47 @@ template <class Element>
 struct Tile {
   const Attention& a;
   u64 kv_head, begin, end;
-  float *scores, *wide_keys, *wide_values, *strips;
+  float *weights, *wide_keys, *wide_values, *strips;
 
   Tile(const Attention& attention, u64 head, u64 first, u64 last, float* scratch)
       : a(attention),
         kv_head(head),
         begin(first),
         end(last),
-        scores(scratch),
-        wide_keys(scores + kBlockKeys * kLanes),
+        weights(scratch),
+        wide_keys(weights + attention_weights(kLanes)),
         wide_values(wide_keys + kBlockKeys * a.key_dim),
         strips(wide_values + kBlockKeys * a.value_dim) {}
 
+  // A strip's scratch: the strip, and its weights of all blocks if keys' mass is asked for.
+  float* of_strip(u64 row) const {
+    const u64 floats = attention_strip(kLanes, a.key_dim, a.value_dim) + attention_kept(a, kLanes);
+    return strips + (row - begin) / kLanes * floats;
+  }
+
   template <class Body>
   void each_strip(const Body& body) const {
-    float* at = strips;
     for (u64 row = begin; row < end; row += kLanes) {
-      body(Strip(a, row, row + kLanes < end ? row + kLanes : end, at));
-      at += attention_strip(kLanes, a.key_dim, a.value_dim);
+      body(Strip(a, row, row + kLanes < end ? row + kLanes : end, of_strip(row)));
     }
   }
 
-  // Call `body` with each block of keys, and with each strip that sees some of it: which.
+  // Call `body` with each block of keys, and with each strip that sees some of it: which, and where
+  // the strip has its weights.
   template <class Start, class Body>
   void each_block(const Start& start, const Body& body) const {
     const u64 last = static_cast<u64>(a.last_keys[(end - 1) / a.group]) + 1;
+    u64 kept = attention_strip(kLanes, a.key_dim, a.value_dim);
     for (u64 from = Strip::first_key(a, begin / a.group); from < last; from += kBlockKeys) {
       const u64 to = from + kBlockKeys < last ? from + kBlockKeys : last;
       const auto block = start(from, to - from);
       each_strip([&](const Strip& strip) {
         const u64 first = from < strip.begin_any ? strip.begin_any : from;
         const u64 stop = to < strip.end_any ? to : strip.end_any;
-        if (first < stop) body(strip, block, first - from, first, stop);
+        float* const mine = strip.counts ? of_strip(strip.begin_row) + kept : weights;
+        if (first < stop) body(strip, block, first - from, first, stop, mine);
       });
+      kept += attention_weights(kLanes);
     }
   }
 
@@ -398,20 +410,17 @@ struct Tile {
     each_strip([&](const Strip& strip) { strip.template start<Element>(a, kv_head); });
     each_block(
         [&](u64 from, u64 count) { return Block{keys(from, count), values(from, count)}; },
-        [&](const Strip& strip, const Block& block, u64 skipped, u64 from, u64 to) {
-          strip.add_keys(a, block.keys.after(skipped), block.values.after(skipped), from, to,
-                         scores);
+        [&](const Strip& strip, const Block& block, u64 skipped, u64 from, u64 to, float* into) {
+          strip.add_keys(a, block.keys.after(skipped), block.values.after(skipped), from, to, into);
         });
     each_strip([&](const Strip& strip) { strip.template finish<Element>(a, kv_head); });
   }
 
-  // A second walk, once the sums of weights are known.
+  // Sum up the weights, once it is known what they are relative to in the end.
   void count(float* mass) const {
-    each_strip([&](const Strip& strip) { strip.start_counting(a); });
-    each_block([&](u64 from, u64 count) { return keys(from, count); },
-               [&](const Strip& strip, const Matrix& block, u64 skipped, u64 from, u64 to) {
-                 if ((strip.end_row - 1) / a.group < a.first_counted) return;
-                 strip.count_keys(a, block.after(skipped), from, to, scores, mass);
+    each_block([](u64, u64) { return nullptr; },
+               [&](const Strip& strip, auto, u64, u64 from, u64 to, const float* kept) {
+                 if (strip.counts) strip.count_keys(a, from, to, kept, mass);
                });
   }
 };
@@ -421,7 +430,7 @@ static inline void attend(const Attention& a, u64 kv_head, u64 begin, u64 end, f
                           float* scratch) {
   const Tile<Element> tile(a, kv_head, begin, end, scratch);
   tile.attend();
-  if (mass != nullptr && (end - 1) / a.group >= a.first_counted) tile.count(mass);
+  if (mass != nullptr) tile.count(mass);
 }
 
 }  // namespace attention

@@ -15,6 +15,9 @@ constexpr u64 kWorkPerThread = 1 << 20;
 constexpr u64 kTilesPerThread = 4;
 // Strips of a tile share keys in the cache; with more, their own state would not fit it.
 constexpr u64 kMostStrips = 16;
+// Strips that count keys' mass keep a weight for each key and lane: together about as much memory as
+// a key head takes.
+constexpr u64 kMostCounting = 4;
 
 }  // namespace
 
@@ -31,11 +34,11 @@ void run_attention(const Attention& attention, u32 threads) {
   const u64 work = seen * attention.group * heads * (attention.key_dim + attention.value_dim);
   const u64 useful = std::clamp<u64>(work / kWorkPerThread, 1, threads);
   const u64 wanted = useful == 1 ? heads : useful * kTilesPerThread;
-  const u64 tile_strips = std::clamp<u64>(strips * heads / wanted, 1, kMostStrips);
+  const u64 most = attention.mass == nullptr ? kMostStrips : kMostCounting;
+  const u64 tile_strips = std::clamp<u64>(strips * heads / wanted, 1, most);
   const u64 tile_rows = tile_strips * lanes;
   const u64 tiles = (rows + tile_rows - 1) / tile_rows;
-  const u64 floats =
-      attention_scratch(lanes, tile_strips, attention.key_dim, attention.value_dim);
+  const u64 floats = attention_scratch(attention, lanes, tile_strips);
   // Each tile counts alone; their counts are added in order.
   const u64 keys = attention.num_keys;
   std::vector<float> counts(attention.mass == nullptr ? 0 : tiles * heads * keys);

@@ -130,13 +130,19 @@ struct Attention {
 // Keys whose scores exist at a time; a multiple of what the instruction sets take at once.
 constexpr u64 kAttentionBlock = 96;
 
-// Floats of scratch: of each strip, `lanes` rows that attend together, and of all.
+// Floats of scratch for `lanes` rows that attend together, a strip: its state, its weights of one
+// block of keys, and those of all blocks, which are kept if keys' mass is asked for.
 constexpr u64 attention_strip(u64 lanes, u64 key_dim, u64 value_dim) {
   return lanes * (key_dim + value_dim + 4);
 }
-constexpr u64 attention_scratch(u64 lanes, u64 strips, u64 key_dim, u64 value_dim) {
-  return kAttentionBlock * (lanes + key_dim + value_dim) +
-         strips * attention_strip(lanes, key_dim, value_dim);
+constexpr u64 attention_weights(u64 lanes) { return (kAttentionBlock + 1) * lanes; }
+constexpr u64 attention_kept(const Attention& a, u64 lanes) {
+  const u64 blocks = (a.num_keys + kAttentionBlock - 1) / kAttentionBlock;
+  return a.mass == nullptr ? 0 : blocks * attention_weights(lanes);
+}
+constexpr u64 attention_scratch(const Attention& a, u64 lanes, u64 strips) {
+  const u64 strip = attention_strip(lanes, a.key_dim, a.value_dim) + attention_kept(a, lanes);
+  return attention_weights(lanes) + kAttentionBlock * (a.key_dim + a.value_dim) + strips * strip;
 }
 
 struct Kernels {

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch.linalg import vector_norm
 
 from kvrag.fusion.loader import SpanLoader
 from kvrag.kvcache import FusedKV
@@ -56,11 +57,11 @@ class QuestionAttention:
     def _note(
         self, into: torch.Tensor, mask: RowMask, mass: torch.Tensor, value: torch.Tensor
     ) -> None:
-        taken = mass * value.norm(dim=-1)
+        taken = (mass * vector_norm(value, dim=-1, dtype=torch.float32)).sum(0)
         # A sliding window shows only the last keys; earlier keys get no attention.
-        shown = self._reused - mask.first_key
-        inside = (shown >= 0) & (shown < len(taken))
-        into[inside] += taken[shown[inside]]
+        shown = torch.tensor([mask.first_key, mask.first_key + len(taken)])
+        first, end = torch.searchsorted(self._reused, shown.to(into.device)).tolist()
+        into[first:end] += taken[self._reused[first:end] - mask.first_key]
 
 
 def ask(
@@ -94,6 +95,7 @@ def ask(
         lap("ask")
         loader.load_layer(layer_index, fused, table)
         lap("load")
-        attending = Attending(observer=attention.observer_of(layer_index))
+        is_last = layer_index + 1 == attention.layers.stop
+        attending = Attending(attention.observer_of(layer_index), stops=is_last)
         model.forward_rows(layer_index, hidden, fresh, fused, table, attending=attending)
     lap("ask")

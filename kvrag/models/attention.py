@@ -70,8 +70,8 @@ class MassObserver:
     first_position
         Rows from this position on count.
     note
-        Receives a block's mask, the weights ``[K]`` that the keys of one key head get, summed over
-        rows and query heads, and that head's values ``[K, D]``.
+        Receives a block's mask, the weights ``[H, K]`` float32 that keys get, summed over rows and
+        over the query heads of a key head, and the values ``[H, K, D]``. H is 1 or all key heads.
     """
 
     first_position: int
@@ -81,7 +81,8 @@ class MassObserver:
         self, mask: RowMask, rows: slice, weights: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Sum up weights, as an `AttentionObserver`."""
-        self.note(mask, weights[:, self.first_row(mask.positions[rows]) :].sum((0, 1)), value)
+        mass = weights[:, self.first_row(mask.positions[rows]) :].sum((0, 1))
+        self.note(mask, mass[None], value[None])
 
     def first_row(self, positions: torch.Tensor) -> int:
         """Return how many of the first rows do not count."""
@@ -111,7 +112,7 @@ class AttentionDone(Exception):  # noqa: N818  # control flow, not an error
     ----------
     change
         ``[n]`` float32: squared L2 distance, over heads and channels, between the rows' attention
-        output over all keys and over the keys they were encoded with.
+        output over all keys and over the keys they were encoded with; empty if not asked for.
     """
 
     def __init__(self, change: torch.Tensor) -> None:
@@ -140,6 +141,8 @@ class RowMask:
     encoded
         Compares what the rows see with what they saw when they were encoded, instead of running
         the rest of the layer; None: nothing is compared.
+    stops
+        Whether the layer ends after its attention, with `AttentionDone`.
     """
 
     positions: torch.Tensor
@@ -149,6 +152,7 @@ class RowMask:
     scaled: ScaledKeys | None = None
     visible: torch.Tensor | None = None
     encoded: EncodedScope | None = None
+    stops: bool = False
 
     def attend(
         self,
@@ -237,8 +241,7 @@ def _attend_in_kernel(
         threads=torch.get_num_threads(),
     )
     if observer is not None:
-        for head in range(len(taken)):
-            observer.note(mask, taken[head], value[0, head].float())
+        observer.note(mask, taken, value[0])
     return output[None]
 
 
@@ -321,7 +324,7 @@ def _row_attention_eager(
 
 
 def _comparing(attend: AttentionFunction) -> AttentionFunction:
-    """Wrap `attend` so that it ends the layer with `AttentionDone` when rows are compared."""
+    """Wrap `attend` so that it ends the layer with `AttentionDone` where the mask wants it."""
 
     def attention(
         module: nn.Module,
@@ -332,7 +335,10 @@ def _comparing(attend: AttentionFunction) -> AttentionFunction:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(attention_mask, RowMask) or attention_mask.encoded is None:
-            return attend(module, query, key, value, attention_mask, **kwargs)
+            output = attend(module, query, key, value, attention_mask, **kwargs)
+            if isinstance(attention_mask, RowMask) and attention_mask.stops:
+                raise AttentionDone(query.new_empty(0))
+            return output
         *own, own_mask = attention_mask.as_encoded(key, value)
         then, _ = attend(module, query, *own, own_mask, **kwargs)
         now, _ = attend(module, query, key, value, replace(attention_mask, encoded=None), **kwargs)

@@ -46,11 +46,15 @@ class Attending:
         ``[n, K]`` bool: which of the buffer's first K rows each of the n rows sees. They must
         precede it in the rows or be in the buffer already. None: all rows before it, inside the
         layer's window. If given, rows need not ascend, and the layer's window is ignored.
+    stops
+        Whether the layer may end after its attention: only what it writes and shows is wanted, and
+        the rows' hidden states are not used again.
     """
 
     observer: AttentionObserver | None = None
     scaled: ScaledKeys | None = None
     visible: torch.Tensor | None = None
+    stops: bool = False
 
 
 ALL_BEFORE = Attending()
@@ -139,9 +143,13 @@ class RowRunner:
             noted = None if deviation is None else deviation[block]
             writer = RowWriter(fused, positions, first_key, last, noted, writes)
             mask = RowMask(positions, first_key, window, observer, attending.scaled, seen)
-            output = self._run(
-                layer_index, hidden[block], mask, last + 1 - first_key, table, writer
-            )
+            mask = replace(mask, stops=attending.stops)
+            try:
+                output = self._run(
+                    layer_index, hidden[block], mask, last + 1 - first_key, table, writer
+                )
+            except AttentionDone:
+                continue
             if isinstance(output, tuple):
                 if observer is not None and self._family.attends_itself:
                     show_weights(observer, mask, output[1], fused.values[layer_index])

@@ -79,8 +79,8 @@ def attend(
     softcap
         Soft cap of the scores: c tanh(score / c); None: none.
     mass
-        Where to write what keys get; None: nowhere. It costs a second product of queries and keys
-        for the rows that count.
+        Where to write what keys get; None: nowhere. No product is computed again: each thread
+        keeps weights of rows that count, at most 512 bytes for each key.
     threads
         The most threads to use.
 

@@ -115,6 +115,8 @@ def test_a_ratio_outside_0_to_1_is_refused(policy: type[RecomputePolicy], ratio:
         (lambda: make_choice("deviation", ratio=True), "ratio=True .* expected a number"),
         (lambda: make_choice("deviation", ratio="0.5"), "ratio='0.5' .* expected a number"),  # type: ignore[arg-type]
         (lambda: make_choice("two_stage:pool=nan"), "two_stage pool nan"),
+        (lambda: make_choice("two_stage:look=0"), "two_stage look 0"),
+        (lambda: make_choice("two_stage:look=1.1"), "two_stage look 1.1"),
         (lambda: make_choice("two_stage:pool=inf"), "two_stage pool inf"),
         (lambda: make_choice("auto:ttft=inf"), "auto ttft inf"),
         (lambda: make_choice(5), "policy 5: expected a name"),  # type: ignore[arg-type]
@@ -223,6 +225,15 @@ def test_two_stages_take_what_is_relevant_and_off() -> None:
     assert list(policy.counts(prompt) or ()) == [3, 2, 2, 2, 2, 2]
     scores = policy.score(prompt, CandidateStats(pooled, {"v": torch.tensor([0.0, 1.0, 9.0])}))
     assert scores.argsort(descending=True).tolist() == [2, 1, 0]
+
+
+def test_a_look_at_the_first_layers_computes_the_question_no_further(bench: Bench) -> None:
+    layers = [TwoStagePolicy(look=look).question_layers(6) for look in (0.01, 0.5, 1.0)]
+    assert layers == [range(1), range(3), range(6)]
+    prompt = bench.prompt(2, 0, 3, 1)
+    whole, half = (bench.fuse(prompt, TwoStagePolicy(0.2, look=look)) for look in (1.0, 0.5))
+    assert 2 * half.report.rows_asked == whole.report.rows_asked > 0
+    assert [len(picks) for picks in half.picks] == [len(picks) for picks in whole.picks]
 
 
 @pytest.mark.parametrize(
@@ -367,6 +378,26 @@ def test_the_look_of_the_question_leaves_no_trace(bench: Bench) -> None:
     assert again.report.work_share < fused.report.work_share
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
+def test_the_last_look_leaves_the_layer_after_its_attention(family: str) -> None:
+    model = KVModel(make_model(family), make_tokenizer())
+    rows, table = torch.arange(40), model.tables(40)[0]
+    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for stops in (False, True):
+        fused = FusedKV(model.spec, 40, 40)
+        attention = QuestionAttention(torch.arange(5, 30), 33, range(1))
+        attending = Attending(attention.observer_of(0), stops=stops)
+        with model.computing_rows():
+            hidden = model.embed(rows)
+            before = hidden.clone()
+            model.forward_rows(0, hidden, rows, fused, table, attending=attending)
+        # Families that attend in their own code run the whole layer.
+        unchanged = stops and not model.family.attends_itself
+        assert torch.equal(hidden, before) == unchanged
+        seen.append((attention.relevance, fused.keys[0], fused.values[0]))
+    assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma2"])
 def test_relevance_is_attention_times_the_norm_of_values(family: str) -> None:
     model = KVModel(make_model(family), make_tokenizer())
@@ -401,7 +432,12 @@ def test_relevance_is_attention_times_the_norm_of_values(family: str) -> None:
         *POLICIES,
         LoadingController.name,
         *("boundary:tokens=4", "seam:ratio=0.2", "deviation:ratio=0.3:on=k", "gradual:spread=0.8"),
-        *("query:depth=0.5", "query:ratio=0.1:temperature=0.9:scale=0.8", "none:scale=0.5"),
+        *(
+            "two_stage:look=0.25",
+            "query:depth=0.5",
+            "query:ratio=0.1:temperature=0.9:scale=0.8",
+            "none:scale=0.5",
+        ),
         *("auto:ttft=0.5:loss=0.02", "auto:ratio=0.2:temperature=0.9", "random:ratio=1e-3"),
     ],
 )

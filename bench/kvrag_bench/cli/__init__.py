@@ -6,6 +6,7 @@ from kvrag.cli.lazy import lazy_group
 
 COMMANDS = {
     "ttft": "kvrag_bench.cli.ttft:bench_ttft",
+    "attention": "kvrag_bench.cli.attention:bench_attention",
     "ingest": "kvrag_bench.cli.ttft:bench_ingest",
     "quality": "kvrag_bench.cli.quality:bench_quality",
     "codec": "kvrag_bench.cli.codec:bench_codec",

@@ -26,9 +26,10 @@ class TwoStagePolicy(RecomputePolicy):
 
     Source: ProphetKV: a choice by the question, combined over all layers, then recomputation of
     one set of tokens. The first stage takes `pool` times as many tokens as wanted, by how much the
-    question gathers from each, as the mean over all layers. This is weighted by the values' norms,
-    so layers that change the residual stream more count more. The second stage ranks these tokens
-    by the same mean, times the distance between stored and fresh values in layer 1.
+    question gathers from each, as the mean over all layers (`look`: over the first ones). This is
+    weighted by the values' norms, so layers that change the residual stream more count more. The
+    second stage ranks these tokens by the same mean, times the distance between stored and fresh
+    values in layer 1.
 
     Deviations: the second stage applies CacheBlend's criterion (§4.2) inside the pool: relevant
     tokens that no other chunk has changed are already exact, and leave room for others. The pool
@@ -41,20 +42,28 @@ class TwoStagePolicy(RecomputePolicy):
         Share of the reused, inexact tokens to compute again from layer 1 on, 0..1.
     pool
         Number of candidates per token wanted, 1 or more; 1 skips the second stage.
+    look
+        Share of the layers, from the first, in which the question is observed, above 0 and at most
+        1. The question is computed no further, so choosing takes this share of the time.
     """
 
     name: ClassVar[str] = "two_stage"
     ratio: float = 0.15
     pool: float = 2.0
+    look: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ratio(self.ratio)
         if not 1.0 <= self.pool < math.inf:
             raise ParameterError(f"two_stage pool {self.pool}: expected 1 or more, and finite")
+        if not 0.0 < self.look <= 1.0:
+            raise ParameterError(f"two_stage look {self.look}: expected above 0 and at most 1")
 
     def question_layers(self, num_layers: int) -> range:
-        return range(0) if self.ratio in (0.0, 1.0) else range(num_layers)
+        if self.ratio in (0.0, 1.0):
+            return range(0)
+        return range(max(1, round(self.look * num_layers)))
 
     def candidates(self, prompt: PromptRows) -> torch.Tensor:
         if self.ratio == 0.0:
@@ -81,6 +90,6 @@ class TwoStagePolicy(RecomputePolicy):
 
     @staticmethod
     def _fused(prompt: PromptRows) -> torch.Tensor:
-        """Return ``[n]``: the mean relevance over all layers."""
+        """Return ``[n]``: the mean relevance over the observed layers."""
         assert prompt.relevance is not None
         return prompt.relevance.mean(dim=0)

@@ -95,6 +95,7 @@ void attend_once() {
     use_kernels(found->name);
     const auto out = exactly<float>(input.size());
     input.run(out.get(), 1 + static_cast<u32>(below(3)));
+    input.check_mass();
     if (first.empty()) first.assign(out.get(), out.get() + input.size());
     check_close(out.get(), first.data(), input.size(), "another attention than the first's");
     const auto rounded = exactly<u16>(input.size());

@@ -243,6 +243,16 @@ struct Attending {
     run_attention(attention, threads);
   }
 
+  // The weights of a row and head sum to 1.
+  void check_mass() const {
+    if (attention.mass == nullptr) return;
+    double total = 0;
+    for (u64 i = 0; i < num_kv_heads * num_keys; ++i) total += attention.mass[i];
+    const u64 counted = num_rows - std::min(num_rows, attention.first_counted);
+    const u64 expected = num_kv_heads * group * counted;
+    check(std::fabs(total - static_cast<double>(expected)) <= 1e-3, "weights do not sum to 1");
+  }
+
   // With the upper halves of the floats as bfloat16.
   void run(u16* out, u32 threads) {
     const auto upper = [](const std::unique_ptr<float[]>& floats, u64 count) {
