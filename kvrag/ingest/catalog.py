@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 from kvrag.chunk import Chunk, ChunkKey, chunk_id_of
 from kvrag.ingest.catalogfile import checked
 from kvrag.ingest.mending import CatalogMending
-from kvrag.ingest.rows import Change, DocumentRow, FileState, pack_json, unpack_json
+from kvrag.ingest.rows import (
+    Change,
+    DocumentRow,
+    FileState,
+    VectorRows,
+    pack_json,
+    unpack_json,
+    vector_mark,
+)
 from kvrag.ingest.schema import (
     CHUNK_COLUMNS,
     FILE_NAME,
@@ -293,31 +301,51 @@ class Catalog(CatalogMending):
         }
 
     @checked
-    def vectors(self, dim: int) -> tuple[tuple[int, bytes], NDArray[np.int64], NDArray[np.float32]]:
-        """Return the version, and row numbers ``[n]`` and vectors ``[n, dim]`` of the chunks.
+    def num_vectors(self, dim: int) -> int:
+        """Return how many vectors the chunks have, a vector for each window of their texts."""
+        counted = self._rows("SELECT SUM(LENGTH(embedding) / ?) FROM chunks", (4 * dim,))
+        return counted[0][0] if counted and isinstance(counted[0][0], int) else 0
 
-        A chunk has as many vectors as its text had windows, each with its row number. Leaves out
-        vectors that differ from what was written.
+    @checked
+    def vectors(self, dim: int, known: NDArray[np.uint64] | None = None) -> VectorRows:
+        """Return the vectors of the chunks, in order of row number.
+
+        Leaves out vectors that differ from what was written.
+
+        Parameters
+        ----------
+        known
+            Marks of chunks whose vectors are not wanted ``[m]``; None wants all.
         """
         import numpy as np
 
         with self._snapshot():
-            counted = self._rows("SELECT SUM(LENGTH(embedding) / ?) FROM chunks", (4 * dim,))
-            count = counted[0][0] if counted and isinstance(counted[0][0], int) else 0
-            rows = np.empty(count, dtype=np.int64)
-            vectors = np.empty((count, dim), dtype=np.float32)
-            place = 0
-            for values in self._scan(VECTOR_COLUMNS):
+            present = np.empty(0, np.uint64)
+            found = self._scan(VECTOR_COLUMNS)
+            if known is not None:
+                places = self._rows("SELECT row, chunk_id FROM chunks ORDER BY chunk_id")
+                present = np.fromiter((vector_mark(*one) for one in places), np.uint64)
+                rows = np.fromiter((row for row, _ in places), np.int64)
+                new = np.sort(rows[~np.isin(present, known)])
+                found = self._select_in(VECTOR_COLUMNS, "row", new.tolist())
+            owners: list[tuple[int, int, int]] = []
+            vectors: list[NDArray[np.float32]] = [np.empty((0, dim), np.float32)]
+            for values in found:
                 sound = self._is_vector_sound(values)
                 num, rest = divmod(len(values[2]), 4 * dim) if sound else (0, 0)
-                if num and not rest and place + num <= count:
-                    rows[place : place + num] = values[0]
-                    read = np.frombuffer(values[2], dtype="<f4")
-                    vectors[place : place + num] = read.reshape(num, dim)
-                    place += num
+                if num and not rest:
+                    owners.append((values[0], vector_mark(*values[:2]), num))
+                    vectors.append(np.frombuffer(values[2], dtype="<f4").reshape(num, dim))
                 else:
                     self._note(f"the vector of chunk {values[0]} is not what was written")
-            return self.version(), rows[:place], vectors[:place]
+            counts = [num for *_, num in owners]
+            return VectorRows(
+                self.version(),
+                present,
+                np.repeat(np.array([row for row, *_ in owners], np.int64), counts),
+                np.repeat(np.array([mark for _, mark, _ in owners], np.uint64), counts),
+                np.concatenate(vectors, dtype=np.float32),
+            )
 
     @checked
     def keys(self) -> dict[str, int]:

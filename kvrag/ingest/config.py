@@ -174,7 +174,7 @@ class IndexConfig:
         return config
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, *parts: bytes) -> None:
     """Write a file so that readers see the old content or the new, never a part.
 
     Raises
@@ -186,7 +186,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     try:
         try:
             with temporary.open("xb") as file:
-                file.write(content)
+                file.writelines(parts)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)

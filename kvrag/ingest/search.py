@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from kvrag.fusion.segments import ChunkMatcher
     from kvrag.ingest.ranking import Reranker
-    from kvrag.ingest.vectors import VectorIndex
 
 _MAX_RECENT = 256
 _MOST_CHUNKS = 2**31 - 1
@@ -58,7 +57,6 @@ class Search:
         self._storage = storage
         self._encoders = encoders
         self._refreshing = threading.Lock()
-        self._vectors: VectorIndex | None = None
         self._matcher: tuple[int, ChunkMatcher] | None = None
         self._recent: deque[str] = deque(maxlen=_MAX_RECENT)
 
@@ -66,7 +64,7 @@ class Search:
         """Return the `k` chunks that best match a question (`Index.search`)."""
         query, k = self._checked(query, k)
         vector = self._encoders.embedding.embed_query(query)
-        vectors, catalog = self._current_vectors(), self._storage.catalog
+        vectors, catalog = self._storage.vectors.get(), self._storage.catalog
 
         def find(most: int) -> Ranking:
             most = max(most, CANDIDATES)
@@ -90,20 +88,8 @@ class Search:
         """Return the `k` chunks nearest to a vector ``[dim]`` (`Index.search_by_vector`)."""
         self._storage.require_open()
         k = arguments.whole(k, "k", 1, _MOST_CHUNKS)
-        vectors, asked = self._current_vectors(), _as_vector(vector)
+        vectors, asked = self._storage.vectors.get(), _as_vector(vector)
         return self._noted(self._hits(lambda most: vectors.search(asked, most), k))
-
-    def _current_vectors(self) -> VectorIndex:
-        storage = self._storage
-        from kvrag.ingest.vectors import VectorIndex
-
-        dim = storage.config.embedding_dim
-        with self._refreshing:
-            if self._vectors is None:
-                self._vectors = VectorIndex.load(storage.path, storage.catalog, dim)
-            elif self._vectors.generation != storage.catalog.generation():
-                self._vectors = VectorIndex.refresh(storage.catalog, dim)
-            return self._vectors
 
     def by_words(self, query: str, k: int) -> list[SearchHit]:
         """Return the `k` chunks that best match a question's words (`Index.search_words`)."""

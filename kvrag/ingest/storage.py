@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvrag.codec.base import EncodedChunk
     from kvrag.codec.profile import Profile
     from kvrag.ingest.coding import RecordCoding
+    from kvrag.ingest.vectorfile import CurrentVectors
 
 logger = logging.getLogger("kvrag")
 
@@ -91,6 +92,13 @@ class Storage:
         """Documents and chunks. Raises IndexClosedError if the index is closed."""
         self.require_open()
         return self._catalog
+
+    @cached_property
+    def vectors(self) -> CurrentVectors:
+        """The vectors of the chunks; not needed for listing."""
+        from kvrag.ingest.vectorfile import CurrentVectors
+
+        return CurrentVectors(self.path, self.catalog, self.config.embedding_dim)
 
     @cached_property
     def profiles(self) -> ProfileFolder:

@@ -97,6 +97,7 @@ class Writer:
                     storage.key_of,
                 )
             catalog.refresh_words()
+            storage.vectors.refresh()
             return num_removed
 
     def cut(self, document: Document) -> list[Chunk]:
@@ -150,6 +151,7 @@ class Writer:
         outcome = self._foretell(plan) if dry_run else self._run(plan, parser, on_progress)
         if not dry_run:
             catalog.refresh_words()
+            storage.vectors.refresh()
         self._is_swept = self._is_swept or not dry_run
         note = "" if dry_run else self._note(plan, outcome, before)
         seconds = outcome.seconds
