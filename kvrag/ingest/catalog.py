@@ -7,11 +7,11 @@ generation by one. Readers compare generations to find out whether their copies 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvrag.chunk import Chunk, ChunkKey, chunk_id_of
+from kvrag.chunk import Chunk, ChunkKey, chunk_id_of, fields_of
 from kvrag.ingest.catalogfile import checked
 from kvrag.ingest.mending import CatalogMending
 from kvrag.ingest.rows import (
@@ -36,6 +36,8 @@ from kvrag.ingest.seals import SEAL_BYTES
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from kvrag.ingest.filters import Filter
 
 __all__ = ["FILE_NAME", "SCHEMA_VERSION", "Catalog"]
 
@@ -164,10 +166,20 @@ class Catalog(CatalogMending):
         return {row: chunk for row, chunk in found.items() if chunk is not None}
 
     @checked
-    def search_words(self, question: str, k: int) -> list[tuple[int, float]]:
+    def search_words(
+        self, question: str, k: int, wanted: Filter | None = None
+    ) -> list[tuple[int, float]]:
         """Return row number and score of the `k` best chunks by words (`kvrag.ingest.words`)."""
         with self._snapshot():
-            found = self._words.search(self, question, k)
+            found = self._words.search(self, question, k, wanted)
+        self._words.discard_if_older(self.mark())
+        return found
+
+    @checked
+    def rows_of(self, wanted: Filter) -> list[int]:
+        """Return the numbers of the chunk rows that a filter admits, ascending."""
+        with self._snapshot():
+            found = self._words.rows(self, wanted)
         self._words.discard_if_older(self.mark())
         return found
 
@@ -196,9 +208,14 @@ class Catalog(CatalogMending):
         """Yield the number and the seal of each readable chunk row."""
         yield from self._scan("row, seal")
 
-    def texts(self, rows: Sequence[int]) -> Iterator[tuple[int, object]]:
-        """Yield the number and the unchecked text of each chunk row."""
-        yield from self._select_in("row, text", "row", rows)
+    def sound_texts(
+        self, rows: Sequence[int]
+    ) -> Iterator[tuple[int, bytes, str, Mapping[str, Any]]]:
+        """Yield number, seal, text and fields of each sound chunk row."""
+        for values in self._select_in(CHUNK_COLUMNS, "row", rows):
+            if self._is_sound(values):
+                row, _, source, ordinal, text, *_, metadata, _, seal = values
+                yield row, seal, text, fields_of(source, ordinal, unpack_json(metadata))
 
     @checked
     def text_of(self, chunk_id: str) -> str | None:
