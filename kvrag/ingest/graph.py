@@ -113,12 +113,14 @@ class Graph:
         return places[0][is_found], scores[0][is_found]
 
     def compare(
-        self, vector: Vectors, count: int, places: NDArray[np.int64]
+        self, vector: Vectors, count: int, allowed: NDArray[np.bool_]
     ) -> tuple[NDArray[np.int64], Vectors]:
-        """Return what `search` does, by comparing all vectors at some places."""
-        scores = self.vectors_at(places) @ vector[0]
-        order = np.argsort(-scores, kind="stable")[:count]
-        return places[order], scores[order]
+        """Return what `search` does, by comparing all vectors that may be found."""
+        bits = np.packbits(allowed, bitorder="little")
+        options = self._faiss.SearchParameters(sel=self._faiss.IDSelectorBitmap(bits))
+        scores, places = self._storage.search(vector, count, params=options)
+        is_found = places[0] >= 0
+        return places[0][is_found], scores[0][is_found]
 
     def blot_out(self, places: NDArray[np.int64], is_gone: NDArray[np.bool_]) -> None:
         """Overwrite vectors with a neighbour's: searches still pass there, nothing of them stays.

@@ -1,7 +1,7 @@
 """The vectors of an index: held for its searches, with a cache on disk.
 
 The cache saves reading every row of the catalog when an index is opened, and making the graph. It
-is never trusted: a cache with another length or seal is made anew, one of an earlier version of
+is never trusted: a cache with another length or seal is made again, one of an earlier version of
 the catalog is brought up to date. An encrypted catalog has none, and no graph.
 """
 

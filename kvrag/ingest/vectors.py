@@ -1,7 +1,7 @@
 """Nearest chunks by inner product: the vectors of a catalog, compared all or by a graph.
 
 Above `GRAPH_FROM` vectors, writers make a graph (`kvrag.ingest.graph`). New vectors join it, and
-those of removed chunks are left out of what it finds, so that no change makes it anew.
+those of removed chunks are left out of what it finds, so that no change makes it again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvrag.ingest.graph import Graph, import_faiss
 GRAPH_FROM = 50_000
 """Vectors above which a graph finds the nearest ones; up to as many are all compared."""
 
-_MOST_GONE = 0.2  # share of the vectors in a graph at which writers make it anew
+_MOST_GONE = 0.2  # share of the vectors in a graph at which writers make it again
 _BATCH = 1_000  # vectors that join a graph while searches wait
 
 CatalogVersion = tuple[int, bytes]
@@ -113,6 +113,7 @@ class VectorIndex:
         self.body = body
         self.is_gone = np.zeros(len(rows), bool) if is_gone is None else is_gone
         self.num_gone = int(self.is_gone.sum())
+        self._latest: tuple[Rows | None, NDArray[np.bool_]] = None, self.is_gone
         # Only a graph is ever altered.
         is_graph = isinstance(body, Graph)
         self._using = threading.Lock() if is_graph else contextlib.nullcontext()
@@ -154,7 +155,7 @@ class VectorIndex:
         with self._using:
             allowed = ~self.is_gone
             if wanted is not None:
-                allowed &= np.isin(self.rows, wanted)
+                allowed &= self._of(wanted)
             num_allowed = int(allowed.sum())
             count = 2 * k
             while num_allowed:
@@ -171,7 +172,7 @@ class VectorIndex:
         return []
 
     def update(self, catalog: Catalog) -> VectorIndex:
-        """Return the vectors of the current catalog: these, changed, or others read anew."""
+        """Return the vectors of the current catalog: these, changed, or others read again."""
         num_noted = catalog.num_noted
         read = catalog.vectors(self.body.dim, self.marks)
         if catalog.num_noted > num_noted:
@@ -208,8 +209,16 @@ class VectorIndex:
         if isinstance(self.body, Flat):
             return self.body.search(vector, count, allowed)
         if num_allowed <= GRAPH_FROM:
-            return self.body.compare(vector, count, np.flatnonzero(allowed))
+            return self.body.compare(vector, count, allowed)
         return self.body.search(vector, count, allowed, num_allowed)
+
+    def _of(self, wanted: Rows) -> NDArray[np.bool_]:
+        """Return which vectors are of some chunks ``[n]``; the latest answer is kept."""
+        asked, found = self._latest
+        if asked is not wanted or len(found) != len(self.rows):
+            found = np.isin(self.rows, wanted)
+            self._latest = wanted, found
+        return found
 
     def _drop(self, graph: Graph, is_gone: NDArray[np.bool_]) -> None:
         with self._using:
