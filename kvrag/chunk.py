@@ -88,11 +88,14 @@ class Document:
         The whole text, not yet normalised. Indexing refuses anything that is not text.
     metadata
         Plain JSON values, shown with answers.
+    is_whole
+        Whether the text was cut elsewhere and becomes one chunk, if the model's window allows it.
     """
 
     source: str
     text: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,10 @@ class Writer:
         """Split a document into chunks, each with its contexts."""
         config, encoders = self._storage.config, self._encoders
         control = encoders.control
-        chunks = chunk_document(document, encoders.tokenizer, config.chunk_tokens, control)
+        most = config.chunk_tokens
+        if document.is_whole and not encoders.is_compressed:
+            most = max(most, encoders.room - config.context_tokens)
+        chunks = chunk_document(document, encoders.tokenizer, most, control)
         if control is not None and config.control_tokens == REFUSE:
             refuse_control(document, chunks, control)
         elif control is not None and (

@@ -29,8 +29,8 @@ def bench_vectors(
 ) -> None:
     """Search generated vectors by a graph, as an index above 50,000 vectors does.
 
-    The vectors belong to 1,000 clusters; questions are near some of them. Recall is the share of the
-    10 nearest, by comparing all, that the graph finds. Rows with fewer vectors have a filter.
+    The vectors belong to 1,000 clusters; questions are near some of them. Recall is the share of
+    the 10 nearest, by comparing all, that the graph finds. Rows with fewer vectors have a filter.
     """
     from kvrag_bench.vectors import VectorBenchOptions, run_vector_bench
 
