@@ -286,12 +286,6 @@ class Catalog(CatalogMending):
             return self.generation()
 
     @checked
-    def num_rows(self) -> tuple[int, int]:
-        """Return the number of chunks, and the highest row number, -1 without chunks."""
-        found = self._rows("SELECT COUNT(*), COALESCE(MAX(row), -1) FROM chunks")
-        return found[0] if found else (0, -1)
-
-    @checked
     def tokens_behind(self, row: int, most: int) -> list[tuple[int, bytes]]:
         """Return row number and token ids of the next chunks after a row, at most `most`.
 
@@ -340,9 +334,7 @@ class Catalog(CatalogMending):
             present = np.empty(0, np.uint64)
             found = self._scan(VECTOR_COLUMNS)
             if known is not None:
-                places = self._rows("SELECT row, chunk_id FROM chunks ORDER BY chunk_id")
-                present = np.fromiter((vector_mark(*one) for one in places), np.uint64)
-                rows = np.fromiter((row for row, _ in places), np.int64)
+                rows, present = self.marks()
                 new = np.sort(rows[~np.isin(present, known)])
                 found = self._select_in(VECTOR_COLUMNS, "row", new.tolist())
             owners: list[tuple[int, int, int]] = []
@@ -363,6 +355,17 @@ class Catalog(CatalogMending):
                 np.repeat(np.array([mark for _, mark, _ in owners], np.uint64), counts),
                 np.concatenate(vectors, dtype=np.float32),
             )
+
+    @checked
+    def marks(self) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+        """Return row numbers and marks (`kvrag.ingest.rows.vector_mark`) of all chunks ``[m]``."""
+        import numpy as np
+
+        # By the index of ids, which is far smaller than the table.
+        places = self._rows("SELECT row, chunk_id FROM chunks ORDER BY chunk_id")
+        rows = np.fromiter((row for row, _ in places), np.int64, len(places))
+        marks = np.fromiter((vector_mark(*one) for one in places), np.uint64, len(places))
+        return rows, marks
 
     @checked
     def keys(self) -> dict[str, int]:

@@ -28,6 +28,7 @@ FORMAT_VERSION = 5
 OLDEST_VERSION = 3
 FILE_NAME = "index.json"
 VECTORS_NAME = "vectors.cache"
+RUNS_NAME = "runs.cache"
 KV_FOLDER = "kv"
 _KIND = "kvrag index"
 # Defined here so that listing an index needs no tensor library.

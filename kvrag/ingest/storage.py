@@ -21,7 +21,7 @@ from kvrag.fusion.compression.spec import key_options, parse_compression
 from kvrag.ingest import config as configs
 from kvrag.ingest import lock, profiles
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.config import FORMAT_VERSION, VECTORS_NAME, IndexConfig
+from kvrag.ingest.config import FORMAT_VERSION, RUNS_NAME, VECTORS_NAME, IndexConfig
 from kvrag.ingest.connection import next_path
 from kvrag.ingest.counting import IndexCounters
 from kvrag.ingest.encryption import catalog_key, key_check, require_key_of_records
@@ -92,6 +92,17 @@ class Storage:
         """Documents and chunks. Raises IndexClosedError if the index is closed."""
         self.require_open()
         return self._catalog
+
+    def refresh_caches(self) -> None:
+        """Bring the files beside the catalog up to date: no removed text stays in one.
+
+        The caller has changed the catalog, and holds the writer's lock.
+        """
+        from kvrag.ingest.runfile import forget_removed
+
+        self.catalog.refresh_words()
+        self.vectors.refresh()
+        forget_removed(self.catalog)
 
     @cached_property
     def vectors(self) -> CurrentVectors:
@@ -244,7 +255,8 @@ class Storage:
         config.save(self.path)
         self.config = config
         self.catalog.use_next(key)
-        (self.path / VECTORS_NAME).unlink(missing_ok=True)
+        for name in (VECTORS_NAME, RUNS_NAME):
+            (self.path / name).unlink(missing_ok=True)
 
     def encrypt_catalog(self) -> None:
         """Encrypt the catalog of an index from before catalogs were encrypted."""

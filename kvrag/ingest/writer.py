@@ -96,8 +96,7 @@ class Writer:
                     lambda ordinal, later: encoded_behind(ordinal, later, config.chunk_context),
                     storage.key_of,
                 )
-            catalog.refresh_words()
-            storage.vectors.refresh()
+            storage.refresh_caches()
             return num_removed
 
     def cut(self, document: Document) -> list[Chunk]:
@@ -153,8 +152,7 @@ class Writer:
             plan = self._plan(sources, parser, True, on_progress)
         outcome = self._foretell(plan) if dry_run else self._run(plan, parser, on_progress)
         if not dry_run:
-            catalog.refresh_words()
-            storage.vectors.refresh()
+            storage.refresh_caches()
         self._is_swept = self._is_swept or not dry_run
         note = "" if dry_run else self._note(plan, outcome, before)
         seconds = outcome.seconds
