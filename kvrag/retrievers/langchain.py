@@ -234,7 +234,7 @@ class KVRagVectorStore(VectorStore):
         DocumentError
             When a document contains no text; the others are added.
         """
-        _refuse(kwargs)
+        arguments.refuse_options(kwargs)
         if ids is not None and len(ids) != len(documents):
             raise ParameterError(
                 f"{len(documents)} documents, {len(ids)} ids: expected one id each"
@@ -257,7 +257,7 @@ class KVRagVectorStore(VectorStore):
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
         """Delete documents or chunks by id; None deletes everything. Unknown ids are ignored."""
-        _refuse(kwargs)
+        arguments.refuse_options(kwargs)
         if ids is None:
             ids = [row.source for row in self.index.documents()]
         self.index.delete(sources=ids, chunk_ids=ids)
@@ -275,7 +275,7 @@ class KVRagVectorStore(VectorStore):
         self, query: str, k: int = 4, *, filter: dict[str, Any] | None = None, **kwargs: Any
     ) -> list[Document]:
         """Return the `k` chunks that best match `query`, by meaning and words, best first."""
-        _refuse(kwargs)
+        arguments.refuse_options(kwargs)
         hits = self.index.search(query, _checked_k(k), filter=filter)
         return [document for document, _ in self._scored(hits)]
 
@@ -283,7 +283,7 @@ class KVRagVectorStore(VectorStore):
         self, query: str, k: int = 4, *, filter: dict[str, Any] | None = None, **kwargs: Any
     ) -> list[tuple[Document, float]]:
         """Return the nearest chunks by meaning, with their cosine similarities, best first."""
-        _refuse(kwargs)
+        arguments.refuse_options(kwargs)
         return self._scored(self.index.search_dense(query, _checked_k(k), filter=filter))
 
     def similarity_search_by_vector(
@@ -295,7 +295,7 @@ class KVRagVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[Document]:
         """Return the `k` chunks nearest to a vector, best first."""
-        _refuse(kwargs)
+        arguments.refuse_options(kwargs)
         hits = self.index.search_by_vector(embedding, _checked_k(k), filter=filter)
         return [document for document, _ in self._scored(hits)]
 
@@ -323,7 +323,7 @@ class KVRagVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[Document]:
         """Return `k` chunks that are near to a vector and different from each other."""
-        _refuse(kwargs)
+        arguments.refuse_options(kwargs)
         fetch_k = arguments.whole(fetch_k, "fetch_k", 0)
         lambda_mult = arguments.number(lambda_mult, "lambda_mult", 0.0, 1.0)
         hits = self.index.search_by_vector(embedding, max(_checked_k(k), fetch_k), filter=filter)
@@ -373,8 +373,3 @@ def _content_id(document: Document) -> str:
 
 def _checked_k(k: int) -> int:
     return arguments.whole(k, "k", 1)
-
-
-def _refuse(options: dict[str, Any]) -> None:
-    if options:
-        raise ParameterError(f"unknown option {', '.join(map(repr, sorted(options)))}")
