@@ -66,6 +66,7 @@ FilterOption = Annotated[
         metavar="JSON",
         parser=_filter,
         help='Find only chunks with this metadata, such as \'{"source": {"$in": ["a.md"]}}\'.',
+        rich_help_panel=TUNING,
         show_default=False,
     ),
 ]

@@ -70,7 +70,7 @@ class _LangChainSettings(EngineSettings):
 
     def _traced_name(self, call: Mapping[str, Any]) -> str:
         try:
-            return short_name(str(call.get("model") or self.model_name))
+            return str(call.get("model") or short_name(self.model_name))
         except (KVRagError, OSError):
             # Tracing must not fail a call before the call itself reports the error.
             return "unknown"
@@ -80,7 +80,7 @@ class _LangChainSettings(EngineSettings):
         return {**{k: v for k, v in options.items() if k != "stream"}, "stop": stop}
 
     def _details(self, answer: Answer, call: Mapping[str, Any]) -> dict[str, Any]:
-        return answer_details(answer, str(call.get("model") or self.model_name))
+        return answer_details(answer, str(call.get("model") or short_name(self.model_name)))
 
 
 class KVRagLLM(_LangChainSettings, BaseLLM):
@@ -158,7 +158,7 @@ class KVRagLLM(_LangChainSettings, BaseLLM):
                 "token_usage": {name: sum(one[name] for one in usage) for name in usage[0]}
                 if usage
                 else {},
-                "model_name": short_name(str(call.get("model") or self.model_name)),
+                "model_name": str(call.get("model") or short_name(self.model_name)),
             },
         )
 

@@ -33,7 +33,7 @@ def answer_details(answer: Answer, model_name: str) -> dict[str, Any]:
     those were few. A source has ``chunk_id``, ``source``, ``ordinal``, ``text`` and ``metadata``.
     """
     return {
-        "model_name": short_name(model_name),
+        "model_name": model_name,
         "finish_reason": answer.finish_reason,
         "ttft_seconds": answer.ttft_seconds,
         "total_seconds": answer.total_seconds,
