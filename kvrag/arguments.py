@@ -11,7 +11,7 @@ import math
 import numbers
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,12 @@ def number(
     if not math.isfinite(found) or is_low or (most is not None and found > most):
         raise _refused(name, value, expected)
     return found
+
+
+def refuse_options(options: Mapping[str, Any]) -> None:
+    """Raise ParameterError if there are options: the ones that a caller did not have to give."""
+    if options:
+        raise ParameterError(f"unknown option {', '.join(map(repr, sorted(options)))}")
 
 
 def flag(value: Any, name: str) -> bool:

@@ -70,6 +70,11 @@ def chunk_id_of(source: str, ordinal: int, text: str) -> str:
     return content_hash(f"{len(source)}\0{source}{ordinal}\0{text}")
 
 
+def fields_of(source: str, ordinal: int, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chunk's metadata, with source and ordinal unless the document defines them."""
+    return {"source": source, "ordinal": ordinal, **metadata}
+
+
 @dataclass(frozen=True)
 class Document:
     """One source document, from a loader.
@@ -83,11 +88,14 @@ class Document:
         The whole text, not yet normalised. Indexing refuses anything that is not text.
     metadata
         Plain JSON values, shown with answers.
+    is_whole
+        Whether the text was cut elsewhere and becomes one chunk, if the model's window allows it.
     """
 
     source: str
     text: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,11 @@ class Chunk:
     ordinal: int
     metadata: Mapping[str, Any] = field(default_factory=dict)
     contexts: tuple[tuple[int, ...], ...] = ((),)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The metadata, with source and ordinal unless the document defines them."""
+        return fields_of(self.source, self.ordinal, self.metadata)
 
     def encodings(self) -> Iterator[Chunk]:
         """Yield the chunk once for each of its records, with only that record's context."""

@@ -44,6 +44,7 @@ class Settings:
     ttft: float | None = None
     instruction: str = ""
     reranker: Reranker | None = None
+    filter: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,9 @@ def retrieve(
 ) -> Retrieved:
     """Search the index and build the prompt; only chat prompts include `history`."""
     started = time.perf_counter()
-    hits = index.search(question, settings.top_k, reranker=settings.reranker)
+    hits = index.search(
+        question, settings.top_k, filter=settings.filter, reranker=settings.reranker
+    )
     seconds = time.perf_counter() - started
     if not hits:
         console.note(f"{_why_nothing(index)}: the model answers without documents")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -192,7 +193,7 @@ def ingest(
     completes it. A file that cannot be read within the limits is reported and left out; the others
     are indexed, and the exit code is 1.
     """
-    from kvrag.cli.opening import load_object, quiet_libraries
+    from kvrag.cli.opening import quiet_libraries
     from kvrag.cli.progress import IngestBar
     from kvrag.codec.names import parse_codec
     from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
@@ -228,11 +229,7 @@ def ingest(
     check_control_tokens(control_tokens)
     if context is not None:
         parse_context(context)
-    custom = None
-    if embedding is not None and ":" in embedding and not Path(embedding).exists():
-        from kvrag.ingest.embedding import get_embedding
-
-        custom, embedding = get_embedding(load_object(embedding, "--embedding")), None
+    custom, embedding = _embedding(embedding)
     settings = _Settings(embedding, codec, chunk_tokens, dtype, context, compress, control_tokens)
     if store is not None:
         check_kind(store)
@@ -255,7 +252,7 @@ def ingest(
     if as_json:
         console.print_json(report)
     else:
-        _print_report(report)
+        print_report(report)
         if embedding:
             console.write(f"embedding: {embedding}\n")
     if not (report.added or report.changed or report.unchanged or report.failed):
@@ -290,7 +287,42 @@ def _loaders(given: list[str]) -> dict[str, str]:
     return loaders
 
 
-def _print_report(report: IngestReport) -> None:
+def index_into(
+    path: Path,
+    documents: Iterable[Any],
+    model: str | None,
+    device: str | None,
+    store: str | None,
+    embedding: str | None,
+    dry_run: bool,
+) -> IngestReport:
+    """Add documents to an index that is opened, or created with default settings."""
+    from kvrag.cli.opening import quiet_libraries
+    from kvrag.cli.progress import IngestBar
+
+    custom, embedding = _embedding(embedding)
+    settings = _Settings(embedding, None, None, None, None, None, None)
+    quiet_libraries()
+    with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
+        folder = Path(scratch) if dry_run else None
+        given = _Given(None, custom)
+        opened = _open_or_create(path, model, device, store, settings, given, folder)
+        with opened, IngestBar(opened.path) as bar:
+            return opened.add(documents, dry_run=dry_run, on_progress=bar.update)
+
+
+def _embedding(name: str | None) -> tuple[Embedding | None, str | None]:
+    """Return the object that ``MODULE:NAME`` names, or else the name."""
+    if name is None or ":" not in name or Path(name).exists():
+        return None, name
+    from kvrag.cli.opening import load_object
+    from kvrag.ingest.embedding import get_embedding
+
+    return get_embedding(load_object(name, "--embedding")), None
+
+
+def print_report(report: IngestReport) -> None:
+    """Print what an ingestion did."""
     for failed in report.failed:
         place = console.short_path(failed.source)
         reason = failed.reason.removeprefix(failed.source).lstrip(":, ")

@@ -17,6 +17,7 @@ _COMMANDS = {
     "ingest": "ingest:ingest",
     "query": "query:query",
     "chat": "chat:chat",
+    "adopt": "adopt:adopt",
     "search": "search:search",
     "explain": "explain:explain",
     "ls": "ls:ls",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -44,6 +45,31 @@ def above_zero(text: str | float) -> float:
         raise typer.BadParameter(f"expected a number above 0, found {found}") from error
 
 
+def _filter(text: str) -> dict[str, Any]:
+    from kvrag.ingest.filters import read_filter
+
+    try:
+        found: dict[str, Any] = json.loads(text)
+        read_filter(found)
+    except (ValueError, RecursionError) as error:
+        hint = "" if isinstance(error, ParameterError) else "not JSON: "
+        raise typer.BadParameter(
+            f'{hint}{error}; expected a filter such as \'{{"year": {{"$gte": 2020}}}}\''
+        ) from error
+    return found
+
+
+FilterOption = Annotated[
+    Any,
+    typer.Option(
+        "--filter",
+        metavar="JSON",
+        parser=_filter,
+        help='Find only chunks with this metadata, such as \'{"source": {"$in": ["a.md"]}}\'.',
+        rich_help_panel=TUNING,
+        show_default=False,
+    ),
+]
 DEFAULT_INDEX = Path("kvrag-index")
 IndexOption = Annotated[
     Path,

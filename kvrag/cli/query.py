@@ -32,6 +32,7 @@ def query(
     device: o.DeviceOption = None,
     store: o.StoreOption = None,
     top_k: o.TopKOption = o.DEFAULT_TOP_K,
+    filter: o.FilterOption = None,
     rerank: o.RerankOption = None,
     embedding: o.EmbeddingOption = None,
     policy: o.PolicyOption = DEFAULT_POLICY,
@@ -75,6 +76,7 @@ def query(
         seed=seed,
         use_chat_template=not no_chat,
         reranker=load_reranker(rerank),
+        filter=filter,
     )
     with open_index(index, model, device, store, embedding=embedding) as opened:
         engine = make_engine(opened, settings)

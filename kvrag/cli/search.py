@@ -30,6 +30,7 @@ def search(
     dense: Annotated[
         bool, typer.Option("--dense", help="Search by meaning (vectors) alone.")
     ] = False,
+    filter: o.FilterOption = None,
     rerank: o.RerankOption = None,
     embedding: o.EmbeddingOption = None,
     store: o.StoreSetting = None,
@@ -59,11 +60,11 @@ def search(
                 reranker = load_reranker(rerank)
         started = time.perf_counter()
         if sparse:
-            hits = opened.search_words(question, top_k)
+            hits = opened.search_words(question, top_k, filter=filter)
         elif dense:
-            hits = opened.search_dense(question, top_k)
+            hits = opened.search_dense(question, top_k, filter=filter)
         else:
-            hits = opened.search(question, top_k, reranker=reranker)
+            hits = opened.search(question, top_k, filter=filter, reranker=reranker)
         seconds = time.perf_counter() - started
     if as_json:
         console.print_json(

@@ -7,14 +7,22 @@ generation by one. Readers compare generations to find out whether their copies 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvrag.chunk import Chunk, ChunkKey, chunk_id_of
+from kvrag.chunk import Chunk, ChunkKey, chunk_id_of, fields_of
 from kvrag.ingest.catalogfile import checked
 from kvrag.ingest.mending import CatalogMending
-from kvrag.ingest.rows import Change, DocumentRow, FileState, pack_json, unpack_json
+from kvrag.ingest.rows import (
+    Change,
+    DocumentRow,
+    FileState,
+    VectorRows,
+    pack_json,
+    unpack_json,
+    vector_mark,
+)
 from kvrag.ingest.schema import (
     CHUNK_COLUMNS,
     FILE_NAME,
@@ -28,6 +36,8 @@ from kvrag.ingest.seals import SEAL_BYTES
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from kvrag.ingest.filters import Filter
 
 __all__ = ["FILE_NAME", "SCHEMA_VERSION", "Catalog"]
 
@@ -156,10 +166,20 @@ class Catalog(CatalogMending):
         return {row: chunk for row, chunk in found.items() if chunk is not None}
 
     @checked
-    def search_words(self, question: str, k: int) -> list[tuple[int, float]]:
+    def search_words(
+        self, question: str, k: int, wanted: Filter | None = None
+    ) -> list[tuple[int, float]]:
         """Return row number and score of the `k` best chunks by words (`kvrag.ingest.words`)."""
         with self._snapshot():
-            found = self._words.search(self, question, k)
+            found = self._words.search(self, question, k, wanted)
+        self._words.discard_if_older(self.mark())
+        return found
+
+    @checked
+    def rows_of(self, wanted: Filter) -> list[int]:
+        """Return the numbers of the chunk rows that a filter admits, ascending."""
+        with self._snapshot():
+            found = self._words.rows(self, wanted)
         self._words.discard_if_older(self.mark())
         return found
 
@@ -188,9 +208,14 @@ class Catalog(CatalogMending):
         """Yield the number and the seal of each readable chunk row."""
         yield from self._scan("row, seal")
 
-    def texts(self, rows: Sequence[int]) -> Iterator[tuple[int, object]]:
-        """Yield the number and the unchecked text of each chunk row."""
-        yield from self._select_in("row, text", "row", rows)
+    def sound_texts(
+        self, rows: Sequence[int]
+    ) -> Iterator[tuple[int, bytes, str, Mapping[str, Any]]]:
+        """Yield number, seal, text and fields of each sound chunk row."""
+        for values in self._select_in(CHUNK_COLUMNS, "row", rows):
+            if self._is_sound(values):
+                row, _, source, ordinal, text, *_, metadata, _, seal = values
+                yield row, seal, text, fields_of(source, ordinal, unpack_json(metadata))
 
     @checked
     def text_of(self, chunk_id: str) -> str | None:
@@ -261,12 +286,6 @@ class Catalog(CatalogMending):
             return self.generation()
 
     @checked
-    def num_rows(self) -> tuple[int, int]:
-        """Return the number of chunks, and the highest row number, -1 without chunks."""
-        found = self._rows("SELECT COUNT(*), COALESCE(MAX(row), -1) FROM chunks")
-        return found[0] if found else (0, -1)
-
-    @checked
     def tokens_behind(self, row: int, most: int) -> list[tuple[int, bytes]]:
         """Return row number and token ids of the next chunks after a row, at most `most`.
 
@@ -293,31 +312,60 @@ class Catalog(CatalogMending):
         }
 
     @checked
-    def vectors(self, dim: int) -> tuple[tuple[int, bytes], NDArray[np.int64], NDArray[np.float32]]:
-        """Return the version, and row numbers ``[n]`` and vectors ``[n, dim]`` of the chunks.
+    def num_vectors(self, dim: int) -> int:
+        """Return how many vectors the chunks have, a vector for each window of their texts."""
+        counted = self._rows("SELECT SUM(LENGTH(embedding) / ?) FROM chunks", (4 * dim,))
+        return counted[0][0] if counted and isinstance(counted[0][0], int) else 0
 
-        A chunk has as many vectors as its text had windows, each with its row number. Leaves out
-        vectors that differ from what was written.
+    @checked
+    def vectors(self, dim: int, known: NDArray[np.uint64] | None = None) -> VectorRows:
+        """Return the vectors of the chunks, in order of row number.
+
+        Leaves out vectors that differ from what was written.
+
+        Parameters
+        ----------
+        known
+            Marks of chunks whose vectors are not wanted ``[m]``; None wants all.
         """
         import numpy as np
 
         with self._snapshot():
-            counted = self._rows("SELECT SUM(LENGTH(embedding) / ?) FROM chunks", (4 * dim,))
-            count = counted[0][0] if counted and isinstance(counted[0][0], int) else 0
-            rows = np.empty(count, dtype=np.int64)
-            vectors = np.empty((count, dim), dtype=np.float32)
-            place = 0
-            for values in self._scan(VECTOR_COLUMNS):
+            present = np.empty(0, np.uint64)
+            found = self._scan(VECTOR_COLUMNS)
+            if known is not None:
+                rows, present = self.marks()
+                new = np.sort(rows[~np.isin(present, known)])
+                found = self._select_in(VECTOR_COLUMNS, "row", new.tolist())
+            owners: list[tuple[int, int, int]] = []
+            vectors: list[NDArray[np.float32]] = [np.empty((0, dim), np.float32)]
+            for values in found:
                 sound = self._is_vector_sound(values)
                 num, rest = divmod(len(values[2]), 4 * dim) if sound else (0, 0)
-                if num and not rest and place + num <= count:
-                    rows[place : place + num] = values[0]
-                    read = np.frombuffer(values[2], dtype="<f4")
-                    vectors[place : place + num] = read.reshape(num, dim)
-                    place += num
+                if num and not rest:
+                    owners.append((values[0], vector_mark(*values[:2]), num))
+                    vectors.append(np.frombuffer(values[2], dtype="<f4").reshape(num, dim))
                 else:
                     self._note(f"the vector of chunk {values[0]} is not what was written")
-            return self.version(), rows[:place], vectors[:place]
+            counts = [num for *_, num in owners]
+            return VectorRows(
+                self.version(),
+                present,
+                np.repeat(np.array([row for row, *_ in owners], np.int64), counts),
+                np.repeat(np.array([mark for _, mark, _ in owners], np.uint64), counts),
+                np.concatenate(vectors, dtype=np.float32),
+            )
+
+    @checked
+    def marks(self) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+        """Return row numbers and marks (`kvrag.ingest.rows.vector_mark`) of all chunks ``[m]``."""
+        import numpy as np
+
+        # By the index of ids, which is far smaller than the table.
+        places = self._rows("SELECT row, chunk_id FROM chunks ORDER BY chunk_id")
+        rows = np.fromiter((row for row, _ in places), np.int64, len(places))
+        marks = np.fromiter((vector_mark(*one) for one in places), np.uint64, len(places))
+        return rows, marks
 
     @checked
     def keys(self) -> dict[str, int]:

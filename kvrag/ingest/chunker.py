@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvrag.chunk import Chunk, Document, chunk_id_of, normalise_text
@@ -103,6 +103,7 @@ def chunk_document(
         ) from error
     prepared = _prepare(document.text)
     chunks: list[Chunk] = []
+    begins: list[int] = []
 
     def tokenise(texts: list[str]) -> list[tuple[list[int], list[int]]]:
         return [
@@ -114,6 +115,7 @@ def chunk_document(
     share = dict[int, int]().setdefault
     for start, text, ids, starts in _cut(prepared, tokenise, chunk_tokens):
         ordinal = len(chunks)
+        begins.append(start)
         chunks.append(
             Chunk(
                 chunk_id=chunk_id_of(document.source, ordinal, text),
@@ -125,6 +127,11 @@ def chunk_document(
                 metadata={**_place(prepared, start), **document.metadata},
             )
         )
+    if len(chunks) > 1:
+        chunks = [
+            replace(chunk, metadata={"start": start, **chunk.metadata})
+            for chunk, start in zip(chunks, begins, strict=True)
+        ]
     return chunks
 
 

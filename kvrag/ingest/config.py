@@ -28,6 +28,7 @@ FORMAT_VERSION = 5
 OLDEST_VERSION = 3
 FILE_NAME = "index.json"
 VECTORS_NAME = "vectors.cache"
+RUNS_NAME = "runs.cache"
 KV_FOLDER = "kv"
 _KIND = "kvrag index"
 # Defined here so that listing an index needs no tensor library.
@@ -174,7 +175,7 @@ class IndexConfig:
         return config
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, *parts: bytes) -> None:
     """Write a file so that readers see the old content or the new, never a part.
 
     Raises
@@ -186,7 +187,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     try:
         try:
             with temporary.open("xb") as file:
-                file.write(content)
+                file.writelines(parts)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)

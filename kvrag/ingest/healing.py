@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvrag.errors import IndexFormatError
 from kvrag.ingest.audit import Audit
+from kvrag.ingest.config import RUNS_NAME
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.storage import Storage
 
@@ -56,6 +57,8 @@ def mend_catalog(storage: Storage, encoders: Encoders, audit: Audit) -> list[str
     paths = catalog.mend(
         audit, storage.key_of, lambda text: encoders.embedding.embed_windows([text])[0]
     )
+    # It may have been made from damaged tokens.
+    (storage.path / RUNS_NAME).unlink(missing_ok=True)
     return [path for path in paths if Path(path).is_file()]
 
 

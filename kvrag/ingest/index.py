@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from kvrag.ingest.run_finder import RunFinder
     from kvrag.models.kv_model import KVModel
 
+Wanted = Mapping[str, Any] | None
+"""A filter of a search (`kvrag.ingest.filters`)."""
+
 
 class Index:
     """Chunks of documents with precomputed position-free KV, in one folder.
@@ -382,7 +385,12 @@ class Index:
     # -- reading -----------------------------------------------------------------------------
 
     def search(
-        self, query: str, k: int = 4, *, reranker: Reranker | None = None
+        self,
+        query: str,
+        k: int = 4,
+        *,
+        filter: Wanted = None,
+        reranker: Reranker | None = None,
     ) -> list[SearchHit]:
         """Return the `k` chunks that best match a question, best first.
 
@@ -391,38 +399,38 @@ class Index:
 
         Parameters
         ----------
+        filter
+            Which chunks may be found, by source, ordinal and metadata, such as
+            ``{"year": {"$gte": 2020}}`` (`kvrag.ingest.filters`); None means all.
         reranker
             A cross-encoder (`kvrag.ingest.ranking.Reranker`), whose scores then count.
 
         Raises
         ------
         ParameterError
-            When the question is not text, is blank, or is longer than 100,000 characters, or `k`
-            is not a whole number from 1 on.
+            When the question is not text, is blank, or is longer than 100,000 characters, `k` is
+            not a whole number from 1 on, or the filter is wrong.
         IndexClosedError
             When the index is closed.
         """
-        return self._search.by_text(query, k, reranker)
+        return self._search.by_text(query, k, reranker, filter)
 
-    def search_dense(self, query: str, k: int = 4) -> list[SearchHit]:
-        """Return the `k` chunks whose vectors are nearest to a question's, best first.
-
-        Raises as `search` does.
-        """
-        return self._search.by_meaning(query, k)
+    def search_dense(self, query: str, k: int = 4, *, filter: Wanted = None) -> list[SearchHit]:
+        """Return the `k` chunks whose vectors are nearest to a question's, as `search` does."""
+        return self._search.by_meaning(query, k, filter)
 
     def search_by_vector(
-        self, vector: NDArray[np.float32] | Sequence[float], k: int = 4
+        self, vector: NDArray[np.float32] | Sequence[float], k: int = 4, *, filter: Wanted = None
     ) -> list[SearchHit]:
         """Return the `k` chunks nearest to a vector ``[dim]``, best first."""
-        return self._search.by_vector(vector, k)
+        return self._search.by_vector(vector, k, filter)
 
-    def search_words(self, query: str, k: int = 4) -> list[SearchHit]:
+    def search_words(self, query: str, k: int = 4, *, filter: Wanted = None) -> list[SearchHit]:
         """Return the `k` chunks that best match a question's words (BM25), best first.
 
-        Needs no model. A question without words finds nothing. Raises as `search` does.
+        Needs no model. A question without words finds nothing. Otherwise as `search`.
         """
-        return self._search.by_words(query, k)
+        return self._search.by_words(query, k, filter)
 
     @property
     def matcher(self) -> ChunkMatcher:

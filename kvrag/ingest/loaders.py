@@ -13,6 +13,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -239,8 +240,15 @@ def load_bytes(
         raise NoTextError(f"{path}: holds no text")
 
 
+@dataclass(frozen=True)
+class AsCut:
+    """A document, of any kind that `to_document` takes, that becomes one chunk."""
+
+    value: Any
+
+
 def to_document(value: Any) -> Document:
-    """Convert a `Document`, a LangChain Document or a LlamaIndex node to a `Document`.
+    """Convert a `Document`, an `AsCut`, a LangChain Document or a LlamaIndex node to a `Document`.
 
     Framework objects are recognised by their attributes. If one has no id, its content
     identifies it, so that adding it again changes nothing.
@@ -252,7 +260,11 @@ def to_document(value: Any) -> Document:
     DocumentError
         When it holds no text, its text has another type, or its id cannot be stored.
     """
+    if isinstance(value, AsCut):
+        return replace(to_document(value.value), is_whole=True)
+    is_whole = False
     if isinstance(value, Document):
+        is_whole = value.is_whole
         source, text, metadata = value.source, value.text, value.metadata
     elif isinstance(getattr(value, "page_content", None), str):
         source, text = str(getattr(value, "id", None) or ""), value.page_content
@@ -284,7 +296,7 @@ def to_document(value: Any) -> Document:
     check_source(source)
     if not text.strip():
         raise NoTextError(f"{source}: holds no text")
-    return Document(source, text, metadata)
+    return Document(source, text, metadata, is_whole)
 
 
 def is_storable(source: str) -> bool:

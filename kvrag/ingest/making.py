@@ -37,6 +37,7 @@ _OUR_FILES = {
     counting.FILE_NAME,
     lock.FILE_NAME,
     configs.VECTORS_NAME,
+    configs.RUNS_NAME,
     words.FILE_NAME,
     KV_FOLDER,
     profiles.FOLDER_NAME,

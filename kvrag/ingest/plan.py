@@ -23,7 +23,7 @@ from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.failures import STAYS, document_failures
 from kvrag.ingest.files import check_regular, find_files, printable, read_file, resolve_path
 from kvrag.ingest.limits import MAX_REPEATED_CHARACTERS
-from kvrag.ingest.loaders import NoTextError, check_source, to_document
+from kvrag.ingest.loaders import AsCut, NoTextError, check_source, to_document
 from kvrag.ingest.parsing import Parser
 from kvrag.ingest.report import FailedDocument
 from kvrag.ingest.rows import FileState
@@ -184,6 +184,7 @@ def gather(given: Any, index_folder: Path, suffixes: Collection[str]) -> Sources
 
 
 def _shown_source(value: Any, number: int) -> str:
+    value = value.value if isinstance(value, AsCut) else value
     for name in ("source", "id", "node_id"):
         with contextlib.suppress(Exception):  # foreign objects may raise anything
             if source := getattr(value, name, None):
@@ -406,7 +407,8 @@ def check_repeated(document: Document, num_chunks: int) -> None:
 
 def document_digest(document: Document) -> str:
     """Return the digest of everything that an index stores of a document."""
-    return content_hash(json.dumps([document.text, document.metadata], sort_keys=True, default=str))
+    said = [document.text, document.metadata, *(["whole"] if document.is_whole else [])]
+    return content_hash(json.dumps(said, sort_keys=True, default=str))
 
 
 def _read_if_changed(

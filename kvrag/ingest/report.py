@@ -152,6 +152,11 @@ class IndexStats:
         Size of a token's KV in the store, with headers and compression.
     catalog_bytes, vectors_bytes
         Size of the catalog, and of the vectors' cache.
+    num_vectors, vectors_memory_bytes
+        Number of vectors in that cache, and the memory that they take in each process that
+        searches; 0 if no search or ingestion has written it yet.
+    has_graph
+        Whether a graph finds the nearest vectors; otherwise all are compared.
     """
 
     path: str
@@ -176,6 +181,9 @@ class IndexStats:
     stored_bytes_per_token: float
     catalog_bytes: int
     vectors_bytes: int
+    num_vectors: int
+    vectors_memory_bytes: int
+    has_graph: bool
     generation: int
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from kvrag.chunk import Chunk, ChunkKey
 
 if TYPE_CHECKING:
@@ -75,6 +77,30 @@ class ChunkRow:
     embedding: NDArray[np.float32]
 
 
+@dataclass(frozen=True)
+class VectorRows:
+    """Vectors as they were read from the catalog.
+
+    Attributes
+    ----------
+    version
+        The catalog's version then.
+    present
+        Marks of all chunks ``[m]``; empty if all vectors were wanted.
+    rows, marks
+        Row number and mark (`vector_mark`) of each vector's chunk ``[n]``. A chunk has as many
+        vectors as its text had windows.
+    vectors
+        ``[n, dim]``.
+    """
+
+    version: tuple[int, bytes]
+    present: NDArray[np.uint64]
+    rows: NDArray[np.int64]
+    marks: NDArray[np.uint64]
+    vectors: NDArray[np.float32]
+
+
 @dataclass
 class Change:
     """The writes of one transaction, in this order.
@@ -99,6 +125,12 @@ class Change:
 
     def __bool__(self) -> bool:
         return bool(self.forget_files or self.remove or self.put or self.put_files)
+
+
+def vector_mark(row: int, chunk_id: object) -> int:
+    """Return 64 bits that tell which text a row holds: a catalog put back may use rows again."""
+    said = f"{row} {chunk_id}".encode("utf-8", "surrogatepass")
+    return xxhash.xxh3_64_intdigest(said)
 
 
 def pack_ids(values: Sequence[int]) -> bytes:

@@ -15,6 +15,8 @@ from kvrag.fusion.layout import Layout
 from kvrag.fusion.reasons import Stretch, counted, why_fresh
 from kvrag.fusion.runs import Decode, Gap, Ids, Run, choose_runs, fill, find_runs, gaps_of
 from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.runfile import Table, keep_table, load_table
+from kvrag.ingest.schema import NO_GENERATION
 
 # Text that very many chunks have in common, such as a licence, says little about which it is.
 _MAX_ROWS = 32
@@ -42,20 +44,11 @@ class FilledLayout:
     fresh: tuple[Stretch, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Fingerprints of the chunks up to a row, and how many chunks that were."""
-
-    fingerprints: Fingerprints = field(default_factory=Fingerprints)
-    last_row: int = -1
-    num_rows: int = 0
-
-
 class RunFinder:
     """Finds stored chunks' tokens in prompts wherever the text was cut. Safe to use from threads.
 
-    The table is made from the catalog at the first prompt. Later, only new chunks are added;
-    removed ones stay in the table, without effect, until they are half of it.
+    The table is read from its file at the first prompt, or made from the catalog. Later, only new
+    chunks are added; removed ones stay in the table, without effect, until they are half of it.
 
     Parameters
     ----------
@@ -69,34 +62,43 @@ class RunFinder:
         self._catalog = catalog
         self._decode = decode
         self._refreshing = threading.Lock()
-        self._generation = -1
-        self._table = _Table()
+        self._generation = NO_GENERATION
+        self._table: Table | None = None
 
     @property
     def fingerprints(self) -> Fingerprints:
         """The table of fingerprints of the catalog's present chunks. Raises as the catalog does."""
         with self._refreshing:
             generation = self._catalog.generation()
-            if generation != self._generation:
-                count, last = self._catalog.num_rows()
-                is_stale = count * 2 < self._table.num_rows or last < self._table.last_row
-                table = _Table() if is_stale else self._table
+            if self._table is None or generation != self._generation:
+                is_first = self._table is None
+                table = load_table(self._catalog) if self._table is None else self._table
                 # Only a whole reading counts: one that fails is made again at the next prompt.
-                self._table = self._with_new_chunks(table)
-                self._generation = generation
+                found = self._current(table)
+                if is_first and found.version != table.version:
+                    keep_table(self._catalog, found)
+                self._table, self._generation = found, generation
             return self._table.fingerprints
 
-    def _with_new_chunks(self, table: _Table) -> _Table:
-        last_row, num_rows = table.last_row, table.num_rows
+    def _current(self, table: Table) -> Table:
+        """Return the table with the catalog's new chunks."""
+        version = self._catalog.version()
+        if version == table.version and version[0] != NO_GENERATION:
+            return table
+        rows, marks = self._catalog.marks()
+        if len(rows) * 2 < len(table.marks) or not table.covers(rows, marks):
+            table = Table()
+        last_row = table.last_row
 
         def new_chunks() -> Iterator[tuple[int, Ids]]:
-            nonlocal last_row, num_rows
+            nonlocal last_row
             while batch := self._catalog.tokens_behind(last_row, _BATCH):
                 last_row = batch[-1][0]
-                num_rows += len(batch)
                 yield from ((row, _unpacked(ids)) for row, ids in batch)
 
-        return _Table(table.fingerprints.with_chunks(new_chunks()), last_row, num_rows)
+        fingerprints = table.fingerprints.with_chunks(new_chunks())
+        known = np.union1d(table.marks, marks[rows <= last_row])
+        return Table(fingerprints, last_row, known, version)
 
     def fill(
         self,

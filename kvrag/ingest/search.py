@@ -12,6 +12,7 @@ from kvrag import arguments
 from kvrag.chunk import Chunk
 from kvrag.errors import ParameterError
 from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.filters import Filter, read_filter
 from kvrag.ingest.ranking import CANDIDATES, RERANKED, WORDS_WEIGHT, Ranking, fused
 from kvrag.ingest.storage import Storage
 
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
     from kvrag.fusion.segments import ChunkMatcher
     from kvrag.ingest.ranking import Reranker
-    from kvrag.ingest.vectors import VectorIndex
 
 _MAX_RECENT = 256
+_MAX_FILTERS = 16  # whose rows are kept, 8 bytes each
 _MOST_CHUNKS = 2**31 - 1
 _MOST_CHARACTERS = 100_000  # in a question; embeddings read far less
 
@@ -58,20 +59,23 @@ class Search:
         self._storage = storage
         self._encoders = encoders
         self._refreshing = threading.Lock()
-        self._vectors: VectorIndex | None = None
         self._matcher: tuple[int, ChunkMatcher] | None = None
+        self._admitted: dict[tuple[int, str], NDArray[np.int64]] = {}
         self._recent: deque[str] = deque(maxlen=_MAX_RECENT)
 
-    def by_text(self, query: str, k: int, reranker: Reranker | None = None) -> list[SearchHit]:
+    def by_text(
+        self, query: str, k: int, reranker: Reranker | None = None, wanted: Any = None
+    ) -> list[SearchHit]:
         """Return the `k` chunks that best match a question (`Index.search`)."""
         query, k = self._checked(query, k)
+        admitted = read_filter(wanted)
         vector = self._encoders.embedding.embed_query(query)
-        vectors, catalog = self._current_vectors(), self._storage.catalog
+        by_meaning, catalog = self._nearest_to(vector, admitted), self._storage.catalog
 
         def find(most: int) -> Ranking:
             most = max(most, CANDIDATES)
-            words = catalog.search_words(query, most)
-            return fused([(vectors.search(vector, most), 1.0), (words, WORDS_WEIGHT)])
+            words = catalog.search_words(query, most, admitted)
+            return fused([(by_meaning(most), 1.0), (words, WORDS_WEIGHT)])
 
         if reranker is None:
             return self._noted(self._hits(find, k))
@@ -81,35 +85,46 @@ class Search:
         again = [SearchHit(hit.chunk, score) for hit, score in zip(hits, scores, strict=True)]
         return self._noted(sorted(again, key=lambda hit: -hit.score)[:k])
 
-    def by_meaning(self, query: str, k: int) -> list[SearchHit]:
+    def by_meaning(self, query: str, k: int, wanted: Any = None) -> list[SearchHit]:
         """Return the `k` chunks nearest to a question (`Index.search_dense`)."""
         query, k = self._checked(query, k)
-        return self.by_vector(self._encoders.embedding.embed_query(query), k)
+        return self.by_vector(self._encoders.embedding.embed_query(query), k, wanted)
 
-    def by_vector(self, vector: NDArray[np.float32] | Sequence[float], k: int) -> list[SearchHit]:
+    def by_vector(
+        self, vector: NDArray[np.float32] | Sequence[float], k: int, wanted: Any = None
+    ) -> list[SearchHit]:
         """Return the `k` chunks nearest to a vector ``[dim]`` (`Index.search_by_vector`)."""
         self._storage.require_open()
         k = arguments.whole(k, "k", 1, _MOST_CHUNKS)
-        vectors, asked = self._current_vectors(), _as_vector(vector)
-        return self._noted(self._hits(lambda most: vectors.search(asked, most), k))
+        search = self._nearest_to(_as_vector(vector), read_filter(wanted))
+        return self._noted(self._hits(search, k))
 
-    def _current_vectors(self) -> VectorIndex:
-        storage = self._storage
-        from kvrag.ingest.vectors import VectorIndex
-
-        dim = storage.config.embedding_dim
-        with self._refreshing:
-            if self._vectors is None:
-                self._vectors = VectorIndex.load(storage.path, storage.catalog, dim)
-            elif self._vectors.generation != storage.catalog.generation():
-                self._vectors = VectorIndex.refresh(storage.catalog, dim)
-            return self._vectors
-
-    def by_words(self, query: str, k: int) -> list[SearchHit]:
+    def by_words(self, query: str, k: int, wanted: Any = None) -> list[SearchHit]:
         """Return the `k` chunks that best match a question's words (`Index.search_words`)."""
         query, k = self._checked(query, k)
+        catalog, admitted = self._storage.catalog, read_filter(wanted)
+        return self._noted(self._hits(lambda most: catalog.search_words(query, most, admitted), k))
+
+    def _nearest_to(
+        self, vector: NDArray[np.float32], wanted: Filter | None
+    ) -> Callable[[int], Ranking]:
+        """Return a search for the chunks nearest to a vector that a filter admits."""
+        vectors = self._storage.vectors.get()
+        rows = None if wanted is None else self._rows_of(wanted)
+        return lambda most: vectors.search(vector, most, rows)
+
+    def _rows_of(self, wanted: Filter) -> NDArray[np.int64]:
+        import numpy as np
+
         catalog = self._storage.catalog
-        return self._noted(self._hits(lambda most: catalog.search_words(query, most), k))
+        key = catalog.generation(), wanted.key
+        rows = self._admitted.get(key)
+        if rows is None:
+            rows = np.array(catalog.rows_of(wanted), np.int64)
+            if len(self._admitted) >= _MAX_FILTERS:
+                self._admitted.clear()
+            self._admitted[key] = rows
+        return rows
 
     @property
     def recent_chunk_ids(self) -> tuple[str, ...]:

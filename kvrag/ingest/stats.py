@@ -13,6 +13,8 @@ from kvrag.ingest.storage import Storage
 
 def stats_of(storage: Storage) -> IndexStats:
     """Return the content of an index in numbers; needs no model."""
+    from kvrag.ingest.vectorfile import vector_stats
+
     config = storage.config
     num_documents, num_chunks, num_tokens = storage.catalog.counts()
     needed = kept_keys(storage.path) | storage.catalog.keys()
@@ -24,6 +26,7 @@ def stats_of(storage: Storage) -> IndexStats:
     }
     stored = sorted(sizes)
     size_bytes = sum(sizes.values())
+    vectors = vector_stats(storage.path)
     # Identical chunks share one record.
     stored_tokens = sum(needed[digest] for digest in stored if digest in needed)
     return IndexStats(
@@ -49,6 +52,9 @@ def stats_of(storage: Storage) -> IndexStats:
         stored_bytes_per_token=size_bytes / stored_tokens if stored_tokens else 0.0,
         catalog_bytes=_size_of(storage.path / catalogs.FILE_NAME),
         vectors_bytes=_size_of(storage.path / VECTORS_NAME),
+        num_vectors=vectors.num_vectors,
+        vectors_memory_bytes=vectors.memory_bytes,
+        has_graph=vectors.is_graph,
         generation=storage.catalog.generation(),
     )
 

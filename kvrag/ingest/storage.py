@@ -21,7 +21,7 @@ from kvrag.fusion.compression.spec import key_options, parse_compression
 from kvrag.ingest import config as configs
 from kvrag.ingest import lock, profiles
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.config import FORMAT_VERSION, VECTORS_NAME, IndexConfig
+from kvrag.ingest.config import FORMAT_VERSION, RUNS_NAME, VECTORS_NAME, IndexConfig
 from kvrag.ingest.connection import next_path
 from kvrag.ingest.counting import IndexCounters
 from kvrag.ingest.encryption import catalog_key, key_check, require_key_of_records
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvrag.codec.base import EncodedChunk
     from kvrag.codec.profile import Profile
     from kvrag.ingest.coding import RecordCoding
+    from kvrag.ingest.vectorfile import CurrentVectors
 
 logger = logging.getLogger("kvrag")
 
@@ -91,6 +92,24 @@ class Storage:
         """Documents and chunks. Raises IndexClosedError if the index is closed."""
         self.require_open()
         return self._catalog
+
+    def refresh_caches(self) -> None:
+        """Bring the files beside the catalog up to date: no removed text stays in one.
+
+        The caller has changed the catalog, and holds the writer's lock.
+        """
+        from kvrag.ingest.runfile import forget_removed
+
+        self.catalog.refresh_words()
+        self.vectors.refresh()
+        forget_removed(self.catalog)
+
+    @cached_property
+    def vectors(self) -> CurrentVectors:
+        """The vectors of the chunks; not needed for listing."""
+        from kvrag.ingest.vectorfile import CurrentVectors
+
+        return CurrentVectors(self.path, self.catalog, self.config.embedding_dim)
 
     @cached_property
     def profiles(self) -> ProfileFolder:
@@ -236,7 +255,8 @@ class Storage:
         config.save(self.path)
         self.config = config
         self.catalog.use_next(key)
-        (self.path / VECTORS_NAME).unlink(missing_ok=True)
+        for name in (VECTORS_NAME, RUNS_NAME):
+            (self.path / name).unlink(missing_ok=True)
 
     def encrypt_catalog(self) -> None:
         """Encrypt the catalog of an index from before catalogs were encrypted."""

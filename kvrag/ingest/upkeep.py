@@ -269,7 +269,7 @@ class Upkeep:
 
     def gc(self, *, delete_shared: bool = False) -> GcReport:
         """Remove records that no chunk needs, codec profiles that no record needs, and files of
-        killed processes.
+        killed processes; make a missing graph of the vectors, or one with many removed vectors.
 
         Parameters
         ----------
@@ -281,6 +281,7 @@ class Upkeep:
         storage = self._storage
         with lock.writer_lock(storage.path):
             storage.reload_codec()
+            storage.vectors.refresh()
             return collect_garbage(
                 storage.path,
                 storage.store,

@@ -1,155 +1,236 @@
-"""Nearest chunks by inner product: FAISS over the catalog's vectors, with a cache on disk.
+"""Nearest chunks by inner product: the vectors of a catalog, compared all or by a graph.
 
-The cache saves reading every row of the catalog when an index is opened. It is never trusted: a
-cache with another catalog version, length or seal is rebuilt. An encrypted catalog has none.
+Above `GRAPH_FROM` vectors, writers make a graph (`kvrag.ingest.graph`). New vectors join it, and
+those of removed chunks are left out of what it finds, so that no change makes it again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import struct
-import warnings
-from collections.abc import Sequence
-from pathlib import Path
+import threading
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from kvrag.errors import IndexMismatchError, StoreError
+from kvrag.errors import IndexMismatchError
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.config import VECTORS_NAME as FILE_NAME
-from kvrag.ingest.config import write_atomically
-from kvrag.ingest.schema import NO_GENERATION
-from kvrag.regularfile import open_regular
+from kvrag.ingest.graph import Graph, import_faiss
 
-_MAGIC = b"KVRAGVEC"
-_HEADER = struct.Struct("<8sIIQq16s16s")  # magic, version, dim, count, generation, documents, seal
-_VERSION = 2
+GRAPH_FROM = 50_000
+"""Vectors above which a graph finds the nearest ones; up to as many are all compared."""
+
+_MOST_GONE = 0.2  # share of the vectors in a graph at which writers make it again
+_BATCH = 1_000  # vectors that join a graph while searches wait
 
 CatalogVersion = tuple[int, bytes]
 """Generation of a catalog, and a digest of its documents' contents (`Catalog.version`)."""
 
+Rows = NDArray[np.int64]
+Marks = NDArray[np.uint64]
+Vectors = NDArray[np.float32]
+
+
+class Flat:
+    """Vectors ``[n, dim]`` that are all compared."""
+
+    def __init__(self, vectors: Vectors) -> None:
+        self._faiss = import_faiss()
+        self._index: Any = self._faiss.IndexFlatIP(vectors.shape[1])
+        if len(vectors):
+            self._index.add(np.ascontiguousarray(vectors, np.float32))
+
+    def __len__(self) -> int:
+        return int(self._index.ntotal)
+
+    @property
+    def size_bytes(self) -> int:
+        return 4 * len(self) * int(self._index.d)
+
+    @property
+    def dim(self) -> int:
+        return int(self._index.d)
+
+    def vectors_at(self, places: Rows) -> Vectors:
+        """Return the vectors ``[n, dim]`` at some places."""
+        found: Vectors = self._index.reconstruct_batch(places)
+        return found
+
+    @property
+    def vectors(self) -> Vectors:
+        """All vectors ``[n, dim]``."""
+        found: Vectors = self._index.reconstruct_n(0, len(self))
+        return found
+
+    def to_bytes(self) -> bytes:
+        """Return all vectors as bytes."""
+        return self.vectors.astype("<f4", copy=False).tobytes()
+
+    def search(
+        self, vector: Vectors, count: int, allowed: NDArray[np.bool_]
+    ) -> tuple[Rows, Vectors]:
+        """Return places and inner products of the nearest vectors, as `Graph.search` does."""
+        options = None
+        if not allowed.all():
+            bits = np.packbits(allowed, bitorder="little")
+            options = self._faiss.SearchParameters(sel=self._faiss.IDSelectorBitmap(bits))
+        scores, places = self._index.search(vector, count, params=options)
+        is_found = places[0] >= 0
+        return places[0][is_found], scores[0][is_found]
+
 
 class VectorIndex:
-    """The vectors of one generation of the catalog.
+    """The vectors of one generation of the catalog. Safe to use from several threads.
+
+    Parameters
+    ----------
+    version
+        The catalog's version that they belong to.
+    rows, marks
+        Row and mark (`kvrag.ingest.rows.vector_mark`) of each vector's chunk ``[n]``.
+    body
+        The vectors.
+    is_gone
+        Which vectors are of removed chunks ``[n]``; None means none.
 
     Attributes
     ----------
-    generation
-        The generation of the catalog that they belong to.
+    num_gone
+        How many that are.
     """
 
     def __init__(
-        self, version: CatalogVersion, rows: NDArray[np.int64], vectors: NDArray[np.float32]
+        self,
+        version: CatalogVersion,
+        rows: Rows,
+        marks: Marks,
+        body: Flat | Graph,
+        is_gone: NDArray[np.bool_] | None = None,
     ) -> None:
-        self.generation = version[0]
-        self._rows = rows
-        self._dim = vectors.shape[1]
-        self._flat = _import_faiss().IndexFlatIP(self._dim)
-        self._most_windows = 0
-        if len(rows):
-            self._flat.add(vectors)
-            self._most_windows = int(np.unique(rows, return_counts=True)[1].max())
+        self.version = version
+        self.rows = rows
+        self.marks = marks
+        self.body = body
+        self.is_gone = np.zeros(len(rows), bool) if is_gone is None else is_gone
+        self.num_gone = int(self.is_gone.sum())
+        self._latest: tuple[Rows | None, NDArray[np.bool_]] = None, self.is_gone
+        # Only a graph is ever altered.
+        is_graph = isinstance(body, Graph)
+        self._using = threading.Lock() if is_graph else contextlib.nullcontext()
 
     @classmethod
-    def load(cls, folder: Path, catalog: Catalog, dim: int) -> VectorIndex:
-        """Return the vectors of the current catalog, from the cache if it is valid.
-
-        Rewrites an invalid cache, if the folder allows it.
-        """
-        if catalog.is_encrypted:
-            return cls.refresh(catalog, dim)
-        cached = _read(folder / FILE_NAME, catalog, dim)
-        if cached is not None:
-            return cls(*cached)
-        num_noted = catalog.num_noted
+    def read(cls, catalog: Catalog, dim: int) -> VectorIndex:
+        """Return the vectors of the current catalog, all to be compared."""
         read = catalog.vectors(dim)
-        # Damaged vectors are left out, and counted, each time.
-        if catalog.num_noted == num_noted and read[0][0] != NO_GENERATION:
-            with contextlib.suppress(StoreError):
-                _write(folder / FILE_NAME, catalog, *read)
-        return cls(*read)
+        return cls(read.version, read.rows, read.marks, Flat(read.vectors))
 
-    @classmethod
-    def refresh(cls, catalog: Catalog, dim: int) -> VectorIndex:
-        """Return the vectors of the current catalog, read from it."""
-        return cls(*catalog.vectors(dim))
+    @property
+    def generation(self) -> int:
+        """The generation of the catalog that the vectors belong to."""
+        return self.version[0]
 
-    def search(self, vector: NDArray[np.float32], k: int) -> list[tuple[int, float]]:
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the vectors, their rows, and the graph's links."""
+        return self.body.size_bytes + 17 * len(self.rows)
+
+    def search(
+        self, vector: Vectors, k: int, wanted: Rows | None = None
+    ) -> list[tuple[int, float]]:
         """Return the `k` nearest chunks, best first: row number, inner product of the best vector.
 
         Parameters
         ----------
         vector
             The vector ``[dim]``; its length only scales the scores.
+        wanted
+            Rows of the chunks that may be found; None means all.
         """
         vector = np.ascontiguousarray(vector, dtype=np.float32).reshape(1, -1)
-        if vector.shape[1] != self._dim:
+        if vector.shape[1] != self.body.dim:
             raise IndexMismatchError(
-                f"the index holds vectors of {self._dim} dimensions, the question's has "
+                f"the index holds vectors of {self.body.dim} dimensions, the question's has "
                 f"{vector.shape[1]}: use the embedding the index was made with"
             )
-        # This many vectors belong to at least `k` chunks.
-        count = min(k * self._most_windows, len(self._rows))
-        if count < 1:
-            return []
-        scores, places = self._flat.search(vector, count)
-        best: dict[int, float] = {}
-        for place, score in zip(places[0], scores[0], strict=True):
-            if place >= 0:
-                best.setdefault(int(self._rows[place]), float(score))
-        # Equal scores appear in the order of indexing, on every machine.
-        return sorted(best.items(), key=lambda hit: (-hit[1], hit[0]))[:k]
+        with self._using:
+            allowed = ~self.is_gone
+            if wanted is not None:
+                allowed &= self._of(wanted)
+            num_allowed = int(allowed.sum())
+            count = 2 * k
+            while num_allowed:
+                count = min(count, num_allowed)
+                best: dict[int, float] = {}
+                places, scores = self._nearest(vector, count, allowed, num_allowed)
+                for row, score in zip(self.rows[places].tolist(), scores.tolist(), strict=True):
+                    best.setdefault(row, score)
+                # A chunk may have many vectors.
+                if len(best) >= k or count == num_allowed or len(places) < count:
+                    # Equal scores appear in the order of indexing, on every machine.
+                    return sorted(best.items(), key=lambda hit: (-hit[1], hit[0]))[:k]
+                count *= 2
+        return []
 
+    def update(self, catalog: Catalog) -> VectorIndex:
+        """Return the vectors of the current catalog: these, changed, or others read again."""
+        num_noted = catalog.num_noted
+        read = catalog.vectors(self.body.dim, self.marks)
+        if catalog.num_noted > num_noted:
+            return VectorIndex.read(catalog, self.body.dim)
+        stays = np.isin(self.marks, read.present)
+        if isinstance(self.body, Flat):
+            body = Flat(np.concatenate([self.body.vectors[stays], read.vectors]))
+            rows = np.concatenate([self.rows[stays], read.rows])
+            marks = np.concatenate([self.marks[stays], read.marks])
+            return VectorIndex(read.version, rows, marks, body)
+        self._drop(self.body, ~stays & ~self.is_gone)
+        self._join(self.body, read.rows, read.marks, read.vectors)
+        self.version = read.version
+        return self
 
-def _import_faiss() -> Any:
-    with warnings.catch_warnings():
-        # Its SWIG wrapper defines types without __module__, which Python 3.12 deprecates.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        import faiss
+    def tidied(self, catalog: Catalog) -> VectorIndex:
+        """Return the vectors as a graph if they are many, and without removed ones if those are."""
+        body = self.body
+        if len(self.rows) - self.num_gone <= GRAPH_FROM:
+            return self if isinstance(body, Flat) else VectorIndex.read(catalog, body.dim)
+        if isinstance(body, Graph) and self.num_gone <= _MOST_GONE * len(self.rows):
+            return self
+        places = np.flatnonzero(~self.is_gone)
+        graph = Graph(body.dim)
+        for first in range(0, len(places), _BATCH):
+            graph.add(body.vectors_at(places[first : first + _BATCH]))
+        return VectorIndex(self.version, self.rows[places], self.marks[places], graph)
 
-    return faiss
+    # -- private -----------------------------------------------------------------------------
 
+    def _nearest(
+        self, vector: Vectors, count: int, allowed: NDArray[np.bool_], num_allowed: int
+    ) -> tuple[Rows, Vectors]:
+        if isinstance(self.body, Flat):
+            return self.body.search(vector, count, allowed)
+        if num_allowed <= GRAPH_FROM:
+            return self.body.compare(vector, count, allowed)
+        return self.body.search(vector, count, allowed, num_allowed)
 
-def _write(
-    path: Path,
-    catalog: Catalog,
-    version: CatalogVersion,
-    rows: NDArray[np.int64],
-    vectors: NDArray[np.float32],
-) -> None:
-    body = rows.astype("<i8").tobytes() + vectors.astype("<f4").tobytes()
-    said = (_MAGIC, _VERSION, vectors.shape[1], len(rows), *version)
-    write_atomically(path, _HEADER.pack(*said, _seal(catalog, said, body)) + body)
+    def _of(self, wanted: Rows) -> NDArray[np.bool_]:
+        """Return which vectors are of some chunks ``[n]``; the latest answer is kept."""
+        asked, found = self._latest
+        if asked is not wanted or len(found) != len(self.rows):
+            found = np.isin(self.rows, wanted)
+            self._latest = wanted, found
+        return found
 
+    def _drop(self, graph: Graph, is_gone: NDArray[np.bool_]) -> None:
+        with self._using:
+            self.is_gone = self.is_gone | is_gone
+            self.num_gone = int(self.is_gone.sum())
+            graph.blot_out(np.flatnonzero(is_gone), self.is_gone)
 
-def _read(
-    path: Path, catalog: Catalog, dim: int
-) -> tuple[CatalogVersion, NDArray[np.int64], NDArray[np.float32]] | None:
-    try:
-        with open_regular(path) as file:
-            content = file.read()
-    except OSError:
-        return None
-    if len(content) < _HEADER.size:
-        return None
-    *said, seal = _HEADER.unpack_from(content)
-    count = said[3]
-    version = catalog.version()
-    body = memoryview(content)[_HEADER.size :]
-    if (
-        said != [_MAGIC, _VERSION, dim, count, *version]
-        or len(body) != count * (8 + 4 * dim)
-        or _seal(catalog, said, body) != seal
-    ):
-        return None
-    rows = np.frombuffer(body[: 8 * count], dtype="<i8").astype(np.int64)
-    vectors = np.frombuffer(body[8 * count :], dtype="<f4").astype(np.float32)
-    return version, rows, vectors.reshape(count, dim)
-
-
-def _seal(catalog: Catalog, said: Sequence[Any], body: bytes | memoryview) -> bytes:
-    """Return the catalog's seal of a cache, which covers a faster digest of the vectors."""
-    return catalog.seal(_HEADER.pack(*said, xxhash.xxh3_128_digest(body)))
+    def _join(self, graph: Graph, rows: Rows, marks: Marks, vectors: Vectors) -> None:
+        for first in range(0, len(rows), _BATCH):
+            some = slice(first, first + _BATCH)
+            with self._using:
+                graph.add(vectors[some])
+                self.rows = np.concatenate([self.rows, rows[some]])
+                self.marks = np.concatenate([self.marks, marks[some]])
+                self.is_gone = np.concatenate([self.is_gone, np.zeros(len(rows[some]), bool)])

@@ -1,4 +1,7 @@
-"""Search by words: BM25 over the chunks' texts, in SQLite's own full-text index (FTS5).
+"""Search by words, and by metadata: an index of the chunks' texts and fields, in SQLite.
+
+Words are ranked by BM25 over SQLite's own full-text index (FTS5). Filters (`kvrag.ingest.filters`)
+look values of fields up.
 
 The index is a separate file next to the catalog (encrypted if the catalog is), so that its damage
 never reaches the catalog. It is a cache: the first search builds it, and a later search updates it
@@ -18,11 +21,12 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvrag.errors import StoreError
+from kvrag.ingest.filters import Filter, values_of
 from kvrag.ingest.seals import SEAL_BYTES, Seals
 from kvrag.regularfile import open_regular
 from kvrag.sqlitefile import library, unlock
@@ -32,10 +36,12 @@ FILE_NAME = "words.cache"
 _SCHEMA = """
 CREATE TABLE of (row INTEGER PRIMARY KEY, seal BLOB);
 CREATE VIRTUAL TABLE words USING fts5(text, tokenize = 'unicode61 remove_diacritics 2');
+CREATE TABLE fields (name, value, row INTEGER, PRIMARY KEY (name, value, row)) WITHOUT ROWID;
 """
 # A question with more words is a document; further words would find little more.
 _MAX_WORDS = 256
 _BATCH = 1 << 20
+_VERSION = b"2"
 _TAIL_BYTES = 2 * SEAL_BYTES  # version of the catalog, seal of the file
 
 
@@ -48,8 +54,10 @@ class Texts(Protocol):
     def row_seals(self) -> Iterable[tuple[int, object]]:
         """Yield the number and the seal of each chunk row."""
 
-    def texts(self, rows: Sequence[int]) -> Iterable[tuple[int, object]]:
-        """Yield the number and the text of given chunk rows."""
+    def sound_texts(
+        self, rows: Sequence[int]
+    ) -> Iterable[tuple[int, bytes, str, Mapping[str, Any]]]:
+        """Yield number, seal, text and fields of given chunk rows; leave out damaged ones."""
 
 
 class WordIndex:
@@ -85,10 +93,17 @@ class WordIndex:
         with contextlib.suppress(OSError):
             self._path.unlink()
 
-    def search(self, texts: Texts, question: str, k: int) -> list[tuple[int, float]]:
+    def search(
+        self, texts: Texts, question: str, k: int, wanted: Filter | None = None
+    ) -> list[tuple[int, float]]:
         """Return row number and BM25 score of the `k` best chunks for any of a question's words.
 
         Equal scores appear in the order of indexing. A question without words finds nothing.
+
+        Parameters
+        ----------
+        wanted
+            Which chunks may be found; None means all.
 
         Raises
         ------
@@ -98,20 +113,41 @@ class WordIndex:
         match = any_word_of(question)
         if not match:
             return []
+        # Unary plus: the words are looked up, not each row that the filter admits.
+        also = "" if wanted is None else f"AND +rowid IN ({_WHERE.format(wanted.condition)}) "
+        values = () if wanted is None else wanted.values
+        found: list[tuple[int, float]] = self._select(
+            texts,
+            f"SELECT rowid, -bm25(words) FROM words WHERE words MATCH ? {also}"
+            "ORDER BY bm25(words), rowid LIMIT ?",
+            (match, *values, k),
+        )
+        return found
+
+    def rows(self, texts: Texts, wanted: Filter) -> list[int]:
+        """Return the numbers of the rows that a filter admits, ascending. Raises as `search`."""
+        found = self._select(
+            texts, f"{_WHERE.format(wanted.condition)} ORDER BY row", wanted.values
+        )
+        return [row for (row,) in found]
+
+    def _select(self, texts: Texts, statement: str, values: Sequence[Any]) -> list[Any]:
+        """Return the result of a statement over an index of the current catalog."""
         try:
             try:
-                return self._search(texts, match, k)
+                return self._ready(texts).execute(statement, values).fetchall()  # type: ignore[no-any-return]
             except self._sql.DatabaseError as error:
                 if _lacks_fts5(error):
                     raise
                 self.discard()  # damaged after it was opened
-                return self._search(texts, match, k)
+                return self._ready(texts).execute(statement, values).fetchall()  # type: ignore[no-any-return]
         except self._sql.OperationalError as error:
             if not _lacks_fts5(error):
                 raise
             raise StoreError(
-                "searching by words needs SQLite with FTS5, which this Python's lacks: search with "
-                "--dense (Index.search_dense), or use another build of Python"
+                "searching by words or with a filter needs SQLite with FTS5, which this Python's "
+                "lacks: search with --dense (Index.search_dense) and no filter, or use another "
+                "build of Python"
             ) from error
 
     def discard_if_older(self, mark: bytes) -> None:
@@ -141,18 +177,6 @@ class WordIndex:
         if not self._path.exists() or self._tail() is not None:
             return ""
         return "the index of words is damaged (its file is not what was written)"
-
-    def _search(self, texts: Texts, match: str, k: int) -> list[tuple[int, float]]:
-        found: list[tuple[int, float]] = (
-            self._ready(texts)
-            .execute(
-                "SELECT rowid, -bm25(words) FROM words WHERE words MATCH ? "
-                "ORDER BY bm25(words), rowid LIMIT ?",
-                (match, k),
-            )
-            .fetchall()
-        )
-        return found
 
     def _ready(self, texts: Texts) -> Any:
         """Return a connection to an index of the current catalog."""
@@ -193,7 +217,9 @@ class WordIndex:
                 tail = file.read()
         except OSError:
             return None
-        is_right = tail[SEAL_BYTES:] == self._seals.words((tail[:SEAL_BYTES], digest.digest()))
+        is_right = tail[SEAL_BYTES:] == self._seals.words(
+            (_VERSION, tail[:SEAL_BYTES], digest.digest())
+        )
         return tail if len(tail) == _TAIL_BYTES and is_right else None
 
     def _write(self, texts: Texts) -> None:
@@ -215,7 +241,7 @@ class WordIndex:
                 while part := file.read(_BATCH):
                     digest.update(part)
                 mark = texts.mark()
-                file.write(mark + self._seals.words((mark, digest.digest())))
+                file.write(mark + self._seals.words((_VERSION, mark, digest.digest())))
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self._path)
@@ -234,13 +260,22 @@ class WordIndex:
         connection.execute("BEGIN")
         connection.executemany("DELETE FROM words WHERE rowid = ?", gone)
         connection.executemany("DELETE FROM of WHERE row = ?", gone)
-        connection.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", texts.texts(added))
-        connection.executemany("INSERT INTO of VALUES (?, ?)", ((row, new[row]) for row in added))
+        if gone:
+            connection.execute("DELETE FROM fields WHERE row NOT IN (SELECT row FROM of)")
+        # A damaged row is tried again when the catalog has changed.
+        for row, seal, text, fields in texts.sound_texts(added):
+            connection.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (row, text))
+            connection.execute("INSERT INTO of VALUES (?, ?)", (row, seal))
+            connection.executemany(
+                "INSERT OR IGNORE INTO fields VALUES (?, ?, ?)",
+                ((name, value, row) for name, value in values_of(fields)),
+            )
         if gone:  # merging removes the words of deleted texts
             connection.execute("INSERT INTO words (words) VALUES ('optimize')")
         connection.execute("COMMIT")
 
 
+_WHERE = "SELECT row FROM of WHERE {}"
 _OPTIONS: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}
 
 

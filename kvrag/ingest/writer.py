@@ -96,14 +96,17 @@ class Writer:
                     lambda ordinal, later: encoded_behind(ordinal, later, config.chunk_context),
                     storage.key_of,
                 )
-            catalog.refresh_words()
+            storage.refresh_caches()
             return num_removed
 
     def cut(self, document: Document) -> list[Chunk]:
         """Split a document into chunks, each with its contexts."""
         config, encoders = self._storage.config, self._encoders
         control = encoders.control
-        chunks = chunk_document(document, encoders.tokenizer, config.chunk_tokens, control)
+        most = config.chunk_tokens
+        if document.is_whole and not encoders.is_compressed:
+            most = max(most, encoders.room - config.context_tokens)
+        chunks = chunk_document(document, encoders.tokenizer, most, control)
         if control is not None and config.control_tokens == REFUSE:
             refuse_control(document, chunks, control)
         elif control is not None and (
@@ -149,7 +152,7 @@ class Writer:
             plan = self._plan(sources, parser, True, on_progress)
         outcome = self._foretell(plan) if dry_run else self._run(plan, parser, on_progress)
         if not dry_run:
-            catalog.refresh_words()
+            storage.refresh_caches()
         self._is_swept = self._is_swept or not dry_run
         note = "" if dry_run else self._note(plan, outcome, before)
         seconds = outcome.seconds

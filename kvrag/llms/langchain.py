@@ -36,7 +36,7 @@ from pydantic import ConfigDict, model_validator
 from kvrag.engine.answer import Answer
 from kvrag.errors import KVRagError
 from kvrag.llms.langchain_messages import to_turns
-from kvrag.llms.results import answer_details, token_usage
+from kvrag.llms.results import answer_details, short_name, token_usage
 from kvrag.llms.settings import PER_CALL, EngineSettings
 
 
@@ -70,7 +70,7 @@ class _LangChainSettings(EngineSettings):
 
     def _traced_name(self, call: Mapping[str, Any]) -> str:
         try:
-            return str(call.get("model") or self.model_name)
+            return str(call.get("model") or short_name(self.model_name))
         except (KVRagError, OSError):
             # Tracing must not fail a call before the call itself reports the error.
             return "unknown"
@@ -80,7 +80,7 @@ class _LangChainSettings(EngineSettings):
         return {**{k: v for k, v in options.items() if k != "stream"}, "stop": stop}
 
     def _details(self, answer: Answer, call: Mapping[str, Any]) -> dict[str, Any]:
-        return answer_details(answer, str(call.get("model") or self.model_name))
+        return answer_details(answer, str(call.get("model") or short_name(self.model_name)))
 
 
 class KVRagLLM(_LangChainSettings, BaseLLM):
@@ -91,8 +91,9 @@ class KVRagLLM(_LangChainSettings, BaseLLM):
     those in `PER_CALL`, and any other raises ParameterError.
 
     Each generation's ``generation_info`` holds ``model_name``, ``finish_reason``, ``report`` (see
-    `kvrag.FusionReport`) and ``sources``; ``llm_output["token_usage"]`` counts reused tokens as
-    ``cached_tokens``.
+    `kvrag.FusionReport`), ``sources`` with their texts, ``ttft_seconds``, ``total_seconds``,
+    ``saved_tokens`` and ``saved_seconds_estimate``; ``llm_output["token_usage"]`` counts reused
+    tokens as ``cached_tokens``.
 
     >>> llm = KVRagLLM(index="my-index", max_tokens=64)          # doctest: +SKIP
     >>> (prompt | llm).invoke({"question": "..."}, ratio=0.15)   # doctest: +SKIP
@@ -157,7 +158,7 @@ class KVRagLLM(_LangChainSettings, BaseLLM):
                 "token_usage": {name: sum(one[name] for one in usage) for name in usage[0]}
                 if usage
                 else {},
-                "model_name": str(call.get("model") or self.model_name),
+                "model_name": str(call.get("model") or short_name(self.model_name)),
             },
         )
 
@@ -202,7 +203,8 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
     may replace those in `PER_CALL`, and any other raises ParameterError.
 
     ``response_metadata`` holds ``model_name``, ``finish_reason``, ``report`` (see
-    `kvrag.FusionReport`) and ``sources``; reused tokens are
+    `kvrag.FusionReport`), ``sources`` with their texts, ``ttft_seconds``, ``total_seconds``,
+    ``saved_tokens`` and ``saved_seconds_estimate``; reused tokens are
     ``usage_metadata["input_token_details"]["cache_read"]``.
 
     Attributes

@@ -41,7 +41,7 @@ from pydantic import ConfigDict
 from kvrag.engine.answer import Answer
 from kvrag.engine.shared import shared_index
 from kvrag.errors import ParameterError
-from kvrag.llms.results import answer_details, token_usage
+from kvrag.llms.results import answer_details, short_name, token_usage
 from kvrag.llms.settings import EngineSettings, Prompt
 from kvrag.llms.turns import merge_turns
 
@@ -160,7 +160,7 @@ class KVRagLLM(EngineSettings, CustomLLM):
             yield CompletionResponse(text=text, delta=delta.text, raw=raw)
 
     def _raw(self, answer: Answer, call: dict[str, Any]) -> dict[str, Any]:
-        name = str(call.get("model") or self.model_name)
+        name = str(call.get("model") or short_name(self.model_name))
         return {"usage": token_usage(answer), **answer_details(answer, name)}
 
     def _asks_in_messages(self) -> bool:

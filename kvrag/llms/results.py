@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any
 
 from kvrag.engine.answer import Answer
+from kvrag.fusion.report import FusionReport
 
 
 def token_usage(answer: Answer) -> dict[str, int]:
@@ -18,17 +20,42 @@ def token_usage(answer: Answer) -> dict[str, int]:
     }
 
 
-def answer_details(answer: Answer, model_name: str) -> dict[str, Any]:
-    """Return the answer's model, finish reason, fusion report and sources.
+def short_name(model: str) -> str:
+    """Return a model's name without the folder that it was loaded from; hub names stay whole."""
+    return PurePath(model).name if PurePath(model).is_absolute() else model
 
-    A source has a ``chunk_id``, ``source`` and ``ordinal``; its text is in the prompt already.
+
+def answer_details(answer: Answer, model_name: str) -> dict[str, Any]:
+    """Return the answer's model, finish reason, times, savings, fusion report and sources.
+
+    ``saved_tokens`` are prompt tokens whose KV was reused. ``saved_seconds_estimate`` is what
+    computing them would have taken at the speed of the rows that were computed: too much where
+    those were few. A source has ``chunk_id``, ``source``, ``ordinal``, ``text`` and ``metadata``.
     """
     return {
         "model_name": model_name,
         "finish_reason": answer.finish_reason,
+        "ttft_seconds": answer.ttft_seconds,
+        "total_seconds": answer.total_seconds,
+        "saved_tokens": answer.usage.cached_tokens,
+        "saved_seconds_estimate": _saved_seconds(answer.report),
         "report": answer.report.to_dict(),
         "sources": [
-            {"chunk_id": source.chunk_id, "source": source.source, "ordinal": source.ordinal}
+            {
+                "chunk_id": source.chunk_id,
+                "source": source.source,
+                "ordinal": source.ordinal,
+                "text": source.text,
+                "metadata": dict(source.metadata),
+            }
             for source in answer.sources
         ],
     }
+
+
+def _saved_seconds(report: FusionReport) -> float:
+    """Return the estimated time of a full prefill beyond what fusing took; 0 if it is less."""
+    share = report.work_share
+    if not report.num_cached or not share:
+        return 0.0
+    return max(0.0, report.seconds.get("compute", 0.0) / share - sum(report.seconds.values()))

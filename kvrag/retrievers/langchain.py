@@ -45,11 +45,12 @@ from kvrag.ingest.search import SearchHit
 
 
 class KVRagRetriever(BaseRetriever):
-    """Returns the chunks of an index nearest to a query.
+    """Returns the chunks of an index that best match a query.
 
     A document's ``page_content`` is the chunk's text and nothing else, and its ``id`` is the
     chunk's id. ``metadata`` holds the source document's metadata, with ``source`` and ``ordinal``
-    (the chunk's number in the document) added unless the document defines them.
+    (the chunk's number in the document) added unless the document defines them, and where known
+    ``title``, ``page``, ``heading`` and ``start`` (the chunk's first character in the document).
 
     Attributes
     ----------
@@ -57,12 +58,15 @@ class KVRagRetriever(BaseRetriever):
         The folder of an index, or an opened `kvrag.Index`.
     k
         Number of documents to return; `invoke(query, k=...)` replaces it for one call.
+    filter
+        Which chunks may be found, as in `Index.search`; `invoke(query, filter=...)` replaces it.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
     index: Index | str | Path
     k: int = Field(default=4, ge=1)
+    filter: dict[str, Any] | None = None
 
     def __getstate__(self) -> dict[Any, Any]:
         state: dict[Any, Any] = dict(super().__getstate__())
@@ -80,18 +84,15 @@ class KVRagRetriever(BaseRetriever):
         *,
         run_manager: CallbackManagerForRetrieverRun,  # noqa: ARG002
         k: int | None = None,
+        filter: dict[str, Any] | None = None,
     ) -> list[Document]:
-        hits = shared_index(self.index).search(query, _checked_k(self.k if k is None else k))
+        hits = shared_index(self.index).search(
+            query,
+            _checked_k(self.k if k is None else k),
+            filter=self.filter if filter is None else filter,
+        )
         return [
-            Document(
-                id=hit.chunk.chunk_id,
-                page_content=hit.chunk.text,
-                metadata={
-                    "source": hit.chunk.source,
-                    "ordinal": hit.chunk.ordinal,
-                    **hit.chunk.metadata,
-                },
-            )
+            Document(id=hit.chunk.chunk_id, page_content=hit.chunk.text, metadata=hit.chunk.fields)
             for hit in hits
         ]
 
@@ -126,7 +127,11 @@ class KVRagVectorStore(VectorStore):
     document: adding a document with the same id replaces it. A document without an id gets one
     derived from its content, so that adding it again changes nothing. If a document has several
     chunks, searches return its chunks, each under the chunk's id; `get_by_ids` and `delete`
-    accept both kinds of id. Texts are normalised (see `kvrag.chunk.normalise_text`).
+    accept both kinds of id. Texts are normalised (see `kvrag.chunk.normalise_text`). A chunk of
+    several has ``source``, ``ordinal`` and ``start`` in its metadata, a whole document its own
+    metadata only. Every search takes ``filter``, as `Index.search` does.
+
+    LangChain's ``index()`` with a record manager keeps the store up to date.
 
     Parameters
     ----------
@@ -206,9 +211,21 @@ class KVRagVectorStore(VectorStore):
         return store
 
     def add_documents(
-        self, documents: list[Document], *, ids: list[str] | None = None, **kwargs: Any
+        self,
+        documents: list[Document],
+        *,
+        ids: list[str] | None = None,
+        batch_size: int | None = None,  # noqa: ARG002
+        **kwargs: Any,
     ) -> list[str]:
         """Add documents, replacing those with the same ids; return one id for each.
+
+        Parameters
+        ----------
+        ids
+            One for each document; None takes the documents' own.
+        batch_size
+            LangChain's ``index()`` says it; kvrag chooses its batches by their tokens.
 
         Raises
         ------
@@ -217,7 +234,7 @@ class KVRagVectorStore(VectorStore):
         DocumentError
             When a document contains no text; the others are added.
         """
-        _refuse(kwargs)
+        arguments.refuse_options(kwargs)
         if ids is not None and len(ids) != len(documents):
             raise ParameterError(
                 f"{len(documents)} documents, {len(ids)} ids: expected one id each"
@@ -240,7 +257,7 @@ class KVRagVectorStore(VectorStore):
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
         """Delete documents or chunks by id; None deletes everything. Unknown ids are ignored."""
-        _refuse(kwargs)
+        arguments.refuse_options(kwargs)
         if ids is None:
             ids = [row.source for row in self.index.documents()]
         self.index.delete(sources=ids, chunk_ids=ids)
@@ -254,24 +271,32 @@ class KVRagVectorStore(VectorStore):
             chunk_ids |= dict.fromkeys(index.catalog.chunk_ids_of(name) or [name])
         return [self._to_document(chunk) for chunk in index.get_chunks(list(chunk_ids))]
 
-    def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
+    def similarity_search(
+        self, query: str, k: int = 4, *, filter: dict[str, Any] | None = None, **kwargs: Any
+    ) -> list[Document]:
         """Return the `k` chunks that best match `query`, by meaning and words, best first."""
-        _refuse(kwargs)
-        return [document for document, _ in self._scored(self.index.search(query, _checked_k(k)))]
+        arguments.refuse_options(kwargs)
+        hits = self.index.search(query, _checked_k(k), filter=filter)
+        return [document for document, _ in self._scored(hits)]
 
     def similarity_search_with_score(
-        self, query: str, k: int = 4, **kwargs: Any
+        self, query: str, k: int = 4, *, filter: dict[str, Any] | None = None, **kwargs: Any
     ) -> list[tuple[Document, float]]:
         """Return the nearest chunks by meaning, with their cosine similarities, best first."""
-        _refuse(kwargs)
-        return self._scored(self.index.search_dense(query, _checked_k(k)))
+        arguments.refuse_options(kwargs)
+        return self._scored(self.index.search_dense(query, _checked_k(k), filter=filter))
 
     def similarity_search_by_vector(
-        self, embedding: list[float], k: int = 4, **kwargs: Any
+        self,
+        embedding: list[float],
+        k: int = 4,
+        *,
+        filter: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> list[Document]:
         """Return the `k` chunks nearest to a vector, best first."""
-        _refuse(kwargs)
-        hits = self.index.search_by_vector(embedding, _checked_k(k))
+        arguments.refuse_options(kwargs)
+        hits = self.index.search_by_vector(embedding, _checked_k(k), filter=filter)
         return [document for document, _ in self._scored(hits)]
 
     def max_marginal_relevance_search(
@@ -293,13 +318,15 @@ class KVRagVectorStore(VectorStore):
         k: int = 4,
         fetch_k: int = 20,
         lambda_mult: float = 0.5,
+        *,
+        filter: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> list[Document]:
         """Return `k` chunks that are near to a vector and different from each other."""
-        _refuse(kwargs)
+        arguments.refuse_options(kwargs)
         fetch_k = arguments.whole(fetch_k, "fetch_k", 0)
         lambda_mult = arguments.number(lambda_mult, "lambda_mult", 0.0, 1.0)
-        hits = self.index.search_by_vector(embedding, max(_checked_k(k), fetch_k))
+        hits = self.index.search_by_vector(embedding, max(_checked_k(k), fetch_k), filter=filter)
         if not hits:
             return []
         vectors = self.embeddings.embed_documents([hit.chunk.text for hit in hits])
@@ -318,7 +345,7 @@ class KVRagVectorStore(VectorStore):
         return Document(
             id=chunk.source if is_whole else chunk.chunk_id,
             page_content=chunk.text,
-            metadata=dict(chunk.metadata),
+            metadata=dict(chunk.metadata) if is_whole else chunk.fields,
         )
 
 
@@ -346,8 +373,3 @@ def _content_id(document: Document) -> str:
 
 def _checked_k(k: int) -> int:
     return arguments.whole(k, "k", 1)
-
-
-def _refuse(options: dict[str, Any]) -> None:
-    if options:
-        raise ParameterError(f"unknown option {', '.join(map(repr, sorted(options)))}")

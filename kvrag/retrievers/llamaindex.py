@@ -1,4 +1,4 @@
-"""An index in LlamaIndex: `KVRagRetriever`."""
+"""An index in LlamaIndex: `KVRagRetriever`, and filters and nodes as LlamaIndex has them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ try:
         RelatedNodeInfo,
         TextNode,
     )
+    from llama_index.core.vector_stores.types import (
+        FilterCondition,
+        FilterOperator,
+        MetadataFilters,
+    )
 except ImportError as error:
     raise ImportError(
         "kvrag.retrievers.llamaindex needs llama-index-core: pip install 'kvrag[llama-index]'"
     ) from error
 
 from kvrag import arguments
+from kvrag.chunk import Chunk
 from kvrag.engine.shared import shared_index
+from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
-from kvrag.ingest.search import SearchHit
 
 
 class KVRagRetriever(BaseRetriever):
@@ -42,6 +48,8 @@ class KVRagRetriever(BaseRetriever):
         The folder of an index, or an opened `kvrag.Index`.
     k
         Number of nodes to return.
+    filters
+        Which chunks may be found: LlamaIndex's, or a mapping as in `Index.search`; None means all.
     """
 
     def __init__(
@@ -49,12 +57,15 @@ class KVRagRetriever(BaseRetriever):
         index: Index | str | Path,
         *,
         k: int = 4,
+        filters: MetadataFilters | dict[str, Any] | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
         k = arguments.whole(k, "k", 1)
         super().__init__(callback_manager=callback_manager)
         self._index = index
         self._k = k
+        self._filters = filters
+        self._wanted = to_filter(filters) if isinstance(filters, MetadataFilters) else filters
 
     def __getstate__(self) -> dict[str, Any]:
         folder = self._index.path if isinstance(self._index, Index) else self._index
@@ -62,29 +73,34 @@ class KVRagRetriever(BaseRetriever):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # An opened index holds locks and open files: shared, not copied.
-        return type(self)(self._index, k=self._k, callback_manager=self.callback_manager)
+        return type(self)(
+            self._index,
+            k=self._k,
+            filters=self._filters,
+            callback_manager=self.callback_manager,
+        )
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        index = shared_index(self._index)
+        index, wanted = shared_index(self._index), self._wanted
         if query_bundle.embedding is not None:
-            hits = index.search_by_vector(query_bundle.embedding, self._k)
+            hits = index.search_by_vector(query_bundle.embedding, self._k, filter=wanted)
         elif query_bundle.custom_embedding_strs:
             # Like LlamaIndex's retrievers, search for several texts (HyDE) by their mean vector.
             texts = query_bundle.custom_embedding_strs
             vectors = [index.embedding.embed_query(text) for text in texts]
-            hits = index.search_by_vector(np.mean(vectors, axis=0), self._k)
+            hits = index.search_by_vector(np.mean(vectors, axis=0), self._k, filter=wanted)
         else:
-            hits = index.search(query_bundle.query_str, self._k)
-        return [_to_node(hit) for hit in hits]
+            hits = index.search(query_bundle.query_str, self._k, filter=wanted)
+        return [NodeWithScore(node=to_node(hit.chunk), score=hit.score) for hit in hits]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return await asyncio.to_thread(self._retrieve, query_bundle)
 
 
-def _to_node(hit: SearchHit) -> NodeWithScore:
-    chunk = hit.chunk
-    metadata = {"source": chunk.source, "ordinal": chunk.ordinal, **chunk.metadata}
-    node = TextNode(
+def to_node(chunk: Chunk) -> TextNode:
+    """Return a chunk as a node. Language models read its text, and no metadata."""
+    metadata = chunk.fields
+    return TextNode(
         id_=chunk.chunk_id,
         text=chunk.text,
         metadata=metadata,
@@ -92,4 +108,48 @@ def _to_node(hit: SearchHit) -> NodeWithScore:
         excluded_embed_metadata_keys=list(metadata),
         relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=chunk.source)},
     )
-    return NodeWithScore(node=node, score=hit.score)
+
+
+_OPERATORS = {
+    FilterOperator.EQ: "$eq",
+    FilterOperator.NE: "$ne",
+    FilterOperator.GT: "$gt",
+    FilterOperator.GTE: "$gte",
+    FilterOperator.LT: "$lt",
+    FilterOperator.LTE: "$lte",
+    FilterOperator.IN: "$in",
+    FilterOperator.NIN: "$nin",
+    FilterOperator.ANY: "$in",
+    FilterOperator.CONTAINS: "$eq",
+}
+_CONDITIONS = {FilterCondition.AND: "$and", FilterCondition.OR: "$or", None: "$and"}
+
+
+def to_filter(filters: MetadataFilters) -> dict[str, Any] | None:
+    """Return LlamaIndex's filters as `Index.search` takes them; None if there are none.
+
+    Raises
+    ------
+    ParameterError
+        When an operator or condition has no equivalent (`TEXT_MATCH`, `IS_EMPTY`, `NOT`).
+    """
+    joined = _CONDITIONS.get(filters.condition)
+    if joined is None:
+        raise ParameterError(
+            f"condition {filters.condition}: expected AND or OR; use NE and NIN to exclude"
+        )
+    parts = []
+    for one in filters.filters:
+        if isinstance(one, MetadataFilters):
+            parts.append(to_filter(one))
+        elif one.operator == FilterOperator.ALL and isinstance(one.value, list):
+            parts.append({"$and": [{one.key: value} for value in one.value]})
+        elif one.operator in _OPERATORS:
+            parts.append({one.key: {_OPERATORS[one.operator]: one.value}})
+        else:
+            raise ParameterError(
+                f"filter of {one.key!r}: operator {one.operator} is not known; expected one of "
+                f"{', '.join(known.name for known in (*_OPERATORS, FilterOperator.ALL))}"
+            )
+    kept = [part for part in parts if part is not None]
+    return {joined: kept} if kept else None

@@ -77,6 +77,8 @@ class KVRagOptions(Strict):
         Whether the answer carries kvrag's report.
     k
         How many chunks the server retrieves, for the models ``rag:NAME``.
+    filter
+        Which of them it may retrieve, as in `Index.search`.
     """
 
     policy: str | None = Field(default=None, max_length=200)
@@ -85,6 +87,7 @@ class KVRagOptions(Strict):
     reuse: bool = True
     report: bool = False
     k: int | None = Field(default=None, ge=1, le=MAX_HITS)
+    filter: dict[str, Any] | None = None
 
 
 class TextPart(Strict):

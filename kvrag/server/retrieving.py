@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
+from typing import Any
 
 from kvrag.engine.answer import Answer
 from kvrag.engine.prompts import chat_messages, reading_order
@@ -18,7 +19,12 @@ PREFIX = "rag:"
 _FEW_SHOT_STOP = "\n"
 
 
-def question_over(index: Index, turns: Sequence[dict[str, str]], k: int) -> Question:
+def question_over(
+    index: Index,
+    turns: Sequence[dict[str, str]],
+    k: int,
+    wanted: Mapping[str, Any] | None = None,
+) -> Question:
     """Return the prompt for a conversation's last question, over the chunks found for it.
 
     Parameters
@@ -29,11 +35,14 @@ def question_over(index: Index, turns: Sequence[dict[str, str]], k: int) -> Ques
         The conversation; the last turn is the user's question.
     k
         Number of chunks.
+    wanted
+        Which chunks may be found (`Index.search`); None means all.
 
     Raises
     ------
     ParameterError
-        When the last turn is not a question, or earlier turns have no place in the prompt.
+        When the last turn is not a question, the filter is wrong, or earlier turns have no place in
+        the prompt.
     """
     if turns[-1]["role"] != "user":
         raise ParameterError(
@@ -41,7 +50,7 @@ def question_over(index: Index, turns: Sequence[dict[str, str]], k: int) -> Ques
             "asks last; end with a message of the user"
         )
     question = turns[-1]["content"]
-    chunks = reading_order([hit.chunk for hit in index.search(question, k)])
+    chunks = reading_order([hit.chunk for hit in index.search(question, k, filter=wanted)])
     texts = [chunk.text for chunk in chunks]
     hints = tuple(chunk.chunk_id for chunk in chunks)
     if getattr(index.tokenizer, "chat_template", None):

@@ -101,10 +101,12 @@ class Service:
             ("system" if one.role == "developer" else one.role, one.text) for one in asked.messages
         )
         if asked.model == self.names.rag:
-            k = asked.kvrag.k or self._top_k
-            question = await self._in_thread(lambda: question_over(self._engine.index, turns, k))
+            k, wanted = asked.kvrag.k or self._top_k, asked.kvrag.filter
+            question = await self._in_thread(
+                lambda: question_over(self._engine.index, turns, k, wanted)
+            )
         else:
-            _refuse_k(asked)
+            _refuse_retrieving(asked)
             question = Question(turns)
         shape = ChatShape(asked, self._fingerprint, cites=asked.model == self.names.rag)
         return await self._answer([question], asked, http, shape)
@@ -112,7 +114,7 @@ class Service:
     async def complete(self, asked: CompletionRequest, http: HttpRequest) -> Response:
         """Complete one text or several."""
         self._require(asked.model, self.names.model)
-        _refuse_k(asked)
+        _refuse_retrieving(asked)
         questions = [Question(prompt) for prompt in asked.prompts]
         return await self._answer(questions, asked, http, TextShape(asked, self._fingerprint))
 
@@ -231,10 +233,12 @@ def _record(http: HttpRequest) -> Record:
     return record
 
 
-def _refuse_k(asked: Generating) -> None:
-    if asked.kvrag.k is not None:
-        raise RequestError(
-            400,
-            f"kvrag.k: the server retrieves only for the models {PREFIX}NAME; leave it out",
-            param="kvrag.k",
-        )
+def _refuse_retrieving(asked: Generating) -> None:
+    for name in ("k", "filter"):
+        if getattr(asked.kvrag, name) is not None:
+            raise RequestError(
+                400,
+                f"kvrag.{name}: the server retrieves only for the models {PREFIX}NAME; leave it "
+                "out",
+                param=f"kvrag.{name}",
+            )

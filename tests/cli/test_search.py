@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,31 @@ def test_modes(run: Run, index_folder: Path, options: list[str], mode: str) -> N
     assert Path(found["hits"][0]["source"]).name == "river.md"
     (score, *_) = [hit["score"] for hit in found["hits"]]
     assert (score == 1.0) == (mode == "hybrid")  # first by words and by meaning
+
+
+@pytest.mark.parametrize("options", [[], ["--sparse"], ["--dense"]])
+def test_a_filter_narrows_the_search(run: Run, index_folder: Path, options: list[str]) -> None:
+    found = run("search", "the harbour ledger", "-i", index_folder, "--json").json["hits"]
+    wanted = json.dumps({"source": {"$ne": found[0]["source"]}, "ordinal": {"$gte": 0}})
+    common = ("search", "the river", "-i", index_folder, *options)
+    hits = run(*common, "--filter", wanted, "--json").json["hits"]
+    assert hits
+    assert found[0]["source"] not in {hit["source"] for hit in hits}
+    for text, why in (
+        ("{", "not JSON"),
+        ('{"a": {"$like": 1}}', "unknown operator '$like'"),
+        ("3", "expected a mapping"),
+        ("[" * 100_000, "not JSON"),
+    ):
+        done = run(*common, "--filter", text)
+        assert done.code == 2
+        assert why in " ".join(done.err.split())
+
+
+def test_query_takes_a_filter(run: Run, index_folder: Path) -> None:
+    asked = ("query", "Who keeps the harbour ledger?", "-i", index_folder, "--max-tokens", 1)
+    done = run(*asked, "--filter", '{"source": "nowhere"}')
+    assert "without documents" in done.err
 
 
 def test_modes_exclude_each_other(run: Run, index_folder: Path) -> None:

@@ -180,6 +180,7 @@ def test_a_failed_reading_of_the_table_is_made_again(
     cut: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = cut.catalog.tokens_behind
+    (cut.path / "runs.cache").unlink(missing_ok=True)
     with Index.open(cut.path, model=cut.model) as again:
         monkeypatch.setattr("kvrag.ingest.run_finder._BATCH", 1)
         num_read = 0

@@ -82,8 +82,11 @@ def test_headings_and_pages_go_with_the_chunks() -> None:
     filler = "the old bridge crosses the river at Varn. " * 4
     text = f"# One\n\n{filler}\n```\n# no heading\n```\n\f{filler}\n\n## Two ##\n\n{filler}"
     chunks = chunk_document(Document("d", text), make_tokenizer(), 32)
-    assert chunks[0].metadata == {"heading": "One", "page": 1}
-    assert chunks[-1].metadata == {"heading": "Two", "page": 2}
+    assert chunks[0].metadata == {"start": 0, "heading": "One", "page": 1}
+    whole = chunker._prepare(text).text
+    starts = [whole.index(chunk.text, chunk.metadata["start"]) for chunk in chunks]
+    assert starts == [chunk.metadata["start"] for chunk in chunks]
+    assert chunks[-1].metadata == {"start": starts[-1], "heading": "Two", "page": 2}
     assert "\f" not in "".join(chunk.text for chunk in chunks)
     assert {chunk.metadata["heading"] for chunk in chunks} == {"One", "Two"}
 

@@ -172,7 +172,8 @@ def test_the_end_of_a_long_chunk_is_found(long_index: Index) -> None:
 
 def test_windows_are_kept_sealed_cached_mended_and_deleted(long_index: Index) -> None:
     index = long_index
-    ((version, rows, vectors), path) = index.catalog.vectors(384), index.path
+    (read, path) = index.catalog.vectors(384), index.path
+    version, rows, vectors = read.version, read.rows, read.vectors
     assert len(set(rows.tolist())) == 4
     assert len(rows) > 4
     assert vectors.shape == (len(rows), 384)
@@ -186,10 +187,10 @@ def test_windows_are_kept_sealed_cached_mended_and_deleted(long_index: Index) ->
             )
         assert index.upkeep.verify(repair=True).ok
         again = index.catalog.vectors(384)
-        np.testing.assert_array_equal(again[1], rows)
-        np.testing.assert_allclose(again[2], vectors, atol=1e-5)
+        np.testing.assert_array_equal(again.rows, rows)
+        np.testing.assert_allclose(again.vectors, vectors, atol=1e-5)
         index.delete(sources=["long"])
-        assert len(index.catalog.vectors(384)[1]) == 3
+        assert len(index.catalog.vectors(384).rows) == 3
         assert "long" not in [hit.chunk.source for hit in index.search(TAIL, 4)]
         index.add(Document("long", LONG))
         assert index.search(TAIL, 1)[0].chunk.source == "long"
@@ -206,7 +207,7 @@ def test_an_index_of_one_vector_a_chunk_opens_and_stays(
         ) as index:
             index.add([Document("long", LONG), Document("short", "Green lanterns.")])
     with Index.open(tmp_path / "old", model=model) as index:
-        assert len(index.catalog.vectors(384)[1]) == 2
+        assert len(index.catalog.vectors(384).rows) == 2
         assert index.search("ledger of ships", 1)[0].chunk.source == "long"
         assert index.upkeep.verify().ok
         assert index.add(Document("long", LONG)).unchanged

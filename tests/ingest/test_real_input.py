@@ -42,7 +42,8 @@ def test_every_musique_passage_is_retrievable(make_index: MakeIndex, num_passage
     assert report.num_chunks == num_passages
     # Every passage is the nearest to the vectors of its windows. Passages of this set overlap: a
     # window, or a whole passage, may be the same words in several.
-    _, rows, vectors = index.catalog.vectors(index.embedding.dim)
+    read = index.catalog.vectors(index.embedding.dim)
+    rows, vectors = read.rows, read.vectors
     chunks = index.catalog.chunks_at(rows.tolist())
     texts = {normalise_text(text) for text in passages}
     for row, vector in zip(rows.tolist(), vectors, strict=True):

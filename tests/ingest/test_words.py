@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -229,8 +230,8 @@ def test_rare_words_count_more(tmp_path: Path) -> None:
         def row_seals(self) -> list[tuple[int, object]]:
             return [(n, b"") for n in range(5000)]
 
-        def texts(self, rows: Sequence[int]) -> list[tuple[int, object]]:
-            return [(n, f"word{n % 97} word{n}") for n in rows]
+        def sound_texts(self, rows: Sequence[int]) -> list[tuple[int, bytes, str, dict[str, Any]]]:
+            return [(n, b"", f"word{n % 97} word{n}", {}) for n in rows]
 
     index = words.WordIndex(tmp_path / words.FILE_NAME, Seals(b""), None)
     assert [row for row, _ in index.search(Texts(), "word4321", 3)] == [4321]

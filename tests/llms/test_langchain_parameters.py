@@ -415,7 +415,15 @@ def test_usage_and_report(rag: Rag, chat: ChatKVRag) -> None:
     assert message.usage_metadata is not None
     assert message.usage_metadata["input_token_details"] == {"cache_read": report["num_cached"]}
     assert message.usage_metadata["input_tokens"] == report["num_tokens"]
-    assert message.response_metadata["model_name"] == str(rag.model_folder)
+    details = message.response_metadata
+    assert details["model_name"] == rag.model_folder.name
+    assert 0 < details["ttft_seconds"] <= details["total_seconds"]
+    assert details["saved_tokens"] == report["num_cached"]
+    assert details["saved_seconds_estimate"] >= 0
+    assert all(source["text"] in PROMPT for source in details["sources"])
+    assert {source["source"] for source in details["sources"]} == {"ledger", "clock"}
+    plain = chat.invoke("Nothing of the documents.").response_metadata
+    assert (plain["saved_tokens"], plain["saved_seconds_estimate"]) == (0, 0.0)
     streamed = list(chat.stream(PROMPT))
     whole = sum(streamed[1:], streamed[0])
     assert whole.text == message.text

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.indexing import InMemoryRecordManager, index
 
+from kvrag.chunk import normalise_text
 from kvrag.errors import DocumentError, IndexMismatchError, IndexNotFoundError, ParameterError
 from kvrag.llms.langchain import KVRagLLM
 from kvrag.retrievers.langchain import KVRagEmbeddings, KVRagRetriever, KVRagVectorStore
@@ -148,7 +150,7 @@ def test_store_document_without_text(store: KVRagVectorStore) -> None:
 
 def test_store_refuses_unknown_options(store: KVRagVectorStore) -> None:
     for call in (
-        lambda: store.similarity_search("q", filter={"a": 1}),
+        lambda: store.similarity_search("q", filters={"a": 1}),
         lambda: store.delete(["a"], force=True),
         lambda: store.add_documents([], batch=3),
     ):
@@ -214,3 +216,72 @@ def test_embeddings_read_the_whole_of_a_long_text() -> None:
     assert embeddings.embed_documents(["short"])[0] == pytest.approx(
         embeddings.embed_query("short"), abs=1e-5
     )
+
+
+def test_filters(store: KVRagVectorStore) -> None:
+    for number in range(4):
+        place = {"n": number, "lang": "en" if number % 2 else "de"}
+        store.add_texts([f"The fox number {number}."], [place], ids=[f"fox {number}"])
+    vector = store.embeddings.embed_query("fox")
+    wanted = {"n": {"$gte": 1}, "lang": "en"}
+    for found in (
+        store.similarity_search("fox", 9, filter=wanted),
+        [one for one, _ in store.similarity_search_with_score("fox", 9, filter=wanted)],
+        store.similarity_search_by_vector(vector, 9, filter=wanted),
+        store.max_marginal_relevance_search("fox", 9, filter=wanted),
+        [one for one, _ in store.similarity_search_with_relevance_scores("fox", 9, filter=wanted)],
+        store.as_retriever(search_kwargs={"k": 9, "filter": wanted}).invoke("fox"),
+        KVRagRetriever(index=store.index, k=9, filter=wanted).invoke("fox"),
+        KVRagRetriever(index=store.index, k=9).invoke("fox", filter=wanted),
+    ):
+        assert sorted(one.metadata["n"] for one in found) == [1, 3]
+    with pytest.raises(ParameterError, match="unknown operator"):
+        store.similarity_search("fox", filter={"n": {"$like": 1}})
+
+
+async def test_async_searches(store: KVRagVectorStore) -> None:
+    await store.aadd_documents([Document("A fox.", id="fox", metadata={"n": 1}), Document("B.")])
+    assert (await store.asimilarity_search("fox", filter={"n": 1}))[0].id == "fox"
+    ((found, score),) = await store.asimilarity_search_with_score("fox", filter={"n": 1})
+    assert found.id == "fox"
+    assert 0 < score <= 1
+    assert len(await store.amax_marginal_relevance_search("fox", 2)) == 2
+    assert [one.id for one in await store.aget_by_ids(["fox"])] == ["fox"]
+    assert await store.adelete(["fox"])
+    assert await store.aget_by_ids(["fox"]) == []
+
+
+def test_parts_of_a_document_say_where_they_stood(store: KVRagVectorStore) -> None:
+    text = "\n\n".join(f"Paragraph {n} is about the number {n}, and more. " * 4 for n in range(40))
+    store.add_texts([text], [{"title": "Numbers"}], ids=["long"])
+    parts = store.get_by_ids(["long"])
+    assert len(parts) > 1
+    for ordinal, part in enumerate(parts):
+        place = part.metadata["start"]
+        assert normalise_text(text)[place : place + len(part.page_content)] == part.page_content
+        assert (part.metadata["source"], part.metadata["ordinal"]) == ("long", ordinal)
+        assert part.metadata["title"] == "Numbers"
+
+
+@pytest.mark.parametrize("cleanup", ["incremental", "full", "scoped_full"])
+def test_langchain_index_keeps_the_store_up_to_date(store: KVRagVectorStore, cleanup: Any) -> None:
+    manager = InMemoryRecordManager("kvrag")
+    manager.create_schema()
+
+    def run(*texts: str) -> dict[str, int]:
+        found = [Document(text, metadata={"source": "notes", "n": 1}) for text in texts]
+        done = index(
+            found,
+            manager,
+            store,
+            cleanup=cleanup,
+            source_id_key="source",
+            key_encoder="blake2b",
+        )
+        return {name: count for name, count in done.items() if count}  # type: ignore[misc]
+
+    assert run("The fox.", "The owl.") == {"num_added": 2}
+    assert run("The fox.", "The owl.") == {"num_skipped": 2}
+    assert run("The fox.", "The wren.") == {"num_added": 1, "num_skipped": 1, "num_deleted": 1}
+    held = [chunk.page_content for chunk in store.similarity_search("the", 9, filter={"n": 1})]
+    assert sorted(held) == ["The fox.", "The wren."]

@@ -3,9 +3,16 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llama_index.core.schema import MetadataMode, QueryBundle
+from llama_index.core.vector_stores.types import (
+    FilterCondition,
+    FilterOperator,
+    MetadataFilter,
+    MetadataFilters,
+)
 
 from kvrag.errors import IndexNotFoundError, ParameterError
 from kvrag.ingest.embedding import HashingEmbedding, Vectors
@@ -69,3 +76,28 @@ def test_bad_arguments(rag: Rag, tmp_path: Path) -> None:
         KVRagRetriever(rag.path, k=0)
     with pytest.raises(IndexNotFoundError):
         KVRagRetriever(tmp_path / "nowhere").retrieve("q")
+
+
+def test_filters(rag: Rag) -> None:
+    def found(filters: MetadataFilters | dict[str, Any] | None) -> set[str]:
+        nodes = KVRagRetriever(rag.path, k=9, filters=filters).retrieve("the harbour ledger")
+        return {node.node.metadata["source"] for node in nodes}
+
+    def where(operator: FilterOperator, value: Any) -> MetadataFilter:
+        return MetadataFilter(key="source", operator=operator, value=value)
+
+    first, second, *_ = PASSAGES
+    one, other = where(FilterOperator.EQ, first), where(FilterOperator.IN, [second])
+    assert found(MetadataFilters(filters=[one])) == {first}
+    assert found(MetadataFilters(filters=[one, other])) == set()
+    either = MetadataFilters(filters=[one, other], condition=FilterCondition.OR)
+    assert found(either) == {first, second}
+    not_first = where(FilterOperator.NE, first)
+    assert found(MetadataFilters(filters=[either, not_first])) == {second}
+    assert found(MetadataFilters(filters=[where(FilterOperator.ALL, [first])])) == {first}
+    assert found({"source": second}) == {second}
+    assert found(MetadataFilters(filters=[])) == set(PASSAGES)
+    with pytest.raises(ParameterError, match="TEXT_MATCH"):
+        found(MetadataFilters(filters=[where(FilterOperator.TEXT_MATCH, "x")]))
+    with pytest.raises(ParameterError, match="AND or OR"):
+        found(MetadataFilters(filters=[one], condition=FilterCondition.NOT))

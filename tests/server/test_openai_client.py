@@ -142,6 +142,15 @@ def test_the_server_retrieves_and_cites(client: OpenAI, served: Served) -> None:
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens > 0
+    wanted = {"source": {"$nin": [found[0].chunk.source]}}
+    filtered = client.chat.completions.create(**options, extra_body={"kvrag": {"filter": wanted}})
+    others = [one.url_citation.title for one in filtered.choices[0].message.annotations or []]
+    assert others
+    assert found[0].chunk.source not in others
+    with pytest.raises(openai.BadRequestError, match="unknown operator"):
+        client.chat.completions.create(
+            **options, extra_body={"kvrag": {"filter": {"a": {"$like": 1}}}}
+        )
     with client.chat.completions.create(**options, stream=True) as stream:
         chunks = list(stream)
     (last,) = (one.choices[0] for one in chunks if one.choices[0].finish_reason)
@@ -210,6 +219,7 @@ def test_the_models_are_listed(client: OpenAI) -> None:
         ),
         ({"extra_body": {"kvrag": {"policy": "magic"}}}, None, "unknown policy"),
         ({"extra_body": {"kvrag": {"k": 3}}}, "kvrag.k", "retrieves only"),
+        ({"extra_body": {"kvrag": {"filter": {"a": 1}}}}, "kvrag.filter", "retrieves only"),
     ],
 )
 def test_what_is_refused(

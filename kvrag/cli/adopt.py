@@ -1,0 +1,57 @@
+"""`kvrag adopt`: index the documents of another vector store as they were cut there."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvrag.cli import console
+from kvrag.cli import options as o
+from kvrag.cli.failures import EXIT_FAILURE
+from kvrag.ingest.settings import IndexSettings
+
+
+def adopt(
+    vector_store: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:NAME",
+            help="The store: an object of Python, or a function that returns it.",
+        ),
+    ],
+    index: o.IndexOption = o.DEFAULT_INDEX,
+    model: o.ModelOption = None,
+    device: o.DeviceOption = None,
+    store: o.StoreOption = None,
+    embedding: Annotated[
+        str | None,
+        typer.Option(
+            help="Embedding for retrieval, as in 'kvrag ingest'. Default for a new index: "
+            f"{IndexSettings.embedding}.",
+            rich_help_panel=o.TUNING,
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be done.")
+    ] = False,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Index the documents of another vector store as they were cut there.
+
+    A chain over that store then reuses their KV, without any other change. Run it again
+    after the store has changed; documents that have left it are removed with 'kvrag rm'.
+    """
+    from kvrag.cli.ingest import index_into, print_report
+    from kvrag.cli.opening import load_object
+    from kvrag.ingest.adopting import adopted
+
+    documents = adopted(load_object(vector_store, "MODULE:NAME"))
+    report = index_into(index, documents, model, device, store, embedding, dry_run)
+    if as_json:
+        console.print_json(report)
+    else:
+        print_report(report)
+    if not report.ok:
+        raise typer.Exit(EXIT_FAILURE)

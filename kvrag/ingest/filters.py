@@ -1,0 +1,186 @@
+"""Filters of a search: which chunks it may find, by their metadata.
+
+A filter has the form that LangChain's vector stores share::
+
+    {"source": "manual.pdf"}
+    {"year": {"$gte": 2020, "$lt": 2024}, "lang": {"$in": ["en", "de"]}}
+    {"$or": [{"page": 3}, {"$and": [{"title": "Preface"}, {"page": {"$ne": 1}}]}]}
+
+It becomes an SQL condition over a table of ``(name, value, row)``, with one line for each value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvrag import arguments
+from kvrag.errors import ParameterError
+
+_MOST_DEPTH = 16
+_MOST_CONDITIONS = 100
+_MOST_VALUES = 10_000
+
+_RANGES = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
+_OPERATORS = ("$eq", "$ne", "$in", "$nin", *_RANGES)
+
+Value = str | int | float | bytes
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A checked filter.
+
+    Attributes
+    ----------
+    key
+        The filter as a text; equal filters have equal ones.
+    condition
+        An SQL condition on the column ``row`` of the table ``of`` (`kvrag.ingest.words`).
+    values
+        The condition's parameters.
+    """
+
+    key: str
+    condition: str
+    values: tuple[Value, ...]
+
+
+def read_filter(given: Any) -> Filter | None:
+    """Return a filter as it was given, checked; None stays None.
+
+    A field without a condition may have any value. A list has each of its values: ``$eq`` finds it
+    by one of them, ``$ne`` if none is equal. A chunk without the field is found only by ``$ne`` and
+    ``$nin``. Ranges compare numbers with numbers, and texts by their code points. A field of a
+    mapping is named ``outer.inner``.
+
+    Raises
+    ------
+    ParameterError
+        When it is not a filter; the message names the part that is wrong.
+    """
+    if given is None:
+        return None
+    reader = _Reader()
+    condition = reader.mapping(given, "filter", 1)
+    key = json.dumps(given, sort_keys=True, default=repr)
+    return Filter(key, condition, tuple(reader.values))
+
+
+def values_of(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Value]]:
+    """Yield the names and values of metadata as filters see them; leaves out null."""
+    for name, value in metadata.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", one) for inner, one in values_of(value))
+        elif isinstance(value, list):
+            for one in value:
+                yield from values_of({name: one})
+        elif value is not None:
+            yield name, _stored(value)
+
+
+def _stored(value: str | float | bool) -> Value:
+    """Return a value as SQLite keeps it: true is not 1."""
+    return bytes([value]) if isinstance(value, bool) else value
+
+
+class _Reader:
+    """Turns a filter into SQL, and counts its parts."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self._num_conditions = 0
+
+    def mapping(self, given: Any, where: str, depth: int) -> str:
+        if depth > _MOST_DEPTH:
+            raise ParameterError(f"{where[:80]}: nested more than {_MOST_DEPTH} levels deep")
+        if not isinstance(given, Mapping) or not given:
+            raise ParameterError(
+                f"{where}: expected a mapping of fields to values or conditions, such as "
+                f'{{"source": "manual.pdf"}}, found {arguments.shown(given)}'
+            )
+        parts = []
+        for name, value in given.items():
+            if name in ("$and", "$or"):
+                if not isinstance(value, list | tuple) or not value:
+                    raise ParameterError(
+                        f"{where}: {name} expects a list of filters, found {arguments.shown(value)}"
+                    )
+                inner = [
+                    self.mapping(one, f"{where}.{name}[{number}]", depth + 1)
+                    for number, one in enumerate(value)
+                ]
+                parts.append(f" {name[1:].upper()} ".join(inner))
+            elif not isinstance(name, str) or name.startswith("$"):
+                raise ParameterError(
+                    f"{where}: {arguments.shown(name)} is no field; expected a field's name, "
+                    f"'$and' or '$or' ({', '.join(_OPERATORS)} belong inside a field's condition)"
+                )
+            else:
+                parts.append(self._field(name, value, f"{where}.{arguments.cut(name)}"))
+        return "(" + " AND ".join(f"({part})" for part in parts) + ")"
+
+    def _field(self, name: str, value: Any, where: str) -> str:
+        arguments.text(name, f"{where[:80]}: a field's name")
+        if not isinstance(value, Mapping):
+            return self._condition(name, "$eq", value, where)
+        if not value:
+            raise ParameterError(f"{where}: expected a condition, such as {{'$eq': 1}}, found {{}}")
+        return " AND ".join(self._condition(name, *one, where) for one in value.items())
+
+    def _condition(self, name: str, operator: Any, value: Any, where: str) -> str:
+        self._num_conditions += 1
+        if self._num_conditions > _MOST_CONDITIONS:
+            raise ParameterError(f"the filter has more than {_MOST_CONDITIONS} conditions")
+        if operator not in _OPERATORS:
+            raise ParameterError(
+                f"{where}: unknown operator {arguments.shown(operator)}; expected one of "
+                f"{', '.join(_OPERATORS)}"
+            )
+        where = f"{where}.{operator}"
+        self.values.append(name)
+        if operator in _RANGES:
+            return self._range(operator, value, where)
+        if operator in ("$eq", "$ne"):
+            self.values.append(_scalar(value, where))
+            test = "= ?"
+        else:
+            if not isinstance(value, list | tuple | set | frozenset) or len(value) > _MOST_VALUES:
+                raise ParameterError(
+                    f"{where}: expected a list of at most {_MOST_VALUES:,} values, found "
+                    f"{arguments.shown(value)}"
+                )
+            self.values += [_scalar(one, where) for one in value]
+            test = f"IN ({', '.join('?' * len(value))})"
+        negation = "NOT " if operator in ("$ne", "$nin") else ""
+        return f"row {negation}IN (SELECT row FROM fields WHERE name = ? AND value {test})"
+
+    def _range(self, operator: str, value: Any, where: str) -> str:
+        bound = _scalar(value, where)
+        if isinstance(bound, bytes):
+            raise ParameterError(f"{where}: expected a number or a text, found {value}")
+        self.values.append(bound)
+        # SQLite orders numbers before texts, and texts before booleans (blobs).
+        same_kind = "value >= '' AND value < x''" if isinstance(bound, str) else "value < ''"
+        test = f"value {_RANGES[operator]} ?"
+        return f"row IN (SELECT row FROM fields WHERE name = ? AND {test} AND {same_kind})"
+
+
+def _scalar(value: Any, where: str) -> Value:
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        value = value.item()  # a NumPy scalar
+    if isinstance(value, str):
+        return arguments.text(value, where)
+    if isinstance(value, bool):
+        return _stored(value)
+    is_number = isinstance(value, int) and -(1 << 63) <= value < 1 << 63
+    if is_number or (isinstance(value, float) and math.isfinite(value)):
+        number: int | float = value
+        return number
+    hint = "; for several values, write {'$in': [...]}" if isinstance(value, list | tuple) else ""
+    raise ParameterError(
+        f"{where}: expected a text, a number or a boolean, found {arguments.shown(value)}{hint}"
+    )

@@ -1,0 +1,196 @@
+"""The vectors of an index: held for its searches, with a cache on disk.
+
+The cache saves reading every row of the catalog when an index is opened, and making the graph. It
+is never trusted: a cache with another length or seal is made again, one of an earlier version of
+the catalog is brought up to date. An encrypted catalog has none, and no graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvrag.errors import StoreError
+from kvrag.ingest import vectors
+from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.config import VECTORS_NAME as FILE_NAME
+from kvrag.ingest.config import write_atomically
+from kvrag.ingest.graph import Graph
+from kvrag.ingest.schema import NO_GENERATION
+from kvrag.ingest.vectors import Flat, VectorIndex
+from kvrag.regularfile import open_regular
+
+logger = logging.getLogger("kvrag")
+
+_MAGIC = b"KVRAGVEC"
+# magic, version, dim, is a graph, count, memory, generation, documents, seal
+_HEADER = struct.Struct("<8sIIQQQq16s16s")
+_VERSION = 3
+
+
+@dataclass(frozen=True)
+class VectorStats:
+    """What the cache of vectors says of itself.
+
+    Attributes
+    ----------
+    num_vectors
+        Number of vectors.
+    memory_bytes
+        Memory that they take in each process that searches.
+    is_graph
+        Whether a graph finds the nearest ones, or all are compared.
+    """
+
+    num_vectors: int = 0
+    memory_bytes: int = 0
+    is_graph: bool = False
+
+
+class CurrentVectors:
+    """The vectors of an index, in the current state of its catalog.
+
+    Parameters
+    ----------
+    folder, catalog, dim
+        The index's folder, its catalog, and the length of its vectors.
+    """
+
+    def __init__(self, folder: Path, catalog: Catalog, dim: int) -> None:
+        self._path = folder / FILE_NAME
+        self._catalog = catalog
+        self._dim = dim
+        self._refreshing = threading.Lock()
+        self._found: VectorIndex | None = None
+
+    def get(self) -> VectorIndex:
+        """Return the vectors; reads the cache or the catalog if necessary.
+
+        Rewrites an invalid cache, if the folder allows it. Makes no graph: that takes a millisecond
+        for each vector, which is the writers' to spend (`refresh`).
+        """
+        with self._refreshing:
+            if self._found is None:
+                self._found = self._loaded()
+            elif self._found.generation != self._catalog.generation():
+                self._found = self._found.update(self._catalog)
+            return self._found
+
+    def refresh(self) -> None:
+        """Bring a graph and its cache up to date, or make them if there are many vectors now.
+
+        The caller has changed the catalog, and holds the writer's lock.
+        """
+        catalog = self._catalog
+        if catalog.is_encrypted:
+            return
+        said = _read_header(self._path)
+        if not (said and said[3]) and catalog.num_vectors(self._dim) <= vectors.GRAPH_FROM:
+            return
+        num_noted = catalog.num_noted
+        present = self.get()
+        with self._refreshing:
+            tidied = present.tidied(catalog)
+            if said and tidied is present and said[6:8] == [*catalog.version()]:
+                return
+            if catalog.num_noted == num_noted:
+                self._write(tidied)
+            self._found = tidied
+
+    def _loaded(self) -> VectorIndex:
+        catalog = self._catalog
+        if catalog.is_encrypted:
+            return VectorIndex.read(catalog, self._dim)
+        cached = _read(self._path, catalog, self._dim)
+        if cached is not None and cached.version == catalog.version():
+            return cached
+        num_noted = catalog.num_noted
+        found = cached.update(catalog) if cached else VectorIndex.read(catalog, self._dim)
+        # Damaged vectors are left out, and counted, each time.
+        if catalog.num_noted == num_noted and found.generation != NO_GENERATION:
+            self._write(found)
+        if isinstance(found.body, Flat) and len(found.rows) > vectors.GRAPH_FROM:
+            logger.info("%s: no graph of its vectors yet; 'kvrag gc' makes it", self._path.parent)
+        return found
+
+    def _write(self, found: VectorIndex) -> None:
+        with contextlib.suppress(StoreError):
+            _write(self._path, self._catalog, found)
+
+
+def vector_stats(folder: Path) -> VectorStats:
+    """Return what the cache in an index's folder says; zeros if there is none."""
+    said = _read_header(folder / FILE_NAME)
+    return VectorStats() if said is None else VectorStats(said[4], said[5], bool(said[3]))
+
+
+def _read_header(path: Path) -> list[Any] | None:
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        content = file.read(_HEADER.size)
+        if len(content) == _HEADER.size:
+            said = list(_HEADER.unpack(content))
+            return said if said[:2] == [_MAGIC, _VERSION] else None
+    return None
+
+
+def _write(path: Path, catalog: Catalog, found: VectorIndex) -> None:
+    # Rows of removed chunks are written as their complements.
+    rows = np.where(found.is_gone, ~found.rows, found.rows).astype("<i8").tobytes()
+    rows += found.marks.astype("<u8").tobytes()
+    is_graph = isinstance(found.body, Graph)
+    body = found.body.to_bytes()
+    said = (
+        _MAGIC,
+        _VERSION,
+        found.body.dim,
+        is_graph,
+        len(found.rows),
+        found.size_bytes,
+        *found.version,
+    )
+    write_atomically(path, _HEADER.pack(*said, _seal(catalog, said, rows, body)), rows, body)
+
+
+def _read(path: Path, catalog: Catalog, dim: int) -> VectorIndex | None:
+    try:
+        with open_regular(path) as file:
+            content = memoryview(file.read())
+    except OSError:
+        return None
+    if len(content) < _HEADER.size:
+        return None
+    *said, seal = _HEADER.unpack_from(content)
+    magic, version, found_dim, is_graph, count, _, *of = said
+    rows, body = content[_HEADER.size :][: 16 * count], content[_HEADER.size + 16 * count :]
+    if (
+        (magic, version, found_dim) != (_MAGIC, _VERSION, dim)
+        or len(rows) != 16 * count
+        or (not is_graph and len(body) != 4 * dim * count)
+        or _seal(catalog, said, rows, body) != seal
+    ):
+        return None
+    numbers = np.frombuffer(rows[: 8 * count], "<i8").astype(np.int64)
+    marks = np.frombuffer(rows[8 * count :], "<u8").astype(np.uint64)
+    is_gone = numbers < 0
+    numbers = np.where(is_gone, ~numbers, numbers)
+    if is_graph:
+        return VectorIndex((of[0], of[1]), numbers, marks, Graph.from_bytes(body), is_gone)
+    flat = Flat(np.frombuffer(body, "<f4").astype(np.float32).reshape(count, dim))
+    return VectorIndex((of[0], of[1]), numbers, marks, flat, is_gone)
+
+
+def _seal(catalog: Catalog, said: Sequence[Any], *parts: bytes | memoryview) -> bytes:
+    """Return the catalog's seal of a cache, which covers a faster digest of the vectors."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
+    return catalog.seal(_HEADER.pack(*said, digest.digest()))

@@ -1,0 +1,49 @@
+"""`kvrag bench vectors`: small numbers, with a small threshold, and a graph that is continued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvrag.errors import ParameterError
+from kvrag.ingest import vectors
+from kvrag_bench import vectors as bench
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vectors, "GRAPH_FROM", 500)
+    monkeypatch.setattr(bench, "GRAPH_FROM", 500)
+    monkeypatch.setattr(bench, "_NUM_CHANGED", 100)
+    monkeypatch.setattr(bench, "_BATCH", 1000)
+
+
+def test_rows(tmp_path: Path) -> None:
+    options = bench.VectorBenchOptions(3000, 16, 20, graph=str(tmp_path / "graph"))
+    result = bench.run_vector_bench(options)
+    assert [row.way for row in result.rows] == ["all", *["filtered"] * 3, "after changes"]
+    assert [row.num_wanted for row in result.rows][::4] == [3000, 3000]
+    assert 0.9 < min(row.recall for row in result.rows) <= 1
+    assert result.memory_bytes > 3000 * 16 * 2
+    assert result.build_seconds > 0
+    again = bench.run_vector_bench(options)
+    assert again.build_seconds != again.build_seconds  # it was made before
+    assert [row.recall for row in again.rows][:4] == [row.recall for row in result.rows][:4]
+
+
+def test_refused(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="expected more than 1,000"):
+        bench.run_vector_bench(bench.VectorBenchOptions(1000, 16, 5))
+    path = str(tmp_path / "graph")
+    bench.run_vector_bench(bench.VectorBenchOptions(1500, 16, 2, graph=path))
+    with pytest.raises(ParameterError, match="a graph of other vectors"):
+        bench.run_vector_bench(bench.VectorBenchOptions(1500, 8, 2, graph=path))
+
+
+def test_generated_vectors_are_units_in_clusters() -> None:
+    found = bench.clustered(2000, 32)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+    near = np.sort(found @ found[0])[-2]
+    assert near > 0.5

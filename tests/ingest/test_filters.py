@@ -1,0 +1,228 @@
+"""Filters of a search: what they admit, in every kind of search, and what they refuse."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrag.chunk import Document
+from kvrag.errors import ParameterError
+from kvrag.ingest import vectors
+from kvrag.ingest.filters import read_filter, values_of
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+
+METADATA: dict[str, dict[str, Any]] = {
+    "a": {"year": 2019, "lang": "en", "draft": True, "tags": ["red", "blue"]},
+    "b": {"year": 2021.5, "lang": "de", "draft": False, "author": {"name": "Ines"}},
+    "c": {"year": "2021", "lang": "en", "tags": ["blue"], "note": None},
+    "d": {"year": 1, "draft": 1, "source": "elsewhere"},
+}
+
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"lang": "en"}, "ac"),
+    ({"lang": {"$eq": "en"}}, "ac"),
+    ({"lang": {"$ne": "en"}}, "bd"),
+    ({"lang": {"$in": ["en", "de"]}}, "abc"),
+    ({"lang": {"$in": []}}, ""),
+    ({"lang": {"$nin": ["en", "fr"]}}, "bd"),
+    ({"lang": {"$nin": []}}, "abcd"),
+    ({"year": {"$gt": 2019}}, "b"),
+    ({"year": {"$gte": 2019}}, "ab"),
+    ({"year": {"$gte": 2019, "$lt": 2021.5}}, "a"),
+    ({"year": {"$lte": 2019}}, "ad"),
+    ({"year": {"$gt": "2"}}, "c"),
+    ({"year": {"$lt": "3"}}, "c"),
+    ({"year": 2021}, ""),
+    ({"year": "2021"}, "c"),
+    ({"draft": True}, "a"),
+    ({"draft": 1}, "d"),
+    ({"draft": {"$ne": True}}, "bcd"),
+    ({"draft": {"$lt": 5}}, "d"),
+    ({"tags": "blue"}, "ac"),
+    ({"tags": {"$ne": "red"}}, "bcd"),
+    ({"author.name": "Ines"}, "b"),
+    ({"note": {"$ne": 1}}, "abcd"),
+    ({"source": "a"}, "a"),
+    ({"source": {"$in": ["a", "d", "elsewhere"]}}, "ad"),
+    ({"ordinal": 0}, "abcd"),
+    ({"lang": "en", "draft": True}, "a"),
+    ({"$and": [{"lang": "en"}, {"tags": "blue"}, {"year": {"$lt": 3000}}]}, "a"),
+    ({"$or": [{"lang": "de"}, {"$and": [{"lang": "en"}, {"draft": True}]}]}, "ab"),
+    ({"$or": [{"year": 1}], "lang": "en"}, ""),
+    ({"'; DROP TABLE of; --": "x"}, ""),
+]
+
+
+@pytest.fixture
+def filled(index: Index) -> Index:
+    index.add([Document(name, f"The fox of {name}.", METADATA[name]) for name in METADATA])
+    return index
+
+
+def names(hits: Any) -> str:
+    return "".join(sorted(hit.chunk.source for hit in hits))
+
+
+@pytest.mark.parametrize("graph_from", [50_000, 2])
+def test_every_search_takes_a_filter(
+    index: Index, graph_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vectors, "GRAPH_FROM", graph_from)
+    index.add([Document(name, f"The fox of {name}.", METADATA[name]) for name in METADATA])
+    vector = index.embedding.embed_query("fox")
+    for wanted, expected in CASES:
+        assert names(index.search("fox", filter=wanted)) == expected, wanted
+        assert names(index.search_dense("fox", filter=wanted)) == expected, wanted
+        assert names(index.search_words("fox", filter=wanted)) == expected, wanted
+        assert names(index.search_by_vector(vector, filter=wanted)) == expected, wanted
+    assert index.stats().has_graph == (graph_from == 2)
+
+
+def test_a_filter_acts_before_the_best_are_chosen(index: Index) -> None:
+    index.add([Document(f"fox {n}", "fox fox fox", {"n": n}) for n in range(150)])
+    index.add([Document("far", "A lantern, and somewhere a fox.", {"n": 999})])
+    for search in (index.search, index.search_dense, index.search_words):
+        (hit,) = search("fox", 3, filter={"n": {"$gt": 500}})
+        assert hit.chunk.source == "far"
+
+
+def test_filters_follow_the_catalog(filled: Index, model: KVModel) -> None:
+    wanted = {"lang": "en"}
+    assert names(filled.search("fox", filter=wanted)) == "ac"
+    filled.delete(sources=["a"])
+    assert names(filled.search("fox", filter=wanted)) == "c"
+    filled.add([Document("b", "The fox of b.", {"lang": "en"})])
+    assert names(filled.search("fox", filter=wanted)) == "bc"
+    with Index.open(filled.path, model=model) as again:
+        assert names(again.search_dense("fox", filter=wanted)) == "bc"
+        with sqlite3.connect(filled.path / "words.cache") as cache:
+            assert not cache.execute("SELECT 1 FROM fields WHERE value = 'de'").fetchall()
+        cache.close()
+
+
+def test_damaged_metadata_admits_nothing_and_heals(filled: Index, model: KVModel) -> None:
+    filled.close()
+    (filled.path / "words.cache").unlink(missing_ok=True)
+    path = filled.path / "catalog.sqlite"
+
+    def write(found: str, put: str) -> None:
+        with sqlite3.connect(path) as connection:
+            connection.execute(
+                "UPDATE chunks SET metadata = replace(metadata, ?, ?) WHERE source = 'a'",
+                (found, put),
+            )
+        connection.close()
+
+    write('"en"', '"de"')
+    with Index.open(filled.path, model=model) as opened:
+        assert names(opened.search("fox", filter={"lang": "de"})) == "b"
+        assert names(opened.search("fox", filter={"lang": "en"})) == "c"
+    write('"de"', '"en"')
+    with Index.open(filled.path, model=model) as opened:
+        opened.add([Document("e", "The fox of e.")])
+        assert names(opened.search("fox", filter={"lang": "en"})) == "ac"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("source", "filter: expected a mapping"),
+        ({}, "filter: expected a mapping"),
+        ([], "filter: expected a mapping"),
+        ({"$not": {"a": 1}}, "filter: '\\$not' is no field"),
+        ({"$gt": 1}, "belong inside a field's condition"),
+        ({1: 2}, "1 is no field"),
+        ({"$and": {"a": 1}}, "filter: \\$and expects a list"),
+        ({"$or": []}, "filter: \\$or expects a list"),
+        ({"$or": [{"a": 1}, 3]}, "filter.\\$or\\[1\\]: expected a mapping"),
+        ({"a": {}}, "filter.a: expected a condition"),
+        ({"a": {"$like": "x"}}, "filter.a: unknown operator '\\$like'; expected one of \\$eq"),
+        ({"a": {"b": 1}}, "filter.a: unknown operator 'b'"),
+        ({"a": ["x"]}, "filter.a.\\$eq: expected a text, .* for several values, write"),
+        ({"a": None}, "filter.a.\\$eq: expected a text"),
+        ({"a": float("nan")}, "filter.a.\\$eq: expected a text"),
+        ({"a": 1 << 63}, "filter.a.\\$eq: expected a text"),
+        ({"a": {"$in": "x"}}, "filter.a.\\$in: expected a list"),
+        ({"a": {"$in": [{}]}}, "filter.a.\\$in: expected a text"),
+        ({"a": {"$in": list(range(10_001))}}, "a list of at most 10,000"),
+        ({"a": {"$gt": True}}, "filter.a.\\$gt: expected a number or a text, found True"),
+        ({"a": {"$lt": [1]}}, "filter.a.\\$lt: expected a text"),
+        ({f"f{n}": n for n in range(101)}, "more than 100 conditions"),
+    ],
+)
+def test_what_is_no_filter_is_refused(filled: Index, wanted: Any, message: str) -> None:
+    for search in (filled.search, filled.search_dense, filled.search_words):
+        with pytest.raises(ParameterError, match=message):
+            search("fox", filter=wanted)
+
+
+def test_a_filter_that_contains_itself_is_refused(filled: Index) -> None:
+    wanted: dict[str, Any] = {}
+    wanted["$and"] = [wanted]
+    with pytest.raises(ParameterError, match="nested more than 16 levels"):
+        filled.search("fox", filter=wanted)
+
+
+VALUES = st.one_of(
+    st.integers(-5, 5), st.floats(-5, 5), st.booleans(), st.sampled_from(["", "a", "b", "é"])
+)
+CONDITIONS = st.one_of(
+    st.tuples(st.sampled_from(["$eq", "$ne"]), VALUES),
+    st.tuples(st.sampled_from(["$in", "$nin"]), st.lists(VALUES, max_size=3)),
+    st.tuples(
+        st.sampled_from(["$gt", "$gte", "$lt", "$lte"]),
+        VALUES.filter(lambda value: not isinstance(value, bool)),
+    ),
+)
+
+
+def expected_of(value: Any, operator: str, bound: Any) -> bool:
+    def same(one: Any, other: Any) -> bool:
+        return isinstance(one, bool) == isinstance(other, bool) and one == other
+
+    if operator in ("$eq", "$ne"):
+        return same(value, bound) == (operator == "$eq")
+    if operator in ("$in", "$nin"):
+        return any(same(value, one) for one in bound) == (operator == "$in")
+    if isinstance(value, bool) or isinstance(value, str) != isinstance(bound, str):
+        return False
+    compare = {"$gt": "__gt__", "$gte": "__ge__", "$lt": "__lt__", "$lte": "__le__"}[operator]
+    if not isinstance(value, str):
+        value, bound = float(value), float(bound)
+    return bool(getattr(value, compare)(bound))
+
+
+@given(VALUES, st.lists(CONDITIONS, min_size=1, max_size=3), st.sampled_from(["$and", "$or"]))
+def test_conditions_mean_what_python_means(
+    value: Any, conditions: list[tuple[str, Any]], joined: str
+) -> None:
+    wanted = read_filter({joined: [{"f": {name: bound}} for name, bound in conditions]})
+    assert wanted is not None
+    connection = sqlite3.connect(":memory:")
+    connection.executescript(
+        "CREATE TABLE of (row INTEGER PRIMARY KEY); INSERT INTO of VALUES (7);"
+        "CREATE TABLE fields (name, value, row INTEGER, PRIMARY KEY (name, value, row))"
+        " WITHOUT ROWID;"
+    )
+    for name, stored in values_of({"f": value}):
+        connection.execute("INSERT INTO fields VALUES (?, ?, 7)", (name, stored))
+    found = connection.execute(f"SELECT row FROM of WHERE {wanted.condition}", wanted.values)
+    together = all if joined == "$and" else any
+    assert bool(found.fetchall()) == together(expected_of(value, *one) for one in conditions)
+    connection.close()
+
+
+def test_an_older_index_of_words_is_made_anew(filled: Index, tmp_path: Path) -> None:
+    cache = filled.path / "words.cache"
+    filled.search("fox")
+    filled.catalog._words.close()
+    with sqlite3.connect(cache) as connection:
+        connection.execute("DROP TABLE fields")
+    connection.close()
+    assert names(filled.search("fox", filter={"lang": "en"})) == "ac"
