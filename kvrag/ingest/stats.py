@@ -9,12 +9,11 @@ from kvrag.ingest.config import VECTORS_NAME
 from kvrag.ingest.kept import kept_keys
 from kvrag.ingest.report import IndexStats
 from kvrag.ingest.storage import Storage
+from kvrag.ingest.vectorheader import vector_stats
 
 
 def stats_of(storage: Storage) -> IndexStats:
     """Return the content of an index in numbers; needs no model."""
-    from kvrag.ingest.vectorfile import vector_stats
-
     config = storage.config
     num_documents, num_chunks, num_tokens = storage.catalog.counts()
     needed = kept_keys(storage.path) | storage.catalog.keys()

@@ -19,7 +19,7 @@ from kvrag.codec.names import parse_codec
 from kvrag.errors import IndexClosedError, IndexFormatError, ParameterError, RecordError, StoreError
 from kvrag.fusion.compression.spec import key_options, parse_compression
 from kvrag.ingest import config as configs
-from kvrag.ingest import lock, profiles
+from kvrag.ingest import lock, profiles, vectorheader
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import FORMAT_VERSION, RUNS_NAME, VECTORS_NAME, IndexConfig
 from kvrag.ingest.connection import next_path
@@ -101,8 +101,20 @@ class Storage:
         from kvrag.ingest.runfile import forget_removed
 
         self.catalog.refresh_words()
-        self.vectors.refresh()
+        self.refresh_vectors()
         forget_removed(self.catalog)
+
+    def refresh_vectors(self) -> None:
+        """Bring a graph of the vectors up to date, or make it if there are many of them now.
+
+        The caller holds the writer's lock.
+        """
+        catalog = self.catalog
+        if catalog.is_encrypted:
+            return
+        has_graph = vectorheader.vector_stats(self.path).is_graph
+        if has_graph or catalog.num_vectors(self.config.embedding_dim) > vectorheader.GRAPH_FROM:
+            self.vectors.refresh()
 
     @cached_property
     def vectors(self) -> CurrentVectors:

@@ -281,8 +281,7 @@ class Upkeep:
         storage = self._storage
         with lock.writer_lock(storage.path):
             storage.reload_codec()
-            storage.vectors.refresh()
-            return collect_garbage(
+            report = collect_garbage(
                 storage.path,
                 storage.store,
                 storage.profiles,
@@ -290,6 +289,8 @@ class Upkeep:
                 needed=self._needed_keys(),
                 keeps_unknown=storage.is_store_shared and not delete_shared,
             )
+            storage.refresh_vectors()
+            return report
 
     def keep_calibration(self, calibration: Calibration) -> None:
         """Store a calibration in place of the old one.

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import struct
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +18,16 @@ import numpy as np
 import xxhash
 
 from kvrag.errors import StoreError
-from kvrag.ingest import vectors
+from kvrag.ingest import vectorheader
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.config import VECTORS_NAME as FILE_NAME
-from kvrag.ingest.config import write_atomically
+from kvrag.ingest.config import VECTORS_NAME, write_atomically
 from kvrag.ingest.graph import Graph
 from kvrag.ingest.schema import NO_GENERATION
+from kvrag.ingest.vectorheader import HEADER, MAGIC, VERSION
 from kvrag.ingest.vectors import Flat, VectorIndex
 from kvrag.regularfile import open_regular
 
 logger = logging.getLogger("kvrag")
-
-_MAGIC = b"KVRAGVEC"
-# magic, version, dim, is a graph, count, memory, generation, documents, seal
-_HEADER = struct.Struct("<8sIIQQQq16s16s")
-_VERSION = 3
-
-
-@dataclass(frozen=True)
-class VectorStats:
-    """What the cache of vectors says of itself.
-
-    Attributes
-    ----------
-    num_vectors
-        Number of vectors.
-    memory_bytes
-        Memory that they take in each process that searches.
-    is_graph
-        Whether a graph finds the nearest ones, or all are compared.
-    """
-
-    num_vectors: int = 0
-    memory_bytes: int = 0
-    is_graph: bool = False
 
 
 class CurrentVectors:
@@ -66,7 +40,7 @@ class CurrentVectors:
     """
 
     def __init__(self, folder: Path, catalog: Catalog, dim: int) -> None:
-        self._path = folder / FILE_NAME
+        self._path = folder / VECTORS_NAME
         self._catalog = catalog
         self._dim = dim
         self._refreshing = threading.Lock()
@@ -86,16 +60,9 @@ class CurrentVectors:
             return self._found
 
     def refresh(self) -> None:
-        """Bring a graph and its cache up to date, or make them if there are many vectors now.
-
-        The caller has changed the catalog, and holds the writer's lock.
-        """
+        """Bring a graph and its cache up to date, or make them (`Storage.refresh_vectors`)."""
         catalog = self._catalog
-        if catalog.is_encrypted:
-            return
-        said = _read_header(self._path)
-        if not (said and said[3]) and catalog.num_vectors(self._dim) <= vectors.GRAPH_FROM:
-            return
+        said = vectorheader.read_header(self._path)
         num_noted = catalog.num_noted
         present = self.get()
         with self._refreshing:
@@ -118,28 +85,13 @@ class CurrentVectors:
         # Damaged vectors are left out, and counted, each time.
         if catalog.num_noted == num_noted and found.generation != NO_GENERATION:
             self._write(found)
-        if isinstance(found.body, Flat) and len(found.rows) > vectors.GRAPH_FROM:
+        if isinstance(found.body, Flat) and len(found.rows) > vectorheader.GRAPH_FROM:
             logger.info("%s: no graph of its vectors yet; 'kvrag gc' makes it", self._path.parent)
         return found
 
     def _write(self, found: VectorIndex) -> None:
         with contextlib.suppress(StoreError):
             _write(self._path, self._catalog, found)
-
-
-def vector_stats(folder: Path) -> VectorStats:
-    """Return what the cache in an index's folder says; zeros if there is none."""
-    said = _read_header(folder / FILE_NAME)
-    return VectorStats() if said is None else VectorStats(said[4], said[5], bool(said[3]))
-
-
-def _read_header(path: Path) -> list[Any] | None:
-    with contextlib.suppress(OSError), open_regular(path) as file:
-        content = file.read(_HEADER.size)
-        if len(content) == _HEADER.size:
-            said = list(_HEADER.unpack(content))
-            return said if said[:2] == [_MAGIC, _VERSION] else None
-    return None
 
 
 def _write(path: Path, catalog: Catalog, found: VectorIndex) -> None:
@@ -149,15 +101,15 @@ def _write(path: Path, catalog: Catalog, found: VectorIndex) -> None:
     is_graph = isinstance(found.body, Graph)
     body = found.body.to_bytes()
     said = (
-        _MAGIC,
-        _VERSION,
+        MAGIC,
+        VERSION,
         found.body.dim,
         is_graph,
         len(found.rows),
         found.size_bytes,
         *found.version,
     )
-    write_atomically(path, _HEADER.pack(*said, _seal(catalog, said, rows, body)), rows, body)
+    write_atomically(path, HEADER.pack(*said, _seal(catalog, said, rows, body)), rows, body)
 
 
 def _read(path: Path, catalog: Catalog, dim: int) -> VectorIndex | None:
@@ -166,13 +118,13 @@ def _read(path: Path, catalog: Catalog, dim: int) -> VectorIndex | None:
             content = memoryview(file.read())
     except OSError:
         return None
-    if len(content) < _HEADER.size:
+    if len(content) < HEADER.size:
         return None
-    *said, seal = _HEADER.unpack_from(content)
+    *said, seal = HEADER.unpack_from(content)
     magic, version, found_dim, is_graph, count, _, *of = said
-    rows, body = content[_HEADER.size :][: 16 * count], content[_HEADER.size + 16 * count :]
+    rows, body = content[HEADER.size :][: 16 * count], content[HEADER.size + 16 * count :]
     if (
-        (magic, version, found_dim) != (_MAGIC, _VERSION, dim)
+        (magic, version, found_dim) != (MAGIC, VERSION, dim)
         or len(rows) != 16 * count
         or (not is_graph and len(body) != 4 * dim * count)
         or _seal(catalog, said, rows, body) != seal
@@ -193,4 +145,4 @@ def _seal(catalog: Catalog, said: Sequence[Any], *parts: bytes | memoryview) -> 
     digest = xxhash.xxh3_128()
     for part in parts:
         digest.update(part)
-    return catalog.seal(_HEADER.pack(*said, digest.digest()))
+    return catalog.seal(HEADER.pack(*said, digest.digest()))

@@ -14,11 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.errors import IndexMismatchError
+from kvrag.ingest import vectorheader
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.graph import Graph, import_faiss
-
-GRAPH_FROM = 50_000
-"""Vectors above which a graph finds the nearest ones; up to as many are all compared."""
 
 _MOST_GONE = 0.2  # share of the vectors in a graph at which writers make it again
 _BATCH = 1_000  # vectors that join a graph while searches wait
@@ -191,7 +189,7 @@ class VectorIndex:
     def tidied(self, catalog: Catalog) -> VectorIndex:
         """Return the vectors as a graph if they are many, and without removed ones if those are."""
         body = self.body
-        if len(self.rows) - self.num_gone <= GRAPH_FROM:
+        if len(self.rows) - self.num_gone <= vectorheader.GRAPH_FROM:
             return self if isinstance(body, Flat) else VectorIndex.read(catalog, body.dim)
         if isinstance(body, Graph) and self.num_gone <= _MOST_GONE * len(self.rows):
             return self
@@ -208,7 +206,7 @@ class VectorIndex:
     ) -> tuple[Rows, Vectors]:
         if isinstance(self.body, Flat):
             return self.body.search(vector, count, allowed)
-        if num_allowed <= GRAPH_FROM:
+        if num_allowed <= vectorheader.GRAPH_FROM:
             return self.body.compare(vector, count, allowed)
         return self.body.search(vector, count, allowed, num_allowed)
 

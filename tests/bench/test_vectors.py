@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from kvrag.errors import ParameterError
-from kvrag.ingest import vectors
+from kvrag.ingest import vectorheader
 from kvrag_bench import vectors as bench
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vectors, "GRAPH_FROM", 500)
+    monkeypatch.setattr(vectorheader, "GRAPH_FROM", 500)
     monkeypatch.setattr(bench, "GRAPH_FROM", 500)
     monkeypatch.setattr(bench, "_NUM_CHANGED", 100)
     monkeypatch.setattr(bench, "_BATCH", 1000)

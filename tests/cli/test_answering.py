@@ -26,8 +26,8 @@ class StubIndex:
     def __post_init__(self) -> None:
         self.tokenizer = SimpleNamespace(chat_template=self.template)
 
-    def search(self, question: str, top_k: int, reranker: None) -> list[Any]:
-        del question, top_k
+    def search(self, question: str, top_k: int, reranker: None, filter: None) -> list[Any]:
+        del question, top_k, filter
         return [SimpleNamespace(chunk=Chunk("id", "text", (1,), (0,), "a.txt", 0))]
 
 

@@ -190,7 +190,7 @@ def test_contexts_of_chunks(index: Index) -> None:
         embedding=[None, 5, True, b"x", [], "unknown", *NO_PATHS],
         codec=[None, 5, True, b"raw", "", "unknown", "transform:nan"],
         chunk_tokens=[*NO_WHOLE, None, 0, -1],
-        context=[None, 5, True, b"none", ["none"], "", "document:0", "filler:-1", "filler:1.5"],
+        context=[5, True, b"none", ["none"], "", "document:0", "filler:-1", "filler:1.5"],
         compression=[None, 5, True, b"none", ["none"], "drop", "drop:nan", "drop:2"],
         dtype=[5, True, b"float32", "float64", "float"],
         tenant_salt=["salt", 5, b"", b"x" * 65, ["x"]],

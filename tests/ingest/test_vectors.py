@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvrag.chunk import Document
-from kvrag.ingest import vectors
+from kvrag.ingest import vectorheader, vectors
 from kvrag.ingest.graph import Graph
 from kvrag.ingest.index import Index
 from kvrag.ingest.vectors import Flat, VectorIndex
@@ -69,7 +69,7 @@ def recall(found: VectorIndex, flat: VectorIndex, wanted: Any = None) -> float:
 @pytest.fixture
 def small_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make graphs of nine vectors or more."""
-    monkeypatch.setattr(vectors, "GRAPH_FROM", 8)
+    monkeypatch.setattr(vectorheader, "GRAPH_FROM", 8)
     return
 
 
@@ -175,7 +175,7 @@ def test_gc_makes_a_missing_graph(
 ) -> None:
     filled(index)
     assert not index.stats().has_graph
-    monkeypatch.setattr(vectors, "GRAPH_FROM", 8)
+    monkeypatch.setattr(vectorheader, "GRAPH_FROM", 8)
     assert sources(index, "maple")[0] == "maple"
     assert not index.stats().has_graph  # a search makes none
     index.upkeep.gc()
@@ -207,7 +207,7 @@ def test_a_catalog_that_was_put_back_gets_its_own_vectors(
     graph_from: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vectors, "GRAPH_FROM", graph_from)
+    monkeypatch.setattr(vectorheader, "GRAPH_FROM", graph_from)
     filled(index)
     index.close()
     catalog = index.path / "catalog.sqlite"
