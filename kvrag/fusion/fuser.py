@@ -27,12 +27,13 @@ from kvrag.fusion.question import QuestionAttention, ask
 from kvrag.fusion.repair import Repair
 from kvrag.fusion.report import FusionReport
 from kvrag.fusion.selection import Selection
+from kvrag.fusion.shift import ChunkShift
 from kvrag.fusion.streamed_loader import StreamedLoader
 from kvrag.kvcache import FusedKV
 from kvrag.loading.cost import ChunkDecision
 from kvrag.models.adapter import without_adapters
 from kvrag.models.attention import EncodedScope
-from kvrag.models.caches import FusedCache
+from kvrag.models.caches import FusedCache, RowsChanged
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
 from kvrag.models.scaling import ScaledKeys, scaled_answers
@@ -272,6 +273,9 @@ def execute(
         if by_attention and not model.family.attends_itself:
             encoded = _encoded(layout, plan.inexact, model.device)
         selection = Selection(policy, prompt, fresh, encoded)
+        shift = None
+        if repair.shift and plan.inexact:
+            shift = ChunkShift(plan.inexact, len(layout.token_ids), model.device, repair.shift)
         hidden = linked.embed(selection.rows)
         clock.lap("select")
         last_layer = model.spec.num_layers - 1
@@ -286,11 +290,14 @@ def execute(
                 # Recomputed keys are exact, so their attention is not scaled.
                 scaled.append(ScaledKeys(scaling, held.index_fill(0, rows, False)))
             rows_by_layer.append(len(rows))
+            changed = None
+            if shift is not None:
+                changed = shift.of_layer(fused, layer_index, table, selection.picks[-1])
             if layer_index == last_layer:
                 # Only the last token's output is needed; the other rows need only their K/V.
-                _write_projections(model, layer_index, hidden, rows, fused, table)
+                _write_projections(model, layer_index, hidden, rows, fused, table, changed)
                 hidden, rows = hidden[-1:].contiguous(), rows[-1:]
-                noted = None
+                noted = changed = None
             else:
                 noted = selection.noting(layer_index)
             model.forward_rows(
@@ -300,7 +307,7 @@ def execute(
                 fused,
                 table,
                 deviation=noted,
-                attending=Attending(scaled=scaled[-1] if scaled else None),
+                attending=Attending(scaled=scaled[-1] if scaled else None, changed=changed),
             )
             clock.lap("compute")
         logits = model.logits(hidden)[0]
@@ -386,8 +393,14 @@ def _write_projections(
     rows: torch.Tensor,
     fused: FusedKV,
     table: RotaryTable,
+    changed: RowsChanged | None,
 ) -> None:
     which = torch.arange(len(rows), device=rows.device)
-    for block, keys, values in model.project_rows(layer_index, hidden, rows, table, which):
-        fused.keys[layer_index][0].index_copy_(1, rows[block], keys)
-        fused.values[layer_index][0].index_copy_(1, rows[block], values)
+    into = fused.keys[layer_index][0], fused.values[layer_index][0]
+    for block, *fresh in model.project_rows(layer_index, hidden, rows, table, which):
+        written = rows[block]
+        moved = [one - kv[:, written] for kv, one in zip(into, fresh, strict=True)]
+        for kv, one in zip(into, fresh, strict=True):
+            kv.index_copy_(1, written, one)
+        if changed is not None:
+            changed(written, *moved)

@@ -12,7 +12,7 @@ from kvrag.fusion.policies.registry import POLICIES, make_policy, parameters_of
 from kvrag.models.scaling import KeyScaling
 from kvrag.parameters import check_fields, parse_spec
 
-MODIFIERS = ("temperature", "scale")
+MODIFIERS = ("temperature", "scale", "shift")
 """Parameters that every policy takes."""
 
 # Beyond these limits the scores overflow float32, and all logits become NaN.
@@ -36,6 +36,9 @@ class Repair:
         Divides the scores of reused keys, 0.0001 to 10,000.
     scale
         Multiplies the log-sum-exp of reused keys, 0 to 10,000.
+    shift
+        How far a chunk's other rows move when its recomputed rows do, 0 to 1: 1 is their mean
+        change (`kvrag.fusion.shift`).
 
     Raises
     ------
@@ -46,6 +49,7 @@ class Repair:
     policy: RecomputePolicy
     temperature: float = 1.0
     scale: float = 1.0
+    shift: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, "policy")
@@ -55,6 +59,8 @@ class Repair:
             )
         if not 0.0 <= self.scale <= _LARGEST_SCALE:
             raise ParameterError(f"scale {self.scale}: expected 0 to {_LARGEST_SCALE:,.0f}")
+        if not 0.0 <= self.shift <= 1.0:
+            raise ParameterError(f"shift {self.shift}: expected 0 to 1")
 
     @property
     def name(self) -> str:
@@ -69,10 +75,15 @@ class Repair:
         return KeyScaling(self.temperature, self.scale)
 
     def __str__(self) -> str:
-        if self.scaling is None:
+        parts = []
+        if self.scaling is not None:
+            parts += [f"temperature={self.temperature}", f"scale={self.scale}"]
+        if self.shift:
+            parts.append(f"shift={self.shift}")
+        if not parts:
             return str(self.policy)
         name, _, parameters = str(self.policy).partition("(")
-        own = f"temperature={self.temperature}, scale={self.scale}"
+        own = ", ".join(parts)
         return f"{name}({parameters[:-1]}, {own})" if parameters else f"{name}({own})"
 
 

@@ -7,6 +7,7 @@ without a copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +125,12 @@ class Deviation:
         self.values.copy_((values.float() - stored_values.float()).square().sum(dim=(0, 2)))
 
 
+RowsChanged = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Takes positions ``[n]`` of rows just written, and how far their placed keys and their values
+``[H, n, D]`` moved. It may change the buffer's other rows before anything attends to them.
+"""
+
+
 class RowWriter:
     """A cache for one call of one layer: writes selected rows, returns the keys they may see.
 
@@ -139,6 +146,8 @@ class RowWriter:
         Where to note the distance of the rows written from the rows they replace; None: nowhere.
     writes
         False leaves the buffer as it is: the rows attend to its present K/V.
+    changed
+        Called after the rows are written, with how far they moved; None: nobody asks.
     """
 
     def __init__(
@@ -149,8 +158,10 @@ class RowWriter:
         last_key: int,
         deviation: Deviation | None = None,
         writes: bool = True,
+        changed: RowsChanged | None = None,
     ) -> None:
         self._writes = writes
+        self._changed = changed
         self._fused = fused
         self._rows = rows
         self._shown = slice(first_key, last_key + 1)
@@ -173,9 +184,14 @@ class RowWriter:
             self._deviation.note(
                 keys[0, :, self._rows], values[0, :, self._rows], key_states[0], value_states[0]
             )
+        if self._changed is not None:
+            key_change = key_states[0] - keys[0, :, self._rows]
+            value_change = value_states[0] - values[0, :, self._rows]
         if self._writes:
             keys.index_copy_(2, self._rows, key_states)
             values.index_copy_(2, self._rows, value_states)
+        if self._changed is not None:
+            self._changed(self._rows, key_change, value_change)
         return keys[:, :, self._shown], values[:, :, self._shown]
 
 

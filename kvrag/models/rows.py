@@ -21,7 +21,13 @@ from kvrag.models.attention import (
     lock_of,
     row_attention,
 )
-from kvrag.models.caches import Deviation, ProjectionDone, ProjectionProbe, RowWriter
+from kvrag.models.caches import (
+    Deviation,
+    ProjectionDone,
+    ProjectionProbe,
+    RowsChanged,
+    RowWriter,
+)
 from kvrag.models.families import Family
 from kvrag.models.own_attention import layer_arguments, show_weights
 from kvrag.models.scaling import ScaledKeys
@@ -49,12 +55,15 @@ class Attending:
     stops
         Whether the layer may end after its attention: only what it writes and shows is wanted, and
         the rows' hidden states are not used again.
+    changed
+        Called with each block of rows once its K/V are written, before they are attended to.
     """
 
     observer: AttentionObserver | None = None
     scaled: ScaledKeys | None = None
     visible: torch.Tensor | None = None
     stops: bool = False
+    changed: RowsChanged | None = None
 
 
 ALL_BEFORE = Attending()
@@ -141,7 +150,7 @@ class RowRunner:
             if visible is not None:
                 seen, first_key, last, window = visible[block], 0, visible.shape[1] - 1, None
             noted = None if deviation is None else deviation[block]
-            writer = RowWriter(fused, positions, first_key, last, noted, writes)
+            writer = RowWriter(fused, positions, first_key, last, noted, writes, attending.changed)
             mask = RowMask(positions, first_key, window, observer, attending.scaled, seen)
             mask = replace(mask, stops=attending.stops)
             try:
