@@ -10,7 +10,7 @@ from kvrag.fusion.layout import ReusedSpan
 from kvrag.kvcache import FusedKV
 from kvrag.positions.rotary import RotaryTable
 
-# So many recomputed rows weigh as much as the assumption that nothing has changed.
+# This many recomputed rows weigh as much as the assumption that nothing has changed.
 _PRIOR_ROWS = 3.0
 
 

@@ -12,7 +12,7 @@ from kvrag.ingest.config import VECTORS_NAME
 from kvrag.regularfile import open_regular
 
 GRAPH_FROM = 50_000
-"""Above so many vectors, a graph finds the nearest ones."""
+"""With more vectors than this, a graph finds the nearest ones."""
 
 MAGIC = b"KVRAGVEC"
 VERSION = 3
