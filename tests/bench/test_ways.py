@@ -1,4 +1,4 @@
-"""The trials behind docs/results/closing-the-gap.md."""
+"""Trials of ways to close the gap to full prefill."""
 
 from __future__ import annotations
 

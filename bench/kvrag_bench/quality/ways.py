@@ -1,8 +1,8 @@
 """What could close the gap to full prefill: bounds and trials, on the same questions.
 
 ``python -m kvrag_bench.quality.ways --model smollm2-135m --out FILE``. This is research: it says
-why policies and contexts are what they are (docs/results/closing-the-gap.md). Rows of full prefill
-that replace stored rows bound what computing these rows again can reach.
+why policies and contexts are what they are. Rows of full prefill that replace stored rows bound
+what computing these rows again can reach.
 """
 
 from __future__ import annotations
