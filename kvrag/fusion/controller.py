@@ -67,8 +67,8 @@ class LoadingController:
         Seconds that fusing may take on the calibration's machine; None sets no bound.
     loss
         Share of full prefill's quality that may be lost.
-    temperature, scale
-        How to attend to tokens that stay reused, whichever policy is chosen (see `Repair`).
+    temperature, scale, shift
+        How to treat tokens that stay reused, whichever policy is chosen (see `Repair`).
     calibration
         The measurements for the model.
 
@@ -84,6 +84,7 @@ class LoadingController:
     loss: float = 0.01
     temperature: float | None = None
     scale: float | None = None
+    shift: float | None = None
     calibration: Calibration | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -180,7 +181,7 @@ class LoadingController:
         is_free = self.weighs_loading
         loss, repair, found = self._choose(prompt, num_fresh, records, is_free=is_free)
         scaled = self._scaled(repair)
-        # A loss measured without scaling says nothing about the loss with scaling.
+        # A loss measured without these says nothing about the loss with them.
         known = loss if scaled == repair else None
         return scaled, Expected(known, found.seconds, found.load_seconds)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvrag.errors import ParameterError
+from kvrag.fusion.controller import LoadingController, make_choice
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.repair import make_repair
@@ -92,3 +93,10 @@ def test_it_is_part_of_the_policy() -> None:
     assert make_repair(str(repair)) == repair
     with pytest.raises(ParameterError, match=r"shift 1.5: expected 0 to 1"):
         make_repair("query:shift=1.5")
+
+
+def test_a_controller_passes_it_on() -> None:
+    choice = make_choice("auto:ratio=0.2:shift=0.5")
+    assert isinstance(choice, LoadingController)
+    assert choice.shift == 0.5
+    assert make_choice(str(choice)) == choice
