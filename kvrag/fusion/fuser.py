@@ -33,7 +33,7 @@ from kvrag.kvcache import FusedKV
 from kvrag.loading.cost import ChunkDecision
 from kvrag.models.adapter import without_adapters
 from kvrag.models.attention import EncodedScope
-from kvrag.models.caches import FusedCache, RowsChanged
+from kvrag.models.caches import FusedCache, RowsChanged, write_rows
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
 from kvrag.models.scaling import ScaledKeys, scaled_answers
@@ -397,10 +397,5 @@ def _write_projections(
 ) -> None:
     which = torch.arange(len(rows), device=rows.device)
     into = fused.keys[layer_index][0], fused.values[layer_index][0]
-    for block, *fresh in model.project_rows(layer_index, hidden, rows, table, which):
-        written = rows[block]
-        moved = [one - kv[:, written] for kv, one in zip(into, fresh, strict=True)]
-        for kv, one in zip(into, fresh, strict=True):
-            kv.index_copy_(1, written, one)
-        if changed is not None:
-            changed(written, *moved)
+    for block, keys, values in model.project_rows(layer_index, hidden, rows, table, which):
+        write_rows(*into, rows[block], keys, values, changed)

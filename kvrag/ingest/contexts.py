@@ -8,6 +8,7 @@ nothing from one to another.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -107,10 +108,12 @@ def default_context(tokenizer: Any, max_positions: int, room: int, chunk_tokens:
     max_positions
         The model's context window in tokens.
     """
-    filler = parse_context(FILLER)
-    if max_positions < _LONG_WINDOW or room - chunk_tokens < filler.num_tokens:
-        return ALONE
-    return filler if len(filler_ids(tokenizer)) >= filler.num_tokens else ALONE
+    if max_positions >= _LONG_WINDOW:
+        filler = parse_context(FILLER)
+        with contextlib.suppress(ParameterError):
+            check_filler(filler, tokenizer, room, chunk_tokens)
+            return filler
+    return ALONE
 
 
 def check_filler(context: Context, tokenizer: Any, room: int, chunk_tokens: int) -> None:

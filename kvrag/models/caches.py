@@ -131,6 +131,24 @@ RowsChanged = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """
 
 
+def write_rows(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    changed: RowsChanged | None,
+) -> None:
+    """Write rows ``[n]`` of a layer's K/V ``[H, C, D]``, and say how far they moved if asked."""
+    moved = None
+    if changed is not None:
+        moved = new_keys - keys[:, rows], new_values - values[:, rows]
+    keys.index_copy_(1, rows, new_keys)
+    values.index_copy_(1, rows, new_values)
+    if changed is not None and moved is not None:
+        changed(rows, *moved)
+
+
 class RowWriter:
     """A cache for one call of one layer: writes selected rows, returns the keys they may see.
 
@@ -184,14 +202,10 @@ class RowWriter:
             self._deviation.note(
                 keys[0, :, self._rows], values[0, :, self._rows], key_states[0], value_states[0]
             )
-        if self._changed is not None:
-            key_change = key_states[0] - keys[0, :, self._rows]
-            value_change = value_states[0] - values[0, :, self._rows]
         if self._writes:
-            keys.index_copy_(2, self._rows, key_states)
-            values.index_copy_(2, self._rows, value_states)
-        if self._changed is not None:
-            self._changed(self._rows, key_change, value_change)
+            write_rows(
+                keys[0], values[0], self._rows, key_states[0], value_states[0], self._changed
+            )
         return keys[:, :, self._shown], values[:, :, self._shown]
 
 

@@ -151,8 +151,15 @@ class RowRunner:
                 seen, first_key, last, window = visible[block], 0, visible.shape[1] - 1, None
             noted = None if deviation is None else deviation[block]
             writer = RowWriter(fused, positions, first_key, last, noted, writes, attending.changed)
-            mask = RowMask(positions, first_key, window, observer, attending.scaled, seen)
-            mask = replace(mask, stops=attending.stops)
+            mask = RowMask(
+                positions,
+                first_key,
+                window,
+                observer,
+                attending.scaled,
+                seen,
+                stops=attending.stops,
+            )
             try:
                 output = self._run(
                     layer_index, hidden[block], mask, last + 1 - first_key, table, writer
