@@ -110,16 +110,35 @@ static inline void in_groups(u64 begin, u64 end, const Body& body) {
   }
 }
 
+// kCount sums, a line each, in registers.
+template <u32 kCount>
+using Sums = Floats[kCount][kVectors];
+
+template <u32 kCount>
+static inline void load_sums(const float* from, const Line& factor, Sums<kCount>& sums) {
+#pragma GCC unroll 16
+  for (u32 i = 0; i < kCount; ++i) {
+#pragma GCC unroll 4
+    for (u32 v = 0; v < kVectors; ++v) {
+      sums[i][v] = load<Floats>(from + i * kLanes + v * kWidth) * factor.at[v];
+    }
+  }
+}
+
+template <u32 kCount>
+static inline void store_sums(const Sums<kCount>& sums, float* to) {
+#pragma GCC unroll 16
+  for (u32 i = 0; i < kCount; ++i) {
+#pragma GCC unroll 4
+    for (u32 v = 0; v < kVectors; ++v) store(to + i * kLanes + v * kWidth, sums[i][v]);
+  }
+}
+
 // Scores of kCount keys, a line each.
 template <u32 kCount>
 static inline void score(const float* queries, u64 dim, const float* keys, i64 stride,
                          float* scores) {
-  Floats sums[kCount][kVectors];
-#pragma GCC unroll 16
-  for (u32 i = 0; i < kCount; ++i) {
-#pragma GCC unroll 4
-    for (u32 v = 0; v < kVectors; ++v) sums[i][v] = Floats{};
-  }
+  Sums<kCount> sums = {};
 #pragma GCC unroll 4
   for (u64 d = 0; d < dim; ++d) {
     const Line line = load_line(queries + d * kLanes);
@@ -130,25 +149,15 @@ static inline void score(const float* queries, u64 dim, const float* keys, i64 s
       for (u32 v = 0; v < kVectors; ++v) sums[i][v] += factor * line.at[v];
     }
   }
-#pragma GCC unroll 16
-  for (u32 i = 0; i < kCount; ++i) {
-#pragma GCC unroll 4
-    for (u32 v = 0; v < kVectors; ++v) store(scores + i * kLanes + v * kWidth, sums[i][v]);
-  }
+  store_sums<kCount>(sums, scores);
 }
 
 // Shrink kCount channels of the output, a line each, and add what keys give.
 template <u32 kCount>
 static inline void gather(const float* weights, u64 num_keys, const float* values, i64 stride,
                           const Line& shrink, float* out) {
-  Floats sums[kCount][kVectors];
-#pragma GCC unroll 16
-  for (u32 i = 0; i < kCount; ++i) {
-#pragma GCC unroll 4
-    for (u32 v = 0; v < kVectors; ++v) {
-      sums[i][v] = load<Floats>(out + i * kLanes + v * kWidth) * shrink.at[v];
-    }
-  }
+  Sums<kCount> sums;
+  load_sums<kCount>(out, shrink, sums);
 #pragma GCC unroll 4
   for (u64 key = 0; key < num_keys; ++key, values += stride) {
     const Line line = load_line(weights + key * kLanes);
@@ -158,11 +167,7 @@ static inline void gather(const float* weights, u64 num_keys, const float* value
       for (u32 v = 0; v < kVectors; ++v) sums[i][v] += values[i] * line.at[v];
     }
   }
-#pragma GCC unroll 16
-  for (u32 i = 0; i < kCount; ++i) {
-#pragma GCC unroll 4
-    for (u32 v = 0; v < kVectors; ++v) store(out + i * kLanes + v * kWidth, sums[i][v]);
-  }
+  store_sums<kCount>(sums, out);
 }
 
 static inline float widened(float value) { return value; }
@@ -182,7 +187,7 @@ struct Matrix {
   const float* rows;
   i64 stride;
 
-  Matrix after(u64 count) const { return {rows + static_cast<i64>(count) * stride, stride}; }
+  const float* row(u64 number) const { return rows + static_cast<i64>(number) * stride; }
 };
 
 static inline Matrix as_floats(const float* rows, i64 stride, u64, u64, float*) {
@@ -195,6 +200,49 @@ static inline Matrix as_floats(const u16* rows, i64 stride, u64 num_rows, u64 di
   }
   return {into, static_cast<i64>(dim)};
 }
+
+// Scores are to base 2, and tanh2 wants twice as much.
+static inline float factor_of(const Attention& a) {
+  return a.scale * kLog2OfE * (a.softcap == 0.0f ? 1.0f : 2.0f / a.softcap);
+}
+
+// A block's keys and values as floats. `first` is the first key of it that a strip sees.
+template <class Type>
+struct Wide {
+  using Element = Type;
+  Matrix keys, values;
+
+  Wide(const Attention& a, const Element* key, const Element* value, u64 count, float* key_scratch,
+       float* value_scratch)
+      : keys(as_floats(key, a.key_row_stride, count, a.key_dim, key_scratch)),
+        values(as_floats(value, a.value_row_stride, count, a.value_dim, value_scratch)) {}
+
+  // Write a query into its lane.
+  static void lay(const Attention& a, const Element* query, float* lane) {
+    const float factor = factor_of(a);
+    for (u64 d = 0; d < a.key_dim; ++d) lane[d * kLanes] = widened(query[d]) * factor;
+  }
+
+  void score_keys(const Attention& a, const float* queries, u64 first, u64 count,
+                  float* scores) const {
+    in_groups<KVRAG_SUMS>(0, count, [&](auto keys_at_once, u64 key) {
+      score<decltype(keys_at_once)::value>(queries, a.key_dim, keys.row(first + key), keys.stride,
+                                           scores + key * kLanes);
+    });
+  }
+
+  void gather_values(const Attention& a, const float* weights, u64 first, u64 count,
+                     const Line& shrink, float* out) const {
+    in_groups<KVRAG_SUMS>(0, a.value_dim, [&](auto channels, u64 channel) {
+      gather<decltype(channels)::value>(weights, count, values.row(first) + channel, values.stride,
+                                        shrink, out + channel * kLanes);
+    });
+  }
+};
+
+#ifdef KVRAG_PAIRS
+#include "attend_pairs.h"
+#endif
 
 // Rows [begin, end) of a key head: row r is query head r % group of position r / group.
 struct Strip {
@@ -230,17 +278,15 @@ struct Strip {
   // The row of a lane; lanes beyond the last row repeat it.
   u64 row_of(u32 lane) const { return begin_row + lane < end_row ? begin_row + lane : end_row - 1; }
 
-  template <class Element>
+  template <class Block>
   void start(const Attention& a, u64 kv_head) const {
+    using Element = typename Block::Element;
     const Element* base = static_cast<const Element*>(a.query);
-    // Exponents are to base 2; tanh2 wants twice as much.
-    const float factor = a.scale * kLog2OfE * (a.softcap == 0.0f ? 1.0f : 2.0f / a.softcap);
     for (u32 lane = 0; lane < kLanes; ++lane) {
       const u64 row = row_of(lane);
       const i64 head = static_cast<i64>(kv_head * a.group + row % a.group);
       const i64 place = static_cast<i64>(row / a.group);
-      const Element* query = base + head * a.query_head_stride + place * a.query_row_stride;
-      for (u64 d = 0; d < a.key_dim; ++d) queries[d * kLanes + lane] = widened(query[d]) * factor;
+      Block::lay(a, base + head * a.query_head_stride + place * a.query_row_stride, queries + lane);
       const i32 seen[2] = {static_cast<i32>(first_key(a, row / a.group)),
                            static_cast<i32>(a.last_keys[place] + 1)};
       std::memcpy(first + lane, seen, sizeof *seen);
@@ -251,12 +297,11 @@ struct Strip {
     store_line(sum, same(0.0f));
   }
 
-  // Scores of keys [begin, end), a line each.
-  void score_keys(const Attention& a, const Matrix& keys, u64 from, u64 to, float* scores) const {
-    in_groups<KVRAG_SUMS>(0, to - from, [&](auto count, u64 key) {
-      const float* rows = keys.rows + static_cast<i64>(key) * keys.stride;
-      score<decltype(count)::value>(queries, a.key_dim, rows, keys.stride, scores + key * kLanes);
-    });
+  // Scores of keys [from, to) of a block that begins with key `start`, a line each.
+  template <class Block>
+  void score_keys(const Attention& a, const Block& block, u64 start, u64 from, u64 to,
+                  float* scores) const {
+    block.score_keys(a, queries, from - start, to - from, scores);
     if (a.softcap != 0.0f) {
       for (u64 i = 0; i < (to - from) * kLanes; i += kWidth) {
         store(scores + i, tanh2(load<Floats>(scores + i)) * (a.softcap * kLog2OfE));
@@ -276,9 +321,10 @@ struct Strip {
 
   // Leaves the keys' weights in `weights`, and after those of a whole block the scores they are
   // relative to.
-  void add_keys(const Attention& a, const Matrix& keys, const Matrix& values, u64 from, u64 to,
+  template <class Block>
+  void add_keys(const Attention& a, const Block& block, u64 start, u64 from, u64 to,
                 float* weights) const {
-    score_keys(a, keys, from, to, weights);
+    score_keys(a, block, start, from, to, weights);
     const u64 count = to - from;
     Line shrink;
     for (u32 v = 0; v < kVectors; ++v) {
@@ -300,10 +346,7 @@ struct Strip {
       store(at + kBlockKeys * kLanes, most);
       store(sum + v * kWidth, total);
     }
-    in_groups<KVRAG_SUMS>(0, a.value_dim, [&](auto channels, u64 channel) {
-      gather<decltype(channels)::value>(weights, count, values.rows + channel, values.stride,
-                                        shrink, out + channel * kLanes);
-    });
+    block.gather_values(a, weights, from - start, count, shrink, out);
   }
 
   // Add what keys [from, to) get to `mass`, once all keys are added.
@@ -341,8 +384,9 @@ struct Strip {
 };
 
 // The strips of a tile, over its keys.
-template <class Element>
+template <class Block>
 struct Tile {
+  using Element = typename Block::Element;
   const Attention& a;
   u64 kv_head, begin, end;
   float *weights, *wide_keys, *wide_values, *strips;
@@ -383,36 +427,28 @@ struct Tile {
         const u64 first = from < strip.begin_any ? strip.begin_any : from;
         const u64 stop = to < strip.end_any ? to : strip.end_any;
         float* const mine = strip.counts ? of_strip(strip.begin_row) + kept : weights;
-        if (first < stop) body(strip, block, first - from, first, stop, mine);
+        if (first < stop) body(strip, block, from, first, stop, mine);
       });
       kept += attention_weights(kLanes);
     }
   }
 
-  Matrix keys(u64 from, u64 count) const {
-    const Element* const rows = static_cast<const Element*>(a.key) +
+  // The block of `count` keys from key `from` on.
+  Block block_of(u64 from, u64 count) const {
+    const Element* const keys = static_cast<const Element*>(a.key) +
                                 static_cast<i64>(kv_head) * a.key_head_stride +
                                 static_cast<i64>(from) * a.key_row_stride;
-    return as_floats(rows, a.key_row_stride, count, a.key_dim, wide_keys);
-  }
-
-  Matrix values(u64 from, u64 count) const {
-    const Element* const rows = static_cast<const Element*>(a.value) +
-                                static_cast<i64>(kv_head) * a.value_head_stride +
-                                static_cast<i64>(from) * a.value_row_stride;
-    return as_floats(rows, a.value_row_stride, count, a.value_dim, wide_values);
+    const Element* const values = static_cast<const Element*>(a.value) +
+                                  static_cast<i64>(kv_head) * a.value_head_stride +
+                                  static_cast<i64>(from) * a.value_row_stride;
+    return Block(a, keys, values, count, wide_keys, wide_values);
   }
 
   void attend() const {
-    struct Block {
-      Matrix keys, values;
-    };
-    each_strip([&](const Strip& strip) { strip.template start<Element>(a, kv_head); });
-    each_block(
-        [&](u64 from, u64 count) { return Block{keys(from, count), values(from, count)}; },
-        [&](const Strip& strip, const Block& block, u64 skipped, u64 from, u64 to, float* into) {
-          strip.add_keys(a, block.keys.after(skipped), block.values.after(skipped), from, to, into);
-        });
+    each_strip([&](const Strip& strip) { strip.template start<Block>(a, kv_head); });
+    each_block([&](u64 from, u64 count) { return block_of(from, count); },
+               [&](const Strip& strip, const Block& block, u64 start, u64 from, u64 to,
+                   float* into) { strip.add_keys(a, block, start, from, to, into); });
     each_strip([&](const Strip& strip) { strip.template finish<Element>(a, kv_head); });
   }
 
@@ -425,10 +461,10 @@ struct Tile {
   }
 };
 
-template <class Element>
+template <class Block>
 static inline void attend(const Attention& a, u64 kv_head, u64 begin, u64 end, float* mass,
                           float* scratch) {
-  const Tile<Element> tile(a, kv_head, begin, end, scratch);
+  const Tile<Block> tile(a, kv_head, begin, end, scratch);
   tile.attend();
   if (mass != nullptr) tile.count(mass);
 }
@@ -437,11 +473,12 @@ static inline void attend(const Attention& a, u64 kv_head, u64 begin, u64 end, f
 
 void attend_tile(const Attention& a, u64 kv_head, u64 begin, u64 end, float* mass,
                  float* scratch) noexcept {
-  if (a.type == ElementType::f32) {
-    attention::attend<float>(a, kv_head, begin, end, mass, scratch);
-  } else {
-    attention::attend<u16>(a, kv_head, begin, end, mass, scratch);
-  }
+  using namespace attention;
+  if (a.type == ElementType::f32) return attend<Wide<float>>(a, kv_head, begin, end, mass, scratch);
+#ifdef KVRAG_PAIRS
+  if (Pairs::can(a)) return attend<Pairs>(a, kv_head, begin, end, mass, scratch);
+#endif
+  attend<Wide<u16>>(a, kv_head, begin, end, mass, scratch);
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ std::vector<const Kernels*> available_kernels() {
     found.push_back(&kAvx512);
     if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2")) {
       found.push_back(&avx512_vbmi2());
+      if (__builtin_cpu_supports("avx512bf16")) found.push_back(&avx512_bf16());
     }
   }
 #elif defined(__aarch64__)

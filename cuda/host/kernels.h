@@ -173,6 +173,7 @@ extern const Kernels kScalar;
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
 const Kernels& avx512_vbmi2();
+const Kernels& avx512_bf16();
 #elif defined(__aarch64__)
 extern const Kernels kNeon;
 #endif

@@ -34,8 +34,8 @@ from kvrag.models.scaling import ScaledKeys
 from kvrag.positions.rotary import RotaryTable
 
 # Rows that a layer computes at once: few enough that a block's MLP activations stay small beside
-# the fused KV, many enough that its matrix products run at full speed.
-ROW_BLOCK = 128
+# the fused KV, many enough that matrix products run at full speed on several threads.
+ROW_BLOCK = 512
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ _VARIABLE = "KVRAG_ISA"
 
 
 def instruction_set() -> str:
-    """Return the name of the instruction set in use: scalar, avx2, avx512, avx512vbmi2 or neon."""
+    """Return the name of the instruction set in use, as in ``KVRAG_ISA`` (`kvrag.native`)."""
     return _native.instruction_set()
 
 

@@ -71,6 +71,9 @@ def test_it_is_attention_as_written_out(data: st.DataObject) -> None:
     expected, weights = attended(query, key, value, last_keys, 0.3, window, softcap)
     wanted = weights[:, first_row:].sum(1).view(num_kv_heads, group, num_keys).sum(1)
     allowed = expected.abs() * (2**-8 if dtype == torch.bfloat16 else 0) + 1e-5
+    # Where pairs of bfloat16 are multiplied, each weight is rounded too, by at most 2^-8 of itself.
+    gathered, _ = attended(query, key, value.abs(), last_keys, 0.3, window, softcap)
+    rounding = gathered * (2**-8 if dtype == torch.bfloat16 else 0)
     before = instruction_set()
     for name in instruction_sets():
         use_instruction_set(name)
@@ -87,7 +90,8 @@ def test_it_is_attention_as_written_out(data: st.DataObject) -> None:
         )
         assert torch.allclose(taken.double(), wanted, rtol=1e-4, atol=1e-5), name
         assert found.dtype == dtype
-        assert (found.double() - expected).abs().le(allowed).all(), name
+        slack = rounding if name == "avx512bf16" else 0
+        assert (found.double() - expected).abs().le(allowed + slack).all(), name
     use_instruction_set(before)
 
 

@@ -1,0 +1,133 @@
+// A block's keys and values in bfloat16, two at a time: the processor multiplies pairs of them and adds
+// up in float. Included by attend_tile.h, within its namespace.
+//
+// Weights are rounded to bfloat16 for that, as in PyTorch's attention; scores and sums are not.
+#pragma once
+
+static inline Floats add_products(Floats sums, Ints pairs, u32 factors) {
+  const __m512bh a = (__m512bh)(__m512i)pairs;
+  const __m512bh b = (__m512bh)_mm512_set1_epi32(static_cast<i32>(factors));
+  return (Floats)_mm512_dpbf16_ps((__m512)sums, a, b);
+}
+
+// The upper halves of two lines of floats, rounded, as a line of pairs.
+static inline Ints paired(Floats low, Floats high) {
+  const auto rounded = [](Floats x) {
+    Ints bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits + 0x7fff + (bits >> 16 & 1);
+  };
+  return (rounded(low) >> 16 & 0xffff) | (rounded(high) & ~0xffff);
+}
+
+static inline u32 pair_at(const u16* from) {
+  u32 pair;
+  std::memcpy(&pair, from, sizeof pair);
+  return pair;
+}
+
+struct Pairs {
+  using Element = u16;
+  const u16* keys;
+  i64 stride;
+  const u32* values;  // [pairs of keys, value_dim]
+  float* weights;     // scratch: lines of pairs
+
+  // Whether the scratch of wide keys holds all weights, and channels are pairs.
+  static bool can(const Attention& a) {
+    return a.key_dim % 2 == 0 && kBlockKeys * a.key_dim >= (kBlockKeys / 2 + 1) * kLanes;
+  }
+
+  Pairs(const Attention& a, const u16* key, const u16* value, u64 count, float* key_scratch,
+        float* value_scratch)
+      : keys(key),
+        stride(a.key_row_stride),
+        values(reinterpret_cast<u32*>(value_scratch)),
+        weights(key_scratch) {
+    u32* to = reinterpret_cast<u32*>(value_scratch);
+    for (u64 pair = 0; pair < (count + 1) / 2; ++pair, to += a.value_dim) {
+      const u16* const low = value + static_cast<i64>(2 * pair) * a.value_row_stride;
+      if (2 * pair + 1 < count) {
+        const u16* const high = low + a.value_row_stride;
+        for (u64 d = 0; d < a.value_dim; ++d) to[d] = low[d] | u32{high[d]} << 16;
+      } else {
+        for (u64 d = 0; d < a.value_dim; ++d) to[d] = low[d];
+      }
+    }
+  }
+
+  static void lay(const Attention& a, const u16* query, float* lane) {
+    for (u64 d = 0; d < a.key_dim; d += 2) {
+      const u32 pair = pair_at(query + d);
+      std::memcpy(lane + d / 2 * kLanes, &pair, sizeof pair);
+    }
+  }
+
+  void score_keys(const Attention& a, const float* queries, u64 first, u64 count,
+                  float* scores) const {
+    const float factor = factor_of(a);
+    in_groups<KVRAG_SUMS>(0, count, [&](auto keys_at_once, u64 key) {
+      constexpr u32 kCount = decltype(keys_at_once)::value;
+      const u16* const rows = keys + static_cast<i64>(first + key) * stride;
+      Sums<kCount> sums = {};
+#pragma GCC unroll 4
+      for (u64 d = 0; d < a.key_dim; d += 2) {
+        Ints line[kVectors];
+        for (u32 v = 0; v < kVectors; ++v) {
+          line[v] = load<Ints>(queries + d / 2 * kLanes + v * kWidth);
+        }
+#pragma GCC unroll 16
+        for (u32 i = 0; i < kCount; ++i) {
+          const u32 pair = pair_at(rows + static_cast<i64>(i) * stride + static_cast<i64>(d));
+#pragma GCC unroll 4
+          for (u32 v = 0; v < kVectors; ++v) sums[i][v] = add_products(sums[i][v], line[v], pair);
+        }
+      }
+#pragma GCC unroll 16
+      for (u32 i = 0; i < kCount; ++i) {
+#pragma GCC unroll 4
+        for (u32 v = 0; v < kVectors; ++v) sums[i][v] *= factor;
+      }
+      store_sums<kCount>(sums, scores + key * kLanes);
+    });
+  }
+
+  void gather_values(const Attention& a, const float* lines, u64 first, u64 count,
+                     const Line& shrink, float* out) const {
+    // Pairs of a block begin with even keys: a strip that begins or ends within one gives its other
+    // key no weight.
+    const u64 skipped = first % 2, num_pairs = (skipped + count + 1) / 2;
+    for (u64 pair = 0; pair < num_pairs; ++pair) {
+      for (u32 v = 0; v < kVectors; ++v) {
+        Floats halves[2] = {};
+        for (u64 half = 0; half < 2; ++half) {
+          const u64 key = 2 * pair + half;
+          if (key < skipped || key - skipped >= count) continue;
+          halves[half] = load<Floats>(lines + (key - skipped) * kLanes + v * kWidth);
+        }
+        store(weights + pair * kLanes + v * kWidth, paired(halves[0], halves[1]));
+      }
+    }
+    const u32* const base = values + first / 2 * a.value_dim;
+    in_groups<KVRAG_SUMS>(0, a.value_dim, [&](auto channels, u64 channel) {
+      constexpr u32 kCount = decltype(channels)::value;
+      float* const to = out + channel * kLanes;
+      Sums<kCount> sums;
+      load_sums<kCount>(to, shrink, sums);
+#pragma GCC unroll 4
+      for (u64 pair = 0; pair < num_pairs; ++pair) {
+        Ints line[kVectors];
+        for (u32 v = 0; v < kVectors; ++v) {
+          line[v] = load<Ints>(weights + pair * kLanes + v * kWidth);
+        }
+#pragma GCC unroll 16
+        for (u32 i = 0; i < kCount; ++i) {
+          const u32 factors = base[pair * a.value_dim + channel + i];
+#pragma GCC unroll 4
+          for (u32 v = 0; v < kVectors; ++v) sums[i][v] = add_products(sums[i][v], line[v], factors);
+        }
+      }
+      store_sums<kCount>(sums, to);
+    });
+  }
+};
