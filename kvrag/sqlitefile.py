@@ -13,6 +13,22 @@ FileStamp = tuple[tuple[int, int, int] | None, ...]
 """Inode, size and modification time of a file and of its write-ahead log; None for a missing one.
 """
 
+_DAMAGE = (
+    "not a database",
+    "malformed",
+    "no such table",
+    "no such column",
+    "no such index",
+    "Could not decode",
+    "too big",
+    "unsupported file format",
+)
+
+
+def is_damage(error: Exception) -> bool:
+    """Return whether an SQLite error reports wrong bytes rather than a failing disk."""
+    return any(part in str(error) for part in _DAMAGE)
+
 
 def library(key: bytes | None) -> Any:
     """Return the module that opens a file: `sqlite3`, or SQLCipher's if there is a key.

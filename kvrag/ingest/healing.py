@@ -11,6 +11,8 @@ from kvrag.ingest.audit import Audit
 from kvrag.ingest.config import RUNS_NAME
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.storage import Storage
+from kvrag.store.base import Store
+from kvrag.store.capabilities import Mends, capability, tiers_of
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,24 @@ def audit_catalog(storage: Storage) -> Audit:
     audit = storage.catalog.audit(storage.key_of)
     audit.structure = storage.catalog.damage()
     return audit
+
+
+def store_damage(store: Store, *, mend: bool) -> list[str]:
+    """Return what is wrong with a store's own list of its records; `mend` mends it.
+
+    Raises
+    ------
+    StoreError
+        When the medium refuses.
+    """
+    found: list[str] = []
+    for tier in tiers_of(store):
+        mends = capability(tier, Mends)
+        if mends is not None and (problems := mends.damage()):
+            found += problems
+            if mend:
+                mends.mend()
+    return found
 
 
 def held_by(storage: Storage, audit: Audit) -> Held:

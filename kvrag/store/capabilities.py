@@ -94,6 +94,19 @@ class ChecksWritable(Protocol):
 
 
 @runtime_checkable
+class Mends(Protocol):
+    """Checks and mends what it keeps about its records."""
+
+    def damage(self) -> list[str]:
+        """Return what is wrong, as lines of text."""
+        ...
+
+    def mend(self) -> None:
+        """Mend it; records that it cannot find any more are missing then."""
+        ...
+
+
+@runtime_checkable
 class InFolder(Protocol):
     """Keeps its records in a local folder, where other files can be kept beside them."""
 

@@ -25,12 +25,14 @@ from kvrag.store.metrics import (
     CountedStore,
     StoreMetrics,
 )
-from kvrag.store.segment_index import IndexWriter, SegmentIndex
+from kvrag.store.segment_index import DamagedIndexError, SegmentIndex
+from kvrag.store.segment_writer import IndexWriter, is_end
 from kvrag.store.segments import (
     FOLDER_NAME,
     SEGMENT_BYTES,
     FileRecord,
     OpenFile,
+    Place,
     SegmentFiles,
 )
 from kvrag.store.wrapper import read_whole
@@ -141,7 +143,7 @@ class FileStore(CountedStore):
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether there is a record of `key`."""
-        return self._index.find(key) is not None or self._loose.contains(key)
+        return self._is_there(self._index.find(key)) or self._loose.contains(key)
 
     def delete(self, key: ChunkKey) -> bool:
         """Remove a record and return whether there was one. Readers that have it open keep it.
@@ -210,9 +212,9 @@ class FileStore(CountedStore):
         self.compact()
         with self._index.writing() as writer:
             # A segment is made only in this transaction: a file not in the index is garbage.
-            known = {number for number, _, _ in writer.segments()}
+            known = writer.named()
             for number in self._segments.numbers():
-                if number not in known:
+                if number not in known and self._segments.length(number) is not None:
                     self._segments.remove(number)
                     num_removed += 1
         return num_removed
@@ -227,11 +229,55 @@ class FileStore(CountedStore):
         """
         with self._index.writing() as writer:
             # The last segment is being filled: leave it alone unless nothing in it is needed.
-            *full, last = writer.segments() or [(0, 1, 1)]
-            wasteful = [number for number, end, used in full if used < _LEAST_USED * end]
-            if last[2] == 0 and last[0]:
-                wasteful.append(last[0])
+            *full, (last, last_used) = writer.segments() or [(0, 1)]
+            wasteful = [
+                number
+                for number, used in full
+                if used < _LEAST_USED * (self._segments.length(number) or 1)
+            ]
+            if last_used == 0:
+                wasteful.append(last)
         return sum(map(self._move_out_of, wasteful))
+
+    def damage(self) -> list[str]:
+        """Return what is wrong with the index of records, as lines of text.
+
+        Raises
+        ------
+        StoreError
+            When the medium refuses.
+        """
+        if found := self._index.damage():
+            return found
+        for number, end, last in self._index.ends():
+            length = self._segments.length(number)
+            if length is not None and not is_end(end, last, length):
+                found.append(
+                    f"{self._index.path}: segment {number} is said to be in use up to byte {end}, "
+                    f"its records end at {last or 0} and its file at {length}"
+                )
+        return found
+
+    def mend(self) -> None:
+        """Mend the index of records; those that it cannot name any more are missing then.
+
+        An index that cannot be mended is set aside as ``records.sqlite.damaged``.
+
+        Raises
+        ------
+        StoreError
+            When the medium refuses.
+        """
+        self._index.close()
+        try:
+            with self._index.writing() as writer:
+                numbers = self._segments.numbers()
+                lengths = {number: self._segments.length(number) for number in numbers}
+                writer.mend({number: one for number, one in lengths.items() if one is not None})
+        except DamagedIndexError:
+            self._index.begin_again()
+        if self._index.damage():
+            self._index.begin_again()
 
     def close(self) -> None:
         """Close the index of records; opened records stay readable."""
@@ -240,24 +286,41 @@ class FileStore(CountedStore):
     # -- private -----------------------------------------------------------------------------
 
     def _write(self, records: list[tuple[ChunkKey, bytes]], *, is_replacing: bool = False) -> None:
+        try:
+            written = self._write_new(records, is_replacing)
+        except DamagedIndexError:
+            self._index.begin_again()
+            written = self._write_new(records, is_replacing)
+        if written:
+            self.metrics.wrote(written)
+
+    def _write_new(self, records: list[tuple[ChunkKey, bytes]], is_replacing: bool) -> int:
+        """Write records in one transaction; return how many bytes those were that it wrote."""
         with self._index.writing() as writer:
             if not is_replacing:
                 records = [
                     (key, record)
                     for key, record in dict(reversed(records)).items()
-                    if not writer.contains(key)
+                    if not self._is_there(writer.find(key))
                 ]
-            if not records:
-                return
-            self._append(writer, records)
-        self.metrics.wrote(sum(len(record) for _, record in records))
+            if records:
+                self._append(writer, records)
+        return sum(len(record) for _, record in records)
+
+    def _is_there(self, place: Place | None) -> bool:
+        """Return whether the file of a record's segment reaches to the record's end."""
+        if place is None or place.offset < 0:
+            return False
+        return place.offset + place.size_bytes <= (self._segments.length(place.segment) or 0)
 
     def _append(
         self, writer: IndexWriter, records: list[tuple[ChunkKey, bytes]], avoiding: int = 0
     ) -> None:
-        segment, end = writer.last_segment()
-        if segment in (0, avoiding) or end >= self._segment_bytes:
-            # Skip the number of a file that a killed process, or a lost index, left in the folder.
+        segment, end, last = writer.last_segment()
+        length = self._segments.length(segment) if segment not in (0, avoiding) else None
+        if end is None or length is None or not last <= end <= length or end >= self._segment_bytes:
+            # A segment whose noted end cannot be right stays as it is. Skip the number of a file
+            # that a killed process, or a lost index, left in the folder.
             numbers = self._segments.numbers()
             segment, end = max(writer.next_segment(), *(number + 1 for number in numbers), 1), 0
         places = self._segments.append(segment, end, [record for _, record in records])

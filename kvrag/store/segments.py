@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import threading
 import weakref
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ SEGMENT_BYTES = 256 << 20
 
 _MAGIC = b"\x89KVSEG\r\n\x01".ljust(ALIGNMENT_BYTES, b"\0")
 _NAME = re.compile(r"([0-9]{8,12})\.seg")
-_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+# Opening a pipe must not wait for its reader.
+_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,8 @@ class SegmentFiles:
             found = self._open.get(segment)
             if found is None:
                 path = self.path_of(segment)
+                if self.length(segment) is None:
+                    return None
                 try:
                     found = OpenFile(path, os.open(path, READ_FLAGS))
                 except OSError as error:
@@ -187,6 +191,17 @@ class SegmentFiles:
                     raise store_error("open", path, error) from error
                 self._open[segment] = found
             return found
+
+    def length(self, segment: int) -> int | None:
+        """Return a segment's length in bytes; None if it is gone or no file. Raises StoreError."""
+        path = self.path_of(segment)
+        try:
+            status = path.lstat()
+        except OSError as error:
+            if error.errno in ABSENT:
+                return None
+            raise store_error("look for", path, error) from error
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def append(self, segment: int, end: int, records: list[bytes]) -> list[Place]:
         """Write records at byte `end` of a segment, and flush them to the medium.
@@ -234,10 +249,9 @@ class SegmentFiles:
             raise store_error("remove", path, error) from error
 
     def numbers(self) -> Iterator[int]:
-        """Iterate over the numbers of the existing files."""
+        """Iterate over the numbers that are taken, by files or by anything else of such a name."""
         for entry in entries(self.folder):
-            match = _NAME.fullmatch(entry.name)
-            if match and entry.is_file(follow_symlinks=False):
+            if match := _NAME.fullmatch(entry.name):
                 yield int(match[1])
 
 

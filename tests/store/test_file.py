@@ -392,20 +392,12 @@ def test_loose_records_are_packed(store: FileStore, folder: Path) -> None:
         assert stored(store, key) == record_of(key) == folders.peek(folder, key)
 
 
-@pytest.mark.parametrize("content", [b"not a database" * 100, b"\0" * 4096])
-def test_a_foreign_index(folder: Path, content: bytes) -> None:
-    folder.mkdir()
-    (folder / "records.sqlite").write_bytes(content)
-    with pytest.raises(StoreError, match=r"records.sqlite is damaged or foreign .*delete it"):
-        FileStore(folder)
-
-
 def test_an_index_of_another_version(store: FileStore, folder: Path) -> None:
     store.put(KEY, b"record")
     store.close()
     with closing(sqlite3.connect(folder / "records.sqlite")) as connection:
         connection.execute("PRAGMA user_version = 2")
-    with pytest.raises(StoreError, match=r"expected schema 1, found .* schema 2; use the kvrag"):
+    with pytest.raises(StoreError, match=r"expected schema 1, found schema 2; use the kvrag"):
         FileStore(folder)
 
 

@@ -38,7 +38,7 @@ DIE_AT = f"""
 import os, signal, sys
 from contextlib import contextmanager
 from kvrag.store.file import FileStore
-from kvrag.store import segment_index, segments
+from kvrag.store import segment_writer, segments
 from kvrag.testing.records import key_number, record_of
 
 folder, step = sys.argv[1:]
@@ -65,7 +65,7 @@ elif step == "written":
 elif step == "flushed":
     os.fsync = flush_and_die
 elif step == "noted":
-    segment_index.IndexWriter.set = die
+    segment_writer.IndexWriter.set = die
 elif step == "committed":
     FileStore.metrics = property(die, lambda *_: None)
 store.put(key, record_of(key, {RECORD_BYTES}))
