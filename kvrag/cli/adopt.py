@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE
 from kvrag.ingest.settings import IndexSettings
@@ -43,15 +42,19 @@ def adopt(
     A chain over that store then reuses their KV, without any other change. Run it again
     after the store has changed; documents that have left it are removed with 'kvrag rm'.
     """
-    from kvrag.cli.ingest import index_into, print_report
+    from kvrag.cli.ingest import Settings, index_into
     from kvrag.cli.opening import load_object
     from kvrag.ingest.adopting import adopted
 
-    documents = adopted(load_object(vector_store, "MODULE:NAME"))
-    report = index_into(index, documents, model, device, store, embedding, dry_run)
-    if as_json:
-        console.print_json(report)
-    else:
-        print_report(report)
+    report = index_into(
+        index,
+        adopted(load_object(vector_store, "MODULE:NAME")),
+        Settings(embedding=embedding),
+        model=model,
+        device=device,
+        store=store,
+        dry_run=dry_run,
+        as_json=as_json,
+    )
     if not report.ok:
         raise typer.Exit(EXIT_FAILURE)

@@ -203,7 +203,7 @@ def report_line(answer: Answer) -> str:
 
 def _source_line(source: Source) -> str:
     text = console.harmless(" ".join(source.text.split()))
-    place = f"{console.short_path(source.source)}#{source.ordinal}"
+    place = f"{console.shown_name(source.source)}#{source.ordinal}"
     return f"{place}{_page(source.metadata)}: {text[:_SNIPPET_CHARACTERS]}"
 
 

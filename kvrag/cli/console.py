@@ -23,7 +23,12 @@ SECONDS_BETWEEN_LINES = 5.0
 """Seconds between two progress lines when stderr is not a terminal."""
 
 # Control characters except tab and line feed: escape sequences can rewrite a screen or its title.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Characters that reverse the direction of what follows can do nearly the same.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# In a name, a line feed would begin another line, and an invisible mark would hide.
+_NOT_IN_NAME = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def out() -> Console:
@@ -54,6 +59,16 @@ def stream(text: str) -> None:
 def harmless(text: str) -> str:
     """Replace control characters, which a terminal would obey, in a model's or document's text."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def shown_name(source: str) -> str:
+    """Return a document's name for people: short, on one line, and with nothing hidden in it."""
+    return one_line(short_path(source))
+
+
+def one_line(text: str) -> str:
+    """Return a text with control characters, line feeds too, as Python escapes them."""
+    return _NOT_IN_NAME.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class AnswerText:

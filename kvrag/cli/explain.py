@@ -137,5 +137,5 @@ def _print(parts: Sequence[Part]) -> None:
     for part in parts:
         numbers[part.state, part.why] += part.end - part.start
     for (state, why), number in sorted(numbers.items(), key=lambda one: -one[1]):
-        line = f"{number:>7,} tokens {state:<9} {console.harmless(why)}"
+        line = f"{number:>7,} tokens {state:<9} {console.one_line(why)}"
         out.print(Text(line, style=_STYLES[state]))

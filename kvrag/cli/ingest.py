@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -39,16 +39,16 @@ class _Given:
 
 
 @dataclass(frozen=True)
-class _Settings:
+class Settings:
     """What an index is created with; None means the default, or the existing index's value."""
 
-    embedding: str | None
-    codec: str | None
-    chunk_tokens: int | None
-    dtype: str | None
-    context: str | None
-    compression: str | None
-    control_tokens: str | None
+    embedding: str | None = None
+    codec: str | None = None
+    chunk_tokens: int | None = None
+    dtype: str | None = None
+    context: str | None = None
+    compression: str | None = None
+    control_tokens: str | None = None
 
 
 def ingest(
@@ -193,18 +193,14 @@ def ingest(
     completes it. A file that cannot be read within the limits is reported and left out; the others
     are indexed, and the exit code is 1.
     """
-    from kvrag.cli.opening import quiet_libraries
-    from kvrag.cli.progress import IngestBar
     from kvrag.codec.names import parse_codec
     from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
-    from kvrag.ingest.checks import check_lasting
     from kvrag.ingest.contexts import parse_context
     from kvrag.ingest.files import resolve_path
     from kvrag.ingest.loaders import SUFFIXES
     from kvrag.ingest.parsing import Parser, check_loaders
     from kvrag.ingest.profiles import read_profile
     from kvrag.models.control import check_control_tokens
-    from kvrag.store.registry import check_kind, without_password
 
     # Check everything before an index is created.
     for path in paths:
@@ -217,11 +213,6 @@ def ingest(
     if loaders:
         with Parser(limits, loaders) as parser:
             parser.start()
-    if store is not None and store.split("|")[-1].startswith("memory:"):
-        raise ParameterError(
-            f"--store {without_password(store)}: memory is lost when the command ends; give a "
-            "persistent store, with memory as a tier before it"
-        )
     if codec is not None:
         codec = parse_codec(codec).label
     if compress is not None:
@@ -229,32 +220,21 @@ def ingest(
     check_control_tokens(control_tokens)
     if context is not None:
         parse_context(context)
-    custom, embedding = _embedding(embedding)
-    settings = _Settings(embedding, codec, chunk_tokens, dtype, context, compress, control_tokens)
-    if store is not None:
-        check_kind(store)
-    given = _Given(None if profile is None else read_profile(profile), custom)
-    quiet_libraries()
-    with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
-        scratch_folder = Path(scratch) if dry_run else None
-        opened = _open_or_create(index, model, device, store, settings, given, scratch_folder)
-        with opened, IngestBar(opened.path) as bar:
-            check_lasting(opened.store)  # also for an index that was created elsewhere
-            report = opened.add(
-                paths,
-                dry_run=dry_run,
-                force=force,
-                on_progress=bar.update,
-                limits=limits,
-                loaders=loaders,
-            )
-            embedding = opened.embedding.described() if report.added or report.changed else ""
-    if as_json:
-        console.print_json(report)
-    else:
-        print_report(report)
-        if embedding:
-            console.write(f"embedding: {embedding}\n")
+    settings = Settings(embedding, codec, chunk_tokens, dtype, context, compress, control_tokens)
+    report = index_into(
+        index,
+        paths,
+        settings,
+        model=model,
+        device=device,
+        store=store,
+        profile=None if profile is None else read_profile(profile),
+        dry_run=dry_run,
+        as_json=as_json,
+        force=force,
+        limits=limits,
+        loaders=loaders,
+    )
     if not (report.added or report.changed or report.unchanged or report.failed):
         console.note(
             "no file of a known type was found (hidden files are skipped); known types: "
@@ -290,25 +270,51 @@ def _loaders(given: list[str]) -> dict[str, str]:
 def index_into(
     path: Path,
     documents: Iterable[Any],
+    settings: Settings,
+    *,
     model: str | None,
     device: str | None,
     store: str | None,
-    embedding: str | None,
+    profile: Profile | None = None,
     dry_run: bool,
+    as_json: bool,
+    **adding: Any,
 ) -> IngestReport:
-    """Add documents to an index that is opened, or created with default settings."""
+    """Add documents to an index, which is created if it does not exist, and print the report.
+
+    `adding` are further arguments of `Index.add`. Raises ParameterError, before anything is
+    written, for a store that is unknown or ends with the command.
+    """
     from kvrag.cli.opening import quiet_libraries
     from kvrag.cli.progress import IngestBar
+    from kvrag.ingest.checks import check_lasting
+    from kvrag.store.registry import check_kind, without_password
 
-    custom, embedding = _embedding(embedding)
-    settings = _Settings(embedding, None, None, None, None, None, None)
+    if store is not None:
+        if store.split("|")[-1].startswith("memory:"):
+            raise ParameterError(
+                f"--store {without_password(store)}: memory is lost when the command ends; give a "
+                "persistent store, with memory as a tier before it"
+            )
+        check_kind(store)
+    custom, name = _embedding(settings.embedding)
+    settings = replace(settings, embedding=name)
+    given = _Given(profile, custom)
     quiet_libraries()
     with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
         folder = Path(scratch) if dry_run else None
-        given = _Given(None, custom)
         opened = _open_or_create(path, model, device, store, settings, given, folder)
         with opened, IngestBar(opened.path) as bar:
-            return opened.add(documents, dry_run=dry_run, on_progress=bar.update)
+            check_lasting(opened.store)  # also for an index that was created elsewhere
+            report = opened.add(documents, dry_run=dry_run, on_progress=bar.update, **adding)
+            embedding = opened.embedding.described() if report.added or report.changed else ""
+    if as_json:
+        console.print_json(report)
+    else:
+        _print_report(report)
+        if embedding:
+            console.write(f"embedding: {embedding}\n")
+    return report
 
 
 def _embedding(name: str | None) -> tuple[Embedding | None, str | None]:
@@ -321,12 +327,12 @@ def _embedding(name: str | None) -> tuple[Embedding | None, str | None]:
     return get_embedding(load_object(name, "--embedding")), None
 
 
-def print_report(report: IngestReport) -> None:
+def _print_report(report: IngestReport) -> None:
     """Print what an ingestion did."""
     for failed in report.failed:
-        place = console.short_path(failed.source)
+        place = console.shown_name(failed.source)
         reason = failed.reason.removeprefix(failed.source).lstrip(":, ")
-        print(f"left out: {place}: {reason}", file=sys.stderr)
+        print(f"left out: {place}: {console.one_line(reason)}", file=sys.stderr)
     size = console.format_bytes(report.size_bytes)
     if report.dry_run:
         work = (
@@ -365,7 +371,7 @@ def _open_or_create(
     model: str | None,
     device: str | None,
     store: str | None,
-    settings: _Settings,
+    settings: Settings,
     objects: _Given,
     scratch: Path | None,
 ) -> Index:

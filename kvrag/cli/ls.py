@@ -34,7 +34,7 @@ def ls(
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            Text(console.harmless(console.short_path(row.source))),
+            Text(console.shown_name(row.source)),
             f"{row.num_chunks:,}",
             f"{row.num_tokens:,}",
             console.format_bytes(row.size_bytes),

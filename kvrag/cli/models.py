@@ -171,7 +171,7 @@ def _print(made: list[ConvertedModel]) -> None:
             table.add_row(
                 Text(console.harmless(one.name)),
                 console.format_bytes(one.num_bytes),
-                Text(console.harmless(console.short_path(one.source))),
+                Text(console.shown_name(one.source)),
             )
         console.out().print()
         console.out().print(table)

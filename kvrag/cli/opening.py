@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
@@ -9,11 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvrag import arguments
 from kvrag.cli import console
-from kvrag.errors import ParameterError
+from kvrag.errors import KVRagError, ParameterError
 
 if TYPE_CHECKING:
     from kvrag.ingest.index import Index
     from kvrag.ingest.ranking import Reranker
+
+_WHERE_MODULES_ARE = (
+    "install the module, or name its folder in PYTHONPATH (PYTHONPATH=. for the current one, "
+    "which is not searched)"
+)
 
 
 def quiet_libraries() -> None:
@@ -47,21 +56,55 @@ def load_object(name: str, option: str) -> Any:
     Raises
     ------
     ParameterError
-        When there is none. Errors that the module itself raises pass through.
+        When there is none, or its own code fails.
     """
     module, _, attribute = name.partition(":")
-    if not module or not attribute.isidentifier():
+    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
         raise ParameterError(
             f"{option} {arguments.shown(name)}: expected MODULE:NAME, such as embeddings:minilm"
         )
+    what = f"{option} {arguments.shown(name)}"
+    with _code_of_user(what):
+        loaded = import_module(module)
     try:
-        found = getattr(import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
+        found = getattr(loaded, attribute)
+    except AttributeError as error:
+        raise ParameterError(f"{what}: {error}; {_WHERE_MODULES_ARE}") from error
+    if not isinstance(found, type | FunctionType):
+        return found
+    try:
+        inspect.signature(found).bind()
+    except ValueError:
+        pass  # some built-in classes have no signature
+    except TypeError as error:
         raise ParameterError(
-            f"{option} {arguments.shown(name)}: {error}; install the module, or name its folder in "
-            "PYTHONPATH (PYTHONPATH=. for the current one, which is not searched)"
+            f"{option} {name}: it is called without arguments: {error}; name an object, or a "
+            "function without parameters that returns it"
         ) from error
-    return found() if isinstance(found, type | FunctionType) else found
+    with _code_of_user(what):
+        return found()
+
+
+@contextmanager
+def _code_of_user(what: str) -> Iterator[None]:
+    """Turn whatever a user's module raises, SystemExit too, into an error that names its place."""
+    try:
+        yield
+    except (KVRagError, KeyboardInterrupt):
+        raise
+    except ModuleNotFoundError as error:
+        raise ParameterError(f"{what}: {error}; {_WHERE_MODULES_ARE}") from error
+    except BaseException as error:
+        if isinstance(error, SyntaxError) and error.filename:
+            place = f"{error.filename}, line {error.lineno}"
+            reason = error.msg
+        else:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place, reason = f"{last.filename}, line {last.lineno}", str(error)
+        raise ParameterError(
+            f"{what}: that module failed with {type(error).__name__}: "
+            f"{arguments.cut(reason) or 'no message'} ({place}); correct it there"
+        ) from error
 
 
 def load_reranker(name: str | None) -> Reranker | None:

@@ -62,6 +62,9 @@ def rm(
         if found and not dry_run:
             num_chunks = opened.delete(sources=list(found))
     for one in unmatched:
+        if os.path.abspath(one).strip("/") == "":  # noqa: PTH100  (it is compared as text)
+            fail(f"{one}: the root folder would mean every file; for that, write the pattern '/**'")
+            continue
         alike = names.suggestion(_alike(one, rows))
         fail(f"{one}: no document of the index has this name{alike}")
     if as_json:
@@ -174,7 +177,7 @@ def _alike(name: str, sources: Iterable[str]) -> list[str]:
 
 def _print(rows: Sequence[DocumentRow], num_chunks: int, index: Path, dry_run: bool) -> None:
     for row in rows:
-        console.write(f"{console.harmless(console.short_path(row.source))}\n")
+        console.write(f"{console.shown_name(row.source)}\n")
     what = "would remove" if dry_run else "removed"
     documents = console.count(len(rows), "document")
     console.write(f"{what} {documents}, {console.count(num_chunks, 'chunk')}\n")

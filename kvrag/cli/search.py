@@ -110,7 +110,7 @@ def _print(hits: Sequence[SearchHit]) -> None:
         table.add_row(
             str(rank),
             f"{hit.score:.3g}",
-            Text(console.harmless(_place(hit))),
+            Text(console.one_line(_place(hit))),
             Text(console.harmless(begins), style="dim"),
         )
     console.out().print(table)
@@ -118,7 +118,7 @@ def _print(hits: Sequence[SearchHit]) -> None:
 
 def _place(hit: SearchHit) -> str:
     chunk = hit.chunk
-    place = f"{console.short_path(chunk.source)}#{chunk.ordinal}"
+    place = f"{console.shown_name(chunk.source)}#{chunk.ordinal}"
     if "page" in chunk.metadata:
         place += f" p.{chunk.metadata['page']}"
     heading = chunk.metadata.get("heading")

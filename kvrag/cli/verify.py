@@ -55,16 +55,19 @@ def _print_report(report: VerifyReport) -> None:
         f"{report.num_chunks:,} chunks, {report.num_records:,} records ({size}) read in {time}\n"
     )
     for problem in report.problems:
-        place = f"{console.short_path(problem.source)}#{problem.ordinal}"
+        place = f"{console.shown_name(problem.source)}#{problem.ordinal}"
         console.stream(f"damaged: {place}: {problem.reason}\n")
+    for text in report.store_problems:
+        console.stream(f"store: {console.harmless(text)}\n")
     for text in report.catalog_problems:
-        console.stream(f"catalog: {console.harmless(text)}\n")
+        console.write(f"catalog: {console.one_line(text)}\n")
     for text in report.not_healed:
-        console.stream(f"lost: {console.harmless(text)}\n")
+        console.write(f"lost: {console.one_line(text)}\n")
     if report.ok:
         repaired = f", {report.num_repaired:,} records computed again" if report.problems else ""
         mended = ", the catalog repaired" if report.catalog_problems else ""
-        console.write(f"sound{repaired}{mended}\n")
+        kept = ", the list of records repaired" if report.store_problems else ""
+        console.write(f"sound{repaired}{mended}{kept}\n")
     elif report.is_healed:
         console.write("The catalog is repaired, but the lost entries are gone.\n")
     else:

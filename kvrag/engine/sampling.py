@@ -18,6 +18,9 @@ from kvrag.errors import ParameterError
 
 # Below this temperature, the divided logits overflow float32.
 _COLDEST = 1e-4
+# Logits are divided by the penalty, or multiplied by it; far from 1 they overflow float32 as well.
+_LEAST_PENALTY = 0.01
+_MOST_PENALTY = 100.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Sampling:
         Sample from the k most likely tokens; 0 samples from all.
     repetition_penalty
         A value above 1 makes tokens already in the prompt or answer less likely; 1 changes nothing.
+        From 0.01 to 100.
     seed
         Makes sampling repeatable; None uses a new seed each time.
     """
@@ -56,7 +60,7 @@ class Sampling:
             "top_p": arguments.number(self.top_p, "top_p", most=1.0, above=0.0),
             "top_k": arguments.whole(self.top_k, "top_k", 0, 2**31 - 1),
             "repetition_penalty": arguments.number(
-                self.repetition_penalty, "repetition_penalty", above=0.0
+                self.repetition_penalty, "repetition_penalty", _LEAST_PENALTY, _MOST_PENALTY
             ),
         }
         if self.seed is not None:

@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvrag.arguments import shown
+from kvrag.checksum import checksum
 from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy, planned_rows
 from kvrag.fusion.repair import Repair, make_repair
 from kvrag.loading.cost import LoadingCost, StoredRows, pipelined_seconds
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+_OLDEST_VERSION = 2  # had no checksum
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,9 @@ class Calibration:
 
     def to_json(self) -> str:
         """Return the calibration as JSON text."""
-        return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, indent=1) + "\n"
+        values = {"format_version": FORMAT_VERSION, **asdict(self)}
+        values["checksum"] = checksum(values)
+        return json.dumps(values, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Calibration:
@@ -179,19 +183,19 @@ class Calibration:
         Raises
         ------
         IndexFormatError
-            If the text is not a calibration; the message names it by `where`.
+            If the text is not a calibration, or was altered; the message names it by `where`.
         """
         try:
             fields: Mapping[str, Any] = json.loads(text)
             version = fields["format_version"]
-            if version != FORMAT_VERSION:
+            if version not in (_OLDEST_VERSION, FORMAT_VERSION):
                 raise IndexFormatError(
-                    f"{where}: calibration of format {version}, but this version reads format "
-                    f"{FORMAT_VERSION}: run 'kvrag calibrate' again"
+                    f"{where}: calibration of format {shown(version)}, but this version reads "
+                    f"formats {_OLDEST_VERSION} and {FORMAT_VERSION}: run 'kvrag calibrate' again"
                 )
             # Older calibrations did not measure loading.
             loading = fields.get("loading")
-            return cls(
+            made = cls(
                 model_fingerprint=str(fields["model_fingerprint"]),
                 data=str(fields["data"]),
                 measure=str(fields["measure"]),
@@ -200,11 +204,18 @@ class Calibration:
                 cost=Cost(**fields["cost"]),
                 loading=LoadingCost.from_dict(loading) if loading is not None else None,
             )
+            found, expected = fields.get("checksum"), checksum(fields)
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise IndexFormatError(
                 f"{where}: not a calibration ({type(error).__name__}: {error}); run "
                 "'kvrag calibrate' again"
             ) from error
+        if found != expected and (found is not None or version != _OLDEST_VERSION):
+            raise IndexFormatError(
+                f"{where} was altered or damaged after it was written: its checksum is "
+                f"{shown(found)}, its content gives {expected!r}; run 'kvrag calibrate' again"
+            )
+        return made
 
 
 def _require_numbers(*values: Any) -> None:

@@ -12,7 +12,7 @@ _PAGE = 1000
 
 
 def adopted(store: Any) -> Iterator[AsCut]:
-    """Yield the documents of a vector store, each of which becomes one chunk.
+    """Return an iterator over the documents of a vector store, each of which becomes one chunk.
 
     A document's id there is its source here. Text that is longer than the model's window is cut.
 
@@ -32,7 +32,7 @@ def adopted(store: Any) -> Iterator[AsCut]:
     --------
     >>> index.add(adopted(FAISS.load_local("faiss", embeddings, ...)))   # doctest: +SKIP
     """
-    yield from map(AsCut, _listed(store))
+    return map(AsCut, _listed(store))
 
 
 def _listed(store: Any) -> Iterable[Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvrag.errors import IndexMismatchError, StoreError
+from kvrag.errors import IndexFormatError, IndexMismatchError, StoreError
 from kvrag.ingest.config import write_atomically
 from kvrag.ingest.storage import Storage
 from kvrag.regularfile import read_regular
+from kvrag.store.files import store_error
 from kvrag.store.registry import without_password
 
 if TYPE_CHECKING:
@@ -38,6 +39,27 @@ def read_calibration(storage: Storage) -> Calibration | None:
         # A calibration of another store says nothing about this one.
         found = replace(found, loading=None)
     return found
+
+
+def calibration_problem(storage: Storage, *, repair: bool) -> str:
+    """Return what is wrong with the stored measurements, or "".
+
+    Parameters
+    ----------
+    repair
+        Set a damaged file aside: only ``kvrag calibrate`` can measure again.
+    """
+    try:
+        read_calibration(storage)
+    except (IndexFormatError, IndexMismatchError, StoreError) as error:
+        path = storage.path / FILE_NAME
+        if repair:
+            try:
+                path.replace(path.with_name(f"{FILE_NAME}.damaged"))
+            except OSError as refusal:
+                raise store_error("set aside", path, refusal) from refusal
+        return str(error)
+    return ""
 
 
 def keep_calibration(storage: Storage, calibration: Calibration) -> None:

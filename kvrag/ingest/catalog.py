@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvrag.chunk import Chunk, ChunkKey, chunk_id_of, fields_of
+from kvrag.chunk import Chunk, ChunkKey, chunk_id_of
 from kvrag.ingest.catalogfile import checked
+from kvrag.ingest.filters import searched_fields
 from kvrag.ingest.mending import CatalogMending
 from kvrag.ingest.rows import (
     Change,
@@ -41,6 +42,11 @@ if TYPE_CHECKING:
 
 __all__ = ["FILE_NAME", "SCHEMA_VERSION", "Catalog"]
 
+# A chunk's number of tokens, 0 if it is not that of its token ids: it may be any value.
+_NUM_TOKENS = (
+    "(CASE WHEN typeof(token_ids) = 'blob' AND typeof(num_tokens) = 'integer' "
+    "AND LENGTH(token_ids) = 4 * num_tokens THEN num_tokens ELSE 0 END)"
+)
 _HAS_KEY = "(kv_key = ?1 OR row IN (SELECT row FROM other_keys WHERE kv_key = ?1))"
 
 
@@ -117,9 +123,9 @@ class Catalog(CatalogMending):
         """Return all documents with sound rows, ordered by source."""
         numbers = {
             source: counts
-            for source, *counts in self._connection.execute(
-                "SELECT source, COUNT(row), COALESCE(SUM(num_tokens), 0), COALESCE(SUM(num_tokens "
-                "* (1 + (SELECT COUNT(*) FROM other_keys o WHERE o.row = chunks.row))), 0) "
+            for source, *counts in self._rows(
+                f"SELECT source, COUNT(row), SUM({_NUM_TOKENS}), SUM({_NUM_TOKENS} "
+                "* (1 + (SELECT COUNT(*) FROM other_keys o WHERE o.row = chunks.row))) "
                 "FROM chunks GROUP BY source"
             )
         }
@@ -135,11 +141,15 @@ class Catalog(CatalogMending):
     @checked
     def counts(self) -> tuple[int, int, int]:
         """Return the numbers of documents, chunks and tokens."""
-        (documents,) = self._connection.execute("SELECT COUNT(*) FROM documents").fetchone()
-        chunks, tokens = self._connection.execute(
-            "SELECT COUNT(*), COALESCE(SUM(num_tokens), 0) FROM chunks"
-        ).fetchone()
-        return documents, chunks, tokens
+        documents = self._rows("SELECT COUNT(*) FROM documents") or [(0,)]
+        chunks = self._rows(
+            f"SELECT COUNT(*), COALESCE(SUM({_NUM_TOKENS}), 0), "
+            f"COALESCE(SUM({_NUM_TOKENS} IS NOT num_tokens), 0) FROM chunks"
+        ) or [(0, 0, 0)]
+        num_chunks, num_tokens, num_damaged = chunks[0]
+        if num_damaged:
+            self._note(f"{num_damaged:,} chunks do not say how many tokens they have")
+        return documents[0][0], num_chunks, num_tokens
 
     @checked
     def chunks(self, chunk_ids: Sequence[str]) -> list[Chunk]:
@@ -215,7 +225,7 @@ class Catalog(CatalogMending):
         for values in self._select_in(CHUNK_COLUMNS, "row", rows):
             if self._is_sound(values):
                 row, _, source, ordinal, text, *_, metadata, _, seal = values
-                yield row, seal, text, fields_of(source, ordinal, unpack_json(metadata))
+                yield row, seal, text, searched_fields(source, ordinal, unpack_json(metadata))
 
     @checked
     def text_of(self, chunk_id: str) -> str | None:
@@ -369,13 +379,15 @@ class Catalog(CatalogMending):
 
     @checked
     def keys(self) -> dict[str, int]:
-        """Return the names of all KV that chunks refer to, each with its number of tokens."""
-        return dict(
-            self._connection.execute(
-                "SELECT kv_key, num_tokens FROM chunks UNION SELECT o.kv_key, c.num_tokens "
-                "FROM other_keys o JOIN chunks c ON c.row = o.row"
-            )
+        """Return the names of all KV that chunks refer to, each with its number of tokens.
+
+        The number is 0 where it is damaged.
+        """
+        names = f"SELECT kv_key, {_NUM_TOKENS} FROM chunks"
+        others = (
+            f"SELECT o.kv_key, {_NUM_TOKENS} FROM other_keys o JOIN chunks ON chunks.row = o.row"
         )
+        return dict([*self._rows(names), *self._rows(others)])
 
     @checked
     def places_of_key(self, key: ChunkKey) -> list[tuple[str, str, int]]:

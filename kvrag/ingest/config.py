@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag.arguments import shown
+from kvrag.checksum import checksum
 from kvrag.codec.names import expected_bytes_per_token
 from kvrag.errors import IndexFormatError, IndexNotFoundError, ParameterError
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
@@ -142,7 +142,7 @@ class IndexConfig:
     def save(self, folder: Path) -> None:
         """Write ``index.json`` atomically. Raises StoreError when the write fails."""
         values = {"kind": _KIND, **asdict(self), "format_version": FORMAT_VERSION}
-        values["checksum"] = _checksum(values)
+        values["checksum"] = checksum(values)
         write_atomically(folder / FILE_NAME, json.dumps(values, indent=2).encode() + b"\n")
 
     @classmethod
@@ -217,19 +217,12 @@ def _foreign(path: Path, what: str) -> IndexFormatError:
     )
 
 
-def _checksum(values: Mapping[str, Any]) -> str:
-    """Return the digest of all values in a file except the digest itself."""
-    said = {name: value for name, value in values.items() if name != "checksum"}
-    canonical = json.dumps(said, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
-
-
 def _compare(path: Path, values: Mapping[str, Any], version: int) -> None:
     """Raise IndexFormatError unless a file's content matches its checksum."""
     found = values.get("checksum")
     if found is None and version < FORMAT_VERSION:
         return  # Older than checksums.
-    expected = _checksum(values)
+    expected = checksum(values)
     if found != expected:
         raise IndexFormatError(
             f"{path} was altered or damaged after it was written: its checksum is {shown(found)}, "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvrag.errors import IndexFormatError, IndexMismatchError, StoreError
 from kvrag.regularfile import open_regular
-from kvrag.sqlitefile import FileStamp, connect, file_stamp
+from kvrag.sqlitefile import FileStamp, connect, file_stamp, is_damage
 
 __all__ = [
     "FileStamp",
@@ -26,20 +26,6 @@ __all__ = [
 
 _PAGE_BYTES = 4096
 _PLAIN = b"SQLite format 3\0"
-_DAMAGE = (
-    "not a database",
-    "malformed",
-    "no such table",
-    "no such column",
-    "Could not decode",
-    "too big",
-    "unsupported file format",
-)
-
-
-def is_damage(error: Exception) -> bool:
-    """Return whether an SQLite error reports wrong bytes rather than a failing disk."""
-    return any(part in str(error) for part in _DAMAGE)
 
 
 def catalog_error(path: Path, error: Exception) -> StoreError | IndexFormatError:

@@ -22,6 +22,7 @@ from kvrag.errors import ParameterError
 
 _MOST_DEPTH = 16
 _MOST_CONDITIONS = 100
+# In all lists of a filter together: SQLite takes 32,766 parameters by default.
 _MOST_VALUES = 10_000
 
 _RANGES = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
@@ -70,6 +71,36 @@ def read_filter(given: Any) -> Filter | None:
     return Filter(key, condition, tuple(reader.values))
 
 
+_OWN = ("source", "ordinal")  # what the index knows of a chunk, whatever its document says
+
+
+def on_metadata(given: Any) -> Any:
+    """Return a filter in which ``source`` and ``ordinal`` mean what the documents' metadata says.
+
+    Vector stores of frameworks know no other fields than the metadata.
+    """
+    if isinstance(given, list | tuple):
+        return [on_metadata(one) for one in given]
+    if not isinstance(given, Mapping):
+        return given
+    return {
+        f"metadata.{name}" if name in _OWN else name: (
+            on_metadata(value) if name in ("$and", "$or") else value
+        )
+        for name, value in given.items()
+    }
+
+
+def searched_fields(source: str, ordinal: int, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what filters see of a chunk: its metadata, with its own source and ordinal.
+
+    The metadata may come from the document's author, who must not pass it off as another one's.
+    What it says under these two names has the names ``metadata.source`` and ``metadata.ordinal``.
+    """
+    claimed = {f"metadata.{name}": metadata[name] for name in _OWN if name in metadata}
+    return {**metadata, **claimed, "source": source, "ordinal": ordinal}
+
+
 def values_of(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Value]]:
     """Yield the names and values of metadata as filters see them; leaves out null."""
     for name, value in metadata.items():
@@ -93,6 +124,7 @@ class _Reader:
     def __init__(self) -> None:
         self.values: list[Value] = []
         self._num_conditions = 0
+        self._num_listed = 0
 
     def mapping(self, given: Any, where: str, depth: int) -> str:
         if depth > _MOST_DEPTH:
@@ -152,6 +184,12 @@ class _Reader:
                 raise ParameterError(
                     f"{where}: expected a list of at most {_MOST_VALUES:,} values, found "
                     f"{arguments.shown(value)}"
+                )
+            self._num_listed += len(value)
+            if self._num_listed > _MOST_VALUES:
+                raise ParameterError(
+                    f"{where[:80]}: the lists of the filter have more than {_MOST_VALUES:,} values "
+                    "together; use fewer, or several searches"
                 )
             self.values += [_scalar(one, where) for one in value]
             test = f"IN ({', '.join('?' * len(value))})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -38,6 +39,15 @@ KeyOf = Callable[[Chunk], ChunkKey]
 
 # All columns of a chunk's row.
 _ALL_CHUNK_COLUMNS = f"{CHUNK_COLUMNS}, kv_key, embedding, vector_seal"
+# Tables and indexes of the file, and reads of no row that need all columns.
+_NAMES = re.findall(r"CREATE (?:TABLE|INDEX) (\w+)", SCHEMA)
+_COLUMNS = (
+    f"SELECT {_ALL_CHUNK_COLUMNS} FROM chunks LIMIT 0",
+    f"SELECT {DOCUMENT_COLUMNS} FROM documents LIMIT 0",
+    f"SELECT {FILE_COLUMNS} FROM files LIMIT 0",
+    "SELECT row, place, kv_key FROM other_keys LIMIT 0",
+    "SELECT generation, num_documents, documents, num_files, files, seal FROM state LIMIT 0",
+)
 # The metadata that the chunker adds to a document's.
 _ADDED_METADATA = ("heading", "page")
 
@@ -80,6 +90,11 @@ class CatalogMending(RowWriter):
     def damage(self) -> list[str]:
         """Return the problems that SQLite's own check finds in the file; empty if it is sound."""
         try:
+            there = {name for (name,) in self._connection.execute("SELECT name FROM sqlite_master")}
+            if missing := [name for name in _NAMES if name not in there]:
+                return [f"it has no {name}" for name in missing]
+            for statement in _COLUMNS:
+                self._connection.execute(statement)
             rows = self._connection.execute("PRAGMA integrity_check(10)").fetchall()
         except self._sql.DatabaseError as error:  # too damaged for the check itself
             self._go_on(error)

@@ -6,6 +6,7 @@ prompt has the same tokens everywhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -36,6 +37,7 @@ _EDGE = "\n"
 # Stands for the contents of messages in a rendered template.
 _CONTENT = "\ue012"
 _ROLES = (("user",), ("user", "assistant", "user"), ("system", "user", "assistant", "user"))
+_SYSTEM = (("system", "user"),)
 
 
 def tokenise_prompt(index: Index, prompt: PromptText, hints: Sequence[str] = ()) -> Tokens:
@@ -49,7 +51,8 @@ def tokenise_prompt(index: Index, prompt: PromptText, hints: Sequence[str] = ())
         The prompt. In messages, all control strings are data. In a single string, these are data:
         those inside the text of a chunk, wherever the prompt holds it; those whose surroundings
         come from recently found or retrieved chunks, or from their metadata; and all others that
-        such chunks hold, except at the chat template's own places.
+        such chunks hold, except at the chat template's own places. Where such a chunk imitates the
+        template and was rewritten, only the prompt's beginning and end are such places.
     hints
         Ids of chunks that the prompt is likely to hold.
     """
@@ -86,8 +89,14 @@ class _Origin:
         if self._is_copied(start, end):
             return True
         # However the caller changed or cut the string's surroundings: it is not the template's.
-        string = self._prompt[start:end]
-        return string in self._likely_strings and not self._is_template_place(start, end)
+        if self._prompt[start:end] not in self._likely_strings:
+            return False
+        # A chunk that imitates turns has its strings at the template's places too.
+        return (
+            (start, end) not in self._frame
+            if self._is_imitated
+            else (not self._is_template_place(start, end))
+        )
 
     def _is_copied(self, start: int, end: int) -> bool:
         """Return whether a control string's surroundings come from a document."""
@@ -122,6 +131,56 @@ class _Origin:
             if not any(self._is_copied(*span) for span in beside):
                 return True
         return False
+
+    @cached_property
+    def _is_imitated(self) -> bool:
+        """Return whether a likely text that imitates the template is not in the prompt as it is.
+
+        The prompt may hold it rewritten beyond recognition.
+        """
+        prompt = "".join(self._prompt.split())
+        return any(
+            self._imitates(text)
+            for text in dict.fromkeys(self._likely_texts)
+            if "".join(text.split()) not in prompt
+        )
+
+    def _imitates(self, text: str) -> bool:
+        """Return whether a text has a control string at one of the template's places.
+
+        Where the text ends before the place does, another text may complete it.
+        """
+        for span in self._control.find(text):
+            string, left, right = _surroundings(text, *span, _NUM_AT_PLACE)
+            for before, behind in self._template_places.get(string, ()):
+                before, behind = before[-len(left) :] if left else "", behind[: len(right)]
+                if left.endswith(before) and right.startswith(behind):
+                    return True
+        return False
+
+    @cached_property
+    def _frame(self) -> set[Span]:
+        """Return the control strings that begin and end the prompt as the template does.
+
+        The turn after a system message counts if the prompt has only one like it.
+        """
+        found: list[Span] = []
+        for prompt in _rendered(self._index.tokenizer, _ROLES[:1] + _SYSTEM):
+            begin = self._index.tokenizer.bos_token or ""
+            first, *others = prompt.removeprefix(begin).split(_CONTENT)
+            head = re.match(rf"({_spaced(begin)})?{_spaced(first)}", self._prompt)
+            tail = re.search(rf"{_spaced(others[-1])}\Z", self._prompt) if others else None
+            found += [match.span() for match in (head, tail) if match]
+            if head and first.strip() and len(others) == 2:
+                turns = list(re.finditer(_spaced(others[0]), self._prompt[head.end() :]))
+                if len(turns) == 1:
+                    start, end = turns[0].span()
+                    found.append((head.end() + start, head.end() + end))
+        return {
+            (begin + start, begin + end)
+            for begin, stop in found
+            for start, end in self._control.find(self._prompt[begin:stop])
+        }
 
     @cached_property
     def _template_places(self) -> dict[str, set[tuple[str, str]]]:
@@ -257,11 +316,13 @@ def _places_in(
             yield piece[start:end], (left[-_NUM_AT_PLACE:], right[:_NUM_AT_PLACE])
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield the conversations that the chat template can render."""
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[str]] = _ROLES
+) -> Iterator[str]:
+    """Yield the conversations, given by roles, that the chat template can render."""
     if not getattr(tokenizer, "chat_template", None):
         return
-    for roles in _ROLES:
+    for roles in conversations:
         messages = [{"role": role, "content": _CONTENT} for role in roles]
         try:
             yield str(
@@ -269,6 +330,11 @@ def _rendered(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
             )
         except Exception:  # a template may raise anything, and refuse a role
             continue
+
+
+def _spaced(text: str) -> str:
+    """Return a pattern for a text with any white space anywhere in it and around it."""
+    return r"\s*" + "".join(re.escape(one) + r"\s*" for one in "".join(text.split()))
 
 
 def _surroundings(

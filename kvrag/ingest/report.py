@@ -224,6 +224,11 @@ class VerifyReport:
         read again. Their sound chunks stay.
     is_healed
         Whether the catalog was repaired, except for what `not_healed` lists.
+    store_problems
+        What is wrong with the store's own list of its records. Records that it does not name are
+        computed as if they had never been stored.
+    is_store_mended
+        Whether that list was mended.
     """
 
     num_chunks: int
@@ -235,13 +240,16 @@ class VerifyReport:
     seconds: float
     not_healed: tuple[str, ...] = ()
     is_healed: bool = False
+    store_problems: tuple[str, ...] = ()
+    is_store_mended: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether everything is in order, after a repair if there was one."""
         broken = {problem.key for problem in self.problems}
         is_sound = not self.catalog_problems or (self.is_healed and not self.not_healed)
-        return is_sound and len(broken) == self.num_repaired
+        is_store_sound = not self.store_problems or self.is_store_mended
+        return is_sound and is_store_sound and len(broken) == self.num_repaired
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, including `ok`."""

@@ -11,13 +11,13 @@ from kvrag import arguments
 from kvrag.chunk import Chunk, ChunkKey, is_key
 from kvrag.errors import ParameterError
 from kvrag.ingest import lock
-from kvrag.ingest.calibrations import keep_calibration
+from kvrag.ingest.calibrations import calibration_problem, keep_calibration
 from kvrag.ingest.checks import check_lasting, check_limit
 from kvrag.ingest.config import KV_FOLDER
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import key_check
 from kvrag.ingest.fitter import CodecFitter
-from kvrag.ingest.healing import audit_catalog, held_by, lost_since, mend_catalog
+from kvrag.ingest.healing import audit_catalog, held_by, lost_since, mend_catalog, store_damage
 from kvrag.ingest.kept import kept_keys
 from kvrag.ingest.maintenance import collect_garbage, first_of, verify_records
 from kvrag.ingest.moving import MoveReport, copy_records, is_same_store
@@ -71,47 +71,16 @@ class Upkeep:
         arguments.flag(repair, "repair")
         storage = self._storage
         with lock.writer_lock(storage.path) if repair else contextlib.nullcontext():
-            storage.reload_codec()
-            audit = audit_catalog(storage)
-            found = audit.problems
-            not_healed: tuple[str, ...] = ()
-            if repair:
-                storage.encrypt_catalog()
-                self._fitter.replace_lost_profile()
-                if found:
-                    before = held_by(storage, audit)
-                    paths = mend_catalog(storage, self._encoders, audit)
-                    failed = self._writer.read_again(paths).failed
-                    not_healed = (
-                        *lost_since(before, storage),
-                        *(f"{one.source}: {one.reason}" for one in failed),
-                    )
-                    audit = audit_catalog(storage)
-            report = verify_records(
-                storage.catalog,
-                storage.store,
-                storage.coding,
-                storage.config.spec,
-                audit=audit,
-                num_rows=storage.num_rows,
-                repair=self._repair if repair else None,
-                on_progress=on_progress,
-            )
-            if not report.catalog_problems and (
-                words := storage.catalog.check_words(repair=repair)
-            ):
-                report = replace(report, catalog_problems=(words,), is_healed=repair)
-            if storage.lost:
-                found = [storage.lost, *found]
-                not_healed = ("all documents are lost; ingest all of them again", *not_healed)
-            elif not repair or not found:
-                return report
-            return replace(
-                report,
-                catalog_problems=first_of(found),
-                not_healed=not_healed,
-                is_healed=not audit.problems,
-            )
+            report = self._verify(repair, on_progress)
+            if problem := calibration_problem(storage, repair=repair):
+                lost = "the measurements for 'auto' are set aside; run 'kvrag calibrate' again"
+                report = replace(
+                    report,
+                    catalog_problems=(*report.catalog_problems, problem),
+                    not_healed=(*report.not_healed, *([lost] if repair else [])),
+                    is_healed=repair and (report.is_healed or not report.catalog_problems),
+                )
+            return report
 
     def fit_profile(
         self,
@@ -305,6 +274,51 @@ class Upkeep:
         keep_calibration(self._storage, calibration)
 
     # -- private -----------------------------------------------------------------------------
+
+    def _verify(self, repair: bool, on_progress: Callable[[int, int], None] | None) -> VerifyReport:
+        storage = self._storage
+        storage.reload_codec()
+        audit = audit_catalog(storage)
+        found = audit.problems
+        of_store = store_damage(storage.store, mend=repair)  # before any record is written
+        not_healed: tuple[str, ...] = ()
+        if repair:
+            storage.encrypt_catalog()
+            self._fitter.replace_lost_profile()
+            if found:
+                before = held_by(storage, audit)
+                paths = mend_catalog(storage, self._encoders, audit)
+                failed = self._writer.read_again(paths).failed
+                not_healed = (
+                    *lost_since(before, storage),
+                    *(f"{one.source}: {one.reason}" for one in failed),
+                )
+                audit = audit_catalog(storage)
+        report = verify_records(
+            storage.catalog,
+            storage.store,
+            storage.coding,
+            storage.config.spec,
+            audit=audit,
+            num_rows=storage.num_rows,
+            repair=self._repair if repair else None,
+            on_progress=on_progress,
+        )
+        is_mended = repair and not store_damage(storage.store, mend=False)
+        report = replace(report, store_problems=first_of(of_store), is_store_mended=is_mended)
+        if not report.catalog_problems and (words := storage.catalog.check_words(repair=repair)):
+            report = replace(report, catalog_problems=(words,), is_healed=repair)
+        if storage.lost:
+            found = [storage.lost, *found]
+            not_healed = ("all documents are lost; ingest all of them again", *not_healed)
+        elif not repair or not found:
+            return report
+        return replace(
+            report,
+            catalog_problems=first_of(found),
+            not_healed=not_healed,
+            is_healed=not audit.problems,
+        )
 
     def _needed_keys(self) -> set[str]:
         """Return the names of all needed KV: those in rows, and those that rows should have."""

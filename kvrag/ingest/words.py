@@ -41,7 +41,7 @@ CREATE TABLE fields (name, value, row INTEGER, PRIMARY KEY (name, value, row)) W
 # A question with more words is a document; further words would find little more.
 _MAX_WORDS = 256
 _BATCH = 1 << 20
-_VERSION = b"2"
+_VERSION = b"3"
 _TAIL_BYTES = 2 * SEAL_BYTES  # version of the catalog, seal of the file
 
 
@@ -137,13 +137,17 @@ class WordIndex:
             try:
                 return self._ready(texts).execute(statement, values).fetchall()  # type: ignore[no-any-return]
             except self._sql.DatabaseError as error:
-                if _lacks_fts5(error):
+                # SQLite refuses a statement by the same class as a file: the seal tells them apart.
+                if isinstance(error, self._sql.OperationalError) and not self.damage():
                     raise
                 self.discard()  # damaged after it was opened
                 return self._ready(texts).execute(statement, values).fetchall()  # type: ignore[no-any-return]
         except self._sql.OperationalError as error:
             if not _lacks_fts5(error):
-                raise
+                raise StoreError(
+                    f"{self._path}: SQLite cannot do this search ({error}); ask with fewer words "
+                    "or a smaller filter"
+                ) from error
             raise StoreError(
                 "searching by words or with a filter needs SQLite with FTS5, which this Python's "
                 "lacks: search with --dense (Index.search_dense) and no filter, or use another "

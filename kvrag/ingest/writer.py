@@ -15,7 +15,14 @@ from kvrag.ingest.chunker import chunk_document
 from kvrag.ingest.contexts import FILLER, add_contexts, encoded_behind
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.fitter import CodecFitter
-from kvrag.ingest.healing import Held, audit_catalog, held_by, lost_since, mend_catalog
+from kvrag.ingest.healing import (
+    Held,
+    audit_catalog,
+    held_by,
+    lost_since,
+    mend_catalog,
+    store_damage,
+)
 from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.loaders import is_storable
 from kvrag.ingest.parsing import Parser
@@ -140,8 +147,10 @@ class Writer:
         self._neutralised.clear()
         is_sound = self._is_swept or catalog.has_sound_tables()
         before: Held | None = None
+        of_store: list[str] = []
         if not dry_run:
             storage.encrypt_catalog()
+            of_store = [] if self._is_swept else store_damage(storage.store, mend=True)
             if not is_sound:
                 before = self._heal_first()
         num_noted = catalog.num_noted
@@ -152,9 +161,11 @@ class Writer:
             plan = self._plan(sources, parser, True, on_progress)
         outcome = self._foretell(plan) if dry_run else self._run(plan, parser, on_progress)
         if not dry_run:
+            if of_store:
+                of_store = [f"{self._compute_lost():,} records computed again", *of_store]
             storage.refresh_caches()
         self._is_swept = self._is_swept or not dry_run
-        note = "" if dry_run else self._note(plan, outcome, before)
+        note = "" if dry_run else self._note(plan, outcome, before, of_store)
         seconds = outcome.seconds
         return IngestReport(
             added=tuple(plan.added),
@@ -185,6 +196,20 @@ class Writer:
         before = held_by(self._storage, audit)
         self.read_again(mend_catalog(self._storage, self._encoders, audit))
         return before
+
+    def _compute_lost(self) -> int:
+        """Compute the KV again that the store has lost, of unchanged documents too.
+
+        Return the number of records.
+        """
+        storage = self._storage
+        num_computed = 0
+        for key in storage.catalog.audit(storage.key_of).needed:
+            if not storage.store.contains(key):
+                kv = self._fitter.compute(key)
+                storage.store.replace(key, storage.coding.codec.encode(key, kv))
+                num_computed += 1
+        return num_computed
 
     def _plan(
         self, sources: Sources, parser: Parser, force: bool, on_progress: Progress | None
@@ -250,7 +275,9 @@ class Writer:
         )
         return run_plan(plan, work, on_progress)
 
-    def _note(self, plan: Plan, outcome: Outcome, before: Held | None) -> str:
+    def _note(
+        self, plan: Plan, outcome: Outcome, before: Held | None, of_store: Sequence[str]
+    ) -> str:
         """Return a note for the user after an ingestion; "" if there is nothing to say."""
         storage = self._storage
         said: list[str] = []
@@ -260,6 +287,11 @@ class Writer:
         if before is not None:
             said.append("the catalog was damaged and has been mended")
             said += lost_since(before, storage, len(plan.removed))
+        if of_store:
+            said.append(
+                "the store's list of its records was damaged and has been mended "
+                f"({'; '.join(of_store[:2])})"
+            )
         if outcome.num_records:
             said.append(self._fitter.note())
         return "; ".join(filter(None, said))

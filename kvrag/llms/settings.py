@@ -138,7 +138,7 @@ class EngineSettings(BaseModel):
     max_tokens: int = Field(default=256, ge=1)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
     seed: int | None = None
     stop: list[str] | None = None
     timeout: float | None = Field(default=None, gt=0.0)

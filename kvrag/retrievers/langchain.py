@@ -40,6 +40,7 @@ from kvrag.errors import (
     ParameterError,
 )
 from kvrag.ingest.embedding import Embedding, get_embedding
+from kvrag.ingest.filters import on_metadata
 from kvrag.ingest.index import Index
 from kvrag.ingest.search import SearchHit
 
@@ -129,7 +130,8 @@ class KVRagVectorStore(VectorStore):
     chunks, searches return its chunks, each under the chunk's id; `get_by_ids` and `delete`
     accept both kinds of id. Texts are normalised (see `kvrag.chunk.normalise_text`). A chunk of
     several has ``source``, ``ordinal`` and ``start`` in its metadata, a whole document its own
-    metadata only. Every search takes ``filter``, as `Index.search` does.
+    metadata only. Every search takes ``filter``, as `Index.search` does; its fields are those of
+    the metadata, ``source`` and ``ordinal`` too.
 
     LangChain's ``index()`` with a record manager keeps the store up to date.
 
@@ -276,7 +278,7 @@ class KVRagVectorStore(VectorStore):
     ) -> list[Document]:
         """Return the `k` chunks that best match `query`, by meaning and words, best first."""
         arguments.refuse_options(kwargs)
-        hits = self.index.search(query, _checked_k(k), filter=filter)
+        hits = self.index.search(query, _checked_k(k), filter=on_metadata(filter))
         return [document for document, _ in self._scored(hits)]
 
     def similarity_search_with_score(
@@ -284,7 +286,9 @@ class KVRagVectorStore(VectorStore):
     ) -> list[tuple[Document, float]]:
         """Return the nearest chunks by meaning, with their cosine similarities, best first."""
         arguments.refuse_options(kwargs)
-        return self._scored(self.index.search_dense(query, _checked_k(k), filter=filter))
+        return self._scored(
+            self.index.search_dense(query, _checked_k(k), filter=on_metadata(filter))
+        )
 
     def similarity_search_by_vector(
         self,
@@ -296,7 +300,7 @@ class KVRagVectorStore(VectorStore):
     ) -> list[Document]:
         """Return the `k` chunks nearest to a vector, best first."""
         arguments.refuse_options(kwargs)
-        hits = self.index.search_by_vector(embedding, _checked_k(k), filter=filter)
+        hits = self.index.search_by_vector(embedding, _checked_k(k), filter=on_metadata(filter))
         return [document for document, _ in self._scored(hits)]
 
     def max_marginal_relevance_search(
@@ -326,7 +330,9 @@ class KVRagVectorStore(VectorStore):
         arguments.refuse_options(kwargs)
         fetch_k = arguments.whole(fetch_k, "fetch_k", 0)
         lambda_mult = arguments.number(lambda_mult, "lambda_mult", 0.0, 1.0)
-        hits = self.index.search_by_vector(embedding, max(_checked_k(k), fetch_k), filter=filter)
+        hits = self.index.search_by_vector(
+            embedding, max(_checked_k(k), fetch_k), filter=on_metadata(filter)
+        )
         if not hits:
             return []
         vectors = self.embeddings.embed_documents([hit.chunk.text for hit in hits])

@@ -16,7 +16,7 @@ from kvrag.chunk import Chunk, Document
 from kvrag.engine.shared import shared_index
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest.embedding import Embedding
-from kvrag.ingest.filters import read_filter
+from kvrag.ingest.filters import on_metadata, read_filter
 from kvrag.ingest.index import Index
 from kvrag.ingest.search import SearchHit
 from kvrag.retrievers.llamaindex import to_filter, to_node  # says what to install
@@ -173,7 +173,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
     def _hits(self, query: VectorStoreQuery) -> list[SearchHit]:
         parts: list[dict[str, Any]] = []
         if query.filters is not None and (given := to_filter(query.filters)):
-            parts.append(given)
+            parts.append(on_metadata(given))
         # LlamaIndex gives empty lists for all.
         if query.node_ids:
             parts.append({_NODE: {"$in": query.node_ids}})
@@ -197,7 +197,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
         )
 
     def _named(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[Chunk]:
-        wanted = None if filters is None else to_filter(filters)
+        wanted = None if filters is None else on_metadata(to_filter(filters))
         if node_ids is None:
             return self._chunks(wanted or {_NODE: {"$ne": ""}})
         named: dict[str, Any] = {_NODE: {"$in": node_ids}}

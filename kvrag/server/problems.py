@@ -58,7 +58,8 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        # It may quote what the client sent, such as half of a surrogate pair.
+        self.message = message.encode("utf-8", "backslashreplace").decode()
         self.kind = kind
         self.code = code
         self.param = param

@@ -13,6 +13,8 @@ from pydantic import (
     model_validator,
 )
 
+from kvrag import arguments
+
 MAX_CHOICES = 16
 MAX_INPUTS = 2048
 MAX_STOP = 4
@@ -122,7 +124,7 @@ class Generating(Strict):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0, le=_MAX_TOKENS)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(default=None, ge=0, le=_MAX_SEED)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP, fail_fast=True)] | None = None
@@ -142,10 +144,10 @@ class Generating(Strict):
     ) -> str | list[str] | None:
         if value is not None and value != [] and not all([value] if value == "" else value):
             raise ValueError("a stop string is empty; leave it out")
-        if any(
-            len(one) > MAX_STOP_LENGTH
-            for one in ([value] if isinstance(value, str) else value or ())
-        ):
+        stops = [value] if isinstance(value, str) else value or ()
+        for one in stops:
+            arguments.text(one, "a stop string")
+        if any(len(one) > MAX_STOP_LENGTH for one in stops):
             raise ValueError(f"a stop string has over {MAX_STOP_LENGTH} characters; shorten it")
         return value
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from kvrag import arguments
 from kvrag.engine.answer import AnswerDelta
 from kvrag.engine.engine import KVEngine
 from kvrag.llms.turns import merge_turns
@@ -129,6 +130,8 @@ class Service:
                 f"dimensions {asked.dimensions}: this embedding has {dim}; leave the field out",
                 param="dimensions",
             )
+        for text in asked.texts:
+            arguments.text(text, "input")
         if not all(text.strip() for text in asked.texts):
             raise RequestError(400, "input: a text is empty; leave it out", param="input")
         account = _record(http).account

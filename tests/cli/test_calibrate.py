@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvrag.fusion.calibration import Calibration
 from tests.cli.conftest import Run
 
 QUESTION = "Who keeps the harbour ledger?"
@@ -117,7 +119,8 @@ def test_what_cannot_be_calibrated_says_why(run: Run, index_folder: Path, tmp_pa
 def test_a_calibration_of_another_model_is_refused(run: Run, index_folder: Path) -> None:
     assert run("calibrate", "-i", index_folder, *SMALL).code == 0
     path = index_folder / "calibration.json"
-    path.write_text(path.read_text().replace('"model_fingerprint": "', '"model_fingerprint": "0'))
+    found = Calibration.from_json(path.read_text(), "here")
+    path.write_text(replace(found, model_fingerprint="0" + found.model_fingerprint).to_json())
     done = run("query", "-i", index_folder, QUESTION, "--policy", "auto")
     assert done.code == 1
     assert "another model" in done.err

@@ -50,7 +50,34 @@ def test_what_matches_nothing_is_told_its_neighbours(
     assert names_in(run, index_folder) == {"harbour.txt", "fox.txt"}
     nothing = run("rm", "/", "-i", index_folder)
     assert nothing.code == 1
+    assert "error: /: the root folder would mean every file; for that, write" in nothing.err
+    every = run("rm", "/**", "-i", index_folder, "--dry-run")
+    assert "would remove 2 documents" in every.out
     assert names_in(run, index_folder) == {"harbour.txt", "fox.txt"}
+
+
+def test_a_name_begins_no_line_and_hides_nothing(
+    run: Run, model_folder: Path, tmp_path: Path
+) -> None:
+    folder, index = tmp_path / "docs", tmp_path / "i"
+    folder.mkdir()
+    name = "a\nsound\u202etxt.b\x1b[2J\u200f.txt"
+    (folder / name).write_text("The fox keeps the ledger.")
+    run("ingest", folder, "-i", index, "-m", model_folder, "--embedding", "hashing")
+    escaped = r"a\nsound\u202etxt.b\x1b[2J\u200f.txt"
+    for command in (
+        ("ls",),
+        ("search", "fox"),
+        ("query", "Who keeps the ledger?", "--max-tokens", "1"),
+        ("rm", folder, "--dry-run"),
+    ):
+        shown = run(*command, "-i", index)
+        assert shown.code == 0, shown.err
+        assert escaped in "".join(shown.out.split("\n")) + shown.err, command
+        for one in ("\nsound", "\u202e", "\x1b", "\u200f"):
+            assert one not in shown.out + shown.err, command
+    (row,) = run("ls", "-i", index, "--json").json
+    assert Path(row["source"]).name == name
 
 
 def test_a_name_is_no_pattern_before_it_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ SAMPLING = table(
     temperature=[*NO_NUMBER, None, -1, 1e-9],
     top_p=[*NO_NUMBER, None, 0, -0.1, 1.1],
     top_k=[*NO_WHOLE, None, -1, 2**40],
-    repetition_penalty=[*NO_NUMBER, None, 0, -1],
+    repetition_penalty=[*NO_NUMBER, None, 0, -1, 1e-300, 101],
     seed=[2.5, True, "a", NAN, [1], -1, 2**63],
 )
 FUSING = table(

@@ -16,7 +16,7 @@ import kvrag
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Message
-from kvrag.errors import ParameterError, PromptTooLongError
+from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError
 from kvrag.fusion.calibration import Calibration, Cost, Measured
 from kvrag.fusion.controller import LoadingController
 from kvrag.ingest.index import Index
@@ -252,6 +252,31 @@ def test_a_policy_object_finds_the_calibration(tmp_path: Path, model: KVModel) -
         # And so does one that is wrapped.
         report = engine.fuse("Of Varn:\n\n" + TEXTS[0], policy="auto:temperature=0.9").report
         assert report.policy.startswith("seam(ratio=0.5, temperature=0.9")
+
+
+def test_an_altered_calibration_is_not_used(tmp_path: Path, model: KVModel) -> None:
+    with Index.create(tmp_path / "i", model=model, embedding="hashing") as index:
+        index.add([Document(source="text", text=TEXTS[0])])
+        policies = Measured("none", None, 0.9, 0.8, 1.0), Measured("seam", 0.5, 0.25, 0.2, 0.3)
+        index.upkeep.keep_calibration(
+            Calibration(model.fingerprint, "d", "agreement", 1, policies, Cost(0.0, 1.0, 0.0))
+        )
+        assert index.upkeep.verify().ok
+        path = tmp_path / "i" / "calibration.json"
+        path.write_text(path.read_text().replace('"loss": 0.9', '"loss": 0.0'))
+        engine = KVEngine(index)
+        with pytest.raises(
+            IndexFormatError, match=r"altered or damaged .* 'kvrag calibrate' again"
+        ):
+            engine.fuse(PROMPT, policy="auto")
+        assert engine.fuse(PROMPT).report.num_fresh
+        (problem,) = index.upkeep.verify().catalog_problems
+        assert "calibration.json was altered" in problem
+        mended = index.upkeep.verify(repair=True)
+        assert not mended.ok
+        assert "run 'kvrag calibrate' again" in mended.not_healed[0]
+        assert index.upkeep.verify().ok
+        assert index.calibration is None
 
 
 def test_a_prompt_beyond_the_context_window_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -166,7 +167,8 @@ def test_loading_is_kept_and_older_calibrations_have_none() -> None:
     with_loading = replace(CALIBRATION, loading=_store(0.5, 0.25))
     assert Calibration.from_json(with_loading.to_json(), "here") == with_loading
     fields = json.loads(CALIBRATION.to_json())
-    del fields["loading"]
+    del fields["loading"], fields["checksum"]
+    fields["format_version"] = 2
     assert Calibration.from_json(json.dumps(fields), "here") == CALIBRATION
     fields["loading"] = {"store": "file:x"}
     with pytest.raises(IndexFormatError, match="not a calibration"):
@@ -254,6 +256,16 @@ def test_a_damaged_calibration_is_refused(change: dict[str, object]) -> None:
     fields = json.loads(CALIBRATION.to_json()) | change
     with pytest.raises(IndexFormatError, match="here"):
         Calibration.from_json(json.dumps(fields), "here")
+
+
+def test_an_altered_calibration_is_refused() -> None:
+    """Every change of a byte that leaves a calibration is seen, of the version too."""
+    written = CALIBRATION.to_json()
+    for at, byte in enumerate(written):
+        for other in {chr(ord(byte) ^ 1), chr(ord(byte) ^ 2), "9"} - {byte}:
+            altered = written[:at] + other + written[at + 1 :]
+            with contextlib.suppress(IndexFormatError):
+                assert Calibration.from_json(altered, "here") == CALIBRATION, altered
 
 
 @pytest.mark.parametrize("text", ["[", "[1]", "7", "[" * 100_000])

@@ -21,7 +21,7 @@ METADATA: dict[str, dict[str, Any]] = {
     "a": {"year": 2019, "lang": "en", "draft": True, "tags": ["red", "blue"]},
     "b": {"year": 2021.5, "lang": "de", "draft": False, "author": {"name": "Ines"}},
     "c": {"year": "2021", "lang": "en", "tags": ["blue"], "note": None},
-    "d": {"year": 1, "draft": 1, "source": "elsewhere"},
+    "d": {"year": 1, "draft": 1, "source": "elsewhere", "ordinal": 7},
 }
 
 CASES: list[tuple[dict[str, Any], str]] = [
@@ -50,7 +50,11 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"note": {"$ne": 1}}, "abcd"),
     ({"source": "a"}, "a"),
     ({"source": {"$in": ["a", "d", "elsewhere"]}}, "ad"),
+    ({"source": "elsewhere"}, ""),
+    ({"source": {"$ne": "d"}}, "abc"),
+    ({"metadata.source": "elsewhere"}, "d"),
     ({"ordinal": 0}, "abcd"),
+    ({"ordinal": 7}, ""),
     ({"lang": "en", "draft": True}, "a"),
     ({"$and": [{"lang": "en"}, {"tags": "blue"}, {"year": {"$lt": 3000}}]}, "a"),
     ({"$or": [{"lang": "de"}, {"$and": [{"lang": "en"}, {"draft": True}]}]}, "ab"),
@@ -151,6 +155,7 @@ def test_damaged_metadata_admits_nothing_and_heals(filled: Index, model: KVModel
         ({"a": {"$in": "x"}}, "filter.a.\\$in: expected a list"),
         ({"a": {"$in": [{}]}}, "filter.a.\\$in: expected a text"),
         ({"a": {"$in": list(range(10_001))}}, "a list of at most 10,000"),
+        ({"$or": [{"a": {"$in": [1] * 5_001}}] * 2}, "more than 10,000 values together"),
         ({"a": {"$gt": True}}, "filter.a.\\$gt: expected a number or a text, found True"),
         ({"a": {"$lt": [1]}}, "filter.a.\\$lt: expected a text"),
         ({f"f{n}": n for n in range(101)}, "more than 100 conditions"),

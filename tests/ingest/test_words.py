@@ -12,6 +12,7 @@ import pytest
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError, StoreError
 from kvrag.ingest import words
+from kvrag.ingest.filters import Filter
 from kvrag.ingest.index import Index
 from kvrag.ingest.seals import Seals
 from kvrag.models.kv_model import KVModel
@@ -186,6 +187,16 @@ def test_what_is_damaged_while_it_is_open_is_made_anew(filled: Index) -> None:
         file.truncate(100)
     filled.catalog._words._connection.execute("PRAGMA shrink_memory")
     assert found(filled, "ledger") == ["ines"]
+
+
+def test_a_statement_that_sqlite_refuses_is_no_damage(filled: Index) -> None:
+    assert found(filled, "harbour") == ["ines"]
+    before = cache_of(filled).stat().st_ino
+    for refused in ("no_such_column = 1", "row IN (" + "?, " * 250_001 + "?)"):
+        values = (1,) * refused.count("?")
+        with pytest.raises(StoreError, match="cannot do this search"):
+            filled.catalog.rows_of(Filter("any", refused, values))
+    assert cache_of(filled).stat().st_ino == before
 
 
 def test_one_of_another_index_is_not_believed(filled: Index, tmp_path: Path) -> None:

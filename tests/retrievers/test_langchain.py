@@ -251,6 +251,19 @@ async def test_async_searches(store: KVRagVectorStore) -> None:
     assert await store.aget_by_ids(["fox"]) == []
 
 
+def test_a_filter_by_source_means_the_documents_metadata(store: KVRagVectorStore) -> None:
+    pages = [
+        Document(id=name, page_content=f"The {name} sleeps.", metadata={"source": f"{name}.md"})
+        for name in ("fox", "owl")
+    ]
+    store.add_documents(pages)
+    wanted = {"$or": [{"source": "owl.md"}, {"source": "absent.md"}]}
+    assert [one.id for one in store.similarity_search("fox", 9, filter=wanted)] == ["owl"]
+    assert not store.similarity_search("fox", 9, filter={"source": "owl"})
+    found = KVRagRetriever(index=store.index, k=9, filter={"source": "owl"}).invoke("fox")
+    assert [one.page_content for one in found] == ["The owl sleeps."]
+
+
 def test_parts_of_a_document_say_where_they_stood(store: KVRagVectorStore) -> None:
     text = "\n\n".join(f"Paragraph {n} is about the number {n}, and more. " * 4 for n in range(40))
     store.add_texts([text], [{"title": "Numbers"}], ids=["long"])

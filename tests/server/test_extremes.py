@@ -1,0 +1,69 @@
+"""Values that JSON allows and nothing can compute with: each is the client's error, and named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.api_server import Served
+
+HALF = "x\ud800"
+JSON = {"Content-Type": "application/json"}
+CHAT: dict[str, Any] = {
+    "model": "model",
+    "messages": [{"role": "user", "content": "Which fox?"}],
+    "max_tokens": 3,
+}
+TEXT: dict[str, Any] = {"model": "model", "prompt": "The fox", "max_tokens": 3}
+RAG = CHAT | {"model": "rag:index"}
+
+
+def post(served: Served, path: str, body: dict[str, Any]) -> httpx.Response:
+    content = json.dumps(body).encode()
+    return httpx.post(f"{served.url}/{path}", content=content, headers=JSON, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("embeddings", {"model": "hashing", "input": HALF}),
+        ("embeddings", {"model": "hashing", "input": ["fox", HALF]}),
+        ("embeddings", {"model": "hashing", "input": "fox", "user": HALF}),
+        ("embeddings", {"model": HALF, "input": "fox"}),
+        ("completions", TEXT | {"prompt": HALF}),
+        ("completions", TEXT | {"prompt": ["fox", HALF]}),
+        ("completions", TEXT | {"stop": HALF}),
+        ("completions", TEXT | {"user": HALF}),
+        ("completions", TEXT | {HALF: 1}),
+        ("chat/completions", CHAT | {"messages": [{"role": "user", "content": HALF}]}),
+        ("chat/completions", CHAT | {"messages": [{"role": HALF, "content": "fox"}]}),
+        ("chat/completions", CHAT | {"kvrag": {"policy": HALF}}),
+        ("chat/completions", RAG | {"messages": [{"role": "user", "content": HALF}]}),
+        ("chat/completions", RAG | {"kvrag": {"filter": {HALF: 1}}}),
+        ("chat/completions", RAG | {"kvrag": {"filter": {"a": {"$in": [HALF]}}}}),
+        ("chat/completions", RAG | {"kvrag": {"filter": {"a": {HALF: 1}}}}),
+        ("chat/completions", RAG | {"kvrag": {"filter": {"a": {"b": {HALF: 1}}}}}),
+    ],
+)
+def test_half_a_surrogate_pair(served: Served, path: str, body: dict[str, Any]) -> None:
+    answer = post(served, path, body)
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("value", [5e-324, 1e-300, 1e-30, 1e-3, 11, 1e300, -1.0])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "repetition_penalty", "top_k", "kvrag.ratio"]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_extreme_numbers(served: Served, name: str, value: float, stream: bool) -> None:
+    wrong = {"kvrag": {"ratio": value, "policy": "query"}} if "." in name else {name: value}
+    answer = post(served, "completions", TEXT | {"temperature": 1, "stream": stream} | wrong)
+    assert answer.status_code in (200, 400), answer.text
+    if answer.status_code == 400:
+        assert name.rpartition(".")[2] in answer.json()["error"]["message"]
+    else:
+        assert "error" not in answer.text
