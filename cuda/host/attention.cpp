@@ -5,6 +5,7 @@
 
 #include "dispatch.h"
 #include "pool.h"
+#include "team.h"
 
 namespace kvrag::host {
 namespace {
@@ -43,7 +44,7 @@ void run_attention(const Attention& attention, u32 threads) {
   const u64 keys = attention.num_keys;
   std::vector<float> counts(attention.mass == nullptr ? 0 : tiles * heads * keys);
   // The last tiles see most keys: they go first, and the short ones fill the gaps at the end.
-  parallel_for(tiles * heads, static_cast<u32>(useful), [&](u64 i) {
+  team_for(tiles * heads, useful == 1 ? 1 : threads, [&](u64 i) {
     const u64 begin = (tiles - 1 - i / heads) * tile_rows;
     float* const mass = counts.empty() ? nullptr : &counts[i * keys];
     chosen.attend(attention, i % heads, begin, std::min(begin + tile_rows, rows), mass,

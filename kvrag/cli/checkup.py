@@ -150,12 +150,13 @@ def _processor() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("torch", "problem", f"cannot be imported: {error}", "reinstall torch")
         return
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    num_cores = num_cores or 1
+    from kvrag.loading.threads import num_cores
+
+    cores = num_cores()
     num_threads = torch.get_num_threads()
-    detail = f"torch uses {num_threads} threads on {num_cores} cores"
-    if num_threads > num_cores:
-        remedy = f"set OMP_NUM_THREADS={num_cores}: more threads than cores slow each other down"
+    detail = f"torch uses {num_threads} threads on {cores} cores"
+    if num_threads > cores:
+        remedy = f"set OMP_NUM_THREADS={cores}: more threads than cores slow each other down"
         yield Finding("threads", "warning", detail, remedy)
     else:
         yield Finding("threads", "ok", detail)

@@ -33,7 +33,7 @@ from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
-from kvrag.loading import LOAD_THREADS, MAX_LOAD_THREADS
+from kvrag.loading import MAX_LOAD_THREADS, threads
 from kvrag.loading.streaming import StreamEstimates, Streaming
 from kvrag.models.adapter import without_adapters
 
@@ -75,7 +75,8 @@ class KVEngine:
         Maximum number of tokens in an answer; a call may override it.
     load_threads
         Number of chunks whose KV is read at the same time, while the rest of the prompt is computed
-        layer by layer; 0 reads each layer before it is computed.
+        layer by layer; 0 reads each layer before it is computed. None decides by the store and the
+        idle cores (`kvrag.loading.threads.suitable`).
     ttft
         Target for the time to first token, in seconds, when streaming stored KV. The engine loads
         as much of each chunk as the time allows, or computes the chunk where that is at least as
@@ -103,7 +104,7 @@ class KVEngine:
         eviction: str | EvictionPolicy | None = None,
         links: LinkTokens | str | Path | None = None,
         max_tokens: int = 256,
-        load_threads: int = LOAD_THREADS,
+        load_threads: int | None = None,
         ttft: float | None = None,
     ) -> None:
         self._reader = PromptReader(index)
@@ -118,7 +119,11 @@ class KVEngine:
             max_tokens=arguments.whole(max_tokens, "max_tokens", 1),
             ttft=ttft,
         )
-        self._load_threads = arguments.whole(load_threads, "load_threads", 0, MAX_LOAD_THREADS)
+        self._load_threads = (
+            None
+            if load_threads is None
+            else arguments.whole(load_threads, "load_threads", 0, MAX_LOAD_THREADS)
+        )
         self._estimates = StreamEstimates()
         self._buffers = BufferPool()
         self._choice(self.defaults)
@@ -172,8 +177,11 @@ class KVEngine:
             if self.index.compression is not None:
                 layout = compact(layout, laid_out.chunks, self.index.compression)
             layout = self._links.insert(layout, request.max_tokens)
+        num_threads = self._load_threads
+        if num_threads is None:
+            num_threads = threads.suitable(self.index.store, self.index.model.device)
         loading = Loading(
-            self._load_threads,
+            num_threads,
             self.index.tier_of if open_kv is None else None,
             None if request.ttft is None else self._streaming(request.ttft, layout_seconds),
         )

@@ -12,6 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
+import torch
+
+from kvrag.loading import LOAD_THREADS
+from kvrag.store.base import Store
+from kvrag.store.capabilities import InFolder, InMemory, capability, tiers_of
+
 _MAX_THREADS = 256
 """The most threads for all prompts together. Further work waits for a free thread."""
 
@@ -20,6 +26,29 @@ R = TypeVar("R")
 
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def suitable(store: Store, device: torch.device) -> int:
+    """Return how many of a prompt's records to read at the same time; 0: none while computing.
+
+    Threads wait for another machine's answers without taking a core. Those that read a local store
+    need one. Without an idle core they hold up the threads that compute, which wait for each other
+    after each operator: more is lost than hidden.
+    """
+    is_local = all(
+        capability(tier, InFolder) is not None or capability(tier, InMemory) is not None
+        for tier in tiers_of(store)
+    )
+    if device.type != "cpu" or not is_local:
+        return LOAD_THREADS
+    return min(max(num_cores() - torch.get_num_threads(), 0), LOAD_THREADS)
 
 
 def start(work: Callable[[], None]) -> Future[None]:

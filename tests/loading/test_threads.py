@@ -6,6 +6,7 @@ import ast
 import os
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,8 +14,13 @@ import pytest
 import torch
 
 import kvrag
-from kvrag.loading import threads
+from kvrag.loading import LOAD_THREADS, threads
 from kvrag.loading.prefetch import LayerPrefetch
+from kvrag.store.base import Store
+from kvrag.store.file import FileStore
+from kvrag.store.http import HttpStore
+from kvrag.store.memory import MemoryStore
+from kvrag.store.tiered import TieredStore
 from tests.support.threads import at_work
 
 
@@ -83,6 +89,31 @@ def test_where_no_thread_is_to_be_had_the_caller_works(monkeypatch: pytest.Monke
     assert not prefetch.wait(11)
     prefetch.close()
     assert sorted(brought) == [(lane, layer) for lane in range(2) for layer in range(12)]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("cores", "expected"), [(1, 0), (2, 0), (3, 1), (64, LOAD_THREADS)])
+def test_a_local_store_is_read_by_idle_cores_alone(
+    cores: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "num_cores", lambda: cores)
+    folder = FileStore(tmp_path)
+    local: list[Store] = [MemoryStore(), folder, TieredStore([MemoryStore(), folder])]
+    cpu = torch.device("cpu")
+    assert [threads.suitable(store, cpu) for store in local] == [expected] * 3
+    # Whoever waits for a network, or leaves computing to a GPU, takes no core from it.
+    far = HttpStore("http://127.0.0.1:9", must_answer=False)
+    assert threads.suitable(far, cpu) == LOAD_THREADS
+    assert threads.suitable(TieredStore([MemoryStore(), far]), cpu) == LOAD_THREADS
+    assert threads.suitable(folder, torch.device("cuda")) == LOAD_THREADS
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -183,3 +186,36 @@ def test_mistakes_of_the_caller() -> None:
         attend(query, key, key, rows, scale=1.0, mass=Mass(torch.zeros(2, 4)))
     with pytest.raises(ParameterError, match="threads"):
         attend(query, key, key, rows, scale=1.0, threads=0)
+
+
+def on_threads(num_threads: int) -> torch.Tensor:
+    """Return attention with enough work for several threads."""
+    generator = torch.Generator().manual_seed(3)
+    keys = torch.randn(3, 2000, 64, generator=generator)
+    rows = rows_of(2000, 200, generator)
+    query = torch.randn(9, 200, 64, generator=generator)
+    return attend(query, keys, keys, Seen(rows), scale=0.1, threads=num_threads)
+
+
+def test_two_threads_give_what_one_gives() -> None:
+    assert torch.allclose(on_threads(2), on_threads(1), atol=1e-6)
+
+
+def test_a_forked_process_does_not_wait_for_threads_that_it_lacks() -> None:
+    """OpenMP's threads are the parent's; the child must not ask them."""
+    code = (
+        "import os, torch\n"
+        "from tests.native.test_attention import on_threads\n"
+        "torch.set_num_threads(2)\n"
+        "torch.randn(500, 500) @ torch.randn(500, 500)\n"
+        "expected = on_threads(2)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    torch.set_num_threads(1)  # PyTorch's own operators would wait\n"
+        "    os._exit(0 if torch.allclose(on_threads(2), expected, atol=1e-6) else 1)\n"
+        "raise SystemExit(os.waitpid(child, 0)[1])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], timeout=120, check=False, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
