@@ -109,7 +109,7 @@ def test_fusing(index: Index, name: str, value: object) -> None:
             ratio=[*NO_NUMBER, -0.1],
             links=[5, True, b"x", "/nonexistent"],
             max_tokens=[*NO_WHOLE, None, 0],
-            load_threads=[*NO_WHOLE, None, -1, 10**6],
+            load_threads=[*NO_WHOLE, -1, 10**6],
         ),
     ],
     ids=ids,
