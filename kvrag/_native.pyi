@@ -87,6 +87,17 @@ def attend(
     first_counted: int,
     threads: int,
 ) -> None: ...
+def linear(
+    input: int,
+    weight: int,
+    bias: int,
+    out: int,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    is_bfloat16: bool,
+    threads: int,
+) -> None: ...
 def contexts(values: NDArray[np.int16], out: NDArray[np.uint8]) -> None: ...
 def refine(values: NDArray[np.int16], symbols: NDArray[np.uint8]) -> None: ...
 def instruction_set() -> str: ...

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "linear_tile.h"
 #include "vectors.h"
 
 namespace kvrag::host {
@@ -469,11 +470,20 @@ static inline void attend(const Attention& a, u64 kv_head, u64 begin, u64 end, f
   if (mass != nullptr) tile.count(mass);
 }
 
+#include "attend_few.h"
+
 }  // namespace attention
 
 void attend_tile(const Attention& a, u64 kv_head, u64 begin, u64 end, float* mass,
                  float* scratch) noexcept {
   using namespace attention;
+  // Tiles of few rows hold whole positions only if they hold all rows.
+  const bool is_few = a.num_rows * a.group <= kFewRows && end - begin == a.num_rows * a.group;
+  if (is_few && mass == nullptr) {
+    return a.type == ElementType::f32
+               ? attend_few<linear::Singles, OneValue>(a, kv_head, begin, end, scratch)
+               : attend_few<linear::Halves, TwoValues>(a, kv_head, begin, end, scratch);
+  }
   if (a.type == ElementType::f32) return attend<Wide<float>>(a, kv_head, begin, end, mass, scratch);
 #ifdef KVRAG_PAIRS
   if (Pairs::can(a)) return attend<Pairs>(a, kv_head, begin, end, mass, scratch);

@@ -39,7 +39,8 @@ void run_attention(const Attention& attention, u32 threads) {
   const u64 tile_strips = std::clamp<u64>(strips * heads / wanted, 1, most);
   const u64 tile_rows = tile_strips * lanes;
   const u64 tiles = (rows + tile_rows - 1) / tile_rows;
-  const u64 floats = attention_scratch(attention, lanes, tile_strips);
+  const u64 floats =
+      std::max(attention_scratch(attention, lanes, tile_strips), attention_few(attention));
   // Each tile counts alone; their counts are added in order.
   const u64 keys = attention.num_keys;
   std::vector<float> counts(attention.mass == nullptr ? 0 : tiles * heads * keys);

@@ -8,6 +8,7 @@
 
 #include "attend_tile.h"
 #include "channels_tile.h"
+#include "linear_tile.h"
 #include "planes.h"
 #include "rans_streams.h"
 #include "transform_tile.h"
@@ -137,6 +138,7 @@ const Kernels kAvx512 = {
     refine_values,
     attend_tile,
     attention::kLanes,
+    linear_tile,
 };
 
 }  // namespace kvrag::host

@@ -9,6 +9,7 @@
 #include "attend_tile.h"
 #include "channels_tile.h"
 #include "lane_tables.h"
+#include "linear_tile.h"
 #include "planes.h"
 #include "rans_streams.h"
 #include "transform_tile.h"
@@ -157,6 +158,7 @@ const Kernels kNeon = {
     refine_values,
     attend_tile,
     attention::kLanes,
+    linear_tile,
 };
 
 }  // namespace kvrag::host

@@ -7,6 +7,7 @@
 
 #include "attend_tile.h"
 #include "channels_tile.h"
+#include "linear_tile.h"
 #include "planes.h"
 #include "rans_streams.h"
 #include "transform_tile.h"
@@ -75,6 +76,7 @@ const Kernels kScalar = {
     refine_values,
     attend_tile,
     attention::kLanes,
+    linear_tile,
 };
 
 }  // namespace kvrag::host

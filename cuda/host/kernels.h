@@ -145,6 +145,22 @@ constexpr u64 attention_scratch(const Attention& a, u64 lanes, u64 strips) {
   return attention_weights(lanes) + kAttentionBlock * (a.key_dim + a.value_dim) + strips * strip;
 }
 
+// The same for few rows: a position's queries and all its scores.
+constexpr u64 attention_few(const Attention& a) { return a.group * (a.key_dim + a.num_keys); }
+
+// A linear layer over few rows: out = input weight^T + bias. Everything is contiguous and has one
+// type, f32 or bf16.
+struct Linear {
+  ElementType type;
+  const void* input;   // [num_rows, num_inputs]
+  const void* weight;  // [num_outputs, num_inputs]
+  const void* bias;    // [num_outputs] or nullptr
+  void* out;           // [num_rows, num_outputs]
+  u64 num_rows;
+  u64 num_inputs;
+  u64 num_outputs;
+};
+
 struct Kernels {
   const char* name;
   // Decode `count` streams of one payload, 1 to `streams_at_once`; one Damage for each.
@@ -166,6 +182,8 @@ struct Kernels {
   void (*attend)(const Attention&, u64 kv_head, u64 begin, u64 end, float* mass,
                  float* scratch) noexcept;
   u64 attention_lanes;
+  // Compute outputs [begin, end) of all rows. Scratch has room for the inputs.
+  void (*linear)(const Linear&, u64 begin, u64 end, float* scratch) noexcept;
 };
 
 extern const Kernels kScalar;

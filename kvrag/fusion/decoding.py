@@ -37,7 +37,8 @@ def make_decoder(model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy | 
     """
     if eviction is not None:
         return EvictingDecoder(model, fused, eviction)
-    if fused.layout.positions is not None:
+    has_kernel = model.device.type == "cpu" and not model.family.attends_itself
+    if fused.layout.positions is not None or has_kernel:
         return RowDecoder(model, fused)
     return CacheDecoder(model, fused)
 
@@ -72,10 +73,11 @@ class CacheDecoder:
 
 
 class RowDecoder:
-    """Continues a prompt whose positions have gaps, row by row.
+    """Continues a prompt row by row, as the fuser computes rows: on the CPU, in compiled kernels.
 
-    Transformers derives the positions after a cache from the cache's length, and families with
-    ALiBi take no positions at all. Here, new rows continue from the prompt's last position.
+    It also continues prompts whose positions have gaps. Transformers derives the positions after a
+    cache from the cache's length, and families with ALiBi take no positions at all. Here, new rows
+    continue from the prompt's last position.
 
     Parameters
     ----------
@@ -90,6 +92,7 @@ class RowDecoder:
         self._model = model
         self._fused = fused.kv
         self._scaled = fused.scaled
+        self._adapter = None if fused.links is None else fused.links.adapter
         self._num_rows = len(layout.token_ids)
         end = layout.end_position
         room = fused.kv.capacity - self._num_rows
@@ -102,7 +105,7 @@ class RowDecoder:
         """Write a token's KV; return the logits ``[vocabulary]`` of what follows it."""
         model = self._model
         row = torch.tensor([self._num_rows], device=model.device)
-        with model.computing_rows():
+        with model.computing_rows(self._adapter):
             ids = torch.tensor([token_id], device=model.device)
             hidden = model.embed(ids, self._positions[row])
             for layer_index, table in enumerate(self._tables):

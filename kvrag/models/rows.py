@@ -29,6 +29,7 @@ from kvrag.models.caches import (
     RowWriter,
 )
 from kvrag.models.families import Family
+from kvrag.models.few_rows import few_rows
 from kvrag.models.own_attention import layer_arguments, show_weights
 from kvrag.models.scaling import ScaledKeys
 from kvrag.positions.rotary import RotaryTable
@@ -121,7 +122,7 @@ class RowRunner:
         acting = without_adapters(self._hf) if adapter is None else adapter.acting(self._hf, gate)
         # Families that attend in their own code have no other implementation.
         attending = nullcontext() if self._family.attends_itself else row_attention(self._hf)
-        with self._lock, torch.no_grad(), attending, acting:
+        with self._lock, torch.no_grad(), attending, acting, few_rows(self._hf):
             yield
 
     def forward(

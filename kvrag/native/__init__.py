@@ -10,6 +10,7 @@ The import of this package chooses the instruction set. To choose another, set
 - `kvrag.native.reconstruction`: `reconstruct`, `place_channels`, `Points`, `Patches`,
   `Rotation`, `contexts`, `refine`.
 - `kvrag.native.attention`: `attend`, `Seen`, `Mass`, `ATTENTION_TYPES`.
+- `kvrag.native.linear`: `FewRowsLinear`, `MAX_ROWS`.
 - `kvrag.native.instructions`: `instruction_set`, `instruction_sets`, `use_instruction_set`.
 """
 
@@ -25,6 +26,7 @@ from kvrag.native.entropy import (
     ideal_bits,
 )
 from kvrag.native.instructions import instruction_set, instruction_sets, use_instruction_set
+from kvrag.native.linear import MAX_ROWS, FewRowsLinear
 from kvrag.native.reconstruction import (
     Patches,
     Points,
@@ -37,7 +39,9 @@ from kvrag.native.reconstruction import (
 
 __all__ = [
     "ATTENTION_TYPES",
+    "MAX_ROWS",
     "DecodeJob",
+    "FewRowsLinear",
     "Mass",
     "Patches",
     "Points",

@@ -2,12 +2,13 @@
 //
 //     driver [rounds] [seed]
 //
-// Round trips, damaged payloads, reconstructions and attention with every instruction set there is,
-// in buffers of exactly the size the kernels may touch. Prints a hash of all payloads, which must
+// Round trips, damaged payloads, reconstructions, attention and linear layers with every instruction set
+// there is, in buffers of exactly the size the kernels may touch. Prints a hash of all payloads, which must
 // be the same on every machine.
 #include <thread>
 
 #include "input.h"
+#include "linear.h"
 
 using namespace kvrag;
 using namespace kvrag::host;
@@ -109,6 +110,45 @@ void attend_once() {
   }
 }
 
+void layer_once() {
+  const u64 rows = 1 + below(17), inputs = 1 + below(150), outputs = 1 + below(40);
+  const auto input = filled<float>(rows * inputs, uniform);
+  const auto weight = filled<float>(outputs * inputs, uniform);
+  const auto bias = filled<float>(outputs, uniform);
+  const auto halves = [](const std::unique_ptr<float[]>& floats, u64 count) {
+    auto found = exactly<u16>(count);
+    for (u64 i = 0; i < count; ++i) found[i] = reconstruct::to_bf16(floats[i]);
+    return found;
+  };
+  const auto input16 = halves(input, rows * inputs), weight16 = halves(weight, outputs * inputs);
+  const bool has_bias = below(2) == 0;
+  for (const Kernels* found : available_kernels()) {
+    use_kernels(found->name);
+    const auto out = exactly<float>(rows * outputs);
+    const auto rounded = exactly<u16>(rows * outputs);
+    const u32 threads = 1 + static_cast<u32>(below(3));
+    run_linear({ElementType::f32, input.get(), weight.get(), has_bias ? bias.get() : nullptr,
+                out.get(), rows, inputs, outputs},
+               threads);
+    run_linear({ElementType::bf16, input16.get(), weight16.get(), nullptr, rounded.get(), rows,
+                inputs, outputs},
+               threads);
+    for (u64 row = 0; row < rows; ++row) {
+      for (u64 o = 0; o < outputs; ++o) {
+        float sum = 0;
+        for (u64 i = 0; i < inputs; ++i) sum += input[row * inputs + i] * weight[o * inputs + i];
+        const float expected = sum + (has_bias ? bias[o] : 0.0f);
+        const u64 place = row * outputs + o;
+        check(std::fabs(out[place] - expected) <= 1e-3f, "another output");
+        const u32 bits = u32{rounded[place]} << 16;
+        float value;
+        std::memcpy(&value, &bits, sizeof value);
+        check(std::fabs(value - sum) <= 0.02f * static_cast<float>(inputs), "bfloat16 is far off");
+      }
+    }
+  }
+}
+
 // Several callers at a time, each with helpers from the pool.
 void share_the_pool() {
   const Matrix m = random_matrix(200, 1000);
@@ -140,6 +180,7 @@ int main(int argc, char** argv) {
     hash = code(hash);
     reconstruct_once();
     attend_once();
+    layer_once();
   }
   share_the_pool();
   std::string names;

@@ -196,7 +196,7 @@ struct Reconstruction {
 struct Attending {
   u64 num_kv_heads = 1 + below(3);
   u64 group = 1 + below(4);
-  u64 num_rows = 1 + below(60);
+  u64 num_rows = 1 + below(below(2) ? 60 : 3);
   u64 num_keys = 1 + below(300);
   u64 key_dim = 1 + below(below(2) ? 70 : 10);
   u64 value_dim = 1 + below(below(2) ? 70 : 10);

@@ -1,0 +1,179 @@
+// Attention of few rows, as in decoding: vectors hold channels, since the rows would fill few lanes of
+// a strip. All scores of a position are kept, so the softmax needs one pass. Included by attend_tile.h,
+// within its namespace.
+#pragma once
+
+// Fewer rows than this would leave most lanes of a strip empty.
+constexpr u64 kFewRows = kLanes / 4;
+constexpr u32 kHeadsAtOnce = 4;
+constexpr u32 kKeysAtOnce = kWidth == 16 ? 4 : 2;
+
+// What a register of values holds: floats, or pairs of bfloat16 (low halves, then high halves).
+struct OneValue {
+  static constexpr u32 kCount = 1;
+  static void spread(const Floats& loaded, Floats* to) { to[0] = loaded; }
+  static u64 channel(u32, u32 lane) { return lane; }
+};
+
+struct TwoValues {
+  static constexpr u32 kCount = 2;
+  static void spread(const Ints& loaded, Floats* to) {
+    const Ints low = loaded << 16;
+    const Ints high = loaded & ~0xffff;
+    std::memcpy(to, &low, sizeof *to);
+    std::memcpy(to + 1, &high, sizeof *to);
+  }
+  static u64 channel(u32 half, u32 lane) { return 2 * lane + half; }
+};
+
+template <class Way, class Values>
+struct Few {
+  using Element = typename Way::Element;
+  const Attention& a;
+  const Element *queries, *keys, *values;  // of one position's query heads, and of their key head
+  u64 first, count;                        // keys seen
+  float *scores, *apart;                   // [group, count], [group, key_dim]
+
+  // Scores of kNumKeys keys from `key` on, for kNumHeads heads from `head` on.
+  template <u32 kNumHeads, u32 kNumKeys>
+  void score(u64 head, u64 key) const {
+    const Element *query[kNumHeads], *row[kNumKeys];
+    const float* laid[kNumHeads];
+    for (u32 h = 0; h < kNumHeads; ++h) {
+      query[h] = queries + static_cast<i64>(head + h) * a.query_head_stride;
+      laid[h] = apart + (head + h) * a.key_dim;
+    }
+    for (u32 k = 0; k < kNumKeys; ++k) {
+      row[k] = keys + static_cast<i64>(first + key + k) * a.key_row_stride;
+    }
+    Floats sums[kNumKeys][kNumHeads] = {};
+    u64 d = 0;
+    for (; d + Way::kStep <= a.key_dim; d += Way::kStep) {
+      typename Way::Inputs x[kNumHeads];
+#pragma GCC unroll 4
+      for (u32 h = 0; h < kNumHeads; ++h) x[h] = Way::inputs(query[h] + d, laid[h] + d);
+#pragma GCC unroll 4
+      for (u32 k = 0; k < kNumKeys; ++k) {
+        const auto loaded = Way::weights(row[k] + d);
+#pragma GCC unroll 4
+        for (u32 h = 0; h < kNumHeads; ++h) Way::add(sums[k][h], loaded, x[h]);
+      }
+    }
+    for (u32 k = 0; k < kNumKeys; ++k) {
+      for (u32 h = 0; h < kNumHeads; ++h) {
+        float sum = linear::total(sums[k][h]);
+        for (u64 rest = d; rest < a.key_dim; ++rest) {
+          sum += widened(query[h][rest]) * widened(row[k][rest]);
+        }
+        scores[(head + h) * count + key + k] = sum * factor_of(a);
+      }
+    }
+  }
+
+  // Turn a head's scores into weights; return what they sum to.
+  float weigh(float* of_head) const {
+    if (a.softcap != 0.0f) {
+      for (u64 key = 0; key < count; ++key) {
+        of_head[key] = tanh2(of_head[key] - Floats{})[0] * (a.softcap * kLog2OfE);
+      }
+    }
+    float most = kLowest;
+    // NaN is the greatest: it must reach the output.
+    for (u64 key = 0; key < count; ++key) most = of_head[key] <= most ? most : of_head[key];
+    Floats sums{};
+    u64 key = 0;
+    for (; key + kWidth <= count; key += kWidth) {
+      const Floats weights = exp2(load<Floats>(of_head + key) - most);
+      store(of_head + key, weights);
+      sums += weights;
+    }
+    float sum = linear::total(sums);
+    for (; key < count; ++key) sum += of_head[key] = exp2(of_head[key] - most - Floats{})[0];
+    return sum;
+  }
+
+  // What kNumHeads heads gather in the channels of one register, from `channel` on.
+  template <u32 kNumHeads>
+  void gather(u64 head, u64 channel, const float* shares, Element* const* out) const {
+    constexpr u32 kParts = Values::kCount;
+    Floats sums[kNumHeads][kParts] = {};
+    const Element* row = values + static_cast<i64>(first) * a.value_row_stride + channel;
+    for (u64 key = 0; key < count; ++key, row += a.value_row_stride) {
+      Floats parts[kParts];
+      Values::spread(Way::weights(row), parts);
+#pragma GCC unroll 4
+      for (u32 h = 0; h < kNumHeads; ++h) {
+        const float weight = scores[(head + h) * count + key];
+#pragma GCC unroll 2
+        for (u32 p = 0; p < kParts; ++p) sums[h][p] += parts[p] * weight;
+      }
+    }
+    for (u32 h = 0; h < kNumHeads; ++h) {
+      for (u32 p = 0; p < kParts; ++p) {
+        for (u32 lane = 0; lane < kWidth; ++lane) {
+          narrow(sums[h][p][lane] * shares[h], out[h] + channel + Values::channel(p, lane));
+        }
+      }
+    }
+  }
+
+  void attend(Element* out) const {
+    in_groups<kHeadsAtOnce>(0, a.group, [&](auto heads, u64 head) {
+      constexpr u32 kNumHeads = decltype(heads)::value;
+      in_groups<kKeysAtOnce>(0, count, [&](auto at_once, u64 key) {
+        score<kNumHeads, decltype(at_once)::value>(head, key);
+      });
+      float shares[kNumHeads];
+      Element* to[kNumHeads];
+      for (u32 h = 0; h < kNumHeads; ++h) {
+        shares[h] = 1.0f / weigh(scores + (head + h) * count);
+        to[h] = out + (head + h) * a.value_dim;
+      }
+      u64 channel = 0;
+      for (; channel + Way::kStep <= a.value_dim; channel += Way::kStep) {
+        gather<kNumHeads>(head, channel, shares, to);
+      }
+      for (; channel < a.value_dim; ++channel) {
+        for (u32 h = 0; h < kNumHeads; ++h) {
+          float sum = 0;
+          for (u64 key = 0; key < count; ++key) {
+            const Element* const row =
+                values + static_cast<i64>(first + key) * a.value_row_stride;
+            sum += scores[(head + h) * count + key] * widened(row[channel]);
+          }
+          narrow(sum * shares[h], to[h] + channel);
+        }
+      }
+    });
+  }
+};
+
+// Rows [begin, end) of a key head: all query heads of some positions.
+template <class Way, class Values>
+static inline void attend_few(const Attention& a, u64 kv_head, u64 begin, u64 end,
+                              float* scratch) {
+  using Element = typename Way::Element;
+  for (u64 place = begin / a.group; place < end / a.group; ++place) {
+    const i64 head = static_cast<i64>(kv_head * a.group);
+    const Element* const query = static_cast<const Element*>(a.query) +
+                                 head * a.query_head_stride +
+                                 static_cast<i64>(place) * a.query_row_stride;
+    const u64 first = Strip::first_key(a, place);
+    const u64 count = static_cast<u64>(a.last_keys[place]) + 1 - first;
+    for (u64 h = 0; h < a.group; ++h) {
+      const Element* const from = query + static_cast<i64>(h) * a.query_head_stride;
+      Way::lay_apart(from, a.key_dim, scratch + h * a.key_dim);
+    }
+    const Few<Way, Values> few{
+        a,
+        query,
+        static_cast<const Element*>(a.key) + static_cast<i64>(kv_head) * a.key_head_stride,
+        static_cast<const Element*>(a.value) + static_cast<i64>(kv_head) * a.value_head_stride,
+        first,
+        count,
+        scratch + a.group * a.key_dim,
+        scratch};
+    few.attend(static_cast<Element*>(a.out) +
+               (place * a.num_kv_heads * a.group + kv_head * a.group) * a.value_dim);
+  }
+}

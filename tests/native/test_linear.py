@@ -1,0 +1,92 @@
+"""Linear layers over few rows against torch in float64, for every instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrag.errors import ParameterError
+from kvrag.native import MAX_ROWS, FewRowsLinear, instruction_sets, use_instruction_set
+from tests.support.properties import examples
+
+
+@settings(max_examples=examples(60))
+@given(data=st.data())
+def test_it_is_a_linear_layer(data: st.DataObject) -> None:
+    draw = data.draw
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    num_rows = draw(st.integers(1, MAX_ROWS))
+    num_inputs = draw(st.sampled_from([1, 3, 15, 16, 31, 32, 33, 64, 100, 576]))
+    num_outputs = draw(st.sampled_from([1, 3, 4, 5, 17, 192]))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    rows = torch.randn(num_rows, num_inputs, generator=generator).to(dtype)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
+    bias = torch.randn(num_outputs, generator=generator).to(dtype)
+    given_bias = bias if draw(st.booleans()) else None
+    expected = rows.double() @ weight.double().T
+    if given_bias is not None:
+        expected += bias.double()
+    before = instruction_sets()[-1]
+    try:
+        for name in instruction_sets():
+            use_instruction_set(name)
+            found = FewRowsLinear(weight, given_bias)(rows[None])
+            assert found.shape == (1, num_rows, num_outputs)
+            assert found.dtype == dtype
+            # A sum is rounded once, to the type of the weights.
+            tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+            size = rows.abs().double() @ weight.abs().double().T + 1
+            close = (found[0].double() - expected).abs() <= 1e-6 * size + tolerance * expected.abs()
+            assert close.all()
+    finally:
+        use_instruction_set(before)
+
+
+def test_threads_change_nothing(isa: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    layer = FewRowsLinear(torch.randn(1001, 576, generator=generator))
+    rows = torch.randn(2, 3, 576, generator=generator)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            found.append(layer(rows))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_nothing_is_computed_for_no_rows() -> None:
+    assert FewRowsLinear(torch.ones(3, 2))(torch.empty(1, 0, 2)).shape == (1, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias"),
+    [
+        (torch.ones(3, 2, dtype=torch.float16), None),
+        (torch.ones(3), None),
+        (torch.ones(2, 3).T, None),
+        (torch.ones(3, 2), torch.ones(2)),
+        (torch.ones(3, 2), torch.ones(3, dtype=torch.bfloat16)),
+    ],
+)
+def test_weights_of_another_kind(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    with pytest.raises(ParameterError, match=r"(weight|bias):"):
+        FewRowsLinear(weight, bias)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.ones(MAX_ROWS + 1, 2),
+        torch.ones(1, 3),
+        torch.ones(1, 2, dtype=torch.bfloat16),
+    ],
+)
+def test_rows_of_another_kind(rows: torch.Tensor) -> None:
+    with pytest.raises(ParameterError, match="rows"):
+        FewRowsLinear(torch.ones(3, 2))(rows)
