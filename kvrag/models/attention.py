@@ -10,7 +10,7 @@ model brings an ordinary mask and gets ordinary attention.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,12 +28,14 @@ from kvrag.models.implementations import (
     AttentionFunction,
     attending_by,
     eager_function,
+    register_around,
     register_attention,
 )
 from kvrag.models.scaling import ScaledKeys
 from kvrag.native import ATTENTION_TYPES, Mass, Seen, attend
 
 _NAME = "kvrag_rows"
+_WHOLE_NAME = "kvrag_whole"
 
 _locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 _making_locks = threading.Lock()
@@ -347,7 +349,32 @@ def _comparing(attend: AttentionFunction) -> AttentionFunction:
     return attention
 
 
+def _whole_attention(
+    plain: AttentionFunction,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+    kwargs: Mapping[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend with the last rows of whole sequences, to all keys before each in the window."""
+    num_rows, num_keys = query.shape[2], key.shape[2]
+    rows = RowMask(torch.arange(num_keys - num_rows, num_keys), 0, kwargs.get("sliding_window"))
+    outputs = []
+    for sequence in zip(*(torch.split(one, 1) for one in (query, key, value)), strict=True):
+        output = None
+        if kwargs.get("s_aux") is None:  # the kernel has no sinks
+            output = _attend_in_kernel(*sequence, rows, scaling, kwargs.get("softcap"))
+        if output is None:
+            return plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        outputs.append(output)
+    return torch.cat(outputs), None
+
+
 register_attention(_NAME, _comparing(_row_attention), _comparing(_row_attention_eager))
+register_around(_WHOLE_NAME, _whole_attention)
 
 
 def lock_of(model: PreTrainedModel) -> threading.RLock:
@@ -360,4 +387,15 @@ def lock_of(model: PreTrainedModel) -> threading.RLock:
 def row_attention(model: PreTrainedModel) -> Iterator[None]:
     """Make `model` use row attention inside the block. Hold `lock_of` the model."""
     with attending_by(model, _NAME):
+        yield
+
+
+@contextmanager
+def whole_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Make `model` attend in the compiled kernel inside the block, where the kernel can.
+
+    The forward passes in the block are causal, over sequences whose padding is on the right and
+    whose cache keeps all keys. Hold `lock_of` the model.
+    """
+    with attending_by(model, _WHOLE_NAME):
         yield
