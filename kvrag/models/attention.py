@@ -5,6 +5,9 @@ attention (Transformers' own extension point), and the attention mask handed to 
 `RowMask`. The layers pass it through untouched. So no mask of prompt length squared exists
 anywhere, and the selected queries need not be contiguous. Another caller's forward on the same
 model brings an ordinary mask and gets ordinary attention.
+
+While whole chunks are encoded, the configuration names another one, whose rows are the last of all
+keys. On the CPU it attends in the compiled kernel, which takes a third of PyTorch's time.
 """
 
 from __future__ import annotations
@@ -363,10 +366,12 @@ def _whole_attention(
     num_rows, num_keys = query.shape[2], key.shape[2]
     rows = RowMask(torch.arange(num_keys - num_rows, num_keys), 0, kwargs.get("sliding_window"))
     outputs = []
-    for sequence in zip(*(torch.split(one, 1) for one in (query, key, value)), strict=True):
+    for index in range(len(query)):
+        one = slice(index, index + 1)
         output = None
         if kwargs.get("s_aux") is None:  # the kernel has no sinks
-            output = _attend_in_kernel(*sequence, rows, scaling, kwargs.get("softcap"))
+            softcap = kwargs.get("softcap")
+            output = _attend_in_kernel(query[one], key[one], value[one], rows, scaling, softcap)
         if output is None:
             return plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         outputs.append(output)

@@ -1,7 +1,8 @@
 """`KVModel`: a Hugging Face decoder as kvrag uses it.
 
 Whole chunks go through the model's own forward (`prefill`); at question time its layers are
-called one by one on selected rows (`forward_rows`), each reading and writing one fused buffer.
+called one by one on selected rows (`forward_rows`), each reading and writing one fused buffer. On
+the CPU, both attend in kvrag's kernel.
 The model's code is never rewritten and never patched.
 """
 

@@ -22,8 +22,10 @@ from kvrag.ingest.index import Index
 from kvrag.ingest.storage import Storage
 from kvrag.kvcache import ChunkKV
 from kvrag.llms.vllm.finding import TokenFinder
+from kvrag.loading.cost import TierCost
 from kvrag.models.kv_model import KVModel
 from kvrag.store.wrapper import StoreWrapper
+from tests.engine.test_decisions import FAR, NEAR, auto
 from tests.ingest.conftest import MakeIndex, stored_bytes
 from tests.support.models import HEAD
 
@@ -429,3 +431,13 @@ def test_a_model_without_a_head_makes_them_too(
         assert (report.num_made, report.num_exact) == (
             (0, len(ids[0])) if has_it else (len(ids[0]), 0)
         )
+
+
+@pytest.mark.parametrize(("price", "num_made"), [(NEAR, 1), (FAR, 0)])
+def test_a_record_that_would_be_slow_to_load_is_not_made(
+    index: Index, prefills: list[Chunk], price: TierCost, num_made: int
+) -> None:
+    fused = KVEngine(index).fuse(prompt_of(0, 1), policy=auto(price))
+    assert len(prefills) == num_made
+    assert (fused.report.num_made > 0) == bool(num_made)
+    assert is_whole(fused.report)
