@@ -150,8 +150,8 @@ class Chunk:
     def is_optional(self, context_ids: tuple[int, ...]) -> bool:
         """Return whether the record after a context is made only when a prompt first needs it.
 
-        That is the record of the chunk alone, beside one that was encoded after a filler. Index
-        without it, and it is neither lost nor damaged.
+        That is the record of the chunk alone, beside one that was encoded after a filler. If it is
+        missing, nothing is lost.
         """
         return not context_ids and bool(self.contexts[0])
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvrag")
 
 _MAX_WAITING = 4
-"""KV of at most so many chunks waits in memory to be stored; more is used and not kept."""
+"""KV of at most this many chunks waits in memory to be stored; more is used and not kept."""
 _PAUSE_SECONDS = 60.0
 """After a store has refused a record, how long no other is offered to it."""
 
@@ -57,7 +57,7 @@ class OnDemand:
         self._has_warned = False
 
     def opener(self, open_kv: OpenKV, layout: Layout) -> OpenKV:
-        """Return `open_kv`, but for one prompt, for which it makes missing optional records.
+        """Return `open_kv` for one prompt, for which it makes missing optional records.
 
         It makes them where the prompt has the whole chunk at the place where the record is exact.
         Elsewhere, making one would cost more than computing what the prompt has of the chunk.
@@ -97,7 +97,7 @@ class OnDemand:
 
     def _make(self, alone: Chunk, open_kv: OpenKV) -> EncodedChunk | None:
         key = self._storage.key_of(alone)
-        # One after the other, as the model computes. Whoever waited finds what the other made.
+        # One after the other, as the model computes. A prompt that waited finds what another made.
         with self._making:
             kv = self._waiting.get(key)
             if kv is not None:

@@ -314,7 +314,7 @@ class Storage:
         return RecordCoding(self.profiles, config.codec, config.profile, config.model_fingerprint)
 
     def _note_record_damage(self, key: ChunkKey, is_optional: bool) -> None:
-        """Report a damaged record to the store; the next prompt makes an optional one anew."""
+        """Report a damaged record to the store; the next prompt makes an optional one again."""
         self.store.note_damage(key)
         if is_optional:
             with suppress(StoreError):
