@@ -118,7 +118,8 @@ class Chunk:
         The document's metadata, plus what the chunker adds (heading, page).
     contexts
         One entry for each record of the chunk's KV: the token ids between the shared prefix and the
-        chunk while it is encoded. Their own KV is not stored. At least one, often just ``()``.
+        chunk while it is encoded. Their own KV is not stored. At least one, often just ``()``. If
+        ``()`` is not the first, its record is optional (`is_optional`).
     """
 
     chunk_id: str
@@ -139,6 +140,20 @@ class Chunk:
         """Yield the chunk once for each of its records, with only that record's context."""
         for context_ids in self.contexts:
             yield replace(self, contexts=(context_ids,))
+
+    def required(self) -> Iterator[Chunk]:
+        """Yield what `encodings` does, without the optional record: ingestion stores these."""
+        for one in self.encodings():
+            if not self.is_optional(one.contexts[0]):
+                yield one
+
+    def is_optional(self, context_ids: tuple[int, ...]) -> bool:
+        """Return whether the record after a context is made only when a prompt first needs it.
+
+        That is the record of the chunk alone, beside one that was encoded after a filler. If it is
+        missing, nothing is lost.
+        """
+        return not context_ids and bool(self.contexts[0])
 
 
 @dataclass(frozen=True, order=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -13,7 +13,9 @@ import torch
 
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError
+from kvrag.ingest.contexts import NO_CONTEXT, parse_context
 from kvrag.ingest.index import Index
+from kvrag.ingest.report import IngestReport
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.shapes import random_model, random_text
 
@@ -36,6 +38,8 @@ class IngestOptions:
         Chunks a batch of plain prefill; the best counts.
     repeats
         Timed runs, of which the median is reported; one more runs first and does not count.
+    contexts
+        What chunks are encoded after (`kvrag.ingest.contexts`), a row for each.
     """
 
     model: str | None = None
@@ -44,11 +48,14 @@ class IngestOptions:
     chunk_tokens: Sequence[int] = (100, 250, 500)
     batch_sizes: Sequence[int] = (1, 2, 4, 8)
     repeats: int = 3
+    contexts: Sequence[str] = (NO_CONTEXT,)
 
     def __post_init__(self) -> None:
         counts = (self.num_chunks, self.repeats, *self.chunk_tokens, *self.batch_sizes)
         if not self.chunk_tokens or not self.batch_sizes or min(counts) < 1:
             raise ParameterError("bench ingest: chunks, tokens, batches and repeats are 1 or more")
+        for context in self.contexts:
+            parse_context(context)
 
 
 @dataclass(frozen=True)
@@ -64,21 +71,25 @@ class IngestRow:
         batch size that was best.
     share
         The first over the second.
+    bytes_per_token
+        Bytes of the stored records, for each token of the chunks.
     """
 
     model: str
+    context: str
     num_chunks: int
     num_tokens: int
     ingest_tokens_per_second: float
     prefill_tokens_per_second: float
     prefill_batch_size: int
     share: float
+    bytes_per_token: float
 
 
 def run_ingest_bench(
     options: IngestOptions, on_progress: Callable[[str], None] | None = None
-) -> IngestRow:
-    """Measure both, taking turns so that a machine that drifts does so for both."""
+) -> list[IngestRow]:
+    """Measure all of them, taking turns so that a machine that drifts does so for each."""
     say = on_progress or (lambda _: None)
     say("loading the model")
     model = KVModel.load(options.model) if options.model else random_model(options.shape)
@@ -86,36 +97,54 @@ def run_ingest_bench(
         options.chunk_tokens[i % len(options.chunk_tokens)] for i in range(options.num_chunks)
     ]
     texts = [random_text(model, length, seed=i) for i, length in enumerate(lengths)]
-    ingest: list[float] = []
+    ingest: dict[str, list[IngestReport]] = {context: [] for context in options.contexts}
     prefill: dict[int, list[float]] = {size: [] for size in options.batch_sizes}
-    with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder:
-        for run in range(options.repeats + 1):
-            say(f"run {run} of {options.repeats}" + (", not counted" if run == 0 else ""))
-            ingest.append(_ingest_seconds(model, texts, Path(folder) / str(run)))
-            for size, seconds in prefill.items():
-                seconds.append(_prefill_seconds(model, texts, size))
+    for run in range(options.repeats + 1):
+        say(f"run {run} of {options.repeats}" + (", not counted" if run == 0 else ""))
+        for context, reports in ingest.items():
+            reports.append(_ingested(model, texts, context))
+        for size, seconds in prefill.items():
+            seconds.append(_prefill_seconds(model, texts, size))
     best = min(options.batch_sizes, key=lambda size: median(prefill[size][1:]))
     num_tokens = sum(lengths)
-    ingest_rate = num_tokens / median(ingest[1:])
     prefill_rate = num_tokens / median(prefill[best][1:])
-    return IngestRow(
-        model=model.name,
-        num_chunks=options.num_chunks,
-        num_tokens=num_tokens,
-        ingest_tokens_per_second=ingest_rate,
-        prefill_tokens_per_second=prefill_rate,
-        prefill_batch_size=best,
-        share=ingest_rate / prefill_rate,
-    )
+    rates = {
+        context: num_tokens / median(report.seconds for report in reports[1:])
+        for context, reports in ingest.items()
+    }
+    return [
+        IngestRow(
+            model=model.name,
+            context=context,
+            num_chunks=options.num_chunks,
+            num_tokens=num_tokens,
+            ingest_tokens_per_second=rate,
+            prefill_tokens_per_second=prefill_rate,
+            prefill_batch_size=best,
+            share=rate / prefill_rate,
+            bytes_per_token=ingest[context][0].size_bytes / num_tokens,
+        )
+        for context, rate in rates.items()
+    ]
 
 
-def _ingest_seconds(model: KVModel, texts: Sequence[str], folder: Path) -> float:
+def _ingested(model: KVModel, texts: Sequence[str], context: str) -> IngestReport:
+    """Index the texts; the report's seconds are those of the whole call."""
     longest = max(len(model.tokenizer(text)["input_ids"]) for text in texts)
-    with Index.create(folder, model=model, embedding="hashing", chunk_tokens=longest) as index:
-        documents = [Document(source=str(i), text=text) for i, text in enumerate(texts)]
+    documents = [Document(source=str(i), text=text) for i, text in enumerate(texts)]
+    with (
+        tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder,
+        Index.create(
+            Path(folder) / "index",
+            model=model,
+            embedding="hashing",
+            chunk_tokens=longest,
+            context=context,
+        ) as index,
+    ):
         started = time.perf_counter()
-        index.add(documents)
-        return time.perf_counter() - started
+        report = index.add(documents)
+        return replace(report, seconds=time.perf_counter() - started)
 
 
 def _prefill_seconds(model: KVModel, texts: Sequence[str], batch_size: int) -> float:

@@ -97,6 +97,7 @@ def _parts(
     index: Index, prompt: str, laid_out: LaidOutPrompt, fused: FusedPrompt
 ) -> Iterator[Part]:
     """Yield the parts of a prompt in order."""
+    from kvrag.fusion.fuser import MADE
     from kvrag.ingest.prompt_tokens import tokenise_prompt
     from kvrag.models.chat import PromptText
 
@@ -105,6 +106,8 @@ def _parts(
     states = [(FRESH, "")] * num_tokens
     for one in laid_out.fresh:
         states[one.start : one.end] = [(FRESH, one.reason)] * (one.end - one.start)
+    # Only the first chunk can be exact without a stored record.
+    made = (FRESH, MADE) if fused.report.num_made else None
     times = Counter(row for picked in fused.picks for row in picked.tolist())
     for span in layout.spans:
         chunk = laid_out.chunks[span.chunk_id]
@@ -113,6 +116,8 @@ def _parts(
         for row in range(span.prompt_start, span.prompt_end):
             is_repaired = 2 * times[row] > len(fused.picks)
             states[row] = (REPAIRED if is_repaired else plain, why)
+        if made is not None and plain == EXACT:
+            states[span.prompt_start : span.prompt_end] = [made] * span.length
     offsets = tokenise_prompt(index, PromptText(prompt, True), ()).offsets
     written = 0
     for (state, why), rows in groupby(range(num_tokens), states.__getitem__):

@@ -191,7 +191,7 @@ class KVEngine:
             fused = fuse(
                 self.index.model,
                 layout,
-                open_kv or self.index.open_kv,
+                open_kv or self.index.on_demand.opener(self.index.open_kv, layout),
                 choice,
                 buffer,
                 links,

@@ -41,6 +41,8 @@ from kvrag.positions.rotary import RotaryTable
 
 FOUND = "found, but computed"
 """The reason of fresh tokens that are stored: their record is lost, or was slower to load."""
+MADE = "computed to be stored"
+"""The reason of fresh tokens whose record the store lacked, and gets now."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,8 @@ def fuse(
     finally:
         # The buffer's next user must not have anything written into it.
         loader.end()
+    # Making a record is computing, and opening had to wait for it.
+    clock.move("load", "compute", sum(loader.made_seconds.values()))
     report = replace(made.report, hidden_load_seconds=loader.hidden_seconds)
     if loading.streaming is not None and isinstance(loader, StreamedLoader):
         assert loader.report is not None
@@ -328,12 +332,17 @@ def _report(
 ) -> FusionReport:
     layout, prompt, expected = plan.layout, plan.prompt, plan.expected
     num_plain = len(layout.plain_token_ids)
-    num_exact = sum(span.length for span in plan.exact)
+    made = [span for span in plan.spans if span.record_id in loader.made_seconds]
+    num_made = sum(span.length for span in made)
+    num_exact = sum(span.length for span in plan.exact) - num_made
+    rows_made = loader.num_tokens(span.record_id for span in made)
     num_compressed = sum(span.num_compressed for span in plan.compressed)
     num_recomputed = mean_count([len(one) for one in picks])
     num_fresh = num_plain - num_exact - prompt.num_reused - num_compressed
     reasons = dict(layout.fresh_reasons)
-    num_more = num_fresh - sum(reasons.values())
+    num_more = num_fresh - num_made - sum(reasons.values())
+    if reasons and num_made:
+        reasons[MADE] = num_made
     if reasons and num_more > 0:  # spans that a miss or a decision left out
         reasons[FOUND] = num_more
     return FusionReport(
@@ -346,10 +355,11 @@ def _report(
         num_in_context=sum(
             span.num_compressed or span.length for span in plan.spans if span.context_ids
         ),
-        num_chunks=len({span.chunk_id for span in plan.spans}),
+        num_chunks=len({span.chunk_id for span in plan.spans if span not in made}),
+        num_made=num_made,
         bytes_loaded=loader.bytes_loaded,
         seconds=clock.seconds,
-        rows_by_layer=rows_by_layer,
+        rows_by_layer=tuple(rows + rows_made for rows in rows_by_layer),
         rows_asked=num_fresh_rows * plan.question_layers.stop,
         num_links=len(layout.links),
         num_unlinked=layout.num_unlinked,
@@ -376,6 +386,10 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
+
+    def move(self, stage: str, other: str, seconds: float) -> None:
+        self.seconds[stage] -= seconds
+        self.seconds[other] += seconds
 
 
 def _encoded(layout: Layout, spans: Sequence[ReusedSpan], device: torch.device) -> EncodedScope:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from kvrag.codec.base import Destination, EncodedChunk
 from kvrag.errors import IndexFormatError, ProfileError, RecordError, StoreError
 from kvrag.fusion.layout import RecordId, ReusedSpan
+from kvrag.fusion.made import MadeChunk, NotMadeError
 from kvrag.kvcache import FusedKV
 from kvrag.loading import threads
 from kvrag.loading.prefetch import LayerPrefetch
@@ -24,7 +25,7 @@ DAMAGE = (RecordError, StoreError, IndexFormatError, ProfileError)
 
 OpenKV = Callable[[str, tuple[int, ...]], EncodedChunk | None]
 """Takes a chunk id and the chunk's context tokens; returns the opened record, or None if the store
-has none.
+has none. Raises NotMadeError if it is right that there is none.
 """
 
 WriteKV = Callable[[int, FusedKV, RotaryTable], None]
@@ -68,6 +69,8 @@ class SpanLoader:
         Wall seconds of reading layers during which nobody waited; complete after `end`.
     record_seconds
         For each record, the seconds that a thread took to open and read it.
+    made_seconds
+        For each record that was made for this prompt, the seconds of computing it.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class SpanLoader:
         self._unneeded: Mapping[ReusedSpan, int] = {}
         self.hidden_seconds = 0.0
         self.record_seconds: dict[RecordId, float] = {}
+        self.made_seconds: dict[RecordId, float] = {}
         self._spans: Sequence[ReusedSpan] = ()
         self._bytes_of_dropped = 0
         self._records: dict[RecordId, EncodedChunk] = {}
@@ -110,7 +114,9 @@ class SpanLoader:
         found = threads.each(self._opened, wanted, max(self._num_threads, 1))
         lost: dict[RecordId, str | None] = {}
         for record_id, record in zip(wanted, found, strict=True):
-            if isinstance(record, Exception):
+            if isinstance(record, NotMadeError):
+                lost[record_id] = None
+            elif isinstance(record, Exception):
                 lost[record_id] = reason_of(record)
             elif record is None:
                 lost[record_id] = MISS_ABSENT
@@ -118,6 +124,8 @@ class SpanLoader:
                 lost[record_id] = MISS_DAMAGED
             else:
                 self._records[record_id] = record
+                if isinstance(record, MadeChunk) and record.seconds is not None:
+                    self.made_seconds[record_id] = record.seconds
         if lost:
             raise LostError(lost)
 
@@ -125,10 +133,14 @@ class SpanLoader:
         started = time.perf_counter()
         try:
             return self._open_kv(*record_id)
-        except DAMAGE as error:
+        except (*DAMAGE, NotMadeError) as error:
             return error
         finally:
             self.record_seconds[record_id] = time.perf_counter() - started
+
+    def num_tokens(self, record_ids: Iterable[RecordId]) -> int:
+        """Return the number of tokens in open records."""
+        return sum(self._records[one].num_tokens for one in set(record_ids))
 
     @property
     def bytes_loaded(self) -> int:

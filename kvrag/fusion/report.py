@@ -34,8 +34,11 @@ class FusionReport:
         may compute everything in order to choose.
     num_fresh
         Tokens not in the store: the question, separators, chunk edges, misses.
+    num_made
+        Fresh tokens of a chunk that stands first in a prompt for the first time. Its record, which
+        is exact there, was computed, and is stored for later prompts.
     num_chunks
-        Chunks of the prompt whose KV was used.
+        Chunks of the prompt whose stored KV was used.
     bytes_loaded
         Bytes read from the store.
     seconds
@@ -106,6 +109,7 @@ class FusionReport:
     expected_loss: float | None = None
     expected_seconds: float | None = None
     expected_load_seconds: float | None = None
+    num_made: int = 0
     num_links: int = 0
     num_unlinked: int = 0
     num_compressed: int = 0
@@ -184,6 +188,8 @@ class FusionReport:
             parts.insert(
                 1, f"{num_chunks} chunks of {self.num_computed} tokens computed, slower to load"
             )
+        if self.num_made:
+            parts.insert(1, f"first chunk of {self.num_made} tokens computed, to be stored")
         if self.stream is not None:
             parts.append(f"streamed in {self.stream.one_line()}")
         if self.eviction is not None:

@@ -15,6 +15,7 @@ from kvrag.fusion.loader import (
     WriteKV,
     reason_of,
 )
+from kvrag.fusion.made import MadeChunk
 from kvrag.kvcache import FusedKV
 from kvrag.loading.stream_report import StreamReport
 from kvrag.loading.streaming import ChunkStream, Streaming, StreamItem
@@ -77,12 +78,15 @@ class StreamedLoader(SpanLoader):
     def _stream(self, fused: FusedKV, tables: Sequence[RotaryTable]) -> dict[RecordId, str | None]:
         self._expect()
         streaming = self._streaming
-        lanes = tuple(self._records)
+        lanes = self._stored()
         spans = self._spans_by_record()
 
         def place(lane: RecordId) -> None:
             for layer_index, table in enumerate(tables):
                 self._place(spans[lane], layer_index, fused, table)
+
+        for lane in spans.keys() - set(lanes):
+            place(lane)
 
         @functools.cache
         def compute_seconds(left_out: frozenset[int]) -> float | None:
@@ -114,16 +118,23 @@ class StreamedLoader(SpanLoader):
 
     def _expect(self) -> None:
         """Pass the time of opening and the expected loading speed to the link's estimate."""
-        link, records = self._streaming.estimates.link, self._records.values()
-        if not records:
+        link, lanes = self._streaming.estimates.link, self._stored()
+        if not lanes:
             return
         # The fastest: records opened at the same time slow each other down.
-        link.note_request(min(self.record_seconds[record] for record in self._records))
+        link.note_request(min(self.record_seconds[lane] for lane in lanes))
         if self._streaming.load_seconds_per_token:
+            records = [self._records[lane] for lane in lanes]
             num_bytes = sum(sum(record.plane_bytes) for record in records)
             num_tokens = sum(record.num_tokens for record in records)
             seconds = num_tokens * self._streaming.load_seconds_per_token
             link.expect(num_bytes / seconds)
+
+    def _stored(self) -> tuple[RecordId, ...]:
+        """Return the records that come from the store: the others are in memory."""
+        return tuple(
+            one for one, record in self._records.items() if not isinstance(record, MadeChunk)
+        )
 
     def load_layer(self, layer_index: int, fused: FusedKV, table: RotaryTable) -> None:
         """Write other stored KV of the layer; the spans' is already there."""

@@ -19,6 +19,8 @@ class Audit:
         Number of documents, damaged ones included.
     needed
         Names of the sound chunks' KV, each with its number of tokens.
+    optional
+        The same for their optional records (`Chunk.is_optional`), which the store may lack.
     structure
         What SQLite's own check (`damage`) found.
     chunks, vectors, names
@@ -34,6 +36,7 @@ class Audit:
     num_chunks: int = 0
     num_documents: int = 0
     needed: dict[ChunkKey, int] = field(default_factory=dict)
+    optional: dict[ChunkKey, int] = field(default_factory=dict)
     structure: list[str] = field(default_factory=list)
     chunks: dict[int, str] = field(default_factory=dict)
     vectors: dict[int, str] = field(default_factory=dict)

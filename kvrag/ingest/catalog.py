@@ -119,14 +119,17 @@ class Catalog(CatalogMending):
         return None
 
     @checked
-    def documents(self, bytes_per_token: int) -> list[DocumentRow]:
-        """Return all documents with sound rows, ordered by source."""
+    def documents(self, bytes_per_token: int, *, with_others: bool) -> list[DocumentRow]:
+        """Return all documents with sound rows, ordered by source.
+
+        `with_others` says whether all records of a chunk count, or only the first.
+        """
+        others = "(SELECT COUNT(*) FROM other_keys o WHERE o.row = chunks.row)"
         numbers = {
             source: counts
             for source, *counts in self._rows(
                 f"SELECT source, COUNT(row), SUM({_NUM_TOKENS}), SUM({_NUM_TOKENS} "
-                "* (1 + (SELECT COUNT(*) FROM other_keys o WHERE o.row = chunks.row))) "
-                "FROM chunks GROUP BY source"
+                f"* (1 + {others if with_others else 0})) FROM chunks GROUP BY source"
             )
         }
         found = []

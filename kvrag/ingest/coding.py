@@ -21,6 +21,7 @@ from kvrag.codec.lossless import NAME as LOSSLESS
 from kvrag.codec.names import RAW, expected_bytes_per_token
 from kvrag.codec.presets import CodecChoice, choose_codec
 from kvrag.codec.profile import Profile
+from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import RecordOpener, get_codec
 from kvrag.errors import ParameterError, ProfileError, RecordError, StoreError
 from kvrag.ingest.profiles import SAMPLE_TOKENS, ProfileFolder
@@ -142,6 +143,11 @@ class RecordCoding:
             profile = self.profiles.get(self.profile_hash) if self.profile_hash else None
             self._codec = get_codec(self.label, profile)
         return self._codec
+
+    @property
+    def present_codec(self) -> Codec:
+        """The codec of new records; raw until its profile is fitted. Raises ProfileError."""
+        return RawCodec() if self.needs_profile else self.codec
 
     def writes(self, header: RecordHeader) -> bool:
         """Return whether a record has the name, profile and level that this codec writes."""

@@ -28,7 +28,9 @@ DOCUMENT = "document"
 NEIGHBOURS = "neighbours"
 """Chunks are encoded alone, and again after their predecessor (FusionRAG's offline part)."""
 FILLER = "filler"
-"""Chunks are encoded after the same unrelated text, as in the middle of a prompt, and alone."""
+"""Chunks are encoded after the same unrelated text, as in the middle of a prompt. The record of the
+chunk alone is optional (`Chunk.is_optional`).
+"""
 
 DEFAULT_TOKENS = {NO_CONTEXT: 0, DOCUMENT: 256, NEIGHBOURS: 0, FILLER: 512}
 """Each context's number of tokens if none is given; 0 if no number limits it."""

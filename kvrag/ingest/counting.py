@@ -51,7 +51,7 @@ _LATEST = 1e11
 METRICS: MetricsOf = {
     "prompts": ("Prompts fused.", ()),
     "tokens": ("Prompt tokens: exact, reused, recomputed or fresh.", ("kind",)),
-    "chunks": ("Stored chunks of prompts, loaded or computed by decision.", ("outcome",)),
+    "chunks": ("Chunks of prompts: loaded, computed by decision, or made.", ("outcome",)),
     "damaged_rows": ("Rows of the catalog that were left out because they are damaged.", ()),
     "misses": ("Chunks found in prompts but computed because they were missing.", ("reason",)),
     "seconds": ("Seconds of answering by stage; hidden_load delays no answer.", ("stage",)),
@@ -127,6 +127,7 @@ class IndexCounters:
         found["chunks", (("outcome", "loaded"),)] = report.num_chunks
         num_computed = sum(one.is_computed for one in report.decisions)
         found["chunks", (("outcome", "computed"),)] = num_computed
+        found["chunks", (("outcome", "made"),)] = int(report.num_made > 0)  # only the first
         for reason, count in report.misses.items():
             found["misses", (("reason", reason),)] = count
         seconds = {**report.seconds, "hidden_load": report.hidden_load_seconds}

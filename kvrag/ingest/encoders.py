@@ -143,7 +143,7 @@ class Encoders:
         if self._compression is not None:
             return self._compressor.encode(before, chunk.token_ids)
         is_same_for_all = self._config.context == FILLER
-        prefix = self._encode_prefix(before) if is_same_for_all else before
+        prefix = self._encode_prefix(before) if is_same_for_all and before else before
         return self.model.prefill(prefix, [chunk.token_ids])[0]
 
     @cached_property

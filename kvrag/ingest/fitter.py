@@ -42,9 +42,7 @@ class CodecFitter:
             return storage.coding.codec
         lengths = [storage.num_rows(len(chunk.token_ids)) for chunk in chunks]
         if sum(lengths) < LEAST_TOKENS:
-            from kvrag.codec.raw import RawCodec
-
-            return RawCodec()
+            return storage.coding.present_codec
         codec = storage.config.codec
         profile = self._fit(
             codec, lengths, lambda number: self._encoders.prefill(chunks[number]), say
@@ -104,9 +102,14 @@ class CodecFitter:
         return self._encoders.prefill(storage.catalog.chunk_with(key, storage.key_of))
 
     def needed(self) -> dict[ChunkKey, int]:
-        """Return the names of all records of sound chunks, each with its number of rows."""
+        """Return the names of all records of sound chunks, each with its number of rows.
+
+        Optional records are among them if the store has them.
+        """
         storage = self._storage
-        found = storage.catalog.audit(storage.key_of).needed
+        audit = storage.catalog.audit(storage.key_of)
+        found = {key: n for key, n in audit.optional.items() if storage.store.contains(key)}
+        found |= audit.needed
         return {key: storage.num_rows(found[key]) for key in sorted(found)}
 
     def present_profile(self, choice: CodecChoice, num_tokens: int) -> Profile | None:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvrag.fusion.segments import ChunkMatcher
     from kvrag.ingest.coding import RecordCoding
     from kvrag.ingest.embedding import Embedding
+    from kvrag.ingest.on_demand import OnDemand
     from kvrag.ingest.ranking import Reranker
     from kvrag.ingest.run_finder import RunFinder
     from kvrag.models.kv_model import KVModel
@@ -194,6 +195,8 @@ class Index:
 
     def close(self) -> None:
         """Close the catalog and the store, and write the counts to the index folder."""
+        if "on_demand" in self.__dict__:
+            self.on_demand.close()
         self._storage.close()
 
     def require_open(self) -> None:
@@ -225,8 +228,7 @@ class Index:
     def store(self) -> Store:
         """The store of the KV; set another one to read through it.
 
-        Raises IndexMismatchError when the other one's key is not the index's, or only one of them
-        has a key. A tier of the present store needs no key.
+        Raises IndexMismatchError when their keys differ; a tier of the present store needs none.
         """
         return self._storage.store
 
@@ -259,8 +261,7 @@ class Index:
         """The stored measurements of the index's model, or None if there are none.
 
         Measurements of loading are included only if they were made with the store that is open.
-        Raises IndexClosedError when the index is closed, IndexFormatError when the file is damaged,
-        and IndexMismatchError when it belongs to another model.
+        Raises IndexFormatError when they are damaged, IndexMismatchError when of another model.
         """
         return read_calibration(self._storage)
 
@@ -346,8 +347,7 @@ class Index:
         Returns
         -------
         IngestReport
-            Its `failed` lists the files and documents that failed, with the reason. All others
-            are ingested.
+            Its `failed` lists what failed, with the reason; everything else is ingested.
 
         Raises
         ------
@@ -410,8 +410,6 @@ class Index:
         ParameterError
             When the question is not text, is blank, or is longer than 100,000 characters, `k` is
             not a whole number from 1 on, or the filter is wrong.
-        IndexClosedError
-            When the index is closed.
         """
         return self._search.by_text(query, k, reranker, filter)
 
@@ -455,7 +453,7 @@ class Index:
 
     def documents(self) -> list[DocumentRow]:
         """Return the indexed documents, ordered by source."""
-        return self.catalog.documents(self.expected_bytes_per_token)
+        return self._storage.documents()
 
     def key_of(self, chunk: Chunk) -> ChunkKey:
         """Return the name of a chunk's KV, the first of those in `Chunk.encodings`."""
@@ -479,17 +477,23 @@ class Index:
         """
         return self._storage.open_kv(chunk_id, context_ids)
 
+    @cached_property
+    def on_demand(self) -> OnDemand:
+        """Makes the records that ingestion leaves out."""
+        from kvrag.ingest.on_demand import OnDemand
+
+        return OnDemand(self._storage, self._encoders)
+
     def tier_of(self, chunk_id: str, context_ids: tuple[int, ...] | None = None) -> int | None:
         """Return the number of the store's tier that would deliver a chunk's KV, 0 the fastest.
 
-        Names the record as `open_kv` does, but reads none of it. Returns None if the catalog does
-        not identify the record.
+        Names the record as `open_kv` does, but reads none of it; None if the catalog names none.
         """
         return self._storage.tier_of(chunk_id, context_ids)
 
     def pin(self, sources: Sequence[str]) -> int:
         """Keep the KV of documents in every tier that holds it, until the index is closed.
 
-        Returns the number of records, which is 0 for a store without limits.
+        Returns the number of records, made or not, which is 0 for a store without limits.
         """
         return self._storage.pin(arguments.texts(sources, "sources", is_utf8=True))

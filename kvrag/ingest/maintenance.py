@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Readers write the vectors' cache without the writer's lock.
 _TEMPORARY_AGE_SECONDS = 3600.0
 _MAX_CATALOG_PROBLEMS = 20  # reported one by one
+_MISSING = "missing"
 
 
 def verify_records(
@@ -36,7 +37,7 @@ def verify_records(
     repair: Callable[[ChunkKey], None] | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> VerifyReport:
-    """Read every layer of every record that a chunk refers to.
+    """Read every layer of every record that a chunk refers to; an optional one may be missing.
 
     Parameters
     ----------
@@ -50,14 +51,16 @@ def verify_records(
         Called with the number of records read so far, and the number to read.
     """
     started = time.perf_counter()
-    needed = audit.needed
+    needed = {**audit.optional, **audit.needed}
     problems: list[RecordProblem] = []
-    num_repaired = 0
+    num_records = num_repaired = 0
     size_bytes = 0
     for num_done, (key, num_tokens) in enumerate(sorted(needed.items()), 1):
         size, reason = _read_record(key, num_rows(num_tokens), store, coding, spec)
+        is_left_out = reason == _MISSING and key not in audit.needed
+        num_records += not is_left_out
         size_bytes += size
-        if reason is not None:
+        if reason is not None and not is_left_out:
             problems.extend(
                 RecordProblem(*place, key.digest, reason) for place in catalog.places_of_key(key)
             )
@@ -69,7 +72,7 @@ def verify_records(
             on_progress(num_done, len(needed))
     return VerifyReport(
         num_chunks=audit.num_chunks,
-        num_records=len(needed),
+        num_records=num_records,
         size_bytes=size_bytes,
         problems=tuple(problems),
         num_repaired=num_repaired,
@@ -93,7 +96,7 @@ def _read_record(
     try:
         record = store.open(key)
         if record is None:
-            return 0, "missing"
+            return 0, _MISSING
         with contextlib.closing(record):
             encoded = coding.open(key, record, spec)
             if encoded.num_tokens != num_tokens:

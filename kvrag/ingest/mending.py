@@ -118,9 +118,11 @@ class CatalogMending(RowWriter):
             except IndexFormatError:
                 found.chunks[number] = f"{place}: {_what(row)} not what was written"
                 continue
-            keys = [key_of(one) for one in chunk.encodings()]
+            keys = {key_of(one): one.contexts[0] for one in chunk.encodings()}
             expected = " ".join(key.digest for key in keys)
-            found.needed.update(dict.fromkeys(keys, num_tokens))
+            for key, context_ids in keys.items():
+                is_optional = chunk.is_optional(context_ids)
+                (found.optional if is_optional else found.needed)[key] = num_tokens
             if stored != expected:
                 found.names[number] = f"{place}: names the KV {shown(stored)}, expected {expected}"
         return seals

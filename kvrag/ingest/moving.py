@@ -52,8 +52,11 @@ def copy_records(
     source: Store,
     target: Store,
     on_progress: Callable[[int, int], None] | None = None,
+    optional: Collection[ChunkKey] = (),
 ) -> MoveReport:
     """Copy sound records; sound records that are already there stay.
+
+    The ones in `optional` are not lost where they are missing: the next prompt makes them.
 
     Raises
     ------
@@ -71,7 +74,7 @@ def copy_records(
             continue
         content = _read(key, source)
         if content is None:
-            num_lost += 1
+            num_lost += key not in optional
             continue
         (target.replace if is_there else target.put)(key, content)
         num_records += 1

@@ -192,9 +192,8 @@ class _Run:
         by_key: dict[ChunkKey, Chunk] = {}
         keys: dict[str, list[ChunkKey]] = {}
         for chunk in (chunk for _, chunks in window for chunk in chunks):
-            encodings = {work.key_of(one): one for one in chunk.encodings()}
-            keys[chunk.chunk_id] = list(encodings)
-            by_key |= encodings
+            keys[chunk.chunk_id] = [work.key_of(one) for one in chunk.encodings()]
+            by_key |= {work.key_of(one): one for one in chunk.required()}
         missing = [(key, chunk) for key, chunk in by_key.items() if not work.store.contains(key)]
         # By length, so that neighbouring passes reuse each other's buffers.
         missing.sort(key=lambda pair: (_num_prefilled(pair[1]), pair[0]))

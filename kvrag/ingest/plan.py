@@ -347,7 +347,7 @@ class Planner:
         check_repeated(document, len(chunks))
         cost = _Cost(len(chunks), sum(len(chunk.token_ids) for chunk in chunks), {})
         for chunk in chunks:
-            for one in chunk.encodings():
+            for one in chunk.required():
                 key = self._missing_key(one)
                 if key is not None:
                     cost.missing[key] = len(one.token_ids), len(one.contexts[0])

@@ -50,7 +50,8 @@ class DocumentRow:
     num_chunks, num_tokens
         Number of its chunks, and of their tokens.
     size_bytes
-        Size of its KV, uncompressed. Documents that share chunks share records.
+        Size of its KV, uncompressed, without what prompts have made
+        (`kvrag.ingest.on_demand`). Documents that share chunks share records.
     metadata
         The document's metadata as plain JSON values.
     """

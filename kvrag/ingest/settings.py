@@ -58,8 +58,8 @@ class IndexSettings:
         model's context.
     context
         What precedes a chunk when it is encoded: ``none``, or text whose KV is not stored:
-        ``filler`` (the same unrelated text for all chunks, as in the middle of a prompt; a second
-        record holds the chunk alone, for the place where it stands first),
+        ``filler`` (the same unrelated text for all chunks, as in the middle of a prompt; the first
+        prompt that begins with a chunk stores a second record, of the chunk alone),
         ``document`` (earlier text of its document) or ``neighbours`` (the preceding chunk, in a
         second record that is used when a prompt has the same chunk before this one).
         ``filler:TOKENS`` and ``document:TOKENS`` name its largest number of tokens; without one

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,11 @@ from kvrag.ingest import lock, profiles, vectorheader
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import FORMAT_VERSION, RUNS_NAME, VECTORS_NAME, IndexConfig
 from kvrag.ingest.connection import next_path
+from kvrag.ingest.contexts import FILLER
 from kvrag.ingest.counting import IndexCounters
 from kvrag.ingest.encryption import catalog_key, key_check, require_key_of_records
 from kvrag.ingest.profiles import ProfileFolder
+from kvrag.ingest.rows import DocumentRow
 from kvrag.store.base import Store
 from kvrag.store.capabilities import LocatesTier, Pins, capability
 
@@ -144,6 +147,12 @@ class Storage:
         per_row = self.config.expected_bytes_per_token
         return per_row if self.compression is None else round(per_row * self.compression.share)
 
+    def documents(self) -> list[DocumentRow]:
+        """Return the indexed documents (`Index.documents`)."""
+        # A filler's other records are those that prompts make.
+        with_others = self.config.context != FILLER
+        return self.catalog.documents(self.expected_bytes_per_token, with_others=with_others)
+
     def num_rows(self, num_tokens: int) -> int:
         """Return how many rows of KV the record of a chunk with `num_tokens` tokens has."""
         return num_tokens if self.compression is None else self.compression.num_rows(num_tokens)
@@ -181,13 +190,15 @@ class Storage:
                 + " ".join(map(str, keys.values()))
             )
         # The document may have changed since the prompt was laid out.
-        key = keys.get(chunk.contexts[0] if wanted is None else wanted)
+        context = chunk.contexts[0] if wanted is None else wanted
+        key = keys.get(context)
         if key is None:
             return None
+        note_damage = partial(self._note_record_damage, key, chunk.is_optional(context))
         try:
             record = self.store.open(key)
         except RecordError:
-            self.store.note_damage(key)
+            note_damage()
             raise
         if record is None:
             return None
@@ -201,12 +212,12 @@ class Storage:
                 )
         except RecordError:
             record.close()
-            self.store.note_damage(key)
+            note_damage()
             raise
         except BaseException:
             record.close()
             raise
-        return WatchedChunk(encoded, key, self.store)
+        return WatchedChunk(encoded, note_damage)
 
     def tier_of(self, chunk_id: str, context_ids: tuple[int, ...] | None) -> int | None:
         """Return the tier that would deliver a chunk's KV (`Index.tier_of`)."""
@@ -301,6 +312,13 @@ class Storage:
 
         config = self.config
         return RecordCoding(self.profiles, config.codec, config.profile, config.model_fingerprint)
+
+    def _note_record_damage(self, key: ChunkKey, is_optional: bool) -> None:
+        """Report a damaged record to the store; the next prompt makes an optional one again."""
+        self.store.note_damage(key)
+        if is_optional:
+            with suppress(StoreError):
+                self.store.delete(key)
 
     def _note_damage(self, what: str) -> None:
         """Count a row that was left out, and log it once."""

@@ -216,7 +216,8 @@ class Upkeep:
             try:
                 check_lasting(target)
                 needed = {ChunkKey(one) for one in self._needed_keys()}
-                report = copy_records(needed, storage.store, target, on_progress)
+                optional = storage.catalog.audit(storage.key_of).optional
+                report = copy_records(needed, storage.store, target, on_progress, optional)
                 own = f"file:{storage.path / KV_FOLDER}"
                 url = "" if target.url == own else target.url
                 left = self._left_by_moving(own, report.num_lost) if url else None
@@ -324,7 +325,8 @@ class Upkeep:
         """Return the names of all needed KV: those in rows, and those that rows should have."""
         catalog = self._storage.catalog
         noted = set(filter(is_key, catalog.keys()))
-        must_be = {key.digest for key in catalog.audit(self._storage.key_of).needed}
+        audit = catalog.audit(self._storage.key_of)
+        must_be = {key.digest for key in (*audit.needed, *audit.optional)}
         return noted | must_be | kept_keys(self._storage.path).keys()
 
     def _left_by_moving(self, own: str, num_lost: int) -> Store | None:

@@ -1,32 +1,29 @@
-"""Opened chunks that report damage to their store."""
+"""Opened chunks that report damage."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from kvrag.chunk import ChunkKey
 from kvrag.codec.base import Destination, EncodedChunk
 from kvrag.errors import RecordError
-from kvrag.store.base import Store
 
 
 class WatchedChunk:
-    """An `EncodedChunk` that reports damage to its store.
-
-    The damage is counted where it happened, and a store of several tiers drops the damaged copy.
+    """An `EncodedChunk` that reports damage.
 
     Parameters
     ----------
     inner
         The opened record.
-    key, store
-        The chunk's key, and the store that it was read from.
+    note_damage
+        Called when bytes that were read are not those that were written.
     """
 
-    def __init__(self, inner: EncodedChunk, key: ChunkKey, store: Store) -> None:
+    def __init__(self, inner: EncodedChunk, note_damage: Callable[[], None]) -> None:
         self._inner = inner
-        self._key = key
-        self._store = store
+        self._note_damage = note_damage
 
     @property
     def num_tokens(self) -> int:
@@ -48,7 +45,7 @@ class WatchedChunk:
         try:
             return self._inner.read_layer(layer_index)
         except RecordError:
-            self._store.note_damage(self._key)
+            self._note_damage()
             raise
 
     def place_layer(self, layer_index: int, *into: Destination) -> None:
@@ -56,7 +53,7 @@ class WatchedChunk:
         try:
             self._inner.place_layer(layer_index, *into)
         except RecordError:
-            self._store.note_damage(self._key)
+            self._note_damage()
             raise
 
     @property
@@ -69,7 +66,7 @@ class WatchedChunk:
         try:
             self._inner.fetch(num_planes)
         except RecordError:
-            self._store.note_damage(self._key)
+            self._note_damage()
             raise
 
     def use(self, num_planes: int) -> None:

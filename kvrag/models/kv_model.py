@@ -1,7 +1,8 @@
 """`KVModel`: a Hugging Face decoder as kvrag uses it.
 
 Whole chunks go through the model's own forward (`prefill`); at question time its layers are
-called one by one on selected rows (`forward_rows`), each reading and writing one fused buffer.
+called one by one on selected rows (`forward_rows`), each reading and writing one fused buffer. On
+the CPU, both attend in kvrag's kernel.
 The model's code is never rewritten and never patched.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,7 @@ from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, FusedKV, KVSpec
 from kvrag.models.adapter import RowAdapter, without_adapters
-from kvrag.models.attention import EncodedScope, lock_of
+from kvrag.models.attention import EncodedScope, lock_of, whole_attention
 from kvrag.models.caches import CaptureCache, Deviation
 from kvrag.models.chunks import shifted_positions, take_chunk
 from kvrag.models.families import (
@@ -294,7 +295,9 @@ class KVModel:
         given: dict[str, Any] = {}
         if positions is not None:
             given["position_ids"] = positions[:, rows].to(self.device)
-        with self.lock, without_adapters(self.hf):
+        # Families that attend in their own code have no other implementation.
+        attending = nullcontext() if self.family.attends_itself else whole_attention(self.hf)
+        with self.lock, without_adapters(self.hf), attending:
             self._base(
                 input_ids=padded[:, rows].to(self.device),
                 past_key_values=cache,

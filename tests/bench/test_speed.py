@@ -40,14 +40,26 @@ def test_ttft_rows_have_the_promised_columns() -> None:
 
 
 def test_the_ingest_row_is_a_ratio_of_its_own_figures() -> None:
-    row = run_ingest_bench(
+    rows = run_ingest_bench(
         IngestOptions(
-            shape="test", num_chunks=4, chunk_tokens=(20, 50), batch_sizes=(1, 2), repeats=1
+            shape="test",
+            num_chunks=4,
+            chunk_tokens=(20, 50),
+            batch_sizes=(1, 2),
+            repeats=1,
+            contexts=("none", "filler:64"),
         )
     )
-    assert row.num_tokens == 140
-    assert row.prefill_batch_size in (1, 2)
-    assert row.share == pytest.approx(row.ingest_tokens_per_second / row.prefill_tokens_per_second)
+    assert [row.context for row in rows] == ["none", "filler:64"]
+    for row in rows:
+        assert row.num_tokens == 140
+        assert row.prefill_batch_size in (1, 2)
+        rates = row.ingest_tokens_per_second / row.prefill_tokens_per_second
+        assert row.share == pytest.approx(rates)
+    # A filler costs time, and no byte.
+    assert rows[0].bytes_per_token == rows[1].bytes_per_token > 0
+    with pytest.raises(ParameterError, match="expected one of none"):
+        IngestOptions(contexts=("before",))
 
 
 @pytest.mark.parametrize(

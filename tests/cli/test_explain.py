@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvrag.chunk import Document
 from kvrag.ingest.index import Index
 
 
@@ -33,3 +34,19 @@ def test_a_file_that_is_no_text(run, index_folder, tmp_path: Path) -> None:
     (tmp_path / "prompt.bin").write_bytes(b"\xff\xfe\x00")
     assert "is not UTF-8 text" in run("explain", tmp_path / "prompt.bin", "-i", index_folder).err
     assert "cannot read" in run("explain", tmp_path / "absent", "-i", index_folder).err
+
+
+def test_a_first_chunk_is_fresh_once_and_exact_afterwards(run, tmp_path: Path) -> None:
+    text = "Ines keeps the harbour ledger of Varn, by the old river bank near the northern light."
+    folder, prompt = tmp_path / "index", tmp_path / "prompt.txt"
+    with Index.create(
+        folder, model="kvrag-tiny", embedding="hashing", context="filler:20"
+    ) as index:
+        index.add(Document("ledger", text))
+        head = index.tokenizer.decode(index.prefix_ids[1:])  # the tokenizer adds the first one
+    prompt.write_text(f"{head}{text}\n\nWho keeps it?")
+    states = []
+    for _ in range(2):
+        parts = run("explain", prompt, "-i", folder, "--json").json["parts"]
+        states.append({one["state"]: one["why"] for one in parts if "Ines" in one["text"]})
+    assert states == [{"fresh": "computed to be stored"}, {"exact": "ledger, chunk 0"}]

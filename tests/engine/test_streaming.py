@@ -299,7 +299,12 @@ def test_every_codec_can_be_streamed(tmp_path: Path) -> None:
     text = random_text(model, 100, seed=1)
     for codec in ("raw", "cachegen:2"):
         with Index.create(
-            tmp_path / codec, model=model, embedding="hashing", chunk_tokens=100, codec=codec
+            tmp_path / codec,
+            model=model,
+            embedding="hashing",
+            chunk_tokens=100,
+            codec=codec,
+            context="none",
         ) as index:
             index.add([Document(source="text", text=text)])
             engine = KVEngine(index, policy="none", ttft=30.0)

@@ -6,6 +6,7 @@ import copy
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, OPTConfig, OPTForCausalLM
 
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.fusion.policies.deviation import DeviationPolicy
+from kvrag.models import attention
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer, model_fingerprint, tokenizer_fingerprint
 from kvrag.positions.rotary import RotaryPositions
@@ -169,6 +171,34 @@ def test_a_prefix_that_is_encoded_already_gives_the_same_kv(family: str) -> None
             torch.testing.assert_close(kv.values, other.values, atol=1e-5, rtol=1e-4)
     with pytest.raises(ParameterError, match="after a prefix of 37"):
         model.prefill(encoded, [[5] * 2012])
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *LEARNED_POSITIONS])
+def test_prefill_attends_in_the_kernel_as_pytorch_does(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = KVModel(make_model(family), make_tokenizer())
+    attend, asked = attention.attend, []
+
+    def noting(*given: Any, **options: Any) -> torch.Tensor:
+        asked.append(options["softcap"])
+        return attend(*given, **options)
+
+    monkeypatch.setattr(attention, "attend", noting)
+    # Longer than the windows, in a batch with padding, and after a prefix.
+    chunks = [[5, 6, 7], list(range(3, 60))]
+    prefix = model.encode_prefix(list(range(3, 40)))
+    found = model.prefill(prefix, chunks)
+    assert len(asked) == (1 + len(chunks)) * model.spec.num_layers
+    assert all((softcap is not None) == (family == "gemma2") for softcap in asked)
+    monkeypatch.setattr(attention, "ATTENTION_TYPES", ())
+    for kv, other in zip(found, model.prefill(prefix.token_ids, chunks), strict=True):
+        torch.testing.assert_close(kv.keys, other.keys, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(kv.values, other.values, atol=1e-5, rtol=1e-4)
+    # Everyone else's passes are as they were.
+    num_asked = len(asked)
+    model.hf(torch.tensor([chunks[1]]))
+    assert len(asked) == num_asked
 
 
 @pytest.mark.parametrize("chunks", [[[]], [[5, 6], []], [[5] * 2048]])

@@ -6,17 +6,21 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import StoreError
 from kvrag.fusion.policies.registry import POLICIES
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.artefacts import ArtefactStore
-from kvrag.llms.vllm.settings import RequestParams
+from kvrag.llms.vllm.settings import ConnectorSettings, RequestParams
+from kvrag.models.kv_model import KVModel
+from tests.support.models import make_model, make_tokenizer
 from tests.vllm.conftest import TEXTS, make_prompt, running
 from tests.vllm.reference import (
     Given,
@@ -387,3 +391,33 @@ def test_a_request_that_is_given_up_while_it_is_fused(
         assert_same(plain, expected(oracle, prompt))
         go_on.set()
     _assert_fused(llm, oracle, prompt)
+
+
+@pytest.mark.usefixtures("vllm")
+def test_the_worker_makes_the_record_of_the_first_chunk(tmp_path: Path) -> None:
+    from kvrag.llms.vllm.plan import LoadPlan, Planner
+    from kvrag.llms.vllm.scheduler_side import _misses_more
+    from kvrag.llms.vllm.worker_side import WorkerSide
+
+    model = KVModel.load(make_model(), tokenizer=make_tokenizer())
+    path, settings = tmp_path / "index", ConnectorSettings(str(tmp_path / "index"), policy="none")
+    with Index.create(path, model=model, embedding="hashing", context="filler:40") as index:
+        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
+        artefacts, worker = ArtefactStore(index), WorkerSide(settings, model)
+        prompt_ids = KVEngine(index).prompt_ids(make_prompt(3, 1))
+        plan = Planner(index, settings, artefacts).plan(prompt_ids, None)
+        artefacts.close()
+        assert isinstance(plan, LoadPlan)
+        reports = []
+        for _ in range(2):
+            brought = worker._bring(plan)
+            assert brought.report is not None
+            reports.append(brought.report)
+            worker._index.on_demand.flush()
+            brought.release()
+        worker.close()
+    made, loaded = reports
+    assert (made.num_made, made.num_exact) == (loaded.num_exact, loaded.num_made)
+    assert loaded.num_exact > 0
+    # These are the rows that the plan's salt names, so the prompt missed nothing.
+    assert not any(_misses_more(report, plan) for report in reports)

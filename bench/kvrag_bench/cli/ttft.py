@@ -70,6 +70,10 @@ def bench_ingest(
             help="Batch sizes of plain prefill; the best counts.", rich_help_panel=o.TUNING
         ),
     ] = "1,2,4,8",
+    context: Annotated[
+        str,
+        typer.Option(help="Contexts to encode chunks after, with commas (see 'kvrag ingest')."),
+    ] = "none",
     repeats: o.RepeatsOption = 3,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -87,18 +91,20 @@ def bench_ingest(
         chunk_tokens=lengths,
         batch_sizes=sizes,
         repeats=repeats,
+        contexts=lists.names(context, "--context"),
     )
     with console.progress("measuring") as say:
-        row = run_ingest_bench(options, on_progress=say)
+        rows = run_ingest_bench(options, on_progress=say)
     if as_json:
-        console.print_json([row])
+        console.print_json(rows)
         return
-    console.out().print(
-        f"{row.model}: {row.ingest_tokens_per_second:,.0f} tokens/s indexed, "
-        f"{row.prefill_tokens_per_second:,.0f} tokens/s plain prefill in batches of "
-        f"{row.prefill_batch_size}: {row.share:.0%}",
-        markup=False,
-    )
+    for row in rows:
+        console.out().print(
+            f"{row.model}, context {row.context}: {row.ingest_tokens_per_second:,.0f} tokens/s "
+            f"indexed, {row.prefill_tokens_per_second:,.0f} tokens/s plain prefill in batches of "
+            f"{row.prefill_batch_size}: {row.share:.0%}; {row.bytes_per_token:,.0f} bytes a token",
+            markup=False,
+        )
 
 
 def _print_rows(rows: Sequence[TTFTRow]) -> None:

@@ -231,7 +231,8 @@ class WorkerSide:
             kv = self._artefacts.load(plan.artefact, plan.num_tokens)
             return Brought(list(kv.keys), list(kv.values), None, lambda: None)
         assert plan.layout is not None
-        prompt = PlacedPrompt(plan.layout, self._index.open_kv)
+        open_kv = self._index.on_demand.opener(self._index.open_kv, plan.layout)
+        prompt = PlacedPrompt(plan.layout, open_kv)
         fused = self._engine.fuse(prompt, policy=plan.policy, max_tokens=1)
         if fused.kv.storage.is_cuda:
             # The engine writes from another thread, and perhaps on another stream.

@@ -1,0 +1,138 @@
+"""Records that ingestion leaves out, and the first prompt that needs one makes.
+
+In an index with a filler, these are the records of chunks alone. Such a record is exact where its
+chunk stands first in a prompt, and most chunks never do. Making it costs that prompt what computing
+the chunk would have cost. A thread then stores it, for later prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvrag.chunk import Chunk, ChunkKey
+from kvrag.fusion.layout import MAX_EDGE_TOKENS, Layout
+from kvrag.fusion.made import MadeChunk, NotMadeError
+from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.storage import Storage
+
+if TYPE_CHECKING:
+    from kvrag.codec.base import EncodedChunk
+    from kvrag.fusion.loader import OpenKV
+    from kvrag.kvcache import ChunkKV
+
+logger = logging.getLogger("kvrag")
+
+_MAX_WAITING = 4
+"""KV of at most this many chunks waits in memory to be stored; more is used and not kept."""
+_PAUSE_SECONDS = 60.0
+"""After a store has refused a record, how long no other is offered to it."""
+
+
+class OnDemand:
+    """Makes the optional records of one index (`Chunk.is_optional`). Safe for several threads.
+
+    It needs no writer's lock: a store takes records from several processes, and the catalog already
+    names these, so that garbage collection keeps them.
+
+    Parameters
+    ----------
+    storage, encoders
+        The storage and the encoders of the index.
+    """
+
+    def __init__(self, storage: Storage, encoders: Encoders) -> None:
+        self._storage = storage
+        self._encoders = encoders
+        self._making = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "kvrag-keep")
+        self._waiting: dict[ChunkKey, ChunkKV] = {}
+        self._refused_until = 0.0
+        self._has_warned = False
+
+    def opener(self, open_kv: OpenKV, layout: Layout) -> OpenKV:
+        """Return `open_kv` for one prompt, for which it makes missing optional records.
+
+        It makes them where the prompt has the whole chunk at the place where the record is exact.
+        Elsewhere, making one would cost more than computing what the prompt has of the chunk.
+
+        Parameters
+        ----------
+        open_kv
+            Opens records of the index.
+        layout
+            The prompt's layout.
+        """
+        ends = {span.record_id: span.chunk_end for span in layout.spans if layout.is_exact(span)}
+
+        def open_or_make(chunk_id: str, context_ids: tuple[int, ...]) -> EncodedChunk | None:
+            record = open_kv(chunk_id, context_ids)
+            if record is not None:
+                return record
+            for chunk in self._storage.catalog.chunks([chunk_id]):
+                if chunk.is_optional(context_ids):
+                    end = ends.get((chunk_id, context_ids), 0)
+                    if end < len(chunk.token_ids) - MAX_EDGE_TOKENS:
+                        raise NotMadeError
+                    return self._make(replace(chunk, contexts=(context_ids,)), open_kv)
+            return None
+
+        return open_or_make
+
+    def flush(self) -> None:
+        """Wait until everything that was made is stored."""
+        self._thread.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Store what was made, and end the thread."""
+        self._thread.shutdown()
+
+    # -- private -----------------------------------------------------------------------------
+
+    def _make(self, alone: Chunk, open_kv: OpenKV) -> EncodedChunk | None:
+        key = self._storage.key_of(alone)
+        # One after the other, as the model computes. A prompt that waited finds what another made.
+        with self._making:
+            kv = self._waiting.get(key)
+            if kv is not None:
+                return MadeChunk(kv, None)
+            record = open_kv(alone.chunk_id, alone.contexts[0])
+            if record is not None:
+                return record
+            started = time.perf_counter()
+            with torch.inference_mode(False):  # another thread reads it
+                kv = self._encoders.prefill(alone)
+            seconds = time.perf_counter() - started
+            if len(self._waiting) < _MAX_WAITING and time.monotonic() >= self._refused_until:
+                self._waiting[key] = kv
+                try:
+                    self._thread.submit(self._keep, key, alone, kv)
+                except RuntimeError:  # the index is being closed, or there are too many threads
+                    del self._waiting[key]
+            return MadeChunk(kv, seconds)
+
+    def _keep(self, key: ChunkKey, alone: Chunk, kv: ChunkKV) -> None:
+        """Store a record, unless its chunk was removed meanwhile."""
+        storage = self._storage
+        try:
+            storage.reload_codec()
+            record = storage.coding.present_codec.encode(key, kv)
+            if storage.catalog.chunks([alone.chunk_id]):
+                storage.store.put(key, record)
+        except Exception as error:  # the answer does not depend on it, and nobody waits for it
+            self._refused_until = time.monotonic() + _PAUSE_SECONDS
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "chunks that stand first in a prompt cannot be stored, and are computed each "
+                    "time: %s",
+                    error,
+                )
+        finally:
+            del self._waiting[key]

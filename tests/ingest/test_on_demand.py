@@ -1,0 +1,443 @@
+"""Records of chunks alone beside those after a filler: made by the first prompt that needs one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from kvrag.chunk import Chunk, ChunkKey, Document
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.request import PlacedPrompt
+from kvrag.errors import StoreError
+from kvrag.fusion.fuser import MADE, FusedPrompt
+from kvrag.fusion.report import FusionReport
+from kvrag.ingest import on_demand
+from kvrag.ingest.coding import read_all
+from kvrag.ingest.encoders import Encoders
+from kvrag.ingest.index import Index
+from kvrag.ingest.storage import Storage
+from kvrag.kvcache import ChunkKV
+from kvrag.llms.vllm.finding import TokenFinder
+from kvrag.loading.cost import TierCost
+from kvrag.models.kv_model import KVModel
+from kvrag.store.wrapper import StoreWrapper
+from tests.engine.test_decisions import FAR, NEAR, auto
+from tests.ingest.conftest import MakeIndex, stored_bytes
+from tests.support.models import HEAD
+
+NAMES = ("Ines", "Tomas", "Marta", "Oleg", "Runa", "Pavel", "Lien")
+TEXTS = [
+    f"{name} keeps the harbour ledger of Varn, by the old river bank near the northern light, and "
+    "repairs the tall clock, so that the lazy dog jumps over it."
+    for name in NAMES
+]
+DOCUMENTS = [Document(name, text) for name, text in zip(NAMES, TEXTS, strict=True)]
+QUESTION = "Question: who keeps the ledger?\nAnswer:"
+FILLER = "filler:40"
+
+
+@pytest.fixture
+def index(make_index: MakeIndex) -> Index:
+    index = make_index(context=FILLER)
+    index.add(DOCUMENTS)
+    return index
+
+
+@pytest.fixture
+def prefills(monkeypatch: pytest.MonkeyPatch) -> list[Chunk]:
+    """The chunks that are computed from now on to be stored."""
+    computed: list[Chunk] = []
+    prefill = Encoders.prefill
+
+    def noting(self: Encoders, chunk: Chunk) -> ChunkKV:
+        computed.append(chunk)
+        return prefill(self, chunk)
+
+    monkeypatch.setattr(Encoders, "prefill", noting)
+    return computed
+
+
+def prompt_of(*numbers: int) -> str:
+    return HEAD + "\n\n".join([*(TEXTS[number] for number in numbers), QUESTION])
+
+
+def fuse(index: Index, *numbers: int) -> FusedPrompt:
+    """Fuse a prompt that begins with a chunk, and wait until what it made is stored."""
+    fused = KVEngine(index, policy="none").fuse(prompt_of(*numbers))
+    index.on_demand.flush()
+    return fused
+
+
+def keys_alone(index: Index, *numbers: int) -> list[ChunkKey]:
+    """Return the names of chunks' optional records."""
+    found = []
+    for number in numbers:
+        (chunk,) = index.get_chunks(index.catalog.chunk_ids_of(NAMES[number]))
+        _, alone = chunk.encodings()
+        found.append(index.key_of(alone))
+    return found
+
+
+def is_whole(report: FusionReport) -> bool:
+    kinds = report.num_exact + report.num_reused + report.num_recomputed + report.num_fresh
+    return kinds == report.num_tokens and sum(report.fresh_reasons.values()) == report.num_fresh
+
+
+def test_ingestion_stores_one_record_for_each_chunk(make_index: MakeIndex) -> None:
+    plain, index = make_index("plain", context="none"), make_index(context=FILLER)
+    reports = [one.add(DOCUMENTS) for one in (plain, index)]
+    assert {report.num_records for report in reports} == {len(TEXTS)}
+    assert reports[0].num_tokens_computed == reports[1].num_tokens_computed
+    assert {one.stats().size_bytes for one in (plain, index)} == {reports[0].size_bytes}
+    assert plain.documents() == index.documents()
+    assert index.add(DOCUMENTS, force=True).num_records == 0
+    assert index.add(Document("x", TEXTS[0] + "x"), dry_run=True).num_records == 1
+
+
+def test_the_first_prompt_makes_the_record_and_the_next_one_loads_it(
+    index: Index, model: KVModel, prefills: list[Chunk]
+) -> None:
+    first, second = fuse(index, 0, 1), fuse(index, 0, 1)
+    assert [chunk.source for chunk in prefills] == [NAMES[0]]
+    (span, other) = first.layout.spans
+    made, loaded = first.report, second.report
+    assert (made.num_made, made.num_exact, made.num_chunks) == (span.length, 0, 1)
+    assert made.fresh_reasons[MADE] == span.length
+    assert (loaded.num_made, loaded.num_exact, loaded.num_chunks) == (0, span.length, 2)
+    assert MADE not in loaded.fresh_reasons
+    assert made.num_reused == loaded.num_reused == other.length
+    assert is_whole(made)
+    assert is_whole(loaded)
+    assert not made.misses
+    assert not loaded.misses
+    # Making is computing, in every figure.
+    num_rows = len(prefills[0].token_ids)
+    assert made.rows_by_layer == tuple(rows + num_rows for rows in loaded.rows_by_layer)
+    assert made.seconds["compute"] > 0 <= made.seconds["load"]
+    assert made.bytes_loaded < loaded.bytes_loaded
+    assert "first chunk of" in made.one_line()
+    assert torch.equal(first.logits, second.logits)
+    for layer in range(index.config.num_layers):
+        for one, same in ((first.kv.keys, second.kv.keys), (first.kv.values, second.kv.values)):
+            rows = slice(0, made.num_tokens)
+            assert torch.equal(one[layer][:, :, rows], same[layer][:, :, rows])
+    outcomes = {
+        dict(labels)["outcome"]: count
+        for (name, labels), count in index.counters.counts().items()
+        if name == "chunks"
+    }
+    assert outcomes == {"made": 1, "loaded": 3}
+    record = index.open_kv(span.chunk_id, ())
+    assert record is not None
+    (alone,) = model.prefill(index.prefix_ids, [prefills[0].token_ids])
+    torch.testing.assert_close(
+        read_all(record, index.config.spec).values, alone.values, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_only_the_place_at_the_beginning_makes_one(index: Index, prefills: list[Chunk]) -> None:
+    prompts = ["Context: " + prompt_of(0, 1), prompt_of(0, 1)[len(HEAD) :]]
+    for prompt in prompts:
+        report = KVEngine(index, policy="none").fuse(prompt).report
+        assert (report.num_chunks, report.num_made) == (2, 0)
+    assert KVEngine(index).fuse(prompt_of(0), reuse=False).report.num_made == 0
+    assert not prefills
+
+
+def test_a_part_of_a_chunk_makes_none_but_uses_one(index: Index, prefills: list[Chunk]) -> None:
+    engine = KVEngine(index, policy="none")
+    prompt = HEAD + TEXTS[0][:120] + " and so on."
+    computed = engine.fuse(prompt).report
+    assert (computed.num_made, computed.num_exact, computed.num_chunks) == (0, 0, 0)
+    assert not computed.misses
+    assert is_whole(computed)
+    assert not prefills
+    fuse(index, 0)
+    used = engine.fuse(prompt)
+    assert used.report.num_exact >= 32
+    assert used.report.num_exact + used.report.num_fresh == computed.num_fresh
+
+
+def test_prompts_at_the_same_time_make_it_once(
+    index: Index, prefills: list[Chunk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_store = threading.Event()
+    put = index.store.put
+    puts: list[ChunkKey] = []
+
+    def slowly(key: ChunkKey, record: bytes) -> None:
+        puts.append(key)
+        assert may_store.wait(30)
+        put(key, record)
+
+    monkeypatch.setattr(index.store, "put", slowly)
+    engine = KVEngine(index, policy="none")
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: engine.fuse(prompt_of(0, 1)), range(8)))
+    assert len(prefills) == 1
+    assert sorted(one.report.num_made > 0 for one in found) == [False] * 7 + [True]
+    may_store.set()
+    index.on_demand.flush()
+    assert puts == keys_alone(index, 0)
+    assert all(torch.equal(one.logits, found[0].logits) for one in found)
+    assert all(is_whole(one.report) for one in found)
+
+
+def test_two_processes_may_make_it(index: Index, prefills: list[Chunk]) -> None:
+    with Index.open(index.path, model=index.model) as other:
+        for one in (index, other):
+            (span, *_) = KVEngine(one, policy="none").fuse(prompt_of(0)).layout.spans
+            assert span.length
+        other.on_demand.flush()
+    index.on_demand.flush()
+    assert 1 <= len(prefills) <= 2
+    assert index.upkeep.verify().ok
+    assert index.stats().num_records == len(TEXTS) + 1
+
+
+def test_little_waits_to_be_stored(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_store = threading.Event()
+    put = index.store.put
+
+    def slowly(key: ChunkKey, record: bytes) -> None:
+        assert may_store.wait(30)
+        put(key, record)
+
+    monkeypatch.setattr(index.store, "put", slowly)
+    engine = KVEngine(index, policy="none")
+    for number in range(len(TEXTS)):
+        assert engine.fuse(prompt_of(number)).report.num_made > 0
+    may_store.set()
+    index.on_demand.flush()
+    assert index.stats().num_records == len(TEXTS) + on_demand._MAX_WAITING
+
+
+class Refusing(StoreWrapper):
+    """A store that others may not write to."""
+
+    num_refused = 0
+
+    def put(self, key: ChunkKey, record: bytes) -> None:
+        self.num_refused += 1
+        raise StoreError("this store is read-only")
+
+
+def test_a_store_that_refuses_costs_what_computing_costs(
+    index: Index, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = fuse(index, 0, 1).logits
+    index.store.delete(*keys_alone(index, 0))
+    index.store = store = Refusing(index.store)
+    with caplog.at_level(logging.WARNING, "kvrag"):
+        reports = [fuse(index, number).report for number in (0, 1, 0)]
+    assert all(report.num_made > 0 and not report.misses for report in reports)
+    assert torch.equal(fuse(index, 0, 1).logits, expected)
+    # It is not asked with every prompt, and the user is told once.
+    assert store.num_refused == 1
+    monkeypatch.setattr(on_demand, "_PAUSE_SECONDS", 0.0)
+    index.on_demand._refused_until = 0.0
+    fuse(index, 0)
+    assert store.num_refused == 2
+    assert [one.message for one in caplog.records] == [
+        "chunks that stand first in a prompt cannot be stored, and are computed each time: "
+        "this store is read-only"
+    ]
+
+
+def test_what_was_removed_meanwhile_is_not_stored(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_store = threading.Event()
+    reload_codec = Storage.reload_codec
+
+    def waiting(self: Storage) -> None:
+        if threading.current_thread().name.startswith("kvrag-keep"):
+            assert may_store.wait(30)
+        reload_codec(self)
+
+    monkeypatch.setattr(Storage, "reload_codec", waiting)
+    keys = keys_alone(index, 0, 1)
+    engine = KVEngine(index, policy="none")
+    for number in (0, 1):
+        assert engine.fuse(prompt_of(number)).report.num_made > 0
+    index.delete(sources=[NAMES[0]])
+    may_store.set()
+    index.on_demand.flush()
+    assert [index.store.contains(key) for key in keys] == [False, True]
+
+
+def test_closing_the_index_waits_for_what_was_made(
+    make_index: MakeIndex, model: KVModel, prefills: list[Chunk]
+) -> None:
+    index = make_index(context=FILLER)
+    index.add(DOCUMENTS)
+    prefills.clear()
+    with torch.inference_mode():
+        KVEngine(index, policy="none").fuse(prompt_of(0))
+    index.close()
+    with Index.open(index.path, model=model) as opened:
+        assert opened.stats().num_records == len(TEXTS) + 1
+        assert fuse(opened, 0).report.num_exact > 0
+        assert opened.upkeep.verify().ok
+    assert len(prefills) == 1
+
+
+def test_what_is_missing_is_no_damage_and_nobody_else_makes_it(
+    index: Index, prefills: list[Chunk]
+) -> None:
+    assert index.upkeep.verify().num_records == len(TEXTS)
+    fuse(index, 0)
+    made = stored_bytes(index)
+    assert len(made) == len(TEXTS) + 1
+    for repair in (False, True):
+        report = index.upkeep.verify(repair=repair)
+        assert report.ok
+        assert (report.num_records, report.num_repaired) == (len(made), 0)
+    assert index.add(DOCUMENTS, force=True).num_records == 0
+    assert index.upkeep.gc().num_records == 0
+    assert index.stats().num_unreferenced_records == 0
+    assert stored_bytes(index) == made
+    assert index.upkeep.recode("lossless").num_records == len(made)
+    assert index.upkeep.recode("raw").num_computed == 0
+    assert stored_bytes(index) == made
+    assert len(prefills) == 1
+    index.delete(sources=[NAMES[0]])
+    assert index.upkeep.gc().num_records == 2
+
+
+def test_it_moves_and_is_missed_by_nobody(index: Index) -> None:
+    fuse(index, 0)
+    before = stored_bytes(index)
+    index.store.delete(*keys_alone(index, 0))
+    fuse(index, 1)
+    folder = index.path.with_name("elsewhere")
+    report = index.upkeep.move(f"file:{folder}")
+    assert (report.num_records, report.num_lost) == (len(before), 0)
+    assert fuse(index, 1).report.num_exact > 0
+
+
+@pytest.mark.parametrize("place", [100, -8])
+def test_damage_is_a_miss_once_and_made_anew(
+    index: Index, prefills: list[Chunk], place: int
+) -> None:
+    expected = fuse(index, 0, 1).logits
+    (key,) = keys_alone(index, 0)
+    good = stored_bytes(index)[key.digest]
+    bad = bytearray(good)
+    bad[place] ^= 255
+    index.store.replace(key, bytes(bad))
+    found = index.upkeep.verify()
+    assert [one.key for one in found.problems] == [key.digest]
+    missed = fuse(index, 0, 1)
+    assert (missed.report.misses, missed.report.num_made) == ({"record damaged": 1}, 0)
+    torch.testing.assert_close(missed.logits, expected, rtol=1e-4, atol=1e-4)
+    assert not index.store.contains(key)
+    again = fuse(index, 0, 1)
+    assert (dict(again.report.misses), again.report.num_made > 0) == ({}, True)
+    assert torch.equal(again.logits, expected)
+    assert stored_bytes(index)[key.digest] == good
+    index.store.replace(key, bytes(bad))
+    assert index.upkeep.verify(repair=True).num_repaired == 1
+    assert stored_bytes(index)[key.digest] == good
+
+
+def test_a_damaged_record_that_ingestion_stored_stays(index: Index) -> None:
+    (chunk,) = index.get_chunks(index.catalog.chunk_ids_of(NAMES[1]))
+    key = index.key_of(chunk)
+    index.store.replace(key, stored_bytes(index)[key.digest][:-64])
+    assert fuse(index, 0, 1).report.misses == {"record damaged": 1}
+    assert index.store.contains(key)
+
+
+def test_a_store_that_cannot_be_read_makes_none(
+    index: Index, prefills: list[Chunk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(key: ChunkKey) -> None:
+        raise StoreError("gone")
+
+    monkeypatch.setattr(index.store, "open", fail)
+    assert fuse(index, 0, 1).report.misses == {"store unreadable": 2}
+    assert not prefills
+
+
+def test_it_has_the_codec_that_the_index_has_now(index: Index) -> None:
+    def codec_of(number: int) -> str:
+        (key,) = keys_alone(index, number)
+        return stored_bytes(index)[key.digest][44:60].rstrip(b"\0").decode()
+
+    with Index.open(index.path, model=index.model) as other:
+        other.upkeep.recode("lossless")
+    fuse(index, 0)
+    assert codec_of(0) == "lossless"
+    assert fuse(index, 0).report.num_exact > 0
+
+
+def test_a_codec_that_is_not_fitted_yet_stores_it_raw(make_index: MakeIndex) -> None:
+    index = make_index(context=FILLER, codec="transform:4")
+    index.add(DOCUMENTS[:1])
+    assert index.coding.needs_profile
+    assert fuse(index, 0).report.num_made > 0
+    assert fuse(index, 0).report.num_exact > 0
+
+
+def test_streaming_loads_the_others(index: Index) -> None:
+    for has_it in (False, True):
+        fused = KVEngine(index, policy="none", ttft=30.0).fuse(prompt_of(0, 1))
+        index.on_demand.flush()
+        assert fused.report.stream is not None
+        assert sum(fused.report.stream.levels.values()) == 1 + has_it
+        assert (fused.report.num_made > 0) != has_it
+        assert is_whole(fused.report)
+        assert torch.equal(fused.logits, fuse(index, 0, 1).logits)
+
+
+def test_a_record_in_memory_is_placed_like_one_from_the_store(index: Index) -> None:
+    found = []
+    for threads in (0, 2):
+        engine = KVEngine(index, policy="deviation", ratio=0.5, load_threads=threads)
+        for _ in range(2):
+            found.append(engine.fuse(prompt_of(2, 0, 1)))
+            index.on_demand.flush()
+        index.store.delete(*keys_alone(index, 2))
+    assert [one.report.num_made > 0 for one in found] == [True, False] * 2
+    assert all(torch.equal(one.logits, found[0].logits) for one in found)
+
+
+def test_compressed_chunks_have_none(make_index: MakeIndex, prefills: list[Chunk]) -> None:
+    index = make_index(context=FILLER, compression="drop:0.5")
+    index.add(DOCUMENTS)
+    prefills.clear()
+    assert fuse(index, 0, 1).report.num_made == 0
+    assert not prefills
+
+
+def test_a_model_without_a_head_makes_them_too(
+    make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KVModel, "default_prefix_ids", lambda _: ())
+    index = make_index(context=FILLER)
+    index.add(DOCUMENTS)
+    ids = [index.tokenizer.encode(text, add_special_tokens=False) for text in (TEXTS[0], QUESTION)]
+    layout = TokenFinder(index).find([*ids[0], *ids[1]])
+    engine = KVEngine(index, policy="none")
+    for has_it in (False, True):
+        open_kv = index.on_demand.opener(index.open_kv, layout)
+        report = engine.fuse(PlacedPrompt(layout, open_kv)).report
+        index.on_demand.flush()
+        assert (report.num_made, report.num_exact) == (
+            (0, len(ids[0])) if has_it else (len(ids[0]), 0)
+        )
+
+
+@pytest.mark.parametrize(("price", "num_made"), [(NEAR, 1), (FAR, 0)])
+def test_a_record_that_would_be_slow_to_load_is_not_made(
+    index: Index, prefills: list[Chunk], price: TierCost, num_made: int
+) -> None:
+    fused = KVEngine(index).fuse(prompt_of(0, 1), policy=auto(price))
+    assert len(prefills) == num_made
+    assert (fused.report.num_made > 0) == bool(num_made)
+    assert is_whole(fused.report)
