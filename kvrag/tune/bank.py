@@ -24,7 +24,7 @@ from kvrag.store.memory import MemoryStore
 from kvrag.tune.questions import Passage, RenderedPrompt
 
 # Tokens in one prefill, padding included: enough for full speed, and small next to the weights.
-_BATCH_TOKENS = 4096
+_BATCH_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,9 @@ class ChunkBank:
         What precedes chunks when they are encoded (`kvrag.ingest.contexts`).
     compression
         How chunks are stored as fewer rows (`kvrag.fusion.compression.spec`).
+    beside
+        A bank of the same model, codecs and compression: what it has encoded is used, not encoded
+        again, and what is encoded here joins it.
 
     Raises
     ------
@@ -68,10 +71,15 @@ class ChunkBank:
         on_progress: Callable[[int, int], None] = lambda _done, _total: None,
         context: str = NO_CONTEXT,
         compression: str = NO_COMPRESSION,
+        beside: ChunkBank | None = None,
     ) -> None:
         self.model = model
         self.prefix_ids = model.default_prefix_ids()
-        self._shelves = {codec.label: _Shelf(codec, MemoryStore()) for codec in codecs}
+        self._shelves = (
+            {codec.label: _Shelf(codec, MemoryStore()) for codec in codecs}
+            if beside is None
+            else beside._shelves
+        )
         self._context = parse_context(context)
         self._encode_prefix = lru_cache(maxsize=2)(model.encode_prefix)
         chosen = parse_compression(compression)
@@ -83,7 +91,11 @@ class ChunkBank:
             if chunk_id not in self._chunks:
                 self._chunks[chunk_id] = self._chunk(chunk_id, passage)
                 self._matcher.add(chunk_id, passage.text)
-        encodings = [one for chunk in self._chunks.values() for one in chunk.encodings()]
+        wanted = {
+            self._key(one): one for chunk in self._chunks.values() for one in chunk.encodings()
+        }
+        first = next(iter(self._shelves.values()))
+        encodings = [one for key, one in wanted.items() if not first.store.contains(key)]
         num_done = 0
         for batch in _batches(encodings):
             on_progress(num_done, len(encodings))
