@@ -338,6 +338,7 @@ class Judge:
             bank = self._banks[name]
             layouts[name] = bank.compact(bank.lay_out(prompt, question.passages))
             layout_seconds[name] = time.perf_counter() - started
+            bank.require(layouts[name])
             assert layouts[name].plain_token_ids == tuple(token_ids), (
                 "a cache never changes what is asked"
             )
