@@ -213,8 +213,9 @@ class _Run:
 
     def judge(self, results: Results, part: int = 0, num_parts: int = 1) -> None:
         """Judge what is not among the results yet, or a part of it."""
+        # All processes cut alike, whatever is missing when they begin.
         missing = []
-        for one in self._part(part, num_parts):
+        for one in part_of(self.asked, part, num_parts):
             left = [c for c in one.contestants if results.find(one.question, c) is None]
             if left:
                 missing.append(replace(one, contestants=tuple(left)))
@@ -245,16 +246,6 @@ class _Run:
             results.add(one, judgements)
         self.effort = judge.effort
 
-    def _part(self, part: int, num_parts: int) -> list[Asked]:
-        """Return one of several parts that have about as much to read. All processes cut alike."""
-        # Neighbours share chunks, so they stay together.
-        ends = list(accumulate(len(one.prompt.text) for one in self.asked))
-        return [
-            one
-            for one, end in zip(self.asked, ends, strict=True)
-            if (end - 1) * num_parts // ends[-1] == part
-        ]
-
     def _judge_aside(
         self, asked: Asked, contestant: Contestant, reference: ReferenceAnswer
     ) -> tuple[Comparison, float] | None:
@@ -271,6 +262,17 @@ class _Run:
         alone = prompt.token_ids(tokenizer)
         answerer = Answerer(self._model, len(reference.token_ids))
         return answerer.compare_plain(alone, reference), len(alone) / len(token_ids)
+
+
+def part_of(asked: Sequence[Asked], part: int, num_parts: int) -> list[Asked]:
+    """Return one of several parts that have about as much to read, from the first: 0."""
+    # Neighbours share chunks, so they stay together.
+    ends = list(accumulate(len(one.prompt.text) for one in asked))
+    return [
+        one
+        for one, end in zip(asked, ends, strict=True)
+        if (end - 1) * num_parts // ends[-1] == part
+    ]
 
 
 def _is_worth_an_answer(question: JudgedQuestion, text: str) -> bool:
