@@ -76,7 +76,7 @@ class ChunkBank:
     ) -> None:
         self.model = model
         self.prefix_ids = model.default_prefix_ids()
-        self._shelves = (
+        self._shelves: dict[str, _Shelf] = (
             {codec.label: _Shelf(codec, MemoryStore()) for codec in codecs}
             if beside is None
             else beside._shelves
@@ -106,7 +106,7 @@ class ChunkBank:
         )
 
     def require(self, layout: Layout) -> None:
-        """Encode what a layout wants of its chunks and is not stored yet."""
+        """Encode what a layout wants of its chunks and is not stored yet. Call it before fusing."""
         self._encode_missing(
             [
                 replace(self._chunks[span.chunk_id], contexts=(span.context_ids,))

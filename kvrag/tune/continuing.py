@@ -58,7 +58,7 @@ class FullContinuation:
         A fused prompt, or the KV of a plain one.
     """
 
-    can_guess = True
+    can_guess: ClassVar[bool] = True
 
     def __init__(self, model: KVModel, prompt: FusedPrompt | FusedKV) -> None:
         self._model = model
@@ -122,7 +122,7 @@ class EvictingContinuation:
     Evicted rows do not come back: another answer starts again right after the prompt.
     """
 
-    can_guess = False
+    can_guess: ClassVar[bool] = False
 
     def __init__(self, model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy) -> None:
         self._model = model

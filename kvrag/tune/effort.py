@@ -28,9 +28,8 @@ class Effort:
     def __str__(self) -> str:
         if not self.plain_seconds:
             return "nothing was left to judge"
-        judging, encoding = (
-            seconds / self.plain_seconds for seconds in (self.judging_seconds, self.encoding_seconds)
-        )
+        judging = self.judging_seconds / self.plain_seconds
+        encoding = self.encoding_seconds / self.plain_seconds
         return (
             f"{self.num_judgements / self.num_questions:.1f} contestants a question took "
             f"{judging:.1f} times its plain prefill, and encoding its chunks {encoding:.1f} times"

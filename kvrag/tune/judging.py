@@ -301,7 +301,7 @@ class Judge:
     def _open_banks(self, asked: Sequence[Asked]) -> None:
         passages = [passage for one in asked for passage in one.question.passages]
         self._banks = {}
-        # Of one compression: after a filler and alone, chunks have a record in common.
+        # Banks of one compression may want the same record, as after a filler and alone.
         beside: dict[str, ChunkBank] = {}
         for context, compression in _bank_names(asked):
             bank = self._banks[context, compression] = ChunkBank(

@@ -99,7 +99,7 @@ class _Sharing(RecomputePolicy):
         return self._policy.candidates(self._seen(prompt))
 
     def num_candidates(self, prompt: PromptRows) -> int:
-        # As for a policy that looks: every layer needs its stored KV, and none chooses by attention.
+        # As for a policy that looks: each layer needs its stored KV, none chooses by attention.
         return self._policy.num_candidates(prompt) if self._known is None else 0
 
     def counts(self, prompt: PromptRows) -> Sequence[int] | None:
