@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,9 +21,13 @@ from kvrag.kvcache import FusedKV
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.tune.continuing import Continuation, EvictingContinuation, FullContinuation
+from kvrag.tune.looks import Looks
 
 MAX_CANDIDATE_TOKENS = 48
 """Tokens of a candidate answer that are scored; the rest of a longer one is left out."""
+
+# Longer endings find the same places; more tokens cost more than they are likely to save.
+_MAX_ENDING, _MAX_GUESSED = 4, 12
 
 
 @dataclass(frozen=True)
@@ -134,13 +138,11 @@ class Answerer:
         first, seconds = self._prefill(kv, token_ids)
         going_on = FullContinuation(self._model, kv)
         others = going_on.score([one[:-1] for one in kept])
-        rows, answer = [first], [int(first.argmax())]
-        while answer[-1] not in self._ends and len(answer) < limit:
-            rows.append(going_on.feed(answer, len(answer) - 1)[-1])
-            answer.append(int(rows[-1].argmax()))
+        answer = [int(first.argmax())]
+        rows = self._finish(going_on, answer, limit, [*kept, token_ids])
         return ReferenceAnswer(
             tuple(answer),
-            torch.stack(rows).float().log_softmax(-1),
+            torch.stack([first, *rows]).float().log_softmax(-1),
             seconds,
             kept,
             _scores(first, others, kept),
@@ -174,6 +176,7 @@ class Answerer:
         policy: Repair | RecomputePolicy,
         links: LinkTokens | None = None,
         reference: ReferenceAnswer | None = None,
+        looks: Looks | None = None,
     ) -> TimedPrompt:
         """Fuse a prompt.
 
@@ -183,13 +186,22 @@ class Answerer:
             The layout's link tokens, on the model's device.
         reference
             What the answer will be compared with: its candidates need room too.
+        looks
+            What policies that look have seen on this prompt; None: nobody shares that. Its time
+            counts for each of them.
         """
         model, num_prompt = self._model, len(layout.token_ids)
         candidates = () if reference is None else (reference.token_ids, *reference.candidates)
+        repair = Repair(policy) if isinstance(policy, RecomputePolicy) else policy
+        sharing = repair if looks is None else looks.share(repair)
         started = time.perf_counter()
-        fused = fuse(model, layout, open_kv, policy, self._buffer(num_prompt, candidates), links)
+        fused = fuse(model, layout, open_kv, sharing, self._buffer(num_prompt, candidates), links)
         int(fused.logits.argmax())
-        return TimedPrompt(fused, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if looks is not None:
+            fused, saved = looks.settle(fused, repair)
+            seconds += saved
+        return TimedPrompt(fused, seconds)
 
     @torch.no_grad()
     def answer(
@@ -199,6 +211,7 @@ class Answerer:
         eviction: EvictionPolicy | None = None,
         *,
         in_own_words: bool = True,
+        others: Sequence[Sequence[int]] = (),
     ) -> FusedAnswer:
         """Answer over fused KV; measure how far each token is from the reference's.
 
@@ -210,6 +223,8 @@ class Answerer:
             Which tokens to evict after the prompt and during the answer; None evicts nothing.
         in_own_words
             Also generate the greedy answer, which takes longer than the comparison.
+        others
+            Other answers to the question: one that resembles them is written sooner.
         """
         model, fused = self._model, prompt.fused
         report = fused.report
@@ -221,8 +236,12 @@ class Answerer:
             report = replace(report, eviction=going_on.report())
         own_answer = None
         if in_own_words:
+            texts = [reference.token_ids, *others, *reference.candidates]
+            texts.append(fused.layout.plain_token_ids)
             with going_on.answering():
-                own_answer = self._own_answer(going_on, fused.kv.num_tokens, comparison, reference)
+                own_answer = self._own_answer(
+                    going_on, fused.kv.num_tokens, comparison, reference, texts
+                )
         return FusedAnswer(comparison, own_answer, prompt.seconds, report)
 
     def _own_answer(
@@ -231,6 +250,7 @@ class Answerer:
         num_prompt: int,
         comparison: Comparison,
         reference: ReferenceAnswer,
+        texts: Sequence[Sequence[int]],
     ) -> tuple[int, ...]:
         """Return the greedy answer, decoded only from where it leaves the reference's.
 
@@ -239,11 +259,40 @@ class Answerer:
         if all(comparison.agrees):
             return reference.token_ids
         num_equal = comparison.agrees.index(False)
-        limit = self._limit(num_prompt)
         answer = [*reference.token_ids[:num_equal], comparison.likeliest[num_equal]]
-        while answer[-1] not in self._ends and len(answer) < limit:
-            answer.append(int(going_on.feed(answer, len(answer) - 1)[-1].argmax()))
+        self._finish(going_on, answer, self._limit(num_prompt), texts)
         return tuple(answer)
+
+    def _finish(
+        self,
+        going_on: Continuation,
+        answer: list[int],
+        limit: int,
+        texts: Sequence[Sequence[int]],
+    ) -> list[torch.Tensor]:
+        """Append the likeliest tokens to an answer, up to its end or the limit.
+
+        A forward pass over a few tokens takes hardly longer than one over a single token. So it also
+        computes what may follow, as another text goes on (prompt lookup decoding). The answer takes
+        what proves to be the likeliest.
+
+        Returns
+        -------
+        list of tensor
+            For each token appended, the logits ``[V]`` that it was chosen by.
+        """
+        rows: list[torch.Tensor] = []
+        while answer[-1] not in self._ends and len(answer) < limit:
+            guessed: Sequence[int] = ()
+            if going_on.can_guess:
+                guessed = guess(answer, texts)[: limit - 1 - len(answer)]
+            after = going_on.feed([*answer, *guessed], len(answer) - 1)
+            for row, guessed_next in zip(after, [*guessed, None], strict=True):
+                rows.append(row)
+                answer.append(int(row.argmax()))
+                if answer[-1] != guessed_next or answer[-1] in self._ends:
+                    break
+        return rows
 
     def text(self, token_ids: Sequence[int], *, first_line_only: bool) -> str:
         """Return an answer's text without end and special tokens.
@@ -267,6 +316,21 @@ class Answerer:
         room = max(self._limit(num_prompt), sum(map(len, answers)))
         model = self._model
         return FusedKV(model.spec, num_prompt, num_prompt + room, model.device)
+
+
+def guess(answer: Sequence[int], texts: Iterable[Sequence[int]]) -> Sequence[int]:
+    """Return tokens that may follow an answer: those after its last tokens in another text.
+
+    The longest ending counts that any text has; of several texts the first, of several places the
+    last.
+    """
+    for length in range(min(_MAX_ENDING, len(answer)), 0, -1):
+        ending = list(answer[-length:])
+        for text in texts:
+            for begin in range(len(text) - length - 1, -1, -1):
+                if list(text[begin : begin + length]) == ending:
+                    return text[begin + length : begin + length + _MAX_GUESSED]
+    return ()
 
 
 def compare(going_on: Continuation, first: torch.Tensor, reference: ReferenceAnswer) -> Comparison:

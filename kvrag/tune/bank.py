@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvrag.chunk import Chunk, ChunkKey, chunk_key, content_hash
 from kvrag.codec.base import Codec, EncodedChunk
+from kvrag.codec.raw import RawCodec
 from kvrag.fusion.compression.compacting import compact
 from kvrag.fusion.compression.encoding import Compressor
 from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
@@ -24,7 +25,7 @@ from kvrag.store.memory import MemoryStore
 from kvrag.tune.questions import Passage, RenderedPrompt
 
 # Tokens in one prefill, padding included: enough for full speed, and small next to the weights.
-_BATCH_TOKENS = 4096
+_BATCH_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class ChunkBank:
         What precedes chunks when they are encoded (`kvrag.ingest.contexts`).
     compression
         How chunks are stored as fewer rows (`kvrag.fusion.compression.spec`).
+    beside
+        A bank of the same model, codecs and compression: what it has encoded is used, not encoded
+        again, and what is encoded here joins it.
 
     Raises
     ------
@@ -68,10 +72,15 @@ class ChunkBank:
         on_progress: Callable[[int, int], None] = lambda _done, _total: None,
         context: str = NO_CONTEXT,
         compression: str = NO_COMPRESSION,
+        beside: ChunkBank | None = None,
     ) -> None:
         self.model = model
         self.prefix_ids = model.default_prefix_ids()
-        self._shelves = {codec.label: _Shelf(codec, MemoryStore()) for codec in codecs}
+        self._shelves: dict[str, _Shelf] = (
+            {codec.label: _Shelf(codec, MemoryStore()) for codec in codecs}
+            if beside is None
+            else beside._shelves
+        )
         self._context = parse_context(context)
         self._encode_prefix = lru_cache(maxsize=2)(model.encode_prefix)
         chosen = parse_compression(compression)
@@ -83,18 +92,27 @@ class ChunkBank:
             if chunk_id not in self._chunks:
                 self._chunks[chunk_id] = self._chunk(chunk_id, passage)
                 self._matcher.add(chunk_id, passage.text)
-        encodings = [one for chunk in self._chunks.values() for one in chunk.encodings()]
-        num_done = 0
-        for batch in _batches(encodings):
-            on_progress(num_done, len(encodings))
-            # A batch holds only chunks that are encoded after the same tokens.
-            before = (*self.prefix_ids, *batch[0].contexts[0])
-            kvs = self._encode(before, [one.token_ids for one in batch])
-            for one, kv in zip(batch, kvs, strict=True):
-                key = self._key(one)
-                for shelf in self._shelves.values():
-                    shelf.store.put(key, shelf.codec.encode(key, kv))
-            num_done += len(batch)
+        # After a filler, a chunk alone is for the one prompt in many that begins with it. Raw
+        # records of a chunk have one size, so what it takes to store both is known without it.
+        is_later = self._context.name == FILLER and set(self._shelves) == {RawCodec.label}
+        self._encode_missing(
+            [
+                one
+                for chunk in self._chunks.values()
+                for number, one in enumerate(chunk.encodings())
+                if not (number and is_later)
+            ],
+            on_progress,
+        )
+
+    def require(self, layout: Layout) -> None:
+        """Encode what a layout wants of its chunks and is not stored yet. Call it before fusing."""
+        self._encode_missing(
+            [
+                replace(self._chunks[span.chunk_id], contexts=(span.context_ids,))
+                for span in layout.spans
+            ]
+        )
 
     def lay_out(self, prompt: RenderedPrompt, passages: Sequence[Passage] = ()) -> Layout:
         """Find the chunks in a prompt and map them to its tokens.
@@ -128,12 +146,31 @@ class ChunkBank:
         num_bytes = num_tokens = 0
         for passage in passages:
             chunk = self._chunks[self._id(passage)]
-            for one in chunk.encodings():
-                source = self._shelves[codec].store.open(self._key(one))
-                assert source is not None
-                num_bytes += source.size_bytes
+            store = self._shelves[codec].store
+            records = [store.open(self._key(one)) for one in chunk.encodings()]
+            size_bytes = next(record.size_bytes for record in records if record is not None)
+            num_bytes += sum(size_bytes if one is None else one.size_bytes for one in records)
             num_tokens += len(chunk.token_ids)
         return num_bytes, num_tokens
+
+    def _encode_missing(
+        self, wanted: Iterable[Chunk], on_progress: Callable[[int, int], None] = lambda *_: None
+    ) -> None:
+        """Encode and store chunks of one context each, except those that are stored."""
+        store = next(iter(self._shelves.values())).store
+        by_key = {self._key(one): one for one in wanted}
+        missing = [one for key, one in by_key.items() if not store.contains(key)]
+        num_done = 0
+        for batch in _batches(missing):
+            on_progress(num_done, len(missing))
+            # A batch holds only chunks that are encoded after the same tokens.
+            before = (*self.prefix_ids, *batch[0].contexts[0])
+            kvs = self._encode(before, [one.token_ids for one in batch])
+            for one, kv in zip(batch, kvs, strict=True):
+                key = self._key(one)
+                for shelf in self._shelves.values():
+                    shelf.store.put(key, shelf.codec.encode(key, kv))
+            num_done += len(batch)
 
     def _encode(
         self, before: tuple[int, ...], chunks: Sequence[Sequence[int]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -21,7 +21,15 @@ from kvrag.models.rows import Attending
 
 
 class Continuation(Protocol):
-    """Feeds answers after one prompt; answers may branch off each other."""
+    """Feeds answers after one prompt; answers may branch off each other.
+
+    Attributes
+    ----------
+    can_guess
+        Whether feeding tokens that the answer then does not take changes nothing, and costs little.
+    """
+
+    can_guess: ClassVar[bool]
 
     def score(self, answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Return for each answer the logits ``[n, V]`` after each of its n tokens.
@@ -50,6 +58,8 @@ class FullContinuation:
         A fused prompt, or the KV of a plain one.
     """
 
+    can_guess: ClassVar[bool] = True
+
     def __init__(self, model: KVModel, prompt: FusedPrompt | FusedKV) -> None:
         self._model = model
         self._fused = prompt if isinstance(prompt, FusedPrompt) else None
@@ -58,12 +68,12 @@ class FullContinuation:
     def score(self, answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Return for each answer the logits ``[n, V]`` after each of its n tokens.
 
-        All answers go through the layers at once, as a tree: they lie one after the other in the
-        buffer, and each sees the prompt and itself.
+        All answers go through the layers at once, as a tree: a beginning that several have is
+        computed once, and each token sees the prompt and those before it in its answers.
         """
         model, kv, num_prompt = self._model, self._kv, self._kv.num_tokens
-        lengths = [len(answer) for answer in answers]
-        fed = torch.tensor([t for answer in answers for t in answer], device=model.device)
+        tree = _Tree(answers)
+        fed = torch.tensor(tree.token_ids, dtype=torch.long, device=model.device)
         if not len(fed):
             empty = torch.empty(0, model.hf.config.vocab_size, device=model.device)
             return [empty] * len(answers)
@@ -72,11 +82,11 @@ class FullContinuation:
         positions = [*range(num_prompt)]
         if layout is not None:
             positions = [layout.position(row) for row in positions]
-        positions += [begin + place for length in lengths for place in range(length)]
+        positions += [begin + depth for depth in tree.depths]
         tables = model.tables(len(positions), positions)
         at = torch.tensor(positions, device=model.device)
         rows = torch.arange(num_prompt, len(positions), device=model.device)
-        visible = _tree(num_prompt, lengths).to(model.device)
+        visible = tree.visible(num_prompt).to(model.device)
         windows: dict[int | None, torch.Tensor] = {None: visible}
         scaled = () if self._fused is None else self._fused.scaled
         links = None if self._fused is None else self._fused.links
@@ -90,7 +100,7 @@ class FullContinuation:
                 )
                 model.forward_rows(layer_index, hidden, rows, kv, table, attending=attending)
             logits = model.logits(hidden)
-        return list(torch.split(logits, lengths))
+        return [logits[nodes] for nodes in tree.nodes]
 
     def answering(self) -> AbstractContextManager[None]:
         """Prepare the model for calls of `feed`."""
@@ -111,6 +121,8 @@ class EvictingContinuation:
 
     Evicted rows do not come back: another answer starts again right after the prompt.
     """
+
+    can_guess: ClassVar[bool] = False
 
     def __init__(self, model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy) -> None:
         self._model = model
@@ -156,16 +168,32 @@ class EvictingContinuation:
         return self._cache.report()
 
 
-def _tree(num_prompt: int, lengths: Sequence[int]) -> torch.Tensor:
-    """Return ``[n, N + n]`` bool: which rows each row of some answers sees."""
-    num_rows = sum(lengths)
-    visible = torch.zeros(num_rows, num_prompt + num_rows, dtype=torch.bool)
-    visible[:, :num_prompt] = True
-    begin = 0
-    for length in lengths:
-        own = slice(begin, begin + length)
-        visible[own, num_prompt + begin : num_prompt + begin + length] = torch.ones(
-            length, length, dtype=torch.bool
-        ).tril()
-        begin += length
-    return visible
+class _Tree:
+    """Answers as a tree of tokens, those of the first answer first.
+
+    Attributes
+    ----------
+    token_ids, depths
+        Of each node: its token, and how many tokens precede it in its answers.
+    nodes
+        For each answer the indices of its tokens.
+    """
+
+    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
+        places: dict[tuple[int, ...], int] = {}
+        self.nodes = [
+            [places.setdefault(tuple(answer[: end + 1]), len(places)) for end in range(len(answer))]
+            for answer in answers
+        ]
+        self.token_ids = [beginning[-1] for beginning in places]
+        self.depths = [len(beginning) - 1 for beginning in places]
+
+    def visible(self, num_prompt: int) -> torch.Tensor:
+        """Return ``[n, N + n]`` bool: which rows of N prompt rows and n nodes each node sees."""
+        num_nodes = len(self.token_ids)
+        visible = torch.zeros(num_nodes, num_prompt + num_nodes, dtype=torch.bool)
+        visible[:, :num_prompt] = True
+        for nodes in self.nodes:
+            for depth, node in enumerate(nodes):
+                visible[node, [num_prompt + seen for seen in nodes[: depth + 1]]] = True
+        return visible

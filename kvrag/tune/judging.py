@@ -22,6 +22,8 @@ from kvrag.ingest.contexts import NO_CONTEXT
 from kvrag.models.kv_model import KVModel
 from kvrag.tune.answers import Answerer, Comparison, ReferenceAnswer
 from kvrag.tune.bank import ChunkBank
+from kvrag.tune.effort import Effort, progress
+from kvrag.tune.looks import Looks
 from kvrag.tune.questions import JudgedQuestion, RenderedPrompt, render
 
 _CODEC = "raw"
@@ -225,6 +227,11 @@ class Judge:
         text. The comparison of distributions does without.
     say
         Receives a line whenever there is something new to say.
+
+    Attributes
+    ----------
+    effort
+        What all this has cost.
     """
 
     def __init__(
@@ -248,21 +255,32 @@ class Judge:
         self._is_generated = is_generated
         self._say = say
         self._banks: dict[_BankName, ChunkBank] = {}
+        self.effort = Effort()
 
     def each(self, asked: Sequence[Asked]) -> Iterator[tuple[Asked, dict[Contestant, Judgement]]]:
         """Yield each question with one judgement a contestant, in order."""
-        started: float | None = None
-        num_done = 0
+        num_characters = sum(len(one.prompt.text) for one in asked)
+        num_read = 0
+        is_warm = False
         for block in self._blocks(asked):
+            started = time.perf_counter()
             self._open_banks(block)
-            if started is None:
+            self.effort.encoding_seconds += time.perf_counter() - started
+            if not is_warm:
                 # The first forward pays for what every later one finds ready; let it not count.
                 self._judge(self._shortened(block[0]))
-                started = time.perf_counter()
+                is_warm = True
             for one in block:
-                self._say(progress(num_done, len(asked), time.perf_counter() - started))
-                yield one, self._judge(one)
-                num_done += 1
+                effort, share = self.effort, num_read / num_characters
+                self._say(progress(effort.num_questions, len(asked), effort.judging_seconds, share))
+                started = time.perf_counter()
+                judgements = self._judge(one)
+                effort.judging_seconds += time.perf_counter() - started
+                effort.plain_seconds += next(iter(judgements.values())).plain_ttft_seconds
+                effort.num_judgements += len(judgements)
+                effort.num_questions += 1
+                num_read += len(one.prompt.text)
+                yield one, judgements
 
     def _blocks(self, asked: Sequence[Asked]) -> Iterator[list[Asked]]:
         """Yield runs of questions whose chunks fit the memory together."""
@@ -283,25 +301,30 @@ class Judge:
     def _open_banks(self, asked: Sequence[Asked]) -> None:
         passages = [passage for one in asked for passage in one.question.passages]
         self._banks = {}
+        # Banks of one compression may want the same record, as after a filler and alone.
+        beside: dict[str, ChunkBank] = {}
         for context, compression in _bank_names(asked):
-            self._banks[context, compression] = ChunkBank(
+            bank = self._banks[context, compression] = ChunkBank(
                 self._model,
                 passages,
                 self._codecs[compression],
                 lambda done, total: self._say(f"computing chunk {done:,} of {total:,}"),
                 context,
                 compression,
+                beside.get(compression),
             )
+            beside.setdefault(compression, bank)
 
     def _shortened(self, asked: Asked) -> Asked:
-        """Return a question with only the first of its chunks."""
+        """Return a question with only the first of its chunks, and of those who are judged."""
         question = replace(
             asked.question, texts=asked.question.texts[:1], before=asked.question.before[:1]
         )
         text = asked.prompt.text
         for passage in asked.question.texts[1:]:
             text = text.replace(f"{passage}\n\n", "")
-        return replace(asked, question=question, prompt=replace(asked.prompt, text=text))
+        prompt = replace(asked.prompt, text=text)
+        return Asked(question, prompt, asked.contestants[:1])
 
     def _judge(self, asked: Asked) -> dict[Contestant, Judgement]:
         question, prompt = asked.question, asked.prompt
@@ -315,6 +338,7 @@ class Judge:
             bank = self._banks[name]
             layouts[name] = bank.compact(bank.lay_out(prompt, question.passages))
             layout_seconds[name] = time.perf_counter() - started
+            bank.require(layouts[name])
             assert layouts[name].plain_token_ids == tuple(token_ids), (
                 "a cache never changes what is asked"
             )
@@ -329,6 +353,9 @@ class Judge:
         plain_seconds = tokenise_seconds + answer.ttft_seconds
         judgements: dict[Contestant, Judgement] = {}
         fused_as: Contestant | None = None
+        # The same for all policies over the same records and links.
+        looks: dict[Contestant, Looks] = {}
+        texts: list[tuple[int, ...]] = []
         for contestant in asked.contestants:
             aside = self._judge_aside(asked, contestant, answer)
             if aside is not None:
@@ -359,11 +386,19 @@ class Judge:
                 repair = self._choose_repair(contestant, layout, opener)
                 if links is not None:
                     layout = insert_links(layout, links.header)
-                fused = self._answerer.fuse(layout, opener, repair, links, answer)
+                stored = replace(contestant.with_full_cache, policy="", ratio=None)
+                seen = looks.setdefault(stored, Looks(self._model.spec.num_layers))
+                fused = self._answerer.fuse(layout, opener, repair, links, answer, seen)
                 fused_as = contestant.with_full_cache
             given = self._answerer.answer(
-                fused, answer, make_eviction(contestant.eviction), in_own_words=is_generated
+                fused,
+                answer,
+                make_eviction(contestant.eviction),
+                in_own_words=is_generated,
+                others=texts,
             )
+            if given.token_ids is not None and given.token_ids not in texts:
+                texts.append(given.token_ids)
             stored_bytes, stored_tokens = bank.stored(contestant.codec, question.passages)
             report = given.report
             judgements[contestant] = Judgement(
@@ -439,12 +474,3 @@ def prompts_that_fit(
             "kept for the answer"
         )
     return kept
-
-
-def progress(num_done: int, num_questions: int, seconds: float) -> str:
-    """Return a line with the number of the current question and the remaining time."""
-    line = f"question {num_done + 1:,} of {num_questions:,}"
-    if num_done < 5:
-        return line
-    left = seconds / num_done * (num_questions - num_done)
-    return f"{line}, {left / 60:.0f} min left" if left > 90 else f"{line}, {left:.0f} s left"

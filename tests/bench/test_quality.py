@@ -23,7 +23,8 @@ from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
 from kvrag.tune.answers import Answerer
 from kvrag.tune.bank import ChunkBank
-from kvrag.tune.judging import Contestant, progress
+from kvrag.tune.effort import progress
+from kvrag.tune.judging import Contestant
 from kvrag.tune.questions import render
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.datasets import load_questions
@@ -371,6 +372,7 @@ def test_picture_places_are_checked(tmp_path: Path) -> None:
 
 
 def test_progress_says_how_long_it_takes() -> None:
-    assert progress(0, 1000, 0.0) == "question 1 of 1,000"
-    assert progress(10, 1000, 1.0) == "question 11 of 1,000, 2 min left"
-    assert progress(500, 1000, 30.0) == "question 501 of 1,000, 30 s left"
+    assert progress(0, 1000, 0.0, 0.0) == "question 1 of 1,000"
+    assert progress(10, 1000, 1.0, 0.01) == "question 11 of 1,000, 2 min left"
+    # The first half of the questions may be a tenth of what there is to read.
+    assert progress(500, 1000, 3.0, 0.1) == "question 501 of 1,000, 27 s left"

@@ -121,6 +121,35 @@ def test_a_second_record_counts_in_the_bytes(model: KVModel) -> None:
     assert sizes["neighbours"][1] == sizes["none"][1]
 
 
+def test_no_record_is_computed_twice(model: KVModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[tuple[int, ...]] = []
+    prefill = KVModel.prefill
+
+    def note(self: KVModel, prefix: Any, chunks: Any, *more: Any) -> Any:
+        encoded.extend(map(tuple, chunks))
+        return prefill(self, prefix, chunks, *more)
+
+    monkeypatch.setattr(KVModel, "prefill", note)
+    passages = [Passage(FIRST), Passage(SECOND), Passage(THIRD)]
+    codecs = [get_codec("raw")]
+    prompt = render("who?", [SECOND, FIRST], model.tokenizer, True)
+    filled = ChunkBank(model, passages, codecs, context="filler:9")
+    assert len(encoded) == 3
+    layout = filled.lay_out(prompt)
+    assert [bool(span.context_ids) for span in layout.spans] == [False, True]
+    # Only the chunk that stands first is wanted alone.
+    for _ in range(2):
+        filled.require(layout)
+        assert len(encoded) == 4
+    opened = [filled.opener("raw")(span.chunk_id, span.context_ids) for span in layout.spans]
+    assert None not in opened
+    alone = ChunkBank(model, passages, codecs, beside=filled)
+    assert len(encoded) == 6
+    again = ChunkBank(model, passages, codecs, context="filler:9", beside=alone)
+    assert len(encoded) == 6
+    assert again.stored("raw", passages) == filled.stored("raw", passages)
+
+
 def test_rows_of_every_context(model: KVModel, tmp_path: Path) -> None:
     rows = run_quality_bench(
         QualityOptions(

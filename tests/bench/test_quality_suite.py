@@ -15,8 +15,10 @@ from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
 from kvrag.tune.answers import Answerer
 from kvrag.tune.bootstrap import mean_interval, ratio_interval
-from kvrag_bench.quality.contest import run_quality_bench
-from kvrag_bench.quality.entrants import QualityOptions, suite_sets
+from kvrag.tune.effort import Effort
+from kvrag.tune.judging import prompts_that_fit
+from kvrag_bench.quality.contest import part_of, run_quality_bench
+from kvrag_bench.quality.entrants import QualityOptions, load_asked, suite_sets
 from tests.support.models import make_model, make_tokenizer
 
 
@@ -114,18 +116,60 @@ def test_another_file_is_named(model: KVModel, tmp_path: Path) -> None:
     assert out.read_text() == '{"key": "x"}\n'
 
 
+def test_what_judging_cost(model: KVModel, tmp_path: Path) -> None:
+    efforts: list[Effort] = []
+    out = tmp_path / "judged.jsonl"
+    for _ in range(2):
+        run_quality_bench(options(model=model, out=out), on_effort=efforts.append)
+    spent, nothing = efforts
+    assert (spent.num_questions, spent.num_judgements) == (2, 7)
+    assert spent.judging_seconds > spent.plain_seconds > 0
+    assert spent.encoding_seconds > 0
+    times = f"{spent.judging_seconds / spent.plain_seconds:.1f} times its plain prefill"
+    assert str(spent).startswith(f"3.5 contestants a question took {times}")
+    assert nothing.num_judgements == 0
+    assert str(nothing) == "nothing was left to judge"
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 9])
+def test_parts_have_about_as_much_to_read(model: KVModel, num_parts: int) -> None:
+    questions = load_asked(options(suite=("biography:2", "needle:2k"), num_questions=3))
+    asked = prompts_that_fit(model, questions, 4, use_chat_template=True)
+    parts = [part_of(asked, number, num_parts) for number in range(num_parts)]
+    assert [one for part in parts for one in part] == asked
+    lengths = [sum(len(one.prompt.text) for one in part) for part in parts]
+    longest = max(len(one.prompt.text) for one in asked)
+    assert max(lengths) < sum(lengths) / num_parts + longest
+
+
 @pytest.mark.slow
 def test_processes_share_the_questions(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_model(num_hidden_layers=2, max_position_embeddings=4096).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     alone = run_quality_bench(options(model=str(folder)))
-    shared = run_quality_bench(options(model=str(folder), jobs=2))
+    out = tmp_path / "judged.jsonl"
+    said: list[str] = []
+    several = options(model=str(folder), jobs=2, out=out)
+    shared = run_quality_bench(several, said.append)
+    assert "question 1 of 1 (part 1 of 2)" in said
+    assert said[-1] == "waiting for the other processes"
     assert [row.policy for row in shared] == [row.policy for row in alone]
     # At ratio 1 the KL is rounding alone.
     expected = pytest.approx([row.kl for row in alone], rel=1e-4, abs=1e-6)
     assert [row.kl for row in shared] == expected
     assert [row.choice for row in shared] == [row.choice for row in alone]
+    # Stopped in the middle of a line: as many processes continue, and judge only what is missing.
+    lines = out.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 2 * 3 + 1
+    kept = b"".join(lines[:2])
+    out.write_bytes(kept + lines[2][:-20])
+    again = run_quality_bench(several)
+    assert [row.kl for row in again] == expected
+    written = out.read_bytes()
+    assert written.startswith(kept)
+    keys = [json.loads(line)["key"] for line in written.splitlines()]
+    assert sorted(keys) == sorted(json.loads(line)["key"] for line in lines)
 
 
 @pytest.mark.parametrize(

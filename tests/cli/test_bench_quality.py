@@ -53,6 +53,8 @@ def test_table_for_a_person(run: Run, model_folder: Path, data: Path) -> None:
     assert "full prefill" in done.out
     assert "boundary 100%" in done.out
     assert "+0.0 (+0.0 to +0.0)" in done.out
+    # The policy, and the question without its documents.
+    assert "2.0 contestants a question took" in done.out
 
 
 def test_table_with_eviction(run: Run, model_folder: Path, data: Path) -> None:

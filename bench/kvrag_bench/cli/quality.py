@@ -15,6 +15,7 @@ from kvrag.errors import ParameterError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from kvrag.tune.effort import Effort
     from kvrag_bench.quality.rows import Estimate, QualityRow
 
 
@@ -172,7 +173,8 @@ def bench_quality(
         jobs=jobs,
     )
     with console.progress("measuring") as say:
-        rows = run_quality_bench(options, on_progress=say)
+        efforts: list[Effort] = []
+        rows = run_quality_bench(options, say, efforts.append)
     if draw is not None:
         draw(rows)
     if rows[0].num_left_out:
@@ -183,6 +185,7 @@ def bench_quality(
         console.print_json(rows)
     else:
         _print_rows(rows)
+        console.out().print(f"{efforts[0]}.", style="dim", markup=False)
 
 
 def _drawing(picture: Path) -> Callable[[Sequence[QualityRow]], None]:

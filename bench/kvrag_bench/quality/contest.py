@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from kvrag.fusion.repair import Repair
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
 from kvrag.tune.answers import Answerer, Comparison, ReferenceAnswer
+from kvrag.tune.effort import Effort
 from kvrag.tune.judging import (
     Asked,
     Contestant,
@@ -58,7 +60,9 @@ _LEAST_CHARACTERS_TO_FIT = 20_000
 
 
 def run_quality_bench(
-    options: QualityOptions, on_progress: Callable[[str], None] | None = None
+    options: QualityOptions,
+    on_progress: Callable[[str], None] | None = None,
+    on_effort: Callable[[Effort], None] = lambda _: None,
 ) -> list[QualityRow]:
     """Judge every policy and codec against full prefill, on the same prompts.
 
@@ -73,6 +77,8 @@ def run_quality_bench(
         What to judge.
     on_progress
         Receives a line whenever there is something new to say.
+    on_effort
+        Receives what judging cost; with several jobs, what it cost the first.
 
     Returns
     -------
@@ -94,7 +100,7 @@ def run_quality_bench(
         load_tokenizer(options.model)  # fails in a moment where loading weights takes minutes
     say("loading the model")
     model = KVModel.load(options.model, device=options.device)
-    judged, left_out = judge_questions(model, questions, options, say)
+    judged, left_out = judge_questions(model, questions, options, say, on_effort)
     dataset = options.data if options.data == GENERATED else Path(options.data).name
     return [
         make_row(
@@ -126,6 +132,7 @@ def judge_questions(
     questions: Sequence[JudgedQuestion],
     options: QualityOptions,
     say: Callable[[str], None],
+    on_effort: Callable[[Effort], None] = lambda _: None,
 ) -> tuple[dict[Contestant, list[Judgement]], Counter[str]]:
     """Judge every contestant on every question whose prompt fits the model.
 
@@ -147,7 +154,8 @@ def judge_questions(
     if options.jobs == 1:
         run.judge(results)
     else:
-        _share_out(run, results, options)
+        _share_out(run, results, options, say)
+    on_effort(run.effort)
     left_out = Counter(question.type for question in questions) - Counter(
         one.question.type for one in run.asked
     )
@@ -192,6 +200,7 @@ class _Run:
             seen.add(one.question.type)
             judged = dict.fromkeys([*everyone, *whole] if first else everyone)
             self.asked.append(replace(one, contestants=tuple(judged)))
+        self.effort = Effort()
         header = None if self._links is None else str(self._links.header)
         self.settings = {
             "model": model.fingerprint,
@@ -204,22 +213,26 @@ class _Run:
 
     def judge(self, results: Results, part: int = 0, num_parts: int = 1) -> None:
         """Judge what is not among the results yet, or a part of it."""
-        # Neighbours share chunks, so they stay together. All processes cut alike.
-        bounds = [len(self.asked) * number // num_parts for number in (part, part + 1)]
+        # All processes cut alike, whatever is missing when they begin.
         missing = []
-        for one in self.asked[slice(*bounds)]:
+        for one in part_of(self.asked, part, num_parts):
             left = [c for c in one.contestants if results.find(one.question, c) is None]
             if left:
                 missing.append(replace(one, contestants=tuple(left)))
         if not missing:
             return
+        of_part = f" (part {part + 1} of {num_parts})" if num_parts > 1 else ""
+
+        def say(line: str) -> None:
+            self._say(line + of_part)
+
         texts = [text for one in self.asked for text in one.question.texts]
         to_fit = _texts_to_fit(self._options, texts)
         compressions = dict.fromkeys(c.compression for one in missing for c in one.contestants)
         judge = Judge(
             self._model,
             {
-                name: fit_codecs(self._model, self._options.codecs, to_fit, self._say, name)
+                name: fit_codecs(self._model, self._options.codecs, to_fit, say, name)
                 for name in compressions
             },
             Answerer(self._model, self._options.max_tokens),
@@ -227,14 +240,17 @@ class _Run:
             choose_repair=_RepairOf(self._model),
             judge_aside=self._judge_aside,
             is_generated=_is_worth_an_answer if self._options.suite else lambda *_: True,
-            say=self._say,
+            say=say,
         )
         for one, judgements in judge.each(missing):
             results.add(one, judgements)
+        self.effort = judge.effort
 
     def _judge_aside(
         self, asked: Asked, contestant: Contestant, reference: ReferenceAnswer
     ) -> tuple[Comparison, float] | None:
+        if contestant.policy not in (NOISE_FLOOR, NO_DOCUMENT):
+            return None
         tokenizer = self._model.tokenizer
         token_ids = asked.prompt.token_ids(tokenizer)
         if contestant.policy == NOISE_FLOOR:
@@ -242,12 +258,21 @@ class _Run:
             return Answerer(self._low, len(reference.token_ids)).compare_plain(
                 token_ids, reference
             ), 1.0
-        if contestant.policy != NO_DOCUMENT:
-            return None
         prompt = render(asked.question.question, (), tokenizer, self._options.use_chat_template)
         alone = prompt.token_ids(tokenizer)
         answerer = Answerer(self._model, len(reference.token_ids))
         return answerer.compare_plain(alone, reference), len(alone) / len(token_ids)
+
+
+def part_of(asked: Sequence[Asked], part: int, num_parts: int) -> list[Asked]:
+    """Return one of several parts that have about as much to read, from the first: 0."""
+    # Neighbours share chunks, so they stay together.
+    ends = list(accumulate(len(one.prompt.text) for one in asked))
+    return [
+        one
+        for one, end in zip(asked, ends, strict=True)
+        if (end - 1) * num_parts // ends[-1] == part
+    ]
 
 
 def _is_worth_an_answer(question: JudgedQuestion, text: str) -> bool:
@@ -280,7 +305,9 @@ def _in_bfloat16(model: KVModel) -> KVModel:
     return KVModel(copy.deepcopy(model.hf).bfloat16(), model.tokenizer, name=model.name)
 
 
-def _share_out(run: _Run, results: Results, options: QualityOptions) -> None:
+def _share_out(
+    run: _Run, results: Results, options: QualityOptions, say: Callable[[str], None]
+) -> None:
     """Judge in several processes, of which this one is the first."""
     if isinstance(options.model, KVModel) or isinstance(options.links, LinkTokens):
         raise ParameterError("bench quality: several jobs need the model and links by name")
@@ -298,6 +325,7 @@ def _share_out(run: _Run, results: Results, options: QualityOptions) -> None:
                     command = [sys.executable, "-m", "kvrag_bench.quality.part", written]
                     others.append(subprocess.Popen(command, env=environment))
                 run.judge(results, 0, options.jobs)
+            say("waiting for the other processes")
             failed = [other for other in others if other.wait()]
         finally:
             for other in others:
