@@ -114,7 +114,7 @@ class OnDemand:
                 try:
                     self._thread.submit(self._keep, key, alone, kv)
                 except RuntimeError:  # the index is being closed, or there are too many threads
-                    del self._waiting[key]
+                    self._waiting.pop(key, None)
             return MadeChunk(kv, seconds)
 
     def _keep(self, key: ChunkKey, alone: Chunk, kv: ChunkKV) -> None:
@@ -135,4 +135,4 @@ class OnDemand:
                     error,
                 )
         finally:
-            del self._waiting[key]
+            self._waiting.pop(key, None)

@@ -272,9 +272,9 @@ class Answerer:
     ) -> list[torch.Tensor]:
         """Append the likeliest tokens to an answer, up to its end or the limit.
 
-        A forward pass over a few tokens takes hardly longer than one over a single token. So it also
-        computes what may follow, as another text goes on (prompt lookup decoding). The answer takes
-        what proves to be the likeliest.
+        A forward pass over a few tokens takes hardly longer than one over a single token. So it
+        also computes what may follow, as another text goes on (prompt lookup decoding). The answer
+        takes what proves to be the likeliest.
 
         Returns
         -------
