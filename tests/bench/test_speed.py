@@ -9,6 +9,7 @@ import pytest
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.report import FusionReport
+from kvrag_bench.decode import DecodeOptions, run_decode_bench
 from kvrag_bench.floor import FloorMeter
 from kvrag_bench.ingest import IngestOptions, run_ingest_bench
 from kvrag_bench.memory import peak_bytes
@@ -107,3 +108,16 @@ def test_the_floor_grows_with_the_rows_computed() -> None:
     few, many = meter.measure(report(10, 10, 10)), meter.measure(report(1000, 1000, 1000))
     assert few.matrix_seconds < many.matrix_seconds
     assert few.copy_seconds == many.copy_seconds > 0
+
+
+def test_the_decode_row_is_a_ratio_of_its_own_figures() -> None:
+    row = run_decode_bench(DecodeOptions(shape="test", num_chunks=1, num_tokens=3, repeats=1))
+    assert row.num_prompt_tokens > 200
+    assert row.num_tokens == 3
+    assert row.speedup == pytest.approx(row.plain_seconds / row.kvrag_seconds)
+
+
+@pytest.mark.parametrize("values", [{"num_chunks": 0}, {"num_tokens": 0}, {"num_chunks": 10**6}])
+def test_decode_options_out_of_range(values: dict[str, int]) -> None:
+    with pytest.raises(ParameterError):
+        run_decode_bench(DecodeOptions(shape="test", **values))
