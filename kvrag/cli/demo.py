@@ -204,7 +204,10 @@ def _ingest(index: Index, folder: Path) -> IngestReport:
             f"{console.short_path(others[0])}; give the demo another folder with --index"
         )
     with IngestBar(index.path) as bar:
-        return index.add([folder], on_progress=bar.update)
+        report = index.add([folder], on_progress=bar.update)
+        # So that the first run is as fast as all later ones.
+        index.on_demand.make_all(bar.update_first)
+        return report
 
 
 def _warm_up(index: Index, engine: KVEngine, asked: DemoQuestion, settings: Settings) -> None:

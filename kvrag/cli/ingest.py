@@ -173,6 +173,15 @@ def ingest(
             show_default=False,
         ),
     ] = None,
+    first_records: Annotated[
+        bool,
+        typer.Option(
+            "--first-records",
+            help="With a filler, also store each chunk's KV for the first place of a prompt now. "
+            "Otherwise the first prompt that begins with the chunk computes and stores it.",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = False,
     force: Annotated[
         bool,
         typer.Option(
@@ -231,6 +240,7 @@ def ingest(
         profile=None if profile is None else read_profile(profile),
         dry_run=dry_run,
         as_json=as_json,
+        first_records=first_records,
         force=force,
         limits=limits,
         loaders=loaders,
@@ -278,6 +288,7 @@ def index_into(
     profile: Profile | None = None,
     dry_run: bool,
     as_json: bool,
+    first_records: bool = False,
     **adding: Any,
 ) -> IngestReport:
     """Add documents to an index, which is created if it does not exist, and print the report.
@@ -307,6 +318,9 @@ def index_into(
         with opened, IngestBar(opened.path) as bar:
             check_lasting(opened.store)  # also for an index that was created elsewhere
             report = opened.add(documents, dry_run=dry_run, on_progress=bar.update, **adding)
+            if first_records and not dry_run:
+                num_made = opened.on_demand.make_all(bar.update_first)
+                console.note(f"first places: {console.count(num_made, 'record')} stored")
             embedding = opened.embedding.described() if report.added or report.changed else ""
     if as_json:
         console.print_json(report)

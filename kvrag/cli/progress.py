@@ -73,6 +73,11 @@ class IngestBar:
         description = "reading" if progress.stage == "read" else "computing"
         self._show(description, detail, done, max(total, 1))
 
+    def update_first(self, num_done: int, num_chunks: int) -> None:
+        """Show how many chunks have their record for a prompt's first place."""
+        detail = f"{num_done:,} of {num_chunks:,} chunks"
+        self._show("first places", detail, num_done, num_chunks)
+
     def _show(self, description: str, detail: str, done: int, total: int | None) -> None:
         if self._lines is not None:
             self._lines.update(f"{description}: {detail}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -85,6 +86,36 @@ class OnDemand:
 
         return open_or_make
 
+    def make_all(self, on_progress: Callable[[int, int], None] | None = None) -> int:
+        """Make and store every optional record that the store lacks; return their number.
+
+        Parameters
+        ----------
+        on_progress
+            Called after each chunk, with the number of chunks looked at and of all chunks.
+
+        Raises
+        ------
+        StoreError
+            When the store refuses a record. Those made before are kept.
+        IndexFormatError
+            When the catalog is damaged.
+        """
+        catalog, store = self._storage.catalog, self._storage.store
+        chunk_ids: list[str] = []
+        catalog.each_text(lambda chunk_id, _: chunk_ids.append(chunk_id))
+        num_made = 0
+        for num_done, chunk_id in enumerate(chunk_ids, start=1):
+            for chunk in catalog.chunks([chunk_id]):
+                for alone in chunk.encodings():
+                    key = self._storage.key_of(alone)
+                    if chunk.is_optional(alone.contexts[0]) and not store.contains(key):
+                        self._store(key, alone, self._encoders.prefill(alone))
+                        num_made += 1
+            if on_progress is not None:
+                on_progress(num_done, len(chunk_ids))
+        return num_made
+
     def flush(self) -> None:
         """Wait until everything that was made is stored."""
         self._thread.submit(lambda: None).result()
@@ -118,13 +149,9 @@ class OnDemand:
             return MadeChunk(kv, seconds)
 
     def _keep(self, key: ChunkKey, alone: Chunk, kv: ChunkKV) -> None:
-        """Store a record, unless its chunk was removed meanwhile."""
-        storage = self._storage
+        """Store what a prompt has made."""
         try:
-            storage.reload_codec()
-            record = storage.coding.present_codec.encode(key, kv)
-            if storage.catalog.chunks([alone.chunk_id]):
-                storage.store.put(key, record)
+            self._store(key, alone, kv)
         except Exception as error:  # the answer does not depend on it, and nobody waits for it
             self._refused_until = time.monotonic() + _PAUSE_SECONDS
             if not self._has_warned:
@@ -136,3 +163,11 @@ class OnDemand:
                 )
         finally:
             self._waiting.pop(key, None)
+
+    def _store(self, key: ChunkKey, alone: Chunk, kv: ChunkKV) -> None:
+        """Store a record, unless its chunk was removed meanwhile."""
+        storage = self._storage
+        storage.reload_codec()
+        record = storage.coding.present_codec.encode(key, kv)
+        if storage.catalog.chunks([alone.chunk_id]):
+            storage.store.put(key, record)

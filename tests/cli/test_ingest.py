@@ -124,6 +124,19 @@ def test_unreadable_files_are_named_and_the_rest_is_kept(
     assert "harbour.txt" in listed.out
 
 
+def test_records_for_the_first_place_can_be_stored_at_once(
+    run: Run, common: tuple[object, ...]
+) -> None:
+    settings = (*common, "--chunk-tokens", 32, "--context", "filler:20")
+    assert run(*settings, "--first-records", "--dry-run").code == 0
+    num_records = run(*settings, "--json").json["num_records"]
+    stored = run(*settings, "--first-records", "--json")
+    assert stored.json["num_records"] == 0
+    assert f"first places: {num_records} records stored" in stored.err
+    again = run(*settings, "--first-records")
+    assert "first places: 0 records stored" in again.err
+
+
 def test_context_is_recorded_told_and_cannot_change(
     run: Run, common: tuple[object, ...], documents: Path
 ) -> None:

@@ -98,6 +98,25 @@ def test_ingestion_stores_one_record_for_each_chunk(make_index: MakeIndex) -> No
     assert index.add(Document("x", TEXTS[0] + "x"), dry_run=True).num_records == 1
 
 
+def test_all_of_them_can_be_made_at_once(index: Index, prefills: list[Chunk]) -> None:
+    fuse(index, 2, 0)
+    prefills.clear()
+    seen: list[tuple[int, int]] = []
+    assert index.on_demand.make_all(lambda *progress: seen.append(progress)) == len(TEXTS) - 1
+    assert sorted(chunk.source for chunk in prefills) == sorted({*NAMES} - {NAMES[2]})
+    assert seen == [(done, len(TEXTS)) for done in range(1, len(TEXTS) + 1)]
+    assert all(index.store.contains(key) for key in keys_alone(index, *range(len(TEXTS))))
+    assert index.on_demand.make_all() == 0
+    report = fuse(index, 0, 1).report
+    assert (report.num_made, report.num_chunks) == (0, 2)
+
+
+def test_without_a_filler_there_is_none_to_make(make_index: MakeIndex) -> None:
+    index = make_index(context="neighbours")
+    index.add(DOCUMENTS)
+    assert index.on_demand.make_all() == 0
+
+
 def test_the_first_prompt_makes_the_record_and_the_next_one_loads_it(
     index: Index, model: KVModel, prefills: list[Chunk]
 ) -> None:
