@@ -20,6 +20,7 @@ from kvrag.fusion.compression.spec import Compression
 from kvrag.fusion.fuser import fuse
 from kvrag.fusion.links import FILE_NAME, LinkTokens, find_links, insert_links
 from kvrag.fusion.policies.none import NonePolicy
+from kvrag.ingest.contexts import filler_ids
 from kvrag.kvcache import FusedKV
 from kvrag.models.caches import FusedCache
 from kvrag.models.kv_model import KVModel
@@ -34,7 +35,7 @@ from kvrag_train.links.parameters import LinkParameters
 from kvrag_train.links.student import Student, training_mode
 from kvrag_train.links.trainer import LinkTrainer
 from tests.fusion.test_anchors import make_anchors
-from tests.support.models import make_model, make_tokenizer
+from tests.support.models import HEAD, make_model, make_tokenizer
 
 FAMILIES = ("llama", "mistral-sliding", "qwen3", "phi3", "gemma2", "gemma3", "gpt-neox")
 QUESTIONS = ("who keeps it?", "when was the flood?")
@@ -122,6 +123,47 @@ def test_training_computes_what_question_time_computes(family: str, way: str) ->
     for place in range(4):
         expected = fused_answer_logits(bench, links, items[place // 2], place % 2)
         assert relative_difference(logits[ids == place], expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3"])
+def test_training_after_a_filler_computes_what_question_time_computes(family: str) -> None:
+    model = KVModel(make_model(family), make_tokenizer())
+    bench = Bench(model, head=model.default_prefix_ids())
+    header = header_of(options(Path(), mode="frozen", num_links=2), model)
+    parameters = LinkParameters(model, header, 4, 0)
+    batch = Packer(model, header, num_filler=21).pack([item()], linked=True)
+    with torch.no_grad():
+        logits = Student(model, parameters, False).logits(batch)
+    before = (*bench.prefix_ids, *filler_ids(model.tokenizer)[-21:])
+    for chunk_id, chunk in bench.chunks.items():
+        (kv,) = model.prefill(before, [chunk.token_ids])
+        bench.store.replace(bench.key(chunk_id), bench.codec.encode(bench.key(chunk_id), kv))
+    ids = batch.question_ids[batch.targets != IGNORED]
+    for number in range(2):
+        expected = fused_answer_logits(bench, parameters.links(header), item(), number)
+        assert relative_difference(logits[ids == number], expected) < 1e-4
+
+
+def test_the_document_that_stands_first_has_no_filler_before_it() -> None:
+    model = KVModel(make_model(), make_tokenizer())
+    header = header_of(options(Path(), num_links=2), model)
+    prompts = (RenderedPrompt(HEAD + "\n\n".join([TEXTS[0], TEXTS[1], "Question: who?"]), True),)
+    asked = LinkItem(TEXTS[:2], prompts, (" Ines",), ("near",))
+    with_filler, without = (
+        Packer(model, header, num_filler=number).pack([asked], linked=True) for number in (8, 0)
+    )
+    first, second = without.chunk_positions[:, 0].tolist()
+    assert with_filler.chunk_positions[:, 0].tolist() == [first, second - 8]
+    assert torch.equal(with_filler.stored_positions, without.stored_positions)
+
+
+def test_a_filler_longer_than_the_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="filler:999999: expected at most"):
+        make_trainer(tmp_path, context="filler:999999")
+    with pytest.raises(ParameterError, match=r"context document: expected none or filler"):
+        options(tmp_path, context="document")
+    with pytest.raises(ParameterError, match="anchors are trained without a filler"):
+        options(tmp_path, context="filler:8", anchor_rates=(0.5,))
 
 
 @pytest.mark.parametrize("num_links", [0, 2])

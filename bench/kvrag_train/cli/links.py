@@ -44,6 +44,15 @@ def train_links(
             show_default=False,
         ),
     ] = None,
+    context: Annotated[
+        str,
+        typer.Option(
+            metavar="none|filler[:TOKENS]",
+            help="What documents are encoded after: the --context of the index that the links are "
+            "for.",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = "none",
     loss: t.LossOption = "labels",
     teacher_answers: Annotated[
         bool,
@@ -146,6 +155,7 @@ def train_links(
         anchor_rates=() if anchors is None else lists.shares(anchors, "--anchors"),
         mode=mode,
         way=way,
+        context=context,
         loss=loss,
         teacher_answers=teacher_answers,
         steps=steps,

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvrag.chunk import Chunk
+from kvrag.errors import ParameterError
 from kvrag.fusion.compression.anchors import PADDING as BLOCK_OF_PADDING
 from kvrag.fusion.compression.anchors import AnchoredRows, anchored_rows
 from kvrag.fusion.compression.compacting import compact
@@ -22,6 +23,7 @@ from kvrag.fusion.compression.spec import Compression
 from kvrag.fusion.layout import LINK, Layout, lay_out
 from kvrag.fusion.links import LinksHeader, insert_links
 from kvrag.fusion.segments import ChunkMatcher
+from kvrag.ingest.contexts import filler_ids
 from kvrag.models.kv_model import KVModel
 from kvrag.models.tokens import encode
 from kvrag_train.batches import IGNORED
@@ -39,8 +41,8 @@ class LinkBatch:
     Attributes
     ----------
     chunk_ids, chunk_positions
-        ``[C, W]``: prefix and document, padded at the end, and their positions in the prompt (the
-        prefix right before the document).
+        ``[C, W]``: prefix, filler if any, and document, padded at the end, and their positions in
+        the prompt (all right before the document).
     chunk_blocks, chunk_slots
         ``[C, W]``: blocks and slots as in `AnchoredRows`, if documents are stored as anchors
         (positions are then those after only the prefix); None if they are stored whole.
@@ -80,9 +82,13 @@ class LinkBatch:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A tokenised item: the common part of its prompts, laid out, and the tails."""
+    """A tokenised item: the common part of its prompts, laid out, and the tails.
+
+    `leader` is the id of the chunk that stands right after the shared prefix, if one does.
+    """
 
     layout: Layout
+    leader: str | None
     chunks: Mapping[str, Chunk]
     tails: tuple[tuple[int, ...], ...]
     answers: tuple[tuple[int, ...], ...]
@@ -99,11 +105,25 @@ class Packer:
         The links after documents.
     rates
         Compression rates that anchors are trained at.
+    num_filler
+        Tokens of kvrag's filler before each document that does not stand first.
     """
 
-    def __init__(self, model: KVModel, header: LinksHeader, rates: Sequence[float] = ()) -> None:
+    def __init__(
+        self,
+        model: KVModel,
+        header: LinksHeader,
+        rates: Sequence[float] = (),
+        num_filler: int = 0,
+    ) -> None:
         self._tokenizer = model.tokenizer
         self._prefix = model.default_prefix_ids()
+        filler = filler_ids(model.tokenizer) if num_filler else ()
+        if len(filler) < num_filler:
+            raise ParameterError(
+                f"training: context filler:{num_filler}: expected at most {len(filler)} tokens"
+            )
+        self._filler = filler[len(filler) - num_filler :]
         self._header = header
         self._rates = tuple(rates)
 
@@ -146,14 +166,15 @@ class Packer:
                     chunks.append((list(laid.token_ids), 0))
                     anchored.append(laid)
                     continue
-                start = span.prompt_start - span.chunk_start - len(self._prefix)
+                before = self._prefix
+                if span.chunk_id != item.leader:
+                    before += self._filler
+                # Relative positions count: the first may be negative.
+                start = span.prompt_start - span.chunk_start - len(before)
                 row.put_stored(
-                    len(chunks),
-                    len(self._prefix) + span.chunk_start,
-                    span.prompt_start,
-                    span.length,
+                    len(chunks), len(before) + span.chunk_start, span.prompt_start, span.length
                 )
-                chunks.append(([*self._prefix, *chunk.token_ids], start))
+                chunks.append(([*before, *chunk.token_ids], start))
             assert len(chunks) - first_chunk == len(item.layout.spans)
             row.put_shared(item.layout)
             for tail, own in zip(item.tails, item.answers, strict=True):
@@ -215,11 +236,14 @@ class Packer:
         # A question that quotes a document is computed, because it is in one prompt only.
         spans = tuple(span for span in layout.spans if span.prompt_end <= shared)
         layout = Layout(layout.token_ids[:shared], spans, layout.prefix_length, layout.has_prefix)
+        # As in an index, before the first link is inserted there.
+        leader = next((span.chunk_id for span in spans if layout.is_exact(span)), None)
         if compression is not None:
             layout = compact(layout, chunks, compression)
         end = int(tokenizer.eos_token_id)
         return _Asked(
             insert_links(layout, self._header),
+            leader,
             chunks,
             tuple(prompt[shared:] for prompt in prompts),
             tuple((*answer, end) for answer in answers),

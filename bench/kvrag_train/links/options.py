@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.links import MAX_DOCUMENTS, MODES, WAYS
+from kvrag.ingest.contexts import FILLER, NO_CONTEXT, Context, parse_context
 from kvrag_train.links.memory import AUTO, PRECISIONS
 
 LOSSES = ("labels", "distill")
@@ -72,6 +73,9 @@ class LinkTrainingOptions:
         Do not shuffle a file's documents.
     answer_prefix
         See `FileSource`.
+    context
+        ``"none"`` or ``"filler[:TOKENS]"``: the text that documents are encoded after, as in the
+        index that the links are for.
     device
         Device to train on; None means the CPU.
     precision
@@ -106,6 +110,7 @@ class LinkTrainingOptions:
     save_every: int = 50
     keep_order: bool = False
     answer_prefix: str | None = None
+    context: str = NO_CONTEXT
     device: str | None = None
     precision: str = AUTO
     gradient_checkpointing: bool = False
@@ -163,6 +168,13 @@ class LinkTrainingOptions:
                 "training: gradient_checkpointing goes with modes and ways without an adapter; "
                 "leave it out, or choose another way"
             )
+        if self._context.name not in (NO_CONTEXT, FILLER):
+            raise ParameterError(
+                f"training: context {self.context}: expected {NO_CONTEXT} or {FILLER}[:TOKENS]; "
+                "documents of the data have no other text before them"
+            )
+        if self.anchor_rates and self.num_filler:
+            raise ParameterError("training: anchors are trained without a filler")
         if self.teacher_answers and self.loss != "distill":
             raise ParameterError("training: teacher_answers is of loss 'distill'")
 
@@ -176,6 +188,15 @@ class LinkTrainingOptions:
         """Number of plain prompts among a step's rows."""
         return round(self.plain_share * self.rows) if self.mode == "tuned" else 0
 
+    @property
+    def num_filler(self) -> int:
+        """Tokens of filler that documents are encoded after."""
+        return self._context.num_tokens
+
+    @property
+    def _context(self) -> Context:
+        return parse_context(self.context)
+
     def identity(self) -> dict[str, object]:
         """Return the options that a run must share with the one that it continues."""
         names = [
@@ -186,4 +207,6 @@ class LinkTrainingOptions:
         found: dict[str, object] = {name: getattr(self, name) for name in names}
         if self.anchor_rates:
             found["anchor_rates"] = list(self.anchor_rates)
+        if self.num_filler:
+            found["num_filler"] = self.num_filler
         return found
