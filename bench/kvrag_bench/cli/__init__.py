@@ -22,6 +22,7 @@ COMMANDS = {
     "exact": "kvrag_bench.cli.exact:bench_exact",
     "recognition": "kvrag_bench.cli.recognition:bench_recognition",
     "serve": "kvrag_bench.cli.serve:bench_serve",
+    "peers": "kvrag_bench.cli.peers:bench_peers",
 }
 
 app = typer.Typer(

@@ -113,9 +113,7 @@ class LinkTrainer:
             for parameter in self.parameters.parameters():
                 parameter.data = processes.tensor_of_main(parameter.data)
         self.precision = chosen_precision(options.precision, device)
-        self.packer = Packer(
-            self.model, self.header, options.anchor_rates, options.num_filler
-        )
+        self.packer = Packer(self.model, self.header, options.anchor_rates, options.num_filler)
         self.student, self.teacher = make_students(
             self.model, self.parameters, self.packer, options, processes, self.precision
         )

@@ -1,0 +1,283 @@
+"""The tools that are compared: kvrag, Transformers, llama.cpp, kvboost and vLLM.
+
+Each is set up as its documentation recommends for this work. A tool that is not installed is left
+out.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import ParameterError
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from kvrag.models.loading import resolve_model
+from kvrag.weights.named import named_model
+
+
+@dataclass(frozen=True)
+class PeerAnswer:
+    """One answer.
+
+    Attributes
+    ----------
+    text
+        What was written.
+    ttft_seconds
+        From the call to the first token.
+    seconds_per_token
+        Of the tokens after the first; 0 if there is none.
+    """
+
+    text: str
+    ttft_seconds: float
+    seconds_per_token: float
+
+
+class System(Protocol):
+    """A tool that answers prompts."""
+
+    settings: str
+    """How it was set up, for the table."""
+
+    def prepare(self, documents: Sequence[str]) -> None:
+        """Read the documents in advance, if the tool can."""
+        ...
+
+    def answer(self, content: str, max_tokens: int, *, reuse: bool) -> PeerAnswer:
+        """Answer what a user says, greedily; without `reuse`, by full prefill."""
+        ...
+
+
+class Transformers:
+    """Full prefill by Transformers, each time."""
+
+    settings = "bfloat16, full prefill"
+
+    def __init__(self, model: str) -> None:
+        self._model = KVModel.load(model)
+
+    def prepare(self, documents: Sequence[str]) -> None:
+        """Nothing to do."""
+
+    def answer(self, content: str, max_tokens: int, *, reuse: bool) -> PeerAnswer:  # noqa: ARG002
+        """Answer by full prefill."""
+        from kvrag.cli.plain import answer_plainly
+
+        found = answer_plainly(self._model, _ids(self._model, content), max_tokens)
+        return _timed(found.text, found.ttft_seconds, found.total_seconds, found.completion_tokens)
+
+
+class Kvrag:
+    """kvrag over an index of all documents."""
+
+    def __init__(self, model: str, policy: str, codec: str = "raw") -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kvrag-peers-")
+        self._index = Index.create(
+            Path(self._folder.name) / "index", model=model, embedding="hashing", codec=codec
+        )
+        self._engine = KVEngine(self._index, policy=policy)
+        self.settings = f"policy {policy}, codec {codec}, {self._index.config.chunk_context}"
+
+    def prepare(self, documents: Sequence[str]) -> None:
+        """Index the documents."""
+        self._index.add(
+            [Document(source=f"{number}", text=text) for number, text in enumerate(documents)]
+        )
+        self._index.on_demand.make_all()
+
+    def answer(self, content: str, max_tokens: int, *, reuse: bool) -> PeerAnswer:
+        """Answer over stored KV."""
+        chat = [{"role": "user", "content": content}]
+        prompt: Any = chat if _is_chat(self._index.model) else content
+        found = self._engine.generate(prompt, max_tokens=max_tokens, reuse=reuse)
+        return _timed(
+            found.text, found.ttft_seconds, found.total_seconds, found.usage.completion_tokens
+        )
+
+
+class LlamaCpp:
+    """llama.cpp with its prompt cache, which also moves chunks of 64 tokens and more."""
+
+    settings = "Q4_1, prompt cache, cache-reuse 64"
+
+    def __init__(self, model: str) -> None:
+        import xllamacpp
+
+        named = named_model(model)
+        files = () if named is None else named.files()
+        if len(files) != 1 and not model.endswith(".gguf"):
+            raise ParameterError(f"llama.cpp needs one GGUF file, and {model} has {len(files)}")
+        options = xllamacpp.CommonParams()
+        options.model.path = str(files[0]) if files else model
+        options.n_ctx = 8192
+        options.n_parallel = 1
+        options.n_cache_reuse = 64
+        options.verbosity = 0
+        options.cpuparams.n_threads = torch.get_num_threads()
+        options.cpuparams_batch.n_threads = torch.get_num_threads()
+        self._server = xllamacpp.Server(options)
+        self._model = KVModel.load(model)  # for its chat template
+
+    def prepare(self, documents: Sequence[str]) -> None:
+        """Nothing to do: it caches prompts, not documents."""
+
+    def answer(self, content: str, max_tokens: int, *, reuse: bool) -> PeerAnswer:
+        """Answer, or raise ParameterError with what the server said."""
+        pieces: list[str] = []
+        times: list[float] = []
+
+        def take(chunk: Any) -> bool:
+            times.append(time.perf_counter())
+            for choice in chunk.get("choices", ()) if isinstance(chunk, dict) else ():
+                pieces.append(choice.get("text") or "")
+            return False
+
+        started = time.perf_counter()
+        self._server.handle_completions(
+            {
+                "prompt": _ids(self._model, content),
+                "n_predict": max_tokens,
+                "temperature": 0,
+                "cache_prompt": reuse,
+                "stream": True,
+            },
+            take,
+        )
+        if not times:
+            raise ParameterError("llama.cpp answered nothing")
+        total = time.perf_counter() - started
+        return _timed("".join(pieces), times[0] - started, total, len(times) - 1)
+
+
+class KVBoost:
+    """kvboost, which caches chunks of 128 tokens of documents that it was warmed with."""
+
+    def __init__(self, model: str, strategy: str) -> None:
+        import kvboost
+
+        self._modes = kvboost.GenerationMode
+        self._engine = kvboost.KVBoost.from_pretrained(
+            str(resolve_model(model)),
+            strict=False,
+            max_cache_bytes=2 << 30,
+            max_chunks=1024,
+            recompute_strategy=kvboost.RecomputeStrategy(strategy),
+        )
+        self._model = KVModel.load(model)  # for its chat template
+        self.settings = f"{strategy}, warmed with each document"
+
+    def prepare(self, documents: Sequence[str]) -> None:
+        """Warm the cache with each document."""
+        for text in documents:
+            self._engine.warm(text)
+
+    def answer(self, content: str, max_tokens: int, *, reuse: bool) -> PeerAnswer:
+        """Answer in its chunk mode, or in its baseline mode."""
+        mode = self._modes.CHUNK_KV_REUSE if reuse else self._modes.BASELINE
+        text = _text(self._model, content)
+        found = self._engine.generate(text, max_new_tokens=max_tokens, mode=mode, do_sample=False)
+        return _timed(
+            found.output_text, found.ttft_ms / 1e3, found.total_ms / 1e3, found.generated_tokens
+        )
+
+
+class VLLM:
+    """vLLM with its prefix cache, which is exact."""
+
+    settings = "prefix caching"
+
+    def __init__(self, model: str) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(
+            model=str(resolve_model(model)), enable_prefix_caching=True, max_model_len=8192
+        )
+        self._model = KVModel.load(model)
+
+    def prepare(self, documents: Sequence[str]) -> None:
+        """Nothing to do: it caches beginnings of prompts."""
+
+    def answer(self, content: str, max_tokens: int, *, reuse: bool) -> PeerAnswer:
+        """Answer; the first token and all tokens are asked for in turn, to time each."""
+        from vllm import SamplingParams
+
+        if not reuse:
+            self._llm.reset_prefix_cache()
+        prompt: Any = {"prompt_token_ids": _ids(self._model, content)}
+        started = time.perf_counter()
+        self._llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        first = time.perf_counter() - started
+        started = time.perf_counter()
+        (found,) = self._llm.generate(
+            [prompt], SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False
+        )
+        rest = time.perf_counter() - started  # its prompt is cached now
+        output = found.outputs[0]
+        return _timed(output.text, first, first + rest, len(output.token_ids))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A tool by name: the package that it needs, and how it is made for a model."""
+
+    package: str
+    make: Callable[[str], System]
+
+    @property
+    def version(self) -> str:
+        """The installed version, or "" if the package is missing."""
+        if importlib.util.find_spec(self.package) is None:
+            return ""
+        try:
+            return importlib.metadata.version(self.package)
+        except importlib.metadata.PackageNotFoundError:
+            return "unknown"
+
+
+PEERS: dict[str, Peer] = {
+    "transformers": Peer("transformers", Transformers),
+    "kvrag none": Peer("kvrag", lambda model: Kvrag(model, "none")),
+    "kvrag boundary": Peer("kvrag", lambda model: Kvrag(model, "boundary")),
+    "kvrag two_stage": Peer("kvrag", lambda model: Kvrag(model, "two_stage")),
+    "llama.cpp": Peer("xllamacpp", LlamaCpp),
+    "kvboost selective": Peer("kvboost", lambda model: KVBoost(model, "selective")),
+    "kvboost cacheblend": Peer("kvboost", lambda model: KVBoost(model, "cacheblend")),
+    "vllm": Peer("vllm", VLLM),
+}
+"""All tools. The first one is what the others are compared with."""
+
+
+def _is_chat(model: KVModel) -> bool:
+    return bool(getattr(model.tokenizer, "chat_template", None))
+
+
+def _text(model: KVModel, content: str) -> str:
+    """Return the whole prompt: the chat template's, or the bare text for a base model."""
+    if not _is_chat(model):
+        return content
+    said = [{"role": "user", "content": content}]
+    return str(
+        model.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    )
+
+
+def _ids(model: KVModel, content: str) -> list[int]:
+    is_bare = not _is_chat(model)
+    found = model.tokenizer(_text(model, content), add_special_tokens=is_bare)
+    return list(found["input_ids"])
+
+
+def _timed(text: str, ttft: float, total: float, num_tokens: int) -> PeerAnswer:
+    return PeerAnswer(text, ttft, (total - ttft) / (num_tokens - 1) if num_tokens > 1 else 0.0)
