@@ -41,7 +41,7 @@ def bench_peers(
 ) -> None:
     """Compare kvrag with other tools: time to first token, speed, memory, agreement.
 
-    Each tool gets a process of its own and the same prompts over pages of the handbook: documents
+    Each tool gets a separate process and the same prompts over pages of the handbook: documents
     that are together for the first time, then in another order, then with another question. Tools
     that are not installed are left out.
     """

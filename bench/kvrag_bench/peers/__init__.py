@@ -1,1 +1,1 @@
-"""`kvrag bench peers`: other tools for the same work, each in a process of its own."""
+"""`kvrag bench peers`: other tools for the same work, each in a separate process."""

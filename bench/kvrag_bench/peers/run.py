@@ -1,4 +1,4 @@
-"""`kvrag bench peers`: runs each tool in a process of its own, and compares what they report."""
+"""`kvrag bench peers`: runs each tool in a separate process, and compares what they report."""
 
 from __future__ import annotations
 

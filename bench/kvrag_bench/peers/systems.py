@@ -1,4 +1,4 @@
-"""The tools that are compared: kvrag, Transformers, llama.cpp, kvboost and vLLM.
+"""The tools that are compared: kvrag, Transformers, llama.cpp and kvboost (vLLM: `bench vllm`).
 
 Each is set up as its documentation recommends for this work. A tool that is not installed is left
 out.
@@ -193,41 +193,6 @@ class KVBoost:
         )
 
 
-class VLLM:
-    """vLLM with its prefix cache, which is exact."""
-
-    settings = "prefix caching"
-
-    def __init__(self, model: str) -> None:
-        from vllm import LLM
-
-        self._llm = LLM(
-            model=str(resolve_model(model)), enable_prefix_caching=True, max_model_len=8192
-        )
-        self._model = KVModel.load(model)
-
-    def prepare(self, documents: Sequence[str]) -> None:
-        """Nothing to do: it caches beginnings of prompts."""
-
-    def answer(self, content: str, max_tokens: int, *, reuse: bool) -> PeerAnswer:
-        """Answer; the first token and all tokens are asked for in turn, to time each."""
-        from vllm import SamplingParams
-
-        if not reuse:
-            self._llm.reset_prefix_cache()
-        prompt: Any = {"prompt_token_ids": _ids(self._model, content)}
-        started = time.perf_counter()
-        self._llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-        first = time.perf_counter() - started
-        started = time.perf_counter()
-        (found,) = self._llm.generate(
-            [prompt], SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False
-        )
-        rest = time.perf_counter() - started  # its prompt is cached now
-        output = found.outputs[0]
-        return _timed(output.text, first, first + rest, len(output.token_ids))
-
-
 @dataclass(frozen=True)
 class Peer:
     """A tool by name: the package that it needs, and how it is made for a model."""
@@ -254,7 +219,6 @@ PEERS: dict[str, Peer] = {
     "llama.cpp": Peer("xllamacpp", LlamaCpp),
     "kvboost selective": Peer("kvboost", lambda model: KVBoost(model, "selective")),
     "kvboost cacheblend": Peer("kvboost", lambda model: KVBoost(model, "cacheblend")),
-    "vllm": Peer("vllm", VLLM),
 }
 """All tools. The first one is what the others are compared with."""
 

@@ -1,4 +1,4 @@
-"""One tool's part of `kvrag bench peers`, in a process of its own: a job in, results out."""
+"""One tool's part of `kvrag bench peers`, in a separate process: a job in, results out."""
 
 from __future__ import annotations
 
