@@ -84,7 +84,7 @@ class LinkBatch:
 class _Asked:
     """A tokenised item: the common part of its prompts, laid out, and the tails.
 
-    `leader` is the id of the chunk that stands right after the shared prefix, if one does.
+    `leader` is the id of the chunk that directly follows the shared prefix, if one does.
     """
 
     layout: Layout
