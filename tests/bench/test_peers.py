@@ -6,7 +6,8 @@ import pytest
 
 from kvrag.errors import ParameterError
 from kvrag_bench.peers import run
-from kvrag_bench.peers.run import PeersOptions, run_peers_bench
+from kvrag_bench.peers.options import PeersOptions
+from kvrag_bench.peers.run import run_peers_bench
 from kvrag_bench.peers.workload import VISITS, make_prompts
 
 DOCUMENTS = [f"document {number}" for number in range(9)]
@@ -15,7 +16,7 @@ DOCUMENTS = [f"document {number}" for number in range(9)]
 def test_documents_come_back_in_another_order_and_no_two_sets_share_one() -> None:
     prompts = list(make_prompts(DOCUMENTS, 3, 2, seed=1))
     assert [prompt.visit for prompt in prompts] == [*VISITS, *VISITS]
-    parts = [prompt.content.split("\n\n") for prompt in prompts]
+    parts = [[*prompt.texts, prompt.question] for prompt in prompts]
     first, order, question = (one[:-1] for one in parts[:3])
     assert sorted(first) == sorted(order)
     assert first[0] != order[0]

@@ -26,9 +26,7 @@ def bench_peers(
             show_default="all that are installed",
         ),
     ] = None,
-    chunks: Annotated[
-        int, typer.Option(min=1, help="Chunks of up to 230 tokens in each prompt.")
-    ] = 8,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of the handbook in each prompt.")] = 8,
     sets: Annotated[
         int, typer.Option(min=1, help="Sets of chunks, each asked about three times.")
     ] = 3,
@@ -45,8 +43,11 @@ def bench_peers(
     that are together for the first time, then in another order, then with another question. Tools
     that are not installed are left out.
     """
+    import torch
+
     from kvrag.cli.opening import quiet_libraries
-    from kvrag_bench.peers.run import PeersOptions, num_threads, run_peers_bench
+    from kvrag_bench.peers.options import PeersOptions
+    from kvrag_bench.peers.run import run_peers_bench
     from kvrag_bench.peers.systems import PEERS
     from kvrag_bench.quality.picture import check_picture_path
 
@@ -66,9 +67,9 @@ def bench_peers(
         return
     _print_rows(rows)
     console.out().print(
-        f"{model}, {chunks} chunks, {num_threads()} threads; seconds to the first token, median, "
-        "and how many times sooner than Transformers; agreement: share of the answer that equals "
-        "the tool's own after full prefill",
+        f"{model}, {chunks} chunks, {torch.get_num_threads()} threads; seconds to the first token, "
+        "median, and how many times sooner than Transformers; agreement: share of the answer that "
+        "equals the tool's own after full prefill",
         style="dim",
         soft_wrap=True,
         markup=False,

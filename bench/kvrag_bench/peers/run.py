@@ -12,53 +12,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import torch
-
-from kvrag.errors import ParameterError
+from kvrag_bench.peers.options import PeersOptions
 from kvrag_bench.peers.systems import PEERS
-from kvrag_bench.peers.worker import Job
 from kvrag_bench.peers.workload import VISITS
 
 _BASELINE = "transformers"
-
-
-@dataclass(frozen=True)
-class PeersOptions:
-    """What to measure.
-
-    Attributes
-    ----------
-    model
-        A name of `kvrag models`.
-    peers
-        Names in `PEERS`; those that are not installed are left out.
-    num_chunks
-        Chunks of up to 230 tokens in each prompt.
-    num_sets
-        Sets of chunks, each asked about three times.
-    max_tokens
-        Length of an answer.
-    seed
-        Of the choice and the order of chunks.
-    timeout_seconds
-        For one tool.
-    """
-
-    model: str = "smollm2-135m"
-    peers: tuple[str, ...] = tuple(PEERS)
-    num_chunks: int = 8
-    num_sets: int = 3
-    max_tokens: int = 24
-    seed: int = 0
-    timeout_seconds: float = 1800.0
-
-    def __post_init__(self) -> None:
-        if min(self.num_chunks, self.num_sets, self.max_tokens) < 1:
-            raise ParameterError("bench peers: chunks, sets and tokens must be 1 or more")
-        if unknown := [name for name in self.peers if name not in PEERS]:
-            raise ParameterError(
-                f"bench peers: no tool {unknown[0]!r}; expected some of: {', '.join(PEERS)}"
-            )
 
 
 @dataclass(frozen=True)
@@ -110,23 +68,10 @@ def run_peers_bench(
     return [_row(name, result, baseline) for name, result in found.items()]
 
 
-def num_threads() -> int:
-    """Return how many threads each tool may use: PyTorch's number."""
-    return torch.get_num_threads()
-
-
 def _in_a_process(name: str, options: PeersOptions) -> dict[str, Any]:
-    job = Job(
-        peer=name,
-        model=options.model,
-        num_chunks=options.num_chunks,
-        num_sets=options.num_sets,
-        max_tokens=options.max_tokens,
-        seed=options.seed,
-    )
     with tempfile.TemporaryDirectory(prefix="kvrag-peers-") as folder:
         asked, answered = Path(folder) / "job.json", Path(folder) / "result.json"
-        asked.write_text(json.dumps(asdict(job)))
+        asked.write_text(json.dumps({"peer": name, "options": asdict(options)}))
         command = [sys.executable, "-m", "kvrag_bench.peers.worker", str(asked), str(answered)]
         try:
             done = subprocess.run(
@@ -169,13 +114,6 @@ def _by_visit(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def _agreement(text: str, full: str) -> float:
     longer = max(len(text), len(full))
-    if not longer:
-        return 1.0
-    return _common(text, full) / longer
-
-
-def _common(text: str, full: str) -> int:
-    for number, (one, other) in enumerate(zip(text, full, strict=False)):
-        if one != other:
-            return number
-    return min(len(text), len(full))
+    differ = (one != other for one, other in zip(text, full, strict=False))
+    common = next((place for place, is_other in enumerate(differ) if is_other), None)
+    return (min(len(text), len(full)) if common is None else common) / longer if longer else 1.0

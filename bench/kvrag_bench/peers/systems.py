@@ -16,14 +16,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
+from kvrag.engine.prompts import chat_messages
 from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from kvrag.models.loading import resolve_model
+from kvrag.models.loading import load_tokenizer, resolve_model
+from kvrag.tune.questions import RenderedPrompt, render
 from kvrag.weights.named import named_model
+from kvrag_bench.peers.workload import Prompt
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class System(Protocol):
         """Read the documents in advance, if the tool can."""
         ...
 
-    def answer(self, content: str, max_tokens: int, *, reuse: bool) -> PeerAnswer:
+    def answer(self, prompt: Prompt, max_tokens: int, *, reuse: bool) -> PeerAnswer:
         """Answer what a user says, greedily; without `reuse`, by full prefill."""
         ...
 
@@ -71,11 +75,14 @@ class Transformers:
     def prepare(self, documents: Sequence[str]) -> None:
         """Nothing to do."""
 
-    def answer(self, content: str, max_tokens: int, *, reuse: bool) -> PeerAnswer:  # noqa: ARG002
+    def answer(self, prompt: Prompt, max_tokens: int, *, reuse: bool) -> PeerAnswer:  # noqa: ARG002
         """Answer by full prefill."""
         from kvrag.cli.plain import answer_plainly
 
-        found = answer_plainly(self._model, _ids(self._model, content), max_tokens)
+        tokenizer = self._model.tokenizer
+        found = answer_plainly(
+            self._model, _rendered(prompt, tokenizer).token_ids(tokenizer), max_tokens
+        )
         return _timed(found.text, found.ttft_seconds, found.total_seconds, found.completion_tokens)
 
 
@@ -97,11 +104,13 @@ class Kvrag:
         )
         self._index.on_demand.make_all()
 
-    def answer(self, content: str, max_tokens: int, *, reuse: bool) -> PeerAnswer:
+    def answer(self, prompt: Prompt, max_tokens: int, *, reuse: bool) -> PeerAnswer:
         """Answer over stored KV."""
-        chat = [{"role": "user", "content": content}]
-        prompt: Any = chat if _is_chat(self._index.model) else content
-        found = self._engine.generate(prompt, max_tokens=max_tokens, reuse=reuse)
+        rendered = _rendered(prompt, self._index.tokenizer)
+        said: Any = rendered.text
+        if not rendered.add_special_tokens:
+            said = chat_messages(prompt.question, prompt.texts)
+        found = self._engine.generate(said, max_tokens=max_tokens, reuse=reuse)
         return _timed(
             found.text, found.ttft_seconds, found.total_seconds, found.usage.completion_tokens
         )
@@ -128,12 +137,12 @@ class LlamaCpp:
         options.cpuparams.n_threads = torch.get_num_threads()
         options.cpuparams_batch.n_threads = torch.get_num_threads()
         self._server = xllamacpp.Server(options)
-        self._model = KVModel.load(model)  # for its chat template
+        self._tokenizer = load_tokenizer(model)
 
     def prepare(self, documents: Sequence[str]) -> None:
         """Nothing to do: it caches prompts, not documents."""
 
-    def answer(self, content: str, max_tokens: int, *, reuse: bool) -> PeerAnswer:
+    def answer(self, prompt: Prompt, max_tokens: int, *, reuse: bool) -> PeerAnswer:
         """Answer, or raise ParameterError with what the server said."""
         pieces: list[str] = []
         times: list[float] = []
@@ -147,7 +156,7 @@ class LlamaCpp:
         started = time.perf_counter()
         self._server.handle_completions(
             {
-                "prompt": _ids(self._model, content),
+                "prompt": _rendered(prompt, self._tokenizer).token_ids(self._tokenizer),
                 "n_predict": max_tokens,
                 "temperature": 0,
                 "cache_prompt": reuse,
@@ -175,7 +184,7 @@ class KVBoost:
             max_chunks=1024,
             recompute_strategy=kvboost.RecomputeStrategy(strategy),
         )
-        self._model = KVModel.load(model)  # for its chat template
+        self._tokenizer = load_tokenizer(model)
         self.settings = f"{strategy}, warmed with each document"
 
     def prepare(self, documents: Sequence[str]) -> None:
@@ -183,10 +192,10 @@ class KVBoost:
         for text in documents:
             self._engine.warm(text)
 
-    def answer(self, content: str, max_tokens: int, *, reuse: bool) -> PeerAnswer:
+    def answer(self, prompt: Prompt, max_tokens: int, *, reuse: bool) -> PeerAnswer:
         """Answer in its chunk mode, or in its baseline mode."""
         mode = self._modes.CHUNK_KV_REUSE if reuse else self._modes.BASELINE
-        text = _text(self._model, content)
+        text = _rendered(prompt, self._tokenizer).text
         found = self._engine.generate(text, max_new_tokens=max_tokens, mode=mode, do_sample=False)
         return _timed(
             found.output_text, found.ttft_ms / 1e3, found.total_ms / 1e3, found.generated_tokens
@@ -223,24 +232,8 @@ PEERS: dict[str, Peer] = {
 """All tools. The first one is what the others are compared with."""
 
 
-def _is_chat(model: KVModel) -> bool:
-    return bool(getattr(model.tokenizer, "chat_template", None))
-
-
-def _text(model: KVModel, content: str) -> str:
-    """Return the whole prompt: the chat template's, or the bare text for a base model."""
-    if not _is_chat(model):
-        return content
-    said = [{"role": "user", "content": content}]
-    return str(
-        model.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    )
-
-
-def _ids(model: KVModel, content: str) -> list[int]:
-    is_bare = not _is_chat(model)
-    found = model.tokenizer(_text(model, content), add_special_tokens=is_bare)
-    return list(found["input_ids"])
+def _rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> RenderedPrompt:
+    return render(prompt.question, prompt.texts, tokenizer, use_chat_template=True)
 
 
 def _timed(text: str, ttft: float, total: float, num_tokens: int) -> PeerAnswer:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from random import Random
 
 from kvrag.errors import ParameterError
-from kvrag.models.kv_model import KVModel
 from kvrag_bench.quality.handbook import handbook_pages
+from kvrag_corpus.real import cut
 
 FIRST, ORDER, QUESTION = "first visit", "another order", "another question"
 VISITS = (FIRST, ORDER, QUESTION)
@@ -18,7 +18,6 @@ The documents are together for the first time; then in another order, with anoth
 that same order, with a third question.
 """
 
-_CHUNK_TOKENS = 230
 _QUESTIONS = (
     "What does this say about pay? Answer in one sentence.",
     "Who should be asked, and when? Answer in one sentence.",
@@ -34,33 +33,18 @@ class Prompt:
     ----------
     visit
         One of `VISITS`.
-    content
-        What the user says: documents, a blank line between them, then the question.
+    texts, question
+        The documents, in their order, and the question after them.
     """
 
     visit: str
-    content: str
+    texts: tuple[str, ...]
+    question: str
 
 
-def handbook_chunks(model: KVModel) -> list[str]:
-    """Return chunks of the handbook of up to 230 tokens, each made of whole paragraphs.
-
-    Parameters
-    ----------
-    model
-        Its tokenizer counts.
-    """
-    chunks = []
-    for page in handbook_pages():
-        parts: list[str] = []
-        for paragraph in page.strip().split("\n\n"):
-            joined = "\n\n".join([*parts, paragraph])
-            if parts and len(model.tokenizer(joined)["input_ids"]) > _CHUNK_TOKENS:
-                chunks.append("\n\n".join(parts))
-                parts = []
-            parts.append(paragraph)
-        chunks.append("\n\n".join(parts))
-    return chunks
+def handbook_chunks() -> list[str]:
+    """Return the handbook as chunks of whole paragraphs, of at least 90 words but the last."""
+    return [chunk for page in handbook_pages() for chunk in cut(page)]
 
 
 def make_prompts(
@@ -89,4 +73,4 @@ def make_prompts(
         for visit, order, question in zip(
             VISITS, (chosen, shuffled, shuffled), _QUESTIONS, strict=True
         ):
-            yield Prompt(visit, "\n\n".join([*order, f"Question: {question}"]))
+            yield Prompt(visit, tuple(order), question)
