@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sqlite3
 from pathlib import Path
@@ -51,6 +52,53 @@ def library(key: bytes | None) -> Any:
         ) from error
 
 
+@functools.cache
+def _connection_class(sql: Any) -> Any:
+    """Return the connection of `library` that reports a schema that is no text as damage.
+
+    Python cannot decode SQLite's message about such a schema, and raises UnicodeDecodeError, which
+    is no error of the library.
+    """
+
+    def damage(error: UnicodeDecodeError) -> Exception:
+        found: Exception = sql.DatabaseError(f"malformed database schema: not text ({error})")
+        return found
+
+    class Connection(sql.Connection):  # type: ignore[misc]
+        def execute(self, *arguments: Any) -> Any:
+            try:
+                return super().execute(*arguments)
+            except UnicodeDecodeError as error:
+                raise damage(error) from error
+
+        def executemany(self, *arguments: Any) -> Any:
+            try:
+                return super().executemany(*arguments)
+            except UnicodeDecodeError as error:
+                raise damage(error) from error
+
+        def executescript(self, *arguments: Any) -> Any:
+            try:
+                return super().executescript(*arguments)
+            except UnicodeDecodeError as error:
+                raise damage(error) from error
+
+    return Connection
+
+
+def open_connection(database: str | Path, *, sql: Any = sqlite3, **options: Any) -> Any:
+    """Open a file that may be damaged: every damage is an error of the library.
+
+    Parameters
+    ----------
+    database, options
+        Arguments of ``connect``.
+    sql
+        The module that opens it (`library`).
+    """
+    return sql.connect(database, factory=_connection_class(sql), **options)
+
+
 def unlock(connection: Any, key: bytes | None) -> None:
     """Set the file's key of 32 bytes on a new connection; None for a file without encryption."""
     if key is not None:
@@ -75,7 +123,9 @@ def connect(path: Path, key: bytes | None = None) -> tuple[sqlite3.Connection, F
         file as if it never changed, and the connection is valid as long as `file_stamp` is equal.
     """
     sql = library(key)
-    connection = sql.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
+    connection = open_connection(
+        path, sql=sql, isolation_level=None, check_same_thread=False, timeout=30.0
+    )
     stamp: FileStamp | None = None
     try:
         unlock(connection, key)
@@ -85,8 +135,9 @@ def connect(path: Path, key: bytes | None = None) -> tuple[sqlite3.Connection, F
         # no process has the file open now, but one may open it at any later moment.
         connection.close()
         stamp = file_stamp(path)
-        connection = sql.connect(
+        connection = open_connection(
             f"{path.absolute().as_uri()}?mode=ro&immutable=1",
+            sql=sql,
             uri=True,
             isolation_level=None,
             check_same_thread=False,

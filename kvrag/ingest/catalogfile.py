@@ -26,7 +26,7 @@ from kvrag.ingest.connection import (
 from kvrag.ingest.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION, State, write_state
 from kvrag.ingest.seals import Seals
 from kvrag.regularfile import require_regular
-from kvrag.sqlitefile import library, unlock
+from kvrag.sqlitefile import library, open_connection, unlock
 
 _MAX_TRIES = 8  # of a read that another process's writes disturb
 
@@ -220,7 +220,7 @@ class CatalogFile:
         path.unlink(missing_ok=True)
         with self._lock:
             try:
-                connection = sql.connect(self.path, isolation_level=None)
+                connection = open_connection(self.path, sql=sql, isolation_level=None)
                 try:
                     unlock(connection, self._cipher_key)
                     key = "" if cipher_key is None else f"x'{cipher_key.hex()}'"

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrag.fusion.report import FusionReport
+from kvrag.sqlitefile import open_connection
 from kvrag.store.metrics import Counts, Labels, MetricsOf, StoreCounts, labelled
 
 FILE_NAME = "counters.sqlite"
@@ -242,4 +243,7 @@ def _add(path: Path, new: Counts) -> None:
 
 
 def _connect(uri: str) -> sqlite3.Connection:
-    return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=_WAIT_SECONDS)
+    connection: sqlite3.Connection = open_connection(
+        uri, uri=True, isolation_level=None, timeout=_WAIT_SECONDS
+    )
+    return connection

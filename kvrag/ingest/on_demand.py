@@ -7,6 +7,7 @@ the chunk would have cost. A thread then stores it, for later prompts.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -118,7 +119,8 @@ class OnDemand:
 
     def flush(self) -> None:
         """Wait until everything that was made is stored."""
-        self._thread.submit(lambda: None).result()
+        with contextlib.suppress(RuntimeError):  # the index is closed, which stored everything
+            self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
         """Store what was made, and end the thread."""

@@ -29,7 +29,7 @@ from kvrag.errors import StoreError
 from kvrag.ingest.filters import Filter, values_of
 from kvrag.ingest.seals import SEAL_BYTES, Seals
 from kvrag.regularfile import open_regular
-from kvrag.sqlitefile import library, unlock
+from kvrag.sqlitefile import library, open_connection, unlock
 
 FILE_NAME = "words.cache"
 
@@ -199,8 +199,11 @@ class WordIndex:
                 self._connection = self._sql.connect(":memory:", **_OPTIONS)
                 self._fill(self._connection, texts)
         if self._connection is None:
-            self._connection = self._sql.connect(
-                f"{self._path.absolute().as_uri()}?mode=ro&immutable=1", uri=True, **_OPTIONS
+            self._connection = open_connection(
+                f"{self._path.absolute().as_uri()}?mode=ro&immutable=1",
+                sql=self._sql,
+                uri=True,
+                **_OPTIONS,
             )
             unlock(self._connection, self._cipher_key)
         self._mark = mark

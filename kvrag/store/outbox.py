@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import StoreError
+from kvrag.sqlitefile import open_connection
 from kvrag.store.files import make_folder
 
 FILE_NAME = "outbox.sqlite"
@@ -157,7 +158,7 @@ class Outbox:
             try:
                 if self._connection is None:
                     make_folder(self._path.parent)
-                    connection = sqlite3.connect(
+                    connection = open_connection(
                         self._path, isolation_level=None, check_same_thread=False, timeout=30.0
                     )
                     # No write-ahead log: there are few changes, and each of them must last.

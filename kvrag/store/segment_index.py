@@ -16,7 +16,7 @@ from typing import Any
 from kvrag.chunk import ChunkKey
 from kvrag.errors import StoreError, StoreUnreachableError
 from kvrag.regularfile import other_kind
-from kvrag.sqlitefile import FileStamp, connect, file_stamp, is_damage
+from kvrag.sqlitefile import FileStamp, connect, file_stamp, is_damage, open_connection
 from kvrag.store.files import ABSENT, make_folder, refusal_of, store_error
 from kvrag.store.segment_writer import ENDS, IS_PLACE, IndexWriter, blob
 from kvrag.store.segments import Place
@@ -334,7 +334,7 @@ class SegmentIndex:
             self._writer_inode = _inode_of(self.path)
             if self._writer_inode is not None and (kind := other_kind(self.path.stat().st_mode)):
                 raise sqlite3.DatabaseError(f"file is not a database but {kind}")
-            connection = sqlite3.connect(
+            connection = open_connection(
                 self.path, isolation_level=None, check_same_thread=False, timeout=30.0
             )
             try:

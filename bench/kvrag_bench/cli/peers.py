@@ -10,6 +10,7 @@ import typer
 
 from kvrag.cli import console, lists
 from kvrag.cli import options as o
+from kvrag.cli.failures import EXIT_FAILURE
 
 if TYPE_CHECKING:
     from kvrag_bench.peers.run import PeerRow
@@ -58,12 +59,15 @@ def bench_peers(
     options = PeersOptions(model, names, chunks, sets, tokens, seed)
     with console.progress("measuring") as say:
         rows = run_peers_bench(options, on_progress=say)
-    if picture is not None:
+    has_failed = any(row.failure for row in rows)
+    if picture is not None and not all(row.failure for row in rows):
         from kvrag_bench.peers.picture import draw_peers
 
         draw_peers(rows, picture)
     if as_json:
         console.print_json(rows)
+        if has_failed:
+            raise typer.Exit(EXIT_FAILURE)
         return
     _print_rows(rows)
     console.out().print(
@@ -74,6 +78,8 @@ def bench_peers(
         soft_wrap=True,
         markup=False,
     )
+    if has_failed:
+        raise typer.Exit(EXIT_FAILURE)
 
 
 def _print_rows(rows: Sequence[PeerRow]) -> None:
@@ -98,7 +104,7 @@ def _print_rows(rows: Sequence[PeerRow]) -> None:
         table.add_row(
             row.name,
             *times,
-            f"{row.tokens_per_second:.0f}",
+            "-" if row.tokens_per_second is None else f"{row.tokens_per_second:.0f}",
             console.format_bytes(row.peak_bytes),
             f"{row.agreement:.0%}",
             f"{row.version}: {row.settings}",

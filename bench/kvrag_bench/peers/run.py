@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from kvrag.models.loading import load_tokenizer
 from kvrag_bench.peers.options import PeersOptions
 from kvrag_bench.peers.systems import PEERS
-from kvrag_bench.peers.workload import VISITS
+from kvrag_bench.peers.workload import VISITS, handbook_chunks, make_prompts
 
 _BASELINE = "transformers"
 
@@ -32,7 +33,8 @@ class PeerRow:
     speedup
         How many times sooner than Transformers in this run, by visit; None without it.
     tokens_per_second
-        While the answer is written, after the first token: the median.
+        While the answer is written, after the first token: the median; None for answers of one
+        token.
     peak_bytes
         Rise of resident memory from before the tool was loaded.
     agreement
@@ -47,7 +49,7 @@ class PeerRow:
     settings: str
     ttft_seconds: dict[str, float]
     speedup: dict[str, float] | None
-    tokens_per_second: float
+    tokens_per_second: float | None
     peak_bytes: int
     agreement: float
     failure: str = ""
@@ -56,7 +58,16 @@ class PeerRow:
 def run_peers_bench(
     options: PeersOptions, on_progress: Callable[[str], None] = lambda _: None
 ) -> list[PeerRow]:
-    """Measure each installed tool in turn, and return their rows."""
+    """Measure each installed tool in turn, and return their rows.
+
+    Raises
+    ------
+    ParameterError, ModelLoadError
+        Before anything is measured: when the handbook has too few chunks, or there is no such
+        model.
+    """
+    list(make_prompts(handbook_chunks(), options.num_chunks, options.num_sets, options.seed))
+    load_tokenizer(options.model)
     found: dict[str, dict[str, Any]] = {}
     for name in options.peers:
         if not PEERS[name].version:
@@ -88,7 +99,7 @@ def _in_a_process(name: str, options: PeersOptions) -> dict[str, Any]:
 
 def _row(name: str, result: dict[str, Any], baseline: Sequence[dict[str, Any]] | None) -> PeerRow:
     if "failure" in result:
-        return PeerRow(name, PEERS[name].version, "", {}, None, 0.0, 0, 0.0, result["failure"])
+        return PeerRow(name, PEERS[name].version, "", {}, None, None, 0, 0.0, result["failure"])
     answers = result["answers"]
     ttft = _by_visit(answers)
     plain = None if baseline is None else _by_visit(baseline)
@@ -99,7 +110,7 @@ def _row(name: str, result: dict[str, Any], baseline: Sequence[dict[str, Any]] |
         settings=result["settings"],
         ttft_seconds=ttft,
         speedup=None if plain is None else {visit: plain[visit] / ttft[visit] for visit in ttft},
-        tokens_per_second=1 / median(seconds) if seconds else 0.0,
+        tokens_per_second=1 / median(seconds) if seconds else None,
         peak_bytes=result["peak_bytes"],
         agreement=fmean(_agreement(one["text"], one["full_text"]) for one in answers),
     )

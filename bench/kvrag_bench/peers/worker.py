@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvrag.errors import KVRagError
 from kvrag_bench.memory import peak_bytes
 from kvrag_bench.peers.options import PeersOptions
 from kvrag_bench.peers.systems import PEERS, System
@@ -53,4 +54,8 @@ def _asked(system: System, prompts: list[Prompt], max_tokens: int) -> list[dict[
 if __name__ == "__main__":
     job_path, result_path = map(Path, sys.argv[1:])
     job = json.loads(job_path.read_text())
-    result_path.write_text(json.dumps(measure(job["peer"], PeersOptions(**job["options"]))))
+    try:
+        result = measure(job["peer"], PeersOptions(**job["options"]))
+    except KVRagError as error:
+        result = {"failure": str(error)}
+    result_path.write_text(json.dumps(result))

@@ -1,0 +1,93 @@
+"""A flipped bit in a schema that SQLite then cannot describe as text is damage like any other."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+QUESTION = "Who keeps the harbour ledger?"
+
+
+@pytest.fixture
+def index(run: Run, documents: Path, model_folder: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "index"
+    made = run(
+        *("ingest", documents, "--index", path, "--model", model_folder),
+        *("--embedding", "hashing"),
+    )
+    assert made.code == 0, made.err
+    assert run("query", "--index", path, QUESTION, "--max-tokens", 2).code == 0
+    return path
+
+
+def spoil_schema(path: Path) -> None:
+    """Flip the first bit after which Python cannot decode SQLite's own message."""
+    sound = path.read_bytes()
+    probe = path.with_name("probe.sqlite")
+    for place in range(100, 4096):
+        spoiled = bytearray(sound)
+        spoiled[place] ^= 0x80
+        probe.write_bytes(spoiled)
+        connection = sqlite3.connect(probe)
+        try:
+            connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+        except UnicodeDecodeError:
+            path.write_bytes(spoiled)
+            return
+        except sqlite3.DatabaseError:
+            pass
+        finally:
+            connection.close()
+            probe.unlink()
+    pytest.fail("no flip makes the schema undecodable")
+
+
+def test_the_catalog_is_named_repaired_and_healed(run: Run, index: Path, documents: Path) -> None:
+    spoil_schema(index / "catalog.sqlite")
+    for command in (["ls"], ["stats"], ["verify"], ["query", QUESTION]):
+        done = run(*command, "--index", index)
+        assert done.code == 1
+        assert "catalog.sqlite is damaged or not a catalog" in done.err
+        assert "kvrag verify --repair" in done.err
+    run("verify", "--repair", "--index", index)
+    healed = run("ingest", documents, "--index", index)
+    assert healed.code == 0, healed.err
+    assert run("verify", "--index", index).code == 0
+
+
+def test_a_new_ingestion_alone_heals_the_catalog(run: Run, index: Path, documents: Path) -> None:
+    spoil_schema(index / "catalog.sqlite")
+    healed = run("ingest", documents, "--index", index)
+    assert "unexpected" not in healed.err
+    assert run("ingest", documents, "--index", index).code == 0
+    assert run("verify", "--index", index).code == 0
+
+
+def test_the_table_of_records_is_made_anew(run: Run, index: Path) -> None:
+    spoil_schema(index / "kv" / "records.sqlite")
+    asked = run("query", "--index", index, QUESTION, "--max-tokens", 2)
+    assert asked.code == 0, asked.err
+    run("verify", "--repair", "--index", index)
+    assert run("verify", "--index", index).code == 0
+
+
+def test_counters_are_no_reason_to_answer_nothing(run: Run, index: Path) -> None:
+    spoil_schema(index / "counters.sqlite")
+    for command in (["query", QUESTION, "--max-tokens", 2], ["stats"], ["verify"]):
+        done = run(*command, "--index", index)
+        assert done.code == 0, done.err
+
+
+def test_words_are_indexed_anew(run: Run, index: Path) -> None:
+    assert run("search", "--sparse", "--index", index, "ledger").code == 0
+    before = run("search", "--sparse", "--index", index, "ledger", "--json").json["hits"]
+    words = index / "words.cache"
+    copy = shutil.copyfile(words, words.with_name("copy"))
+    spoil_schema(copy)
+    copy.replace(words)
+    assert run("search", "--sparse", "--index", index, "ledger", "--json").json["hits"] == before
