@@ -19,6 +19,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.fusion.decoding import make_decoder
 from kvrag.ingest.index import Index
+from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.shapes import random_model, random_text
 
@@ -119,12 +120,12 @@ def run_decode_bench(options: DecodeOptions) -> DecodeRow:
 @torch.no_grad()
 def _plain(model: KVModel, ids: torch.Tensor, num_tokens: int) -> float:
     cache = DynamicCache()
-    model.hf(input_ids=ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+    model.hf(input_ids=ids[:, :-1], **{CACHE_ARGUMENT: cache}, logits_to_keep=1)
     started = time.perf_counter()
     # min_new_tokens: an end of the answer does not count.
     model.hf.generate(  # type: ignore[operator]
         input_ids=ids,
-        past_key_values=cache,
+        **{CACHE_ARGUMENT: cache},
         max_new_tokens=num_tokens,
         min_new_tokens=num_tokens,
         do_sample=False,

@@ -26,6 +26,7 @@ from kvrag.fusion.fuser import fuse
 from kvrag.fusion.layout import Layout, ReusedSpan
 from kvrag.fusion.loader import OpenKV
 from kvrag.kvcache import FusedKV
+from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
 from kvrag.regularfile import read_regular
 from kvrag.store.memory import MemoryStore
@@ -277,9 +278,9 @@ class _Comparison:
             with model.lock:
                 # All rows' logits would fill gigabytes at Gemma's vocabulary.
                 output = model.hf(
-                    input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1
+                    input_ids=fed, **{CACHE_ARGUMENT: cache}, use_cache=True, logits_to_keep=1
                 )
-            cache = output.past_key_values
+            cache = getattr(output, CACHE_ARGUMENT)
             logits: torch.Tensor = output.logits[0, -1]
             return logits
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvrag.models.caches import CACHE_ARGUMENT
+
 if TYPE_CHECKING:
     from kvrag.models.kv_model import KVModel
 
@@ -63,9 +65,9 @@ def answer_plainly(
         while num_new < max_tokens and not stream.stopped:
             with model.lock:
                 output = model.hf(
-                    input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1
+                    input_ids=step, **{CACHE_ARGUMENT: cache}, use_cache=True, logits_to_keep=1
                 )
-            cache = output.past_key_values
+            cache = getattr(output, CACHE_ARGUMENT)
             token_id = int(output.logits[0, -1].argmax())
             ttft_seconds = ttft_seconds or time.perf_counter() - started
             if token_id in ends:

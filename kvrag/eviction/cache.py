@@ -322,7 +322,7 @@ def check_evictable(model: PreTrainedModel) -> None:
 class EvictingCache(Cache):
     """A Transformers cache that forgets the keys that a policy chooses.
 
-    Use it as ``with cache.attending(model): model.generate(..., past_key_values=cache)``, for one
+    Use it as ``with cache.attending(model): model.generate(..., cache=cache)``, for one
     prompt or a batch padded on the left. Positions stay those of the whole text: keys stay rotated
     to them, and the cache counts forgotten tokens too. Each head keeps its own set of keys. The
     memory of forgotten keys is freed. Deep copies are independent.

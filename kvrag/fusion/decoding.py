@@ -10,7 +10,7 @@ from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.fuser import FusedPrompt
-from kvrag.models.caches import FusedCache
+from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
 
@@ -64,7 +64,7 @@ class CacheDecoder:
         model = self._model
         with self._fused.answering(model), torch.no_grad():
             ids = torch.tensor([[token_id]], device=model.device)
-            output = model.hf(input_ids=ids, past_key_values=self._cache, use_cache=True)
+            output = model.hf(input_ids=ids, **{CACHE_ARGUMENT: self._cache}, use_cache=True)
         logits: torch.Tensor = output.logits[0, -1]
         return logits
 

@@ -18,6 +18,7 @@ from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.links import LinkedRows
 from kvrag.models.attention import RowMask
+from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
 
@@ -143,7 +144,7 @@ class EvictingDecoder:
                 input_ids=torch.tensor([[token_id]], device=model.device),
                 # The prompt's positions may have gaps.
                 position_ids=torch.tensor([[self._position]], device=model.device),
-                past_key_values=self.cache,
+                **{CACHE_ARGUMENT: self.cache},
                 use_cache=True,
             )
         self._position += 1

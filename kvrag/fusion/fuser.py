@@ -33,7 +33,7 @@ from kvrag.kvcache import FusedKV
 from kvrag.loading.cost import ChunkDecision
 from kvrag.models.adapter import without_adapters
 from kvrag.models.attention import EncodedScope
-from kvrag.models.caches import FusedCache, RowsChanged, write_rows
+from kvrag.models.caches import CACHE_ARGUMENT, FusedCache, RowsChanged, write_rows
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
 from kvrag.models.scaling import ScaledKeys, scaled_answers
@@ -111,7 +111,7 @@ class FusedPrompt:
             "input_ids": input_ids,
             # By default it is derived from the ids, but a prompt may begin with a padding id.
             "attention_mask": torch.ones_like(input_ids),
-            "past_key_values": FusedCache(self.kv, num_rows - 1),
+            CACHE_ARGUMENT: FusedCache(self.kv, num_rows - 1),
         }
 
 

@@ -13,9 +13,16 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvrag.errors import ParameterError
 from kvrag.kvcache import FusedKV
+
+# Transformers 5.24 renamed it; earlier versions know only the old name.
+CACHE_ARGUMENT = (
+    "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+)
+"""What models and their outputs call a cache."""
 
 
 class _CaptureLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

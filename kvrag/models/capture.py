@@ -9,7 +9,7 @@ import torch
 from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import ChunkKV
 from kvrag.models.adapter import without_adapters
-from kvrag.models.caches import CaptureCache
+from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.masks import model_masks
 
@@ -63,7 +63,7 @@ def capture_rows(
             inputs_embeds=embeds[None],
             position_ids=positions[None],
             attention_mask=mask,
-            past_key_values=cache,
+            **{CACHE_ARGUMENT: cache},
             use_cache=True,
         ).last_hidden_state[0]
     shape = (spec.num_layers, spec.num_kv_heads, len(rows), spec.head_dim)

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrag.arguments import shown
 from kvrag.errors import UnsupportedModelError
+from kvrag.models.caches import CACHE_ARGUMENT
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Family:
         Whether its layers attend in their own code, not through Transformers' interface.
     """
 
-    cache_argument: str = "past_key_values"
+    cache_argument: str = CACHE_ARGUMENT
     final_norm: str = "norm"
     rotary_per_layer_type: bool = False
     windowed: bool = True

@@ -26,7 +26,7 @@ from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, FusedKV, KVSpec
 from kvrag.models.adapter import RowAdapter, without_adapters
 from kvrag.models.attention import EncodedScope, lock_of, whole_attention
-from kvrag.models.caches import CaptureCache, Deviation
+from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache, Deviation
 from kvrag.models.chunks import shifted_positions, take_chunk
 from kvrag.models.families import (
     context_window,
@@ -300,7 +300,7 @@ class KVModel:
         with self.lock, without_adapters(self.hf), attending:
             self._base(
                 input_ids=padded[:, rows].to(self.device),
-                past_key_values=cache,
+                **{CACHE_ARGUMENT: cache},
                 use_cache=True,
                 **given,
             )

@@ -10,7 +10,7 @@ from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
-from kvrag.models.caches import FusedCache
+from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import Bench, bench_of, relative_difference
 from kvrag.testing.needs import pytest
@@ -85,7 +85,7 @@ class ModelContract:
         hf: Any = bench.model.hf
         plain = hf.generate(ids, **given)
         cache = FusedCache(fused.kv, fused.kv.num_tokens - 1)
-        ours = hf.generate(ids, past_key_values=cache, **given)
+        ours = hf.generate(ids, **{CACHE_ARGUMENT: cache}, **given)
         assert ours.tolist() == plain.tolist()
         assert fused.kv.keys[0].data_ptr() == buffer
 

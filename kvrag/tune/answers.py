@@ -18,7 +18,7 @@ from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.repair import Repair
 from kvrag.fusion.report import FusionReport
 from kvrag.kvcache import FusedKV
-from kvrag.models.caches import FusedCache
+from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.tune.continuing import Continuation, EvictingContinuation, FullContinuation
 from kvrag.tune.looks import Looks
@@ -161,7 +161,10 @@ class Answerer:
             fed = torch.tensor([list(token_ids)], device=self._model.device)
             started = time.perf_counter()
             output = self._model.hf(
-                input_ids=fed, past_key_values=FusedCache(kv, 0), use_cache=True, logits_to_keep=1
+                input_ids=fed,
+                **{CACHE_ARGUMENT: FusedCache(kv, 0)},
+                use_cache=True,
+                logits_to_keep=1,
             )
             int(output.logits[0, -1].argmax())
             seconds = time.perf_counter() - started

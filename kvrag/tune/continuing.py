@@ -15,7 +15,7 @@ from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.evicting import evict_prompt
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.kvcache import FusedKV
-from kvrag.models.caches import FusedCache
+from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
 
@@ -111,7 +111,7 @@ class FullContinuation:
         cache = FusedCache(self._kv, self._kv.num_tokens + num_fed)
         fed = torch.tensor([list(answer[num_fed:])], device=self._model.device)
         with self._model.lock:
-            output = self._model.hf(input_ids=fed, past_key_values=cache, use_cache=True)
+            output = self._model.hf(input_ids=fed, **{CACHE_ARGUMENT: cache}, use_cache=True)
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -158,7 +158,7 @@ class EvictingContinuation:
             return torch.empty(0, self._model.hf.config.vocab_size, device=self._model.device)
         fed = torch.tensor([list(token_ids)], device=self._model.device)
         with self._cache.attending(self._model.hf):
-            output = self._model.hf(input_ids=fed, past_key_values=self._cache, use_cache=True)
+            output = self._model.hf(input_ids=fed, **{CACHE_ARGUMENT: self._cache}, use_cache=True)
         self._fed += tuple(token_ids)
         logits: torch.Tensor = output.logits[0]
         return logits

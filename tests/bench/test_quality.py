@@ -18,7 +18,7 @@ from kvrag.fusion.policies.query import QueryPolicy
 from kvrag.fusion.policies.seam import SeamPolicy
 from kvrag.fusion.repair import make_repair
 from kvrag.kvcache import FusedKV
-from kvrag.models.caches import FusedCache
+from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
 from kvrag.tune.answers import Answerer
@@ -286,7 +286,7 @@ def test_answers_are_those_of_plain_decoding(
         with torch.no_grad():
             while expected[-1] != 1 and len(expected) < 10:
                 fed = torch.tensor([expected[-1:]])
-                logits = model.hf(input_ids=fed, past_key_values=cache, use_cache=True).logits
+                logits = model.hf(input_ids=fed, **{CACHE_ARGUMENT: cache}, use_cache=True).logits
                 expected.append(int(logits[0, -1].argmax()))
         assert given.token_ids == tuple(expected)
         compared = given.comparison

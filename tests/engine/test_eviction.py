@@ -19,6 +19,7 @@ from kvrag.fusion.evicting import evict_prompt
 from kvrag.fusion.links import FILE_NAME
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
+from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
 from kvrag.pml.engine import PMLEngine
 from kvrag.testing.bench_top import TEXTS
@@ -102,7 +103,7 @@ def test_a_prompt_recomputed_whole_is_pruned_as_a_plain_prefill(
         plain = EvictingCache(model.hf, spec)
         ids = torch.tensor([engine.prompt_ids(PROMPT)])
         with torch.no_grad(), plain.attending(model.hf):
-            model.hf(ids, past_key_values=plain)
+            model.hf(ids, **{CACHE_ARGUMENT: plain})
         for layer_index in range(model.spec.num_layers):
             for one, other in zip(cache.kept(layer_index), plain.kept(layer_index), strict=True):
                 assert torch.equal(one, other)
@@ -111,7 +112,7 @@ def test_a_prompt_recomputed_whole_is_pruned_as_a_plain_prefill(
         with plain.attending(model.hf):
             output = model.hf.generate(
                 ids,
-                past_key_values=EvictingCache(model.hf, spec),
+                **{CACHE_ARGUMENT: EvictingCache(model.hf, spec)},
                 max_new_tokens=10,
                 do_sample=False,
                 pad_token_id=2,

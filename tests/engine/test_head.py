@@ -14,7 +14,7 @@ from kvrag.engine.request import Prompt
 from kvrag.fusion.layout import Layout
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.finding import TokenFinder
-from kvrag.models.caches import CaptureCache
+from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
@@ -93,7 +93,7 @@ def test_the_first_chunk_is_exact_and_never_recomputed(index: Index, policy: str
     )
     cache = CaptureCache(index.model.spec.num_layers)
     with torch.no_grad():
-        index.model.hf.model(torch.tensor([engine.prompt_ids(USER)]), past_key_values=cache)
+        index.model.hf.model(torch.tensor([engine.prompt_ids(USER)]), **{CACHE_ARGUMENT: cache})
     rows = slice(0, first.prompt_end)
     for layer_index, plain in enumerate(cache.layers):
         for given, expected in (

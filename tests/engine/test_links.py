@@ -14,7 +14,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import LinksError, ParameterError
 from kvrag.fusion.links import FILE_NAME
 from kvrag.ingest.index import Index
-from kvrag.models.caches import FusedCache
+from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS
 from tests.fusion.test_links import make_links
@@ -50,7 +50,7 @@ def test_answers_go_on_behind_the_linked_prompt(index: Index, tmp_path: Path, wa
     while len(tokens) < answer.usage.completion_tokens:
         with torch.no_grad(), on_model.answering(model):
             output = model.hf(
-                input_ids=torch.tensor([tokens[-1:]]), past_key_values=cache, use_cache=True
+                input_ids=torch.tensor([tokens[-1:]]), **{CACHE_ARGUMENT: cache}, use_cache=True
             )
         tokens.append(int(output.logits[0, -1].argmax()))
     text = model.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -63,7 +63,7 @@ def test_the_prompts_ids_are_refused_behind_links(index: Index) -> None:
     cache = FusedCache(fused.kv, fused.kv.num_tokens - 1)
     ids = torch.tensor([engine.prompt_ids(PROMPT)])
     with pytest.raises(ParameterError, match=r"1 rows are left .* generate\(\*\*fused.to_generate"):
-        index.model.hf.generate(ids, past_key_values=cache, max_new_tokens=2)
+        index.model.hf.generate(ids, **{CACHE_ARGUMENT: cache}, max_new_tokens=2)
 
 
 def test_positions_left_out_are_nothing_for_transformers(index: Index) -> None:

@@ -18,6 +18,7 @@ from kvrag.fusion.layout import Layout
 from kvrag.fusion.reasons import ABSENT, SPACE
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.finding import TokenFinder
+from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
 from tests.support.models import make_model, make_tokenizer
 
@@ -103,7 +104,7 @@ def test_ratio_1_is_full_prefill(cut: Index) -> None:
         ids = torch.tensor([engine.prompt_ids(prompt)])
         plain = cut.model.hf(ids, use_cache=True)
     torch.testing.assert_close(made.logits, plain.logits[0, -1], atol=1e-5, rtol=1e-5)
-    keys = plain.past_key_values.layers[-1].keys
+    keys = getattr(plain, CACHE_ARGUMENT).layers[-1].keys
     torch.testing.assert_close(made.kv.keys[-1][:, :, : keys.shape[2]], keys, atol=1e-5, rtol=1e-5)
 
 

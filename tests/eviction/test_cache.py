@@ -14,6 +14,7 @@ from transformers.masking_utils import eager_mask
 from kvrag.errors import ParameterError, UnsupportedModelError
 from kvrag.eviction.cache import EvictingCache
 from kvrag.eviction.registry import make_eviction
+from kvrag.models.caches import CACHE_ARGUMENT
 from tests.eviction.policies import KeepAll, SlowCorm
 from tests.support.models import FAMILIES, LEARNED_POSITIONS, OTHER_POSITIONS, make_model
 
@@ -37,7 +38,7 @@ def generate(
     given = model.generate(
         ids,
         attention_mask=mask,
-        past_key_values=cache,
+        **{CACHE_ARGUMENT: cache},
         max_new_tokens=num_new,
         do_sample=False,
         eos_token_id=None,
@@ -95,8 +96,8 @@ def test_narrow_types_stay_near_the_full_cache(dtype: torch.dtype) -> None:
     with torch.no_grad():
         plain = model(torch.cat([ids, token], dim=1)).logits[:, -1]
         with cache.attending(model):
-            model(ids, past_key_values=cache)
-            stepped = model(token, past_key_values=cache).logits[:, -1]
+            model(ids, **{CACHE_ARGUMENT: cache})
+            stepped = model(token, **{CACHE_ARGUMENT: cache}).logits[:, -1]
     exact = make_model("llama")(torch.cat([ids, token], dim=1)).logits[:, -1]
     off = (plain.float() - exact).abs().max()
     assert (stepped.float() - exact).abs().max() < 2 * off + 1e-3
@@ -221,10 +222,10 @@ def test_several_tokens_at_once_are_as_one_after_another(policy: str) -> None:
     ids, _ = prompts(1)
     step, whole = EvictingCache(model, policy), EvictingCache(model, policy)
     with torch.no_grad(), step.attending(model):
-        model(ids[:, :30], past_key_values=step)
-        single = [model(ids[:, i : i + 1], past_key_values=step).logits for i in range(30, 40)]
-        model(ids[:, :30], past_key_values=whole)
-        several = model(ids[:, 30:], past_key_values=whole).logits
+        model(ids[:, :30], **{CACHE_ARGUMENT: step})
+        single = [model(ids[:, i : i + 1], **{CACHE_ARGUMENT: step}).logits for i in range(30, 40)]
+        model(ids[:, :30], **{CACHE_ARGUMENT: whole})
+        several = model(ids[:, 30:], **{CACHE_ARGUMENT: whole}).logits
     torch.testing.assert_close(several, torch.cat(single, dim=1), atol=5e-5, rtol=0)
     for layer_index in range(4):
         for one, other in zip(step.kept(layer_index), whole.kept(layer_index), strict=True):
@@ -242,8 +243,8 @@ def test_positions_stay_true() -> None:
     with torch.no_grad():
         wanted = model(torch.cat([ids, token], dim=1), attention_mask=allowed).logits[0, -1]
         with cache.attending(model):
-            model(ids, past_key_values=cache)
-            found = model(token, past_key_values=cache).logits[0, -1]
+            model(ids, **{CACHE_ARGUMENT: cache})
+            found = model(token, **{CACHE_ARGUMENT: cache}).logits[0, -1]
     torch.testing.assert_close(found, wanted, atol=5e-5, rtol=0)
     assert cache.get_seq_length() == 61
 
@@ -275,11 +276,12 @@ def test_copies_go_their_own_ways() -> None:
     ids, _ = prompts(1)
     cache = EvictingCache(model, "corm:window=8:recent=4")
     with torch.no_grad(), cache.attending(model):
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE_ARGUMENT: cache})
         other = copy.deepcopy(cache)
         before = cache.kept(0)
         ends = [
-            model(torch.tensor([[5, 6, 7]]), past_key_values=one).logits for one in (other, cache)
+            model(torch.tensor([[5, 6, 7]]), **{CACHE_ARGUMENT: one}).logits
+            for one in (other, cache)
         ]
         assert torch.equal(*ends)
     assert other.get_seq_length() == cache.get_seq_length() == 43
@@ -294,11 +296,11 @@ def test_only_its_own_forwards_are_served() -> None:
     with torch.no_grad():
         plain = model(ids).logits
         with cache.attending(model):
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE_ARGUMENT: cache})
             assert torch.equal(model(ids).logits, plain)
         assert model.config._attn_implementation == "sdpa"
         with pytest.raises(ParameterError, match=r"inside 'with cache\.attending\(model\):'"):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **{CACHE_ARGUMENT: cache})
 
 
 def refused(ask: Callable[[PreTrainedModel, torch.Tensor], Any], message: str) -> None:
@@ -313,7 +315,7 @@ def test_beams_are_refused() -> None:
         cache = EvictingCache(model, "corm:window=4")
         with cache.attending(model):
             model.generate(
-                ids, past_key_values=cache, num_beams=2, max_new_tokens=3, pad_token_id=PAD
+                ids, **{CACHE_ARGUMENT: cache}, num_beams=2, max_new_tokens=3, pad_token_id=PAD
             )
 
     refused(ask, "does not support beams: generate with num_beams=1")
@@ -323,8 +325,8 @@ def test_another_batch_is_refused() -> None:
     def ask(model: PreTrainedModel, ids: torch.Tensor) -> None:
         cache = EvictingCache(model, "corm:window=4")
         with torch.no_grad(), cache.attending(model):
-            model(ids, past_key_values=cache)
-            model(ids[:, :1].repeat(2, 1), past_key_values=cache)
+            model(ids, **{CACHE_ARGUMENT: cache})
+            model(ids[:, :1].repeat(2, 1), **{CACHE_ARGUMENT: cache})
 
     refused(ask, "of 1 prompts was given 2")
 

@@ -10,6 +10,7 @@ from kvrag.eviction.attention import Score, attend_ragged
 from kvrag.eviction.base import HeldKeys
 from kvrag.eviction.cache import EvictingCache
 from kvrag.eviction.ragged import RaggedKV
+from kvrag.models.caches import CACHE_ARGUMENT
 from tests.eviction.policies import KeepAll
 from tests.eviction.test_cache import PAD, evicting, generate, model_of, prompts
 
@@ -70,11 +71,14 @@ def test_no_token_is_taken_back() -> None:
     model = model_of("llama", "sdpa")
     ids, mask = prompts(1)
     cache = EvictingCache(model, "corm:window=4:recent=4")
-    with cache.attending(model), pytest.raises(ParameterError, match="cannot remove tokens"):
+    # Transformers refuses from 5.24 on, before it asks the cache.
+    refusals = (ParameterError, ValueError)
+    message = "cannot remove tokens|cache that can be cropped"
+    with cache.attending(model), pytest.raises(refusals, match=message):
         model.generate(
             ids,
             attention_mask=mask,
-            past_key_values=cache,
+            **{CACHE_ARGUMENT: cache},
             max_new_tokens=8,
             do_sample=False,
             prompt_lookup_num_tokens=3,

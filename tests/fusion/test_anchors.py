@@ -23,6 +23,7 @@ from kvrag.fusion.compression.anchors import (
 )
 from kvrag.fusion.compression.encoding import Compressor
 from kvrag.fusion.compression.spec import Compression, parse_compression
+from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import relative_difference
 from tests.support.models import make_model, make_tokenizer
@@ -97,9 +98,10 @@ def reference(
             if isinstance(masks, dict)
             else additive(masks)
         )
-    cache = model.hf(
+    output = model.hf(
         inputs_embeds=embeds[None], position_ids=where[None], attention_mask=masks, use_cache=True
-    ).past_key_values
+    )
+    cache = getattr(output, CACHE_ARGUMENT)
     # The last rows of each: a sliding layer's cache drops others.
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 

@@ -22,7 +22,7 @@ from kvrag.fusion.repair import Repair, make_repair
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.models import headwise
-from kvrag.models.caches import FusedCache
+from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS, Bench, relative_difference
 from tests.support.models import make_model, make_tokenizer
@@ -108,7 +108,7 @@ def reference(bench: Bench, prompt: str, temperature: float, scale: float) -> to
         for position in (~rows).nonzero()[:, 0].tolist():
             logits = bench.model.hf(
                 input_ids=torch.tensor([[layout.token_ids[position]]]),
-                past_key_values=FusedCache(buffer, position),
+                **{CACHE_ARGUMENT: FusedCache(buffer, position)},
                 use_cache=True,
             ).logits[0, -1]
     return logits
@@ -169,13 +169,17 @@ def test_decoding_goes_on_with_the_same_attention(family: str, implementation: s
         for step in steps:
             fed = torch.tensor([layout.token_ids[begin : begin + step]])
             with torch.no_grad(), fused.answering(bench.model):
-                logits = bench.model.hf(fed, past_key_values=cache, use_cache=True).logits[0, -1]
+                logits = bench.model.hf(fed, **{CACHE_ARGUMENT: cache}, use_cache=True).logits[
+                    0, -1
+                ]
             begin += step
         assert relative_difference(logits, expected) < 1e-4
     assert bench.model.hf.config._attn_implementation == implementation
     with torch.no_grad():
         fed = torch.tensor([layout.token_ids[num_short:]])
-        plain = bench.model.hf(fed, past_key_values=FusedCache(buffer, num_short), use_cache=True)
+        plain = bench.model.hf(
+            fed, **{CACHE_ARGUMENT: FusedCache(buffer, num_short)}, use_cache=True
+        )
     assert relative_difference(plain.logits[0, -1], expected) > 1e-4
 
 
@@ -194,7 +198,7 @@ def test_an_engine_generates_with_it(tmp_path: Path, bench: Bench) -> None:
     with torch.no_grad(), fused.answering(index.model):
         while len(said) < 6:
             output = index.model.hf(
-                torch.tensor([said[-1:]]), past_key_values=cache, use_cache=True
+                torch.tensor([said[-1:]]), **{CACHE_ARGUMENT: cache}, use_cache=True
             )
             said.append(int(output.logits[0, -1].argmax()))
     assert answer.text == index.tokenizer.decode(said, skip_special_tokens=True)

@@ -16,6 +16,7 @@ from kvrag.fusion.compression.dropping import encode_informed
 from kvrag.fusion.repair import make_repair
 from kvrag.ingest.coding import read_all
 from kvrag.ingest.index import Index
+from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import relative_difference
 from tests.ingest.conftest import MakeIndex, stored_bytes
@@ -172,7 +173,7 @@ def test_generation_goes_on_from_the_compacted_buffer(dropped: Index, model: KVM
     with torch.no_grad():
         logits = model.hf(
             input_ids=given["input_ids"][:, -1:],
-            past_key_values=given["past_key_values"],
+            **{CACHE_ARGUMENT: given[CACHE_ARGUMENT]},
             use_cache=True,
         ).logits
     assert relative_difference(logits[0, -1], fused.logits) < 1e-4

@@ -12,6 +12,7 @@ from kvrag.ingest.coding import read_all
 from kvrag.ingest.contexts import add_contexts, filler_ids, filler_text, parse_context
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.finding import TokenFinder
+from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import EncodedPrefix, KVModel
 from kvrag.tune import calibrate as calibration
 from tests.ingest.conftest import MakeIndex, stored_bytes
@@ -120,7 +121,7 @@ def test_the_chunk_that_stands_first_is_exact(
     assert fused.report.num_made == first.length - num_exact
     assert fused.report.num_in_context == second.length
     ids = torch.tensor([fused.layout.token_ids])
-    plain = model.hf(ids, use_cache=True).past_key_values
+    plain = getattr(model.hf(ids, use_cache=True), CACHE_ARGUMENT)
     for layer, exact in enumerate(plain.layers):
         found = fused.kv.keys[layer][:, :, : first.prompt_end]
         torch.testing.assert_close(

@@ -22,7 +22,7 @@ from kvrag.fusion.links import FILE_NAME, LinkTokens, find_links, insert_links
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.ingest.contexts import filler_ids
 from kvrag.kvcache import FusedKV
-from kvrag.models.caches import FusedCache
+from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS, Bench, relative_difference
 from kvrag.tune.questions import JudgedQuestion, RenderedPrompt
@@ -95,7 +95,7 @@ def fused_answer_logits(
     with torch.no_grad(), on_model.answering(model):
         behind = model.hf(
             input_ids=torch.tensor([answer]),
-            past_key_values=FusedCache(buffer, num_prompt),
+            **{CACHE_ARGUMENT: FusedCache(buffer, num_prompt)},
             use_cache=True,
         ).logits[0]
     return torch.cat([fused.logits[None], behind])
@@ -199,7 +199,7 @@ def test_training_on_anchors_computes_what_question_time_computes(
         with torch.no_grad():
             behind = model.hf(
                 input_ids=torch.tensor([answer]),
-                past_key_values=FusedCache(buffer, num_prompt),
+                **{CACHE_ARGUMENT: FusedCache(buffer, num_prompt)},
                 use_cache=True,
             ).logits[0]
         expected = torch.cat([fused.logits[None], behind])

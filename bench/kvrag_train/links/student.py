@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvrag.fusion.compression.anchors import anchor_mask
-from kvrag.models.caches import CaptureCache
+from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
 from kvrag.models.families import project_logits
 from kvrag.models.kv_model import KVModel
 from kvrag.models.masks import model_masks
@@ -85,7 +85,7 @@ class Student:
                 inputs_embeds=embeds,
                 position_ids=batch.positions,
                 attention_mask=self._masks(batch),
-                past_key_values=_BehindCache(stored) if is_linked else None,
+                **{CACHE_ARGUMENT: _BehindCache(stored) if is_linked else None},
                 use_cache=is_linked,
             ).last_hidden_state
         return project_logits(model.hf, hidden[batch.targets != IGNORED])
@@ -108,7 +108,7 @@ class Student:
             inputs_embeds=embeds,
             position_ids=batch.chunk_positions,
             attention_mask=mask,
-            past_key_values=cache,
+            **{CACHE_ARGUMENT: cache},
             use_cache=True,
         )
         layers: list[Any] = cache.layers

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvrag.models.caches import CACHE_ARGUMENT
+
 PATH = Path(__file__).with_name("kvzip-v1.safetensors")
 REQUEST = "\n\nRepeat the previous context exactly."
 REQUEST_PART = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -79,7 +81,9 @@ def main() -> None:
             model = LlamaForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
             press = Scores(compression_ratio=0.5, chunk_size=part_tokens, n_sink=0)
             with press(model):
-                model.model(input_ids=torch.tensor([token_ids()]), past_key_values=DynamicCache())
+                model.model(
+                    input_ids=torch.tensor([token_ids()]), **{CACHE_ARGUMENT: DynamicCache()}
+                )
             found[f"parts_of_{part_tokens}"] = press.kept.contiguous()
     save_file(found, str(PATH))
 
