@@ -18,7 +18,8 @@ from kvrag.fusion.compression.compacting import compact
 from kvrag.fusion.compression.encoding import Compressor
 from kvrag.fusion.compression.spec import Compression
 from kvrag.fusion.fuser import fuse
-from kvrag.fusion.links import FILE_NAME, LinkTokens, find_links, insert_links
+from kvrag.fusion.linked_rows import insert_links
+from kvrag.fusion.links import FILE_NAME, LinkTokens, find_links
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.ingest.contexts import filler_ids
 from kvrag.kvcache import FusedKV

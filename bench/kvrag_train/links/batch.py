@@ -21,7 +21,8 @@ from kvrag.fusion.compression.anchors import AnchoredRows, anchored_rows
 from kvrag.fusion.compression.compacting import compact
 from kvrag.fusion.compression.spec import Compression
 from kvrag.fusion.layout import LINK, Layout, lay_out
-from kvrag.fusion.links import LinksHeader, insert_links
+from kvrag.fusion.linked_rows import insert_links
+from kvrag.fusion.links import LinksHeader
 from kvrag.fusion.segments import ChunkMatcher
 from kvrag.ingest.contexts import filler_ids
 from kvrag.models.kv_model import KVModel
