@@ -12,14 +12,14 @@ from kvrag.chunk import Chunk, ChunkKey
 from kvrag.fusion.compression.spec import Compression
 from kvrag.ingest.calibrations import read_calibration
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.checks import check_device, check_embedding
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import check_key
+from kvrag.ingest.filters import Wanted
 from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.limits import ParseLimits
-from kvrag.ingest.making import make_config, make_storage, require_free
-from kvrag.ingest.opening import load_config, open_storage
+from kvrag.ingest.making import make_index
+from kvrag.ingest.opening import open_index
 from kvrag.ingest.report import IndexStats, IngestProgress, IngestReport
 from kvrag.ingest.rows import DocumentRow
 from kvrag.ingest.search import Search, SearchHit
@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from kvrag.ingest.ranking import Reranker
     from kvrag.ingest.run_finder import RunFinder
     from kvrag.models.kv_model import KVModel
-
-Wanted = Mapping[str, Any] | None
-"""A filter of a search (`kvrag.ingest.filters`)."""
 
 
 class Index:
@@ -114,19 +111,7 @@ class Index:
         IndexLockedError
             When another process is creating an index there.
         """
-        from kvrag.ingest.embedding import get_embedding
-        from kvrag.models.kv_model import KVModel
-
-        folder = arguments.resolved_path(path, "path")
-        require_free(folder)
-        settings = IndexSettings(**options)
-        device = settings.device
-        embedding = get_embedding(settings.embedding)
-        loaded = KVModel.load(model, dtype=settings.dtype, device=device)
-        check_device(device, loaded)
-        config = make_config(model, loaded, embedding, settings)
-        encoders = Encoders(folder, config, model=loaded, embedding=embedding, device=device)
-        return cls(make_storage(folder, config, settings), encoders)
+        return cls(*make_index(path, model, IndexSettings(**options)))
 
     @classmethod
     def open(
@@ -174,24 +159,7 @@ class Index:
         StoreError
             When the store refuses access: a wrong password, a missing bucket.
         """
-        check_device(device)
-        arguments.flag(mend, "mend")
-        folder = arguments.resolved_path(path, "path")
-        config = load_config(folder)
-        the_embedding = None
-        if embedding is not None:
-            from kvrag.ingest.embedding import get_embedding
-
-            the_embedding = get_embedding(embedding)
-            check_embedding(config, folder, the_embedding)
-        encoders = Encoders(folder, config, model=model, embedding=the_embedding, device=device)
-        index = cls(open_storage(folder, config, store, mend=mend), encoders)
-        try:
-            encoders.compare_given()
-        except BaseException:
-            index.close()
-            raise
-        return index
+        return cls(*open_index(path, model, embedding, device, store, mend=mend))
 
     def close(self) -> None:
         """Close the catalog and the store, and write the counts to the index folder."""
