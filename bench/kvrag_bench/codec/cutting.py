@@ -1,4 +1,4 @@
-"""A record's first planes as a record of its own: what a coarser transfer would hold."""
+"""Cuts a record after some of its planes: the coarser record that a transfer would hold."""
 
 from __future__ import annotations
 
