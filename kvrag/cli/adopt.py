@@ -8,7 +8,7 @@ import typer
 
 from kvrag.cli import options as o
 from kvrag.cli.failures import EXIT_FAILURE
-from kvrag.ingest.settings import IndexSettings
+from kvrag.cli.indexing import EmbeddingOption, ModelOption, Settings, index_into
 
 
 def adopt(
@@ -20,18 +20,10 @@ def adopt(
         ),
     ],
     index: o.IndexOption = o.DEFAULT_INDEX,
-    model: o.ModelOption = None,
+    model: ModelOption = None,
     device: o.DeviceOption = None,
     store: o.StoreOption = None,
-    embedding: Annotated[
-        str | None,
-        typer.Option(
-            help="Embedding for retrieval, as in 'kvrag ingest'. Default for a new index: "
-            f"{IndexSettings.embedding}.",
-            rich_help_panel=o.TUNING,
-            show_default=False,
-        ),
-    ] = None,
+    embedding: EmbeddingOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would be done.")
     ] = False,
@@ -42,7 +34,6 @@ def adopt(
     A chain over that store then reuses their KV, without any other change. Run it again
     after the store has changed; documents that have left it are removed with 'kvrag rm'.
     """
-    from kvrag.cli.ingest import Settings, index_into
     from kvrag.cli.opening import load_object
     from kvrag.ingest.adopting import adopted
 

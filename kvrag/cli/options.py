@@ -234,23 +234,6 @@ EmbeddingOption = Annotated[
         show_default=False,
     ),
 ]
-NamedModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.")
-]
-BenchModelOption = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.", show_default=False),
-]
-ShapeOption = Annotated[
-    str, typer.Option(help="Without --model: random weights in the shape of this model.")
-]
-QuestionTokensOption = Annotated[
-    int, typer.Option(min=1, help="Tokens in the question.", rich_help_panel=TUNING)
-]
-RepeatsOption = Annotated[
-    int,
-    typer.Option(min=1, help="Number of runs; the median is reported.", rich_help_panel=TUNING),
-]
 MaxTokensOption = Annotated[
     int, typer.Option("--max-tokens", min=1, help="Maximum length of the answer, in tokens.")
 ]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvrag.chunk import ChunkKey
 from kvrag.codec.base import check_kv
 from kvrag.codec.block import COUNT, MATRIX, pack_streams
-from kvrag.codec.container import ByteSource, RecordReader, key_of, write_record
+from kvrag.codec.container import ByteSource, RecordReader, write_record
 from kvrag.codec.decoding import PipelineChunk
 from kvrag.codec.level import CodedBlock, LevelCoder
 from kvrag.codec.planes import NUM_CONTEXTS, coarser, digit_contexts, digit_symbols
@@ -211,52 +211,3 @@ class PipelineCodec:
                     planes[number] += [COUNT.pack(len(streams)), streams]
         planes[0] += body
         return planes
-
-
-def cut_record(record: bytes, num_planes: int, num_plane_blocks: int) -> bytes:
-    """Return a coarser record: a record's first planes, with a new header.
-
-    Parameters
-    ----------
-    num_planes
-        How many planes to keep, at least 1.
-    num_plane_blocks
-        Blocks of a plane: as many as the profile's transform has.
-
-    Raises
-    ------
-    ParameterError
-        If the record has fewer planes.
-    RecordError
-        If it is damaged.
-    """
-    reader = RecordReader(_Bytes(record), key_of(record))
-    header = reader.header
-    count = num_planes * num_plane_blocks
-    if not num_plane_blocks <= count <= len(header.blocks):
-        raise ParameterError(
-            f"a record of {len(header.blocks)} blocks, {num_plane_blocks} a plane, does not have "
-            f"{num_planes} planes"
-        )
-    view = memoryview(record)
-    kept = [view[b.offset : b.offset + b.size_bytes] for b in header.blocks[:count]]
-    return write_record(
-        key_of(record),
-        codec=header.codec,
-        spec=header.spec,
-        num_tokens=header.num_tokens,
-        blocks=[[payload] for payload in kept],
-        level=header.level,
-        profile=header.profile,
-    )
-
-
-class _Bytes:
-    """A record in memory (a `ByteSource`)."""
-
-    def __init__(self, record: bytes) -> None:
-        self._record = record
-        self.size_bytes = len(record)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        buffer[:] = self._record[offset : offset + buffer.nbytes]

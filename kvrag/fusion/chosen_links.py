@@ -11,7 +11,8 @@ from pathlib import Path
 from kvrag.arguments import shown
 from kvrag.errors import LinksError, ParameterError
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.links import LinkTokens, find_links, insert_links
+from kvrag.fusion.linked_rows import insert_links
+from kvrag.fusion.links import LinkTokens, find_links
 from kvrag.models.kv_model import KVModel
 
 logger = logging.getLogger("kvrag")

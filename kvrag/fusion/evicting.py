@@ -16,7 +16,7 @@ from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.cache import EvictingCache
 from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.fuser import FusedPrompt
-from kvrag.fusion.links import LinkedRows
+from kvrag.fusion.linked_rows import LinkedRows
 from kvrag.models.attention import RowMask
 from kvrag.models.caches import CACHE_ARGUMENT
 from kvrag.models.kv_model import KVModel

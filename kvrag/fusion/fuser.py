@@ -18,7 +18,8 @@ import torch
 from kvrag.errors import ParameterError
 from kvrag.fusion.controller import Choice
 from kvrag.fusion.layout import Layout, ReusedSpan
-from kvrag.fusion.links import LinkedRows, LinkTokens
+from kvrag.fusion.linked_rows import LinkedRows
+from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.loader import LostError, OpenKV, SpanLoader
 from kvrag.fusion.plan import FusePlan, Loading, covered, plan_fusion
 from kvrag.fusion.policies.base import RecomputePolicy, chooses_by_attention, mean_count

@@ -100,8 +100,8 @@ class Layout:
     ----------
     token_ids
         The prompt's tokens, exactly as the plain pipeline feeds them, except for `LINK` at each
-        inserted link token (`kvrag.fusion.links.insert_links`) and `COMPRESSED` at each row of a
-        compressed chunk (`kvrag.fusion.compression.compacting.compact`).
+        inserted link token (`kvrag.fusion.linked_rows.insert_links`) and `COMPRESSED` at each row
+        of a compressed chunk (`kvrag.fusion.compression.compacting.compact`).
     spans
         The reusable spans, in order, without overlap. They follow the shared prefix if all of it is
         there. No span contains the last token, which has to be computed to give logits.

@@ -20,6 +20,9 @@ from typing import Any
 from kvrag import arguments
 from kvrag.errors import ParameterError
 
+Wanted = Mapping[str, Any] | None
+"""A filter as callers give it; None admits all chunks."""
+
 _MOST_DEPTH = 16
 _MOST_CONDITIONS = 100
 # In all lists of a filter together: SQLite takes 32,766 parameters by default.

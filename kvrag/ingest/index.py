@@ -12,17 +12,17 @@ from kvrag.chunk import Chunk, ChunkKey
 from kvrag.fusion.compression.spec import Compression
 from kvrag.ingest.calibrations import read_calibration
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.checks import check_device, check_embedding
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import check_key
 from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.limits import ParseLimits
-from kvrag.ingest.making import make_config, make_storage, require_free
-from kvrag.ingest.opening import load_config, open_storage
+from kvrag.ingest.making import make_index
+from kvrag.ingest.opening import open_index
 from kvrag.ingest.report import IndexStats, IngestProgress, IngestReport
 from kvrag.ingest.rows import DocumentRow
-from kvrag.ingest.search import Search, SearchHit
+from kvrag.ingest.search import Search
+from kvrag.ingest.search_methods import SearchMethods
 from kvrag.ingest.settings import IndexOptions, IndexSettings
 from kvrag.ingest.stats import stats_of
 from kvrag.ingest.storage import Storage
@@ -33,25 +33,18 @@ from kvrag.store.base import Store
 from kvrag.store.capabilities import tiers_of
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvrag.codec.base import EncodedChunk
     from kvrag.fusion.calibration import Calibration
-    from kvrag.fusion.segments import ChunkMatcher
     from kvrag.ingest.coding import RecordCoding
     from kvrag.ingest.embedding import Embedding
     from kvrag.ingest.on_demand import OnDemand
-    from kvrag.ingest.ranking import Reranker
     from kvrag.ingest.run_finder import RunFinder
     from kvrag.models.kv_model import KVModel
 
-Wanted = Mapping[str, Any] | None
-"""A filter of a search (`kvrag.ingest.filters`)."""
 
-
-class Index:
+class Index(SearchMethods):
     """Chunks of documents with precomputed position-free KV, in one folder.
 
     `create` makes an index and `open` opens one. Several threads and processes may read while one
@@ -114,19 +107,7 @@ class Index:
         IndexLockedError
             When another process is creating an index there.
         """
-        from kvrag.ingest.embedding import get_embedding
-        from kvrag.models.kv_model import KVModel
-
-        folder = arguments.resolved_path(path, "path")
-        require_free(folder)
-        settings = IndexSettings(**options)
-        device = settings.device
-        embedding = get_embedding(settings.embedding)
-        loaded = KVModel.load(model, dtype=settings.dtype, device=device)
-        check_device(device, loaded)
-        config = make_config(model, loaded, embedding, settings)
-        encoders = Encoders(folder, config, model=loaded, embedding=embedding, device=device)
-        return cls(make_storage(folder, config, settings), encoders)
+        return cls(*make_index(path, model, IndexSettings(**options)))
 
     @classmethod
     def open(
@@ -174,24 +155,7 @@ class Index:
         StoreError
             When the store refuses access: a wrong password, a missing bucket.
         """
-        check_device(device)
-        arguments.flag(mend, "mend")
-        folder = arguments.resolved_path(path, "path")
-        config = load_config(folder)
-        the_embedding = None
-        if embedding is not None:
-            from kvrag.ingest.embedding import get_embedding
-
-            the_embedding = get_embedding(embedding)
-            check_embedding(config, folder, the_embedding)
-        encoders = Encoders(folder, config, model=model, embedding=the_embedding, device=device)
-        index = cls(open_storage(folder, config, store, mend=mend), encoders)
-        try:
-            encoders.compare_given()
-        except BaseException:
-            index.close()
-            raise
-        return index
+        return cls(*open_index(path, model, embedding, device, store, mend=mend))
 
     def close(self) -> None:
         """Close the catalog and the store, and write the counts to the index folder."""
@@ -384,68 +348,12 @@ class Index:
 
     # -- reading -----------------------------------------------------------------------------
 
-    def search(
-        self,
-        query: str,
-        k: int = 4,
-        *,
-        filter: Wanted = None,
-        reranker: Reranker | None = None,
-    ) -> list[SearchHit]:
-        """Return the `k` chunks that best match a question, best first.
-
-        Chunks are ranked by meaning (`search_dense`) and by words (`search_words`), and the two
-        rankings are fused by reciprocal rank. A reranker then reads the best of them.
-
-        Parameters
-        ----------
-        filter
-            Which chunks may be found, by source, ordinal and metadata, such as
-            ``{"year": {"$gte": 2020}}`` (`kvrag.ingest.filters`); None means all.
-        reranker
-            A cross-encoder (`kvrag.ingest.ranking.Reranker`), whose scores then count.
-
-        Raises
-        ------
-        ParameterError
-            When the question is not text, is blank, or is longer than 100,000 characters, `k` is
-            not a whole number from 1 on, or the filter is wrong.
-        """
-        return self._search.by_text(query, k, reranker, filter)
-
-    def search_dense(self, query: str, k: int = 4, *, filter: Wanted = None) -> list[SearchHit]:
-        """Return the `k` chunks whose vectors are nearest to a question's, as `search` does."""
-        return self._search.by_meaning(query, k, filter)
-
-    def search_by_vector(
-        self, vector: NDArray[np.float32] | Sequence[float], k: int = 4, *, filter: Wanted = None
-    ) -> list[SearchHit]:
-        """Return the `k` chunks nearest to a vector ``[dim]``, best first."""
-        return self._search.by_vector(vector, k, filter)
-
-    def search_words(self, query: str, k: int = 4, *, filter: Wanted = None) -> list[SearchHit]:
-        """Return the `k` chunks that best match a question's words (BM25), best first.
-
-        Needs no model. A question without words finds nothing. Otherwise as `search`.
-        """
-        return self._search.by_words(query, k, filter)
-
-    @property
-    def matcher(self) -> ChunkMatcher:
-        """The matcher of the index's chunks in prompts; replaced when the catalog changes."""
-        return self._search.matcher
-
     @cached_property
     def run_finder(self) -> RunFinder:
         """The finder of runs inside the index's chunks; it follows changes of the catalog."""
         from kvrag.ingest.run_finder import RunFinder
 
         return RunFinder(self.catalog, lambda ids: str(self.tokenizer.decode(ids)))
-
-    @property
-    def recent_chunk_ids(self) -> tuple[str, ...]:
-        """Ids of the chunks found by the latest searches, the latest and best first."""
-        return self._search.recent_chunk_ids
 
     def get_chunks(self, chunk_ids: Sequence[str]) -> list[Chunk]:
         """Return chunks by id, in that order; skips unknown ids."""

@@ -16,9 +16,10 @@ from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import config as configs
 from kvrag.ingest import counting, lock, profiles, words
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.checks import check_limit
+from kvrag.ingest.checks import check_device, check_limit
 from kvrag.ingest.config import KV_FOLDER, IndexConfig
 from kvrag.ingest.contexts import ALONE, check_filler, default_context, parse_context
+from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import catalog_key, key_check, secret_salt
 from kvrag.ingest.seals import seal_key
 from kvrag.ingest.settings import IndexSettings
@@ -44,7 +45,23 @@ _OUR_FILES = {
 } | {catalogs.FILE_NAME + end for end in ("", "-wal", "-shm", "-journal")}
 
 
-def make_config(
+def make_index(path: str | Path, given: Any, settings: IndexSettings) -> tuple[Storage, Encoders]:
+    """Create an empty index. Parameters and errors are those of `Index.create`."""
+    from kvrag.ingest.embedding import get_embedding
+    from kvrag.models.kv_model import KVModel
+
+    folder = arguments.resolved_path(path, "path")
+    _require_free(folder)
+    device = settings.device
+    embedding = get_embedding(settings.embedding)
+    model = KVModel.load(given, dtype=settings.dtype, device=device)
+    check_device(device, model)
+    config = _make_config(given, model, embedding, settings)
+    encoders = Encoders(folder, config, model=model, embedding=embedding, device=device)
+    return _make_storage(folder, config, settings), encoders
+
+
+def _make_config(
     given: Any, model: KVModel, embedding: Embedding, settings: IndexSettings
 ) -> IndexConfig:
     """Return the configuration of a new index.
@@ -135,7 +152,7 @@ def make_config(
     )
 
 
-def make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) -> Storage:
+def _make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) -> Storage:
     """Create an empty index in a new or empty folder and open it. Raises as `Index.create`."""
     with contextlib.ExitStack() as undoing:
         opened = None if settings.store is None else open_store(settings.store)
@@ -154,7 +171,7 @@ def make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) -> 
                 f"cannot make the folder {folder}: {error.strerror or error}; use another one"
             ) from error
         with lock.writer_lock(folder):
-            require_free(folder)
+            _require_free(folder)
             catalog = Catalog.create(
                 folder / catalogs.FILE_NAME,
                 seal_key=seal_key(bytes.fromhex(config.tenant_salt), config.index_id),
@@ -169,7 +186,7 @@ def make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) -> 
     return Storage(folder, config, catalog, store)
 
 
-def require_free(folder: Path) -> None:
+def _require_free(folder: Path) -> None:
     """Raise ParameterError if a folder holds an index or any foreign file."""
     try:
         names = {entry.name for entry in folder.iterdir()} if folder.exists() else set()

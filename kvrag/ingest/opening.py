@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
+from kvrag import arguments
 from kvrag.codec.names import parse_codec
 from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import lock
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.checks import check_limit
+from kvrag.ingest.checks import check_device, check_embedding, check_limit
 from kvrag.ingest.config import KV_FOLDER, IndexConfig
 from kvrag.ingest.connection import is_lost
+from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import open_catalog, replace_catalog
 from kvrag.ingest.storage import Storage
 from kvrag.store.base import Store
@@ -22,7 +25,36 @@ from kvrag.store.registry import open_store
 logger = logging.getLogger("kvrag")
 
 
-def load_config(folder: Path) -> IndexConfig:
+def open_index(
+    path: str | Path,
+    model: Any,
+    embedding: Any,
+    device: str | None,
+    store: str | None,
+    *,
+    mend: bool,
+) -> tuple[Storage, Encoders]:
+    """Open an index. Parameters and errors are those of `Index.open`."""
+    check_device(device)
+    arguments.flag(mend, "mend")
+    folder = arguments.resolved_path(path, "path")
+    config = _load_config(folder)
+    if embedding is not None:
+        from kvrag.ingest.embedding import get_embedding
+
+        embedding = get_embedding(embedding)
+        check_embedding(config, folder, embedding)
+    encoders = Encoders(folder, config, model=model, embedding=embedding, device=device)
+    storage = _open_storage(folder, config, store, mend)
+    try:
+        encoders.compare_given()
+    except BaseException:
+        storage.close()
+        raise
+    return storage, encoders
+
+
+def _load_config(folder: Path) -> IndexConfig:
     """Return the settings of an index. Raises as `IndexConfig.load` does."""
     config = IndexConfig.load(folder)
     try:
@@ -32,8 +64,7 @@ def load_config(folder: Path) -> IndexConfig:
     return config
 
 
-def open_storage(folder: Path, config: IndexConfig, store: str | None, *, mend: bool) -> Storage:
-    """Open the storage of an index. Parameters and errors are those of `Index.open`."""
+def _open_storage(folder: Path, config: IndexConfig, store: str | None, mend: bool) -> Storage:
     url = store or config.store
     opened = open_store(url, must_answer=False) if url else FileStore(folder / KV_FOLDER)
     check_limit(opened, config)

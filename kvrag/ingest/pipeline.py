@@ -30,7 +30,7 @@ from kvrag.ingest.files import read_file
 from kvrag.ingest.parsing import Parser
 from kvrag.ingest.plan import Plan, PlannedDocument, document_digest
 from kvrag.ingest.report import FailedDocument, IngestProgress
-from kvrag.ingest.rows import Change, ChunkRow
+from kvrag.ingest.rows import Change, ChunkRow, KeyOf
 from kvrag.store.base import Store
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Work:
     embedding: Embedding
     parser: Parser
     chunk: Callable[[Document], list[Chunk]]
-    key_of: Callable[[Chunk], ChunkKey]
+    key_of: KeyOf
     prefill: Callable[[Chunk], ChunkKV]
     codec_for: Callable[[list[Chunk], Callable[[str], None]], Codec]
     bytes_per_token: int

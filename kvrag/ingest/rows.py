@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,9 @@ from kvrag.chunk import Chunk, ChunkKey
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+KeyOf = Callable[[Chunk], ChunkKey]
+"""Returns the name that a chunk's KV must have, the first of several."""
 
 
 @dataclass(frozen=True)

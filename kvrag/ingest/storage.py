@@ -115,9 +115,10 @@ class Storage:
         catalog = self.catalog
         if catalog.is_encrypted:
             return
-        has_graph = vectorheader.vector_stats(self.path).is_graph
-        if has_graph or catalog.num_vectors(self.config.embedding_dim) > vectorheader.GRAPH_FROM:
-            self.vectors.refresh()
+        cached = vectorheader.vector_stats(self.path)
+        num_vectors = catalog.num_vectors
+        if cached.is_graph or num_vectors(self.config.embedding_dim) > vectorheader.GRAPH_FROM:
+            self.vectors.refresh(cached.version)
 
     @cached_property
     def vectors(self) -> CurrentVectors:

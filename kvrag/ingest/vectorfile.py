@@ -59,15 +59,17 @@ class CurrentVectors:
                 self._found = self._found.update(self._catalog)
             return self._found
 
-    def refresh(self) -> None:
-        """Bring a graph and its cache up to date, or make them (`Storage.refresh_vectors`)."""
+    def refresh(self, cached: tuple[int, bytes] | None) -> None:
+        """Bring a graph and its cache up to date, or make them (`Storage.refresh_vectors`).
+
+        `cached` is the version of the catalog that the cache is from; None if there is none.
+        """
         catalog = self._catalog
-        said = vectorheader.read_header(self._path)
         num_noted = catalog.num_noted
         present = self.get()
         with self._refreshing:
             tidied = present.tidied(catalog)
-            if said and tidied is present and said[6:8] == [*catalog.version()]:
+            if tidied is present and cached == catalog.version():
                 return
             if catalog.num_noted == num_noted:
                 self._write(tidied)

@@ -6,7 +6,6 @@ import contextlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvrag.ingest.config import VECTORS_NAME
 from kvrag.regularfile import open_regular
@@ -32,24 +31,22 @@ class VectorStats:
         Memory that they take in each process that searches.
     is_graph
         Whether a graph finds the nearest ones, or all are compared.
+    version
+        The version of the catalog (`Catalog.version`) that they are from; None without a cache.
     """
 
     num_vectors: int = 0
     memory_bytes: int = 0
     is_graph: bool = False
+    version: tuple[int, bytes] | None = None
 
 
 def vector_stats(folder: Path) -> VectorStats:
-    """Return what the cache in an index's folder says; zeros if there is none."""
-    said = read_header(folder / VECTORS_NAME)
-    return VectorStats() if said is None else VectorStats(said[4], said[5], bool(said[3]))
-
-
-def read_header(path: Path) -> list[Any] | None:
-    """Return the fields of a cache's header; None if there is none of this version."""
-    with contextlib.suppress(OSError), open_regular(path) as file:
+    """Return what the cache in an index's folder says; zeros if there is none of this version."""
+    with contextlib.suppress(OSError), open_regular(folder / VECTORS_NAME) as file:
         content = file.read(HEADER.size)
         if len(content) == HEADER.size:
-            said = list(HEADER.unpack(content))
-            return said if said[:2] == [MAGIC, VERSION] else None
-    return None
+            magic, version, _, is_graph, count, memory, *written, _ = HEADER.unpack(content)
+            if (magic, version) == (MAGIC, VERSION):
+                return VectorStats(count, memory, bool(is_graph), (written[0], written[1]))
+    return VectorStats()

@@ -18,7 +18,8 @@ from kvrag.models.tokens import encode
 from kvrag.tune.bootstrap import mean_interval
 from kvrag.tune.datasets import read_questions
 from kvrag.tune.exact_match import exact_match
-from kvrag.tune.judging import Contestant, Judgement, judge_policies
+from kvrag.tune.judgements import Contestant, Judgement
+from kvrag.tune.judging import judge_policies
 from kvrag.tune.loading import measure_loading
 from kvrag.tune.questions import JudgedQuestion
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvrag.codec.base import Codec
 from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError
-from kvrag.eviction import NO_EVICTION
 from kvrag.eviction.registry import make_eviction
 from kvrag.fusion.compression.spec import NO_COMPRESSION
 from kvrag.fusion.controller import LoadingController, takes_ratio
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.links import LinkTokens, insert_links
+from kvrag.fusion.linked_rows import insert_links
+from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.base import check_ratio
 from kvrag.fusion.repair import Repair, make_repair
@@ -23,110 +23,15 @@ from kvrag.models.kv_model import KVModel
 from kvrag.tune.answers import Answerer, Comparison, ReferenceAnswer
 from kvrag.tune.bank import ChunkBank
 from kvrag.tune.effort import Effort, progress
+from kvrag.tune.judgements import DEFAULT_CODEC, Asked, Contestant, Judgement, Reply
 from kvrag.tune.looks import Looks
-from kvrag.tune.questions import JudgedQuestion, RenderedPrompt, render
+from kvrag.tune.questions import JudgedQuestion, render
 
-_CODEC = "raw"
 # Bytes of KV that are kept at a time: chunks that several of a run's questions share are computed
 # once, and a long run does not fill the memory.
 _BANK_BYTES = 2 << 30
 # English text has about four characters a token, other text fewer.
 _CHARACTERS_A_TOKEN = 3
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """A policy at a ratio over a codec, with the other choices that a figure depends on.
-
-    Chunks are encoded after a context and stored compressed or whole, with or without links.
-    Answers use all keys or those that an eviction leaves.
-    """
-
-    policy: str
-    ratio: float | None
-    codec: str = _CODEC
-    context: str = NO_CONTEXT
-    linked: bool = False
-    compression: str = NO_COMPRESSION
-    eviction: str = NO_EVICTION
-
-    @property
-    def with_full_cache(self) -> Contestant:
-        """The same without eviction."""
-        return replace(self, eviction=NO_EVICTION)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A question with its prompt, and who is judged on it."""
-
-    question: JudgedQuestion
-    prompt: RenderedPrompt
-    contestants: Sequence[Contestant] = ()
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What full prefill, or a policy, makes of one question.
-
-    Attributes
-    ----------
-    text
-        Its greedy answer; None if it was not generated.
-    gold
-        Mean log-probability a token of the first accepted answer.
-    choices
-        The same of each of the question's choices.
-    """
-
-    text: str | None
-    gold: float
-    choices: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """One question under one contestant, with what full prefill made of it.
-
-    Attributes
-    ----------
-    question
-        The question.
-    given, reference
-        The contestant's reply, and full prefill's.
-    kl, agrees
-        At each token of the reference's answer.
-    ttft_seconds, plain_ttft_seconds
-        From the prompt's text to the first token.
-    num_recomputed, num_found
-        Reused tokens computed again, of those found in the store and not exact.
-    num_cached, num_prompt
-        Prompt tokens whose stored KV was kept, of all.
-    num_rows, work_share
-        Rows computed, summed over layers; and that, with what the choice alone computes, over those
-        of full prefill.
-    stored_bytes, stored_tokens
-        Records of the question's chunks.
-    kept_share
-        Keys that an eviction left of the prompt's, mean over layers and heads.
-    """
-
-    question: JudgedQuestion
-    given: Reply
-    reference: Reply
-    kl: tuple[float, ...]
-    agrees: tuple[bool, ...]
-    ttft_seconds: float
-    plain_ttft_seconds: float
-    num_recomputed: int
-    num_found: int
-    num_cached: int
-    num_prompt: int
-    num_rows: int
-    work_share: float
-    stored_bytes: int
-    stored_tokens: int
-    kept_share: float = 1.0
 
 
 def check_policies(policies: Sequence[str], ratios: Sequence[float]) -> None:
@@ -181,7 +86,7 @@ def judge_policies(
         for one in prompts_that_fit(model, questions, max_tokens, use_chat_template)
     ]
     judge = Judge(
-        model, {NO_COMPRESSION: [get_codec(_CODEC)]}, Answerer(model, max_tokens), say=say
+        model, {NO_COMPRESSION: [get_codec(DEFAULT_CODEC)]}, Answerer(model, max_tokens), say=say
     )
     judged: dict[Contestant, list[Judgement]] = {contestant: [] for contestant in entered}
     for _, judgements in judge.each(asked):

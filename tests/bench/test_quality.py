@@ -24,7 +24,7 @@ from kvrag.testing.bench_top import TEXTS
 from kvrag.tune.answers import Answerer
 from kvrag.tune.bank import ChunkBank
 from kvrag.tune.effort import progress
-from kvrag.tune.judging import Contestant
+from kvrag.tune.judgements import Contestant
 from kvrag.tune.questions import render
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.datasets import load_questions

@@ -11,12 +11,13 @@ import torch
 
 from kvrag.errors import LinksError
 from kvrag.fusion.layout import Layout
-from kvrag.fusion.links import FILE_NAME, insert_links
+from kvrag.fusion.linked_rows import insert_links
+from kvrag.fusion.links import FILE_NAME
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.models.kv_model import KVModel
 from kvrag.testing.bench_top import TEXTS, Bench
 from kvrag.tune.answers import Answerer
-from kvrag.tune.judging import Contestant
+from kvrag.tune.judgements import Contestant
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions, contestants, label
 from kvrag_bench.quality.picture import draw_quality

@@ -9,7 +9,7 @@ import torch
 from kvrag.codec.allocation import LayerGroups, RateDistortion
 from kvrag.codec.base import Codec, Destination
 from kvrag.codec.config import PipelineConfig
-from kvrag.codec.pipeline import PipelineCodec, cut_record
+from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.profile import Profile
 from kvrag.codec.quantiser import Exact, PerChannel, PerToken, Uniform
 from kvrag.codec.transform.anchor_delta import AnchorDelta
@@ -19,6 +19,7 @@ from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.positions.rotary import RotaryTable
 from kvrag.testing.codec_contract import KEY, BytesSource, CodecContract, decode
+from kvrag_bench.codec.cutting import cut_record
 from tests.support.codecs import FittingCodec, fit, smooth_kv
 
 SPEC = KVSpec(num_layers=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from kvrag.errors import LinksError, ParameterError
 from kvrag.fusion.fuser import FusedPrompt, fuse
 from kvrag.fusion.layout import LINK, Layout, ReusedSpan
-from kvrag.fusion.links import FILE_NAME, LinksHeader, LinkTokens, find_links, insert_links
+from kvrag.fusion.linked_rows import insert_links
+from kvrag.fusion.links import FILE_NAME, LinksHeader, LinkTokens, find_links
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import make_repair

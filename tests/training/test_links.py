@@ -18,7 +18,8 @@ from kvrag.fusion.compression.compacting import compact
 from kvrag.fusion.compression.encoding import Compressor
 from kvrag.fusion.compression.spec import Compression
 from kvrag.fusion.fuser import fuse
-from kvrag.fusion.links import FILE_NAME, LinkTokens, find_links, insert_links
+from kvrag.fusion.linked_rows import insert_links
+from kvrag.fusion.links import FILE_NAME, LinkTokens, find_links
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.ingest.contexts import filler_ids
 from kvrag.kvcache import FusedKV
@@ -158,7 +159,7 @@ def test_the_document_that_stands_first_has_no_filler_before_it() -> None:
 
 
 def test_a_filler_longer_than_the_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match="filler:999999: expected at most"):
+    with pytest.raises(ParameterError, match="filler:999999 and chunk_tokens="):
         make_trainer(tmp_path, context="filler:999999")
     with pytest.raises(ParameterError, match=r"context document: expected none or filler"):
         options(tmp_path, context="document")

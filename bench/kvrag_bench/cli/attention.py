@@ -9,6 +9,7 @@ import typer
 from kvrag.cli import console, lists
 from kvrag.cli import options as o
 from kvrag.errors import ParameterError
+from kvrag_bench.cli import options as b
 
 
 def bench_attention(
@@ -20,7 +21,7 @@ def bench_attention(
         float, typer.Option(help="Share of the tokens that attend, at random places.")
     ] = 0.15,
     dtype: Annotated[str, typer.Option(help="Element type: float32 or bfloat16.")] = "float32",
-    repeats: o.RepeatsOption = 5,
+    repeats: b.RepeatsOption = 5,
     as_json: o.JsonOption = False,
 ) -> None:
     """Compare the attention of scattered rows with PyTorch's, and with its dense prefill."""

@@ -8,14 +8,15 @@ import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
+from kvrag_bench.cli import options as b
 
 
 def bench_decode(
-    model: o.BenchModelOption = None,
-    random_shape: o.ShapeOption = "qwen2.5-0.5b",
+    model: b.BenchModelOption = None,
+    random_shape: b.ShapeOption = "qwen2.5-0.5b",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of 200 tokens in the prompt.")] = 10,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 64,
-    repeats: o.RepeatsOption = 3,
+    repeats: b.RepeatsOption = 3,
     as_json: o.JsonOption = False,
 ) -> None:
     """Compare the speed of writing an answer with Transformers' generate."""

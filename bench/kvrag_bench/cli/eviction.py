@@ -8,14 +8,15 @@ import typer
 
 from kvrag.cli import console, lists
 from kvrag.cli import options as o
+from kvrag_bench.cli import options as b
 
 if TYPE_CHECKING:
     from kvrag_bench.eviction import EvictionBenchRow
 
 
 def bench_eviction(
-    model: o.BenchModelOption = None,
-    random_shape: o.ShapeOption = "qwen2.5-0.5b",
+    model: b.BenchModelOption = None,
+    random_shape: b.ShapeOption = "qwen2.5-0.5b",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens in the prompt.")] = 4096,
     eviction: Annotated[
         str, typer.Option(help="Policies, with commas; parameters follow colons.")

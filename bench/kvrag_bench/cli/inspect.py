@@ -10,6 +10,7 @@ import typer
 from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.errors import ParameterError
+from kvrag_bench.cli import options as b
 
 if TYPE_CHECKING:
     from kvrag_bench.inspection.eviction import EvictionInspection
@@ -36,7 +37,7 @@ def inspect(
             help="What forgets, as --eviction of 'kvrag query'.", rich_help_panel=o.RESEARCH
         ),
     ] = "corm:window=16:recent=16",
-    model: o.NamedModelOption = "kvrag-tiny",
+    model: b.NamedModelOption = "kvrag-tiny",
     data: Annotated[
         str,
         typer.Option(help="Data set, as for 'kvrag bench quality'.", rich_help_panel=o.TUNING),

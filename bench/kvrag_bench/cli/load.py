@@ -11,6 +11,7 @@ from kvrag.cli import console, lists
 from kvrag.cli import options as o
 from kvrag.errors import ParameterError
 from kvrag.loading import LOAD_THREADS, MAX_LOAD_THREADS
+from kvrag_bench.cli import options as b
 
 if TYPE_CHECKING:
     from kvrag_bench.load.controller import ControllerRow
@@ -27,11 +28,11 @@ def bench_load(
             "controller (the share that auto takes, against the best)."
         ),
     ] = ",".join(_PARTS),
-    model: o.BenchModelOption = None,
-    random_shape: o.ShapeOption = "qwen2.5-0.5b",
+    model: b.BenchModelOption = None,
+    random_shape: b.ShapeOption = "qwen2.5-0.5b",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 250,
-    question_tokens: o.QuestionTokensOption = 30,
+    question_tokens: b.QuestionTokensOption = 30,
     codec: Annotated[str, typer.Option(help="How the chunks are stored.")] = "raw",
     speeds: Annotated[
         str, typer.Option(help="Speeds of the store in GB/s, with commas.")
@@ -71,7 +72,7 @@ def bench_load(
             rich_help_panel=o.TUNING,
         ),
     ] = LOAD_THREADS,
-    repeats: o.RepeatsOption = 5,
+    repeats: b.RepeatsOption = 5,
     as_json: o.JsonOption = False,
 ) -> None:
     """Time the first token over a throttled store: hidden loading, and the share auto takes."""

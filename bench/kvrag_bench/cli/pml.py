@@ -8,11 +8,12 @@ import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
+from kvrag_bench.cli import options as b
 
 
 def bench_pml(
-    model: o.BenchModelOption = None,
-    random_shape: o.ShapeOption = "qwen2.5-0.5b",
+    model: b.BenchModelOption = None,
+    random_shape: b.ShapeOption = "qwen2.5-0.5b",
     modules: Annotated[int, typer.Option(min=1, help="Modules that the prompt imports.")] = 6,
     module_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each module.")] = 500,
     text_tokens: Annotated[
@@ -30,7 +31,7 @@ def bench_pml(
             rich_help_panel=o.TUNING,
         ),
     ] = 8,
-    repeats: o.RepeatsOption = 3,
+    repeats: b.RepeatsOption = 3,
     as_json: o.JsonOption = False,
 ) -> None:
     """Time prompt markup: encoding a schema over its plain prefill, and the first token."""

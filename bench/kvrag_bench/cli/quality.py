@@ -11,6 +11,7 @@ import typer
 from kvrag.cli import console, lists
 from kvrag.cli import options as o
 from kvrag.errors import ParameterError
+from kvrag_bench.cli import options as b
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def bench_quality(
-    model: o.NamedModelOption = "kvrag-tiny",
+    model: b.NamedModelOption = "kvrag-tiny",
     suite: Annotated[
         str | None,
         typer.Option(

@@ -8,10 +8,11 @@ import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
+from kvrag_bench.cli import options as b
 
 
 def bench_serve(
-    model: o.NamedModelOption = "kvrag-tiny",
+    model: b.NamedModelOption = "kvrag-tiny",
     clients: Annotated[int, typer.Option(min=1, help="Streams at the same time.")] = 64,
     seconds: Annotated[
         float, typer.Option(parser=o.above_zero, help="Time in which streams begin.")

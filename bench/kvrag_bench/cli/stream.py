@@ -8,6 +8,7 @@ import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
+from kvrag_bench.cli import options as b
 
 if TYPE_CHECKING:
     from kvrag_bench.stream.measure import StreamRows
@@ -28,7 +29,7 @@ def bench_stream(
     seed: Annotated[
         int, typer.Option(help="Seed of the first trace and of the text.", rich_help_panel=o.TUNING)
     ] = 0,
-    repeats: o.RepeatsOption = 5,
+    repeats: b.RepeatsOption = 5,
     time_scale: Annotated[
         float, typer.Option(help="Factor of all times over the paper's.", rich_help_panel=o.TUNING)
     ] = 2.0,

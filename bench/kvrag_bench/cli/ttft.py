@@ -10,14 +10,15 @@ import typer
 from kvrag.cli import console, lists
 from kvrag.cli import options as o
 from kvrag.fusion.policies import DEFAULT_POLICY
+from kvrag_bench.cli import options as b
 
 if TYPE_CHECKING:
     from kvrag_bench.ttft import TTFTRow
 
 
 def bench_ttft(
-    model: o.BenchModelOption = None,
-    random_shape: o.ShapeOption = "qwen2.5-0.5b",
+    model: b.BenchModelOption = None,
+    random_shape: b.ShapeOption = "qwen2.5-0.5b",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 10,
     chunk_tokens: Annotated[
         str, typer.Option(help="Tokens of each chunk; several, with commas, make several rows.")
@@ -28,8 +29,8 @@ def bench_ttft(
     ratio: Annotated[
         float, typer.Option(help="Share that policies which take one recompute.")
     ] = 0.15,
-    question_tokens: o.QuestionTokensOption = 30,
-    repeats: o.RepeatsOption = 3,
+    question_tokens: b.QuestionTokensOption = 30,
+    repeats: b.RepeatsOption = 3,
     as_json: o.JsonOption = False,
 ) -> None:
     """Compare time to first token with plain prefill, and with the floor this machine allows."""
@@ -58,8 +59,8 @@ def bench_ttft(
 
 
 def bench_ingest(
-    model: o.BenchModelOption = None,
-    random_shape: o.ShapeOption = "qwen2.5-0.5b",
+    model: b.BenchModelOption = None,
+    random_shape: b.ShapeOption = "qwen2.5-0.5b",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks indexed.")] = 12,
     chunk_tokens: Annotated[
         str, typer.Option(help="Tokens of the chunks, in turn, with commas.")
@@ -74,7 +75,7 @@ def bench_ingest(
         str,
         typer.Option(help="Contexts to encode chunks after, with commas (see 'kvrag ingest')."),
     ] = "none",
-    repeats: o.RepeatsOption = 3,
+    repeats: b.RepeatsOption = 3,
     as_json: o.JsonOption = False,
 ) -> None:
     """Compare indexing throughput with the model's own batched prefill."""

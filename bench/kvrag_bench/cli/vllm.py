@@ -10,6 +10,7 @@ import typer
 from kvrag.cli import console, lists
 from kvrag.cli import options as o
 from kvrag.errors import ParameterError
+from kvrag_bench.cli import options as b
 
 if TYPE_CHECKING:
     from kvrag_bench.serving.served import Served, ServingOptions
@@ -26,11 +27,11 @@ def bench_vllm(
             "queries), stall (an answer being decoded while a prompt is fused)."
         ),
     ] = ",".join(_PARTS),
-    random_shape: o.ShapeOption = "100m",
+    random_shape: b.ShapeOption = "100m",
     context_tokens: Annotated[
         str, typer.Option(help="Tokens of the chunks in a prompt of speed, with commas.")
     ] = "2000,4000",
-    repeats: o.RepeatsOption = 3,
+    repeats: b.RepeatsOption = 3,
     shuffled_queries: Annotated[
         int, typer.Option(min=2, help="Queries of shuffled.", rich_help_panel=o.TUNING)
     ] = 100,

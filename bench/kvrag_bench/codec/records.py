@@ -15,13 +15,14 @@ from kvrag.codec.decoding import PipelineChunk
 from kvrag.codec.exponents import rest_bits, split
 from kvrag.codec.level import LevelCoder
 from kvrag.codec.lossless import LosslessCodec
-from kvrag.codec.pipeline import PipelineCodec, cut_record
+from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.planes import NUM_CONTEXTS, coarser, digit_contexts, digit_symbols
 from kvrag.codec.quantiser import to_symbols
 from kvrag.ingest.coding import read_all
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native import ideal_bits
 from kvrag.store.memory import MemoryRecord
+from kvrag_bench.codec.cutting import cut_record
 from kvrag_bench.codec.sources import Source
 
 KEY = ChunkKey("6b76726167" * 4)

@@ -29,13 +29,8 @@ from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
 from kvrag.tune.answers import Answerer, Comparison, ReferenceAnswer
 from kvrag.tune.effort import Effort
-from kvrag.tune.judging import (
-    Asked,
-    Contestant,
-    Judge,
-    Judgement,
-    prompts_that_fit,
-)
+from kvrag.tune.judgements import Asked, Contestant, Judgement
+from kvrag.tune.judging import Judge, prompts_that_fit
 from kvrag.tune.questions import JudgedQuestion, render
 from kvrag_bench.quality import metrics
 from kvrag_bench.quality.codecs import fit_codecs

@@ -16,7 +16,8 @@ from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.ingest.contexts import NO_CONTEXT, parse_context
 from kvrag.models.kv_model import KVModel
-from kvrag.tune.judging import Contestant, check_policies
+from kvrag.tune.judgements import Contestant
+from kvrag.tune.judging import check_policies
 from kvrag.tune.questions import JudgedQuestion
 from kvrag_bench.quality.datasets import GENERATED, MUSIQUE, load_questions, load_suite
 from kvrag_bench.quality.oracle import ORACLE

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvrag.errors import ParameterError
 from kvrag.regularfile import open_regular
-from kvrag.tune.judging import Asked, Contestant, Judgement, Reply
+from kvrag.tune.judgements import Asked, Contestant, Judgement, Reply
 from kvrag.tune.questions import JudgedQuestion
 
 

@@ -27,7 +27,8 @@ from kvrag.tune.answers import Answerer, compare
 from kvrag.tune.bank import ChunkBank
 from kvrag.tune.bootstrap import ratio_interval
 from kvrag.tune.continuing import FullContinuation
-from kvrag.tune.judging import Asked, prompts_that_fit
+from kvrag.tune.judgements import Asked
+from kvrag.tune.judging import prompts_that_fit
 from kvrag_bench.quality.datasets import load_suite
 from kvrag_bench.quality.oracle import fill
 

@@ -9,13 +9,14 @@ import typer
 from kvrag import arguments
 from kvrag.cli import lists
 from kvrag.cli import options as o
+from kvrag_bench.cli import options as b
 from kvrag_train.cli import options as t
 from kvrag_train.cli import run as training_run
 
 
 def train_anchors(
     out: t.RunOption,
-    model: o.NamedModelOption = "kvrag-tiny",
+    model: b.NamedModelOption = "kvrag-tiny",
     data: t.TrainingDataOption = "generated",
     rates: Annotated[
         str,

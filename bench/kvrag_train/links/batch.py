@@ -15,15 +15,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvrag.chunk import Chunk
-from kvrag.errors import ParameterError
 from kvrag.fusion.compression.anchors import PADDING as BLOCK_OF_PADDING
 from kvrag.fusion.compression.anchors import AnchoredRows, anchored_rows
 from kvrag.fusion.compression.compacting import compact
 from kvrag.fusion.compression.spec import Compression
 from kvrag.fusion.layout import LINK, Layout, lay_out
-from kvrag.fusion.links import LinksHeader, insert_links
+from kvrag.fusion.linked_rows import insert_links
+from kvrag.fusion.links import LinksHeader
 from kvrag.fusion.segments import ChunkMatcher
-from kvrag.ingest.contexts import filler_ids
+from kvrag.ingest.chunker import MIN_CHUNK_TOKENS
+from kvrag.ingest.contexts import FILLER, Context, check_filler, filler_ids
 from kvrag.models.kv_model import KVModel
 from kvrag.models.tokens import encode
 from kvrag_train.batches import IGNORED
@@ -118,12 +119,12 @@ class Packer:
     ) -> None:
         self._tokenizer = model.tokenizer
         self._prefix = model.default_prefix_ids()
-        filler = filler_ids(model.tokenizer) if num_filler else ()
-        if len(filler) < num_filler:
-            raise ParameterError(
-                f"training: context filler:{num_filler}: expected at most {len(filler)} tokens"
-            )
-        self._filler = filler[len(filler) - num_filler :]
+        self._filler: tuple[int, ...] = ()
+        if num_filler:
+            room = model.max_positions - len(self._prefix)
+            context = Context(FILLER, num_filler)
+            check_filler(context, model.tokenizer, room, MIN_CHUNK_TOKENS)
+            self._filler = filler_ids(model.tokenizer)[-num_filler:]
         self._header = header
         self._rates = tuple(rates)
 

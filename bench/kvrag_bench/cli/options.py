@@ -1,0 +1,27 @@
+"""Options that several benches, and the commands of `kvrag train`, have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvrag.cli import options as o
+
+NamedModelOption = Annotated[
+    str, typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.")
+]
+BenchModelOption = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Folder, hub name or 'kvrag-tiny'.", show_default=False),
+]
+ShapeOption = Annotated[
+    str, typer.Option(help="Without --model: random weights in the shape of this model.")
+]
+QuestionTokensOption = Annotated[
+    int, typer.Option(min=1, help="Tokens in the question.", rich_help_panel=o.TUNING)
+]
+RepeatsOption = Annotated[
+    int,
+    typer.Option(min=1, help="Number of runs; the median is reported.", rich_help_panel=o.TUNING),
+]

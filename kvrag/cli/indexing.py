@@ -1,0 +1,251 @@
+"""Documents into an index, which is opened or created, and the report: `ingest` and `adopt`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from kvrag import arguments
+from kvrag.cli import console
+from kvrag.cli import options as o
+from kvrag.errors import IndexNotFoundError, ParameterError
+from kvrag.ingest.settings import IndexOptions, IndexSettings
+
+if TYPE_CHECKING:
+    from kvrag.codec.profile import Profile
+    from kvrag.ingest.embedding import Embedding
+    from kvrag.ingest.index import Index
+    from kvrag.ingest.report import IngestReport
+
+
+_DEFAULT_MODEL = "kvrag-tiny"
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Folder or hub name of a Hugging Face decoder, or 'kvrag-tiny'. Default for a new "
+        f"index: {_DEFAULT_MODEL}.",
+        show_default=False,
+    ),
+]
+EmbeddingOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Embedding for retrieval: minilm, hashing, the folder or hub name of a "
+        "sentence-transformers model, or MODULE:NAME for an object of Python. Default for a "
+        f"new index: {IndexSettings.embedding}.",
+        rich_help_panel=o.TUNING,
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Objects for an index, which have no name to compare; None means none."""
+
+    profile: Profile | None
+    embedding: Embedding | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an index is created with; None means the default, or the existing index's value."""
+
+    embedding: str | None = None
+    codec: str | None = None
+    chunk_tokens: int | None = None
+    dtype: str | None = None
+    context: str | None = None
+    compression: str | None = None
+    control_tokens: str | None = None
+
+
+def index_into(
+    path: Path,
+    documents: Iterable[Any],
+    settings: Settings,
+    *,
+    model: str | None,
+    device: str | None,
+    store: str | None,
+    profile: Profile | None = None,
+    dry_run: bool,
+    as_json: bool,
+    first_records: bool = False,
+    **adding: Any,
+) -> IngestReport:
+    """Add documents to an index, which is created if it does not exist, and print the report.
+
+    `adding` are further arguments of `Index.add`. Raises ParameterError, before anything is
+    written, for a store that is unknown or ends with the command.
+    """
+    from kvrag.cli.opening import quiet_libraries
+    from kvrag.cli.progress import IngestBar
+    from kvrag.ingest.checks import check_lasting
+    from kvrag.store.registry import check_kind, without_password
+
+    if store is not None:
+        if store.split("|")[-1].startswith("memory:"):
+            raise ParameterError(
+                f"--store {without_password(store)}: memory is lost when the command ends; give a "
+                "persistent store, with memory as a tier before it"
+            )
+        check_kind(store)
+    custom, name = _embedding(settings.embedding)
+    settings = replace(settings, embedding=name)
+    given = _Given(profile, custom)
+    quiet_libraries()
+    with tempfile.TemporaryDirectory(prefix="kvrag-") as scratch:
+        folder = Path(scratch) if dry_run else None
+        opened = _open_or_create(path, model, device, store, settings, given, folder)
+        with opened, IngestBar(opened.path) as bar:
+            check_lasting(opened.store)  # also for an index that was created elsewhere
+            report = opened.add(documents, dry_run=dry_run, on_progress=bar.update, **adding)
+            if first_records and not dry_run:
+                num_made = opened.on_demand.make_all(bar.update_first)
+                console.note(f"first places: {console.count(num_made, 'record')} stored")
+            embedding = opened.embedding.described() if report.added or report.changed else ""
+    if as_json:
+        console.print_json(report)
+    else:
+        _print_report(report)
+        if embedding:
+            console.write(f"embedding: {embedding}\n")
+    return report
+
+
+def _embedding(name: str | None) -> tuple[Embedding | None, str | None]:
+    """Return the object that ``MODULE:NAME`` names, or else the name."""
+    if name is None or ":" not in name or Path(name).exists():
+        return None, name
+    from kvrag.cli.opening import load_object
+    from kvrag.ingest.embedding import get_embedding
+
+    return get_embedding(load_object(name, "--embedding")), None
+
+
+def _print_report(report: IngestReport) -> None:
+    """Print what an ingestion did."""
+    for failed in report.failed:
+        place = console.shown_name(failed.source)
+        reason = failed.reason.removeprefix(failed.source).lstrip(":, ")
+        print(f"left out: {place}: {console.one_line(reason)}", file=sys.stderr)
+    size = console.format_bytes(report.size_bytes)
+    if report.dry_run:
+        work = (
+            f"would compute {console.count(report.num_tokens_computed, 'token')} "
+            f"and write about {size} of KV; nothing was written"
+        )
+    else:
+        work = (
+            f"{console.count(report.num_tokens_computed, 'token')} computed, {size} of KV written "
+            f"in {console.format_seconds(report.seconds)}"
+        )
+        if report.num_tokens_computed:
+            work += f" ({report.tokens_per_second:,.0f} tokens/s)"
+    if report.compression != "none":
+        work += f"\nchunks are stored compressed: {report.compression}"
+    if report.num_context_tokens:
+        tokens = console.count(report.num_context_tokens, "token")
+        work += f"\n{tokens} of context computed with them, not stored"
+    if report.control_strings:
+        num_strings = sum(report.control_strings.values())
+        work += (
+            f"\nread as text: {console.count(num_strings, 'control string')} of the model, in "
+            f"{console.count(len(report.control_strings), 'document')}"
+        )
+    console.write(
+        f"documents: {len(report.added):,} new, {len(report.changed):,} changed, "
+        f"{len(report.removed):,} removed, {len(report.unchanged):,} unchanged, "
+        f"{len(report.failed):,} left out\n{work}\n"
+    )
+    if report.note:
+        console.note(report.note)
+
+
+def _open_or_create(
+    path: Path,
+    model: str | None,
+    device: str | None,
+    store: str | None,
+    settings: Settings,
+    objects: _Given,
+    scratch: Path | None,
+) -> Index:
+    """Open the index at `path`, or create it; a dry run creates it in `scratch` instead."""
+    from kvrag.ingest.index import Index
+
+    try:
+        opened = Index.open(
+            path,
+            model=model,
+            device=device,
+            store=store,
+            mend=not scratch,
+            embedding=objects.embedding,
+        )
+    except IndexNotFoundError:
+        if model is None:
+            console.note(f"no --model given: the new index uses the included {_DEFAULT_MODEL}")
+        named = {name: value for name, value in asdict(settings).items() if value is not None}
+        if objects.embedding is not None:
+            named["embedding"] = objects.embedding
+        options = {"profile": objects.profile, "device": device, "store": store, **named}
+        return Index.create(
+            scratch / "index" if scratch is not None else path,
+            model=model or _DEFAULT_MODEL,
+            **cast("IndexOptions", options),
+        )
+    try:
+        if store is not None and opened.store.url != opened.config.store:
+            raise ParameterError(
+                f"the index at {path} keeps its KV in {opened.config.store or 'its own folder'}, "
+                f"asked for {opened.store.url}: leave --store out, or make a new index"
+            )
+        profile = objects.profile
+        if profile is not None and profile.hash != opened.config.profile:
+            raise ParameterError(
+                f"the index at {path} exists already, and --profile is for a new index: leave it "
+                "out, or use 'kvrag recode --profile'"
+            )
+        for name, wanted in asdict(settings).items():
+            recorded = getattr(opened.config, name)
+            accepted, asked = {recorded}, {wanted}
+            if name == "context":  # with or without its number of tokens
+                recorded = str(opened.config.chunk_context)
+                accepted.add(recorded)
+            if name == "embedding" and wanted is not None:  # a name, or a folder
+                asked.add(str(arguments.resolved_path(wanted, "--embedding")))
+            if wanted is not None and accepted.isdisjoint(asked):
+                raise ParameterError(
+                    f"the index at {path} was made with {name}={recorded}, asked for {wanted}: "
+                    "leave the option out, or make a new index in another folder"
+                    + (" ('kvrag recode' changes the codec)" if name == "codec" else "")
+                )
+        if model is not None:
+            _check_model(opened, model)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def _check_model(opened: Index, model: str) -> None:
+    """Raise an error if a model is not the index's, even if nothing will be computed with it."""
+    from kvrag.models.loading import resolve_model
+
+    # The recorded model is not loaded here: its weights are checked when they are loaded.
+    if resolve_model(model) == opened.config.model or model == opened.config.model:
+        _ = opened.tokenizer
+    else:
+        with console.working("loading the model"):
+            _ = opened.model
