@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -348,7 +348,9 @@ class KVEngine:
             raise errors[0]
         return answers  # type: ignore[return-value]  # as the caller wants it
 
-    async def agenerate(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> Answer:
+    async def agenerate(
+        self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
+    ) -> Answer:
         """Answer a prompt while the event loop runs on; parameters and errors as in `generate`.
 
         Calls that wait at the same time are answered together. If the task is cancelled, the answer
@@ -361,7 +363,7 @@ class KVEngine:
 
     async def astream(
         self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
-    ) -> AsyncIterator[AnswerDelta]:
+    ) -> AsyncGenerator[AnswerDelta, None]:
         """Answer a prompt piece by piece, as `stream`, while the event loop runs on.
 
         One thread writes all answers that event loops wait for, and ends with the last of them. A
@@ -411,13 +413,11 @@ class KVEngine:
         Yields
         ------
         AnswerDelta or None
-            The next piece, or None if the last step brought none.
+            All pieces since the last one, joined, or None if the last step brought none.
         """
         return self._pieces(partial(self._start_later, prompt, options), once=True)
 
-    def _pieces(
-        self, start: Start, *, once: bool
-    ) -> Iterator[AnswerDelta | None]:
+    def _pieces(self, start: Start, *, once: bool) -> Iterator[AnswerDelta | None]:
         events: deque[AnswerDelta | Exception] = deque()
         scheduler = self._scheduler
 
@@ -435,17 +435,19 @@ class KVEngine:
                         yield None
                         continue
                 event = events.popleft()
+                text = ""
+                while once and events and not isinstance(event, Exception):
+                    # Another stream's turn has made several steps.
+                    text, event = text + event.text, events.popleft()
                 if isinstance(event, Exception):
                     raise event
-                yield event
+                yield replace(event, text=text + event.text)
                 if event.answer is not None:
                     return
         finally:
             scheduler.cancel(job)
 
-    def _answers(
-        self, starts: Sequence[Start]
-    ) -> list[Answer | Exception]:
+    def _answers(self, starts: Sequence[Start]) -> list[Answer | Exception]:
         """Answer several prompts together; an error takes its answer's place."""
         scheduler = self._scheduler
         done: dict[int, Answer | Exception] = {}

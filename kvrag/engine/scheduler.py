@@ -3,12 +3,12 @@
 A step computes one token of every running answer together. Prompts that join are fused beside it, a
 slice before each step, so that no running answer waits for a whole prompt.
 
-One thread at a time advances the batch: whichever waits for a piece of an answer, or a thread of the
-scheduler's own while event loops wait, which ends with their last answer.
+One thread at a time advances the batch: whichever waits for a piece of an answer. While event loops
+wait, a thread of the scheduler's own does, which ends with their last answer.
 
-Source: Yu et al., Orca (OSDI 2022) §3, iteration-level scheduling. Slices of prompts: Agrawal et al.,
-Sarathi-Serve (arXiv 2403.02310) §4. Deviation: a slice and a step are computed one after the other,
-because a slice goes through one layer and a step through all.
+Source: Yu et al., Orca (OSDI 2022) §3, iteration-level scheduling. Slices of prompts: Agrawal et
+al., Sarathi-Serve (arXiv 2403.02310) §4. Deviation: a slice and a step are computed one after the
+other, because a slice goes through one layer and a step through all.
 """
 
 from __future__ import annotations

@@ -12,8 +12,10 @@ from kvrag.loading import threads
 T = TypeVar("T")
 
 Slices = Generator[bool, bool | None, T]
-"""Work that can pause. It yields True where it waits for stored KV, otherwise False. Send True to let
-it wait for them in the next slice; without, the next slice returns at once while nothing has come.
+"""Work that can pause. It yields True where it waits for stored KV, otherwise False.
+
+Send True to let it wait for them in the next slice. Otherwise the next slice returns at once while
+nothing has come.
 """
 
 SLICE_ROWS = 256

@@ -94,8 +94,8 @@ class BatchRows(OwnMask):
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
+        *_: Any,
+        **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows' own K/V ``[1, H, B, D]``; `attend` writes them."""
         self._layer_index = layer_idx

@@ -406,7 +406,7 @@ class KVModel:
         )
 
     def forward_each(self, token_ids: Sequence[int], rows: Sequence[BatchRow]) -> torch.Tensor:
-        """Run all layers over one row of each of several prompts; return logits ``[B, vocabulary]``.
+        """Run all layers over one row of each of B prompts; return logits ``[B, vocabulary]``.
 
         Each row's K/V are written to its prompt's buffer. Call this inside `computing_rows`, whose
         adapter acts on numbers of `rows`. Families that attend in their own code have no batches.
@@ -422,9 +422,7 @@ class KVModel:
         hidden = self.embed(torch.tensor(token_ids, device=self.device), batch.positions)
         tables = self._positions.tables(batch.positions)
         # Layers share tables.
-        embeddings = {
-            id(table): table.embeddings(slice(None), self.spec.dtype) for table in tables
-        }
+        embeddings = {id(table): table.embeddings(slice(None), self.spec.dtype) for table in tables}
         for layer_index, table in enumerate(tables):
             self._rows.forward_each(layer_index, hidden, batch, embeddings[id(table)])
         return self.logits(hidden)

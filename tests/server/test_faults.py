@@ -260,15 +260,16 @@ def test_an_error_in_a_stream_is_an_event(
     rag: Rag, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     engine = KVEngine(rag.index)
-    whole = engine.stream
+    whole = engine.steps
 
     def breaking(*given: Any, **options: Any) -> Any:
-        for number, delta in enumerate(whole(*given, **options)):
+        pieces = (one for one in whole(*given, **options) if one is not None)
+        for number, delta in enumerate(pieces):
             if number == 2:
                 raise error("/secret/path")
             yield delta
 
-    monkeypatch.setattr(engine, "stream", breaking)
+    monkeypatch.setattr(engine, "steps", breaking)
     with serving(rag.index, engine=engine) as served:
         body = CHAT | {"stream": True, "max_tokens": 20}
         text = httpx.post(f"{served.url}/chat/completions", json=body).text
