@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -188,6 +189,4 @@ def _gaps(engine: KVEngine, requests: Sequence[Request]) -> list[float]:
     for thread in threads:
         thread.join()
     # The last piece follows at once.
-    return [
-        after - before for one in times for before, after in zip(one[:-2], one[1:-1], strict=True)
-    ]
+    return [after - before for one in times for before, after in pairwise(one[:-1])]

@@ -39,7 +39,7 @@ KINDS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3, "policy": "none"},
     {"max_tokens": 3},
     {"stop": ["e"]},
-    {"eviction": "streaming:sinks=2:recent=16"},
+    {"eviction": "streaming:recent=16"},
     {"policy": "none:temperature=0.7:scale=0.8"},
     {"reuse": False},
     {"temperature": 1.2, "seed": 4, "top_k": 5, "policy": "boundary"},

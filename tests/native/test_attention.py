@@ -272,8 +272,8 @@ def test_bad_batches_are_refused() -> None:
     kv, buffers = buffers_of([8, 8], [3, 4], 16, torch.float32)
     row = torch.zeros(2, 2, 16)
     for wrong in (-1, 8):
+        places = np.array([3, wrong])
         with pytest.raises(ParameterError, match="places: expected rows of buffers"):
-            places = np.array([3, wrong])
             attend_each(row, row, row, buffers._replace(places=places), scale=1.0)
     with pytest.raises(ParameterError, match="multiple of the 2 key heads"):
         attend_each(torch.zeros(3, 2, 16), row, row, buffers, scale=1.0)
