@@ -411,7 +411,7 @@ class EngineSettings(BaseModel):
 
 
 def _pause_seconds(number: int) -> float:
-    return min(_FIRST_PAUSE_SECONDS * 2**number, _LONGEST_PAUSE_SECONDS)
+    return min(_FIRST_PAUSE_SECONDS * 2.0**number, _LONGEST_PAUSE_SECONDS)
 
 
 def _file_digest(name: str) -> str:

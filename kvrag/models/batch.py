@@ -116,11 +116,12 @@ class BatchRows(OwnMask):
         layer_index = self._layer_index
         if in_kernel and self._in_kernel:
             scaling = kwargs.get("scaling")
+            keys, values = self._addresses[:, layer_index]
             return attend_each(
                 query[0],
                 key[0],
                 value[0],
-                Buffers(*self._addresses[:, layer_index], self._capacities, self._places),
+                Buffers(keys, values, self._capacities, self._places),
                 window=self._windows[layer_index],
                 scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
                 softcap=kwargs.get("softcap"),
@@ -130,15 +131,20 @@ class BatchRows(OwnMask):
         for number, row in enumerate(self._rows):
             one = slice(number, number + 1)
             place = torch.tensor([row.place], device=query.device)
-            keys, values = row.fused.keys[layer_index], row.fused.values[layer_index]
-            write_rows(keys[0], values[0], place, key[0, :, one], value[0, :, one], None)
+            own_keys, own_values = row.fused.keys[layer_index], row.fused.values[layer_index]
+            write_rows(own_keys[0], own_values[0], place, key[0, :, one], value[0, :, one], None)
             window = self._windows[layer_index]
             first = 0 if window is None else max(0, row.place - window + 1)
             seen = slice(first, row.place + 1)
             scaled = row.scaled[layer_index] if row.scaled else None
             mask = RowMask(place, first, window, scaled=scaled)
             output, _ = plain(
-                module, query[:, :, one], keys[:, :, seen], values[:, :, seen], mask, **kwargs
+                module,
+                query[:, :, one],
+                own_keys[:, :, seen],
+                own_values[:, :, seen],
+                mask,
+                **kwargs,
             )
             outputs.append(output)
         return torch.cat(outputs, dim=1)

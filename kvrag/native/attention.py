@@ -192,21 +192,23 @@ def attend_each(
         )
     if window is not None and window < 1:
         raise ParameterError(f"window: expected at least 1, found {window}")
-    of_rows = [
+    key_places, value_places, capacities, places = (
         view(one, name, np.int64, (num_rows,), contiguous=True)
         for name, one in zip(buffers._fields, buffers, strict=True)
-    ]
-    if num_rows and not ((buffers.places >= 0) & (buffers.places < buffers.capacities)).all():
+    )
+    if not ((places >= 0) & (places < capacities)).all():
         raise ParameterError(
-            f"places: expected rows of buffers with {buffers.capacities} rows, "
-            f"found {buffers.places}"
+            f"places: expected rows of buffers with {capacities} rows, found {places}"
         )
     out = query.new_empty(num_rows, num_heads, head_dim)
     _native.attend_each(
         asked,
         keys,
         values,
-        *of_rows,
+        key_places,
+        value_places,
+        capacities,
+        places,
         _floats(out, "out", query.dtype, (None, None, None)),
         _NO_WINDOW if window is None else window,
         scale,

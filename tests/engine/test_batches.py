@@ -197,7 +197,7 @@ def test_a_time_limit_ends_one_answer(engine: KVEngine, alone: Any) -> None:
 def test_answers_begin_in_order_and_no_more_than_allowed(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = KVEngine(index, max_tokens=6, max_batch=2)
+    engine = KVEngine(index, max_tokens=30, max_batch=2)
     sizes: list[int] = []
     step_all = decoding.step_all
     monkeypatch.setattr(
