@@ -176,7 +176,7 @@ def _measure(
 
 
 def _gaps(engine: KVEngine, requests: Sequence[Request]) -> list[float]:
-    """Return the seconds between pieces of all answers, each read by a thread of its own."""
+    """Return the seconds between pieces of all answers, each read by another thread."""
     times: list[list[float]] = [[] for _ in requests]
 
     def read(number: int) -> None:

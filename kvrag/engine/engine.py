@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +13,13 @@ from typing import Any, Unpack
 import torch
 
 from kvrag import arguments
+from kvrag.engine import waiting
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.buffers import BufferPool
 from kvrag.engine.open_answer import OpenAnswer
 from kvrag.engine.prompt_reader import LaidOutPrompt, PromptReader
 from kvrag.engine.request import PlacedPrompt, Prompt, Recompute, Request, RequestOptions
-from kvrag.engine.scheduler import MAX_BATCH, Job, Scheduler, Start
+from kvrag.engine.scheduler import MAX_BATCH, Scheduler, Start
 from kvrag.errors import KVRagError, ParameterError, PromptTooLongError
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.cache import check_evictable
@@ -315,7 +315,7 @@ class KVEngine:
         UnsupportedModelError
             If eviction is requested for a model with custom attention code.
         """
-        (answer,) = self._answers([self._start_now(prompt, options)])
+        (answer,) = waiting.answers(self._scheduler, [self._start_now(prompt, options)])
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -342,7 +342,7 @@ class KVEngine:
         if isinstance(prompts, str | Request | PlacedPrompt):
             raise ParameterError("a batch must be a list of prompts: put the prompt into a list")
         starts = [partial(self._start_later, one, options) for one in prompts]
-        answers = self._answers(starts)
+        answers = waiting.answers(self._scheduler, starts)
         errors = [one for one in answers if isinstance(one, Exception)]
         if errors and not return_exceptions:
             raise errors[0]
@@ -369,24 +369,10 @@ class KVEngine:
         One thread writes all answers that event loops wait for, and ends with the last of them. A
         stream that is closed leaves the batch at the next step.
         """
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[AnswerDelta | Exception] = asyncio.Queue()
-
-        def tell(event: AnswerDelta | Exception) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
-
-        job = Job(partial(self._start_later, prompt, options), tell)
-        self._scheduler.submit(job, in_background=True)
-        try:
-            while True:
-                event = await events.get()
-                if isinstance(event, Exception):
-                    raise event
-                yield event
-                if event.answer is not None:
-                    return
-        finally:
-            self._scheduler.cancel(job)
+        start = partial(self._start_later, prompt, options)
+        async with aclosing(waiting.apieces(self._scheduler, start)) as pieces:
+            async for delta in pieces:
+                yield delta
 
     def stream(
         self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
@@ -400,7 +386,8 @@ class KVEngine:
         AnswerDelta
             Pieces of text as soon as they are final; the last one carries the whole `Answer`.
         """
-        pieces = self._pieces(self._start_now(prompt, options), once=False)
+        start = self._start_now(prompt, options)
+        pieces = waiting.pieces(self._scheduler, start, once=False)
         return (delta for delta in pieces if delta is not None)
 
     def steps(
@@ -415,58 +402,8 @@ class KVEngine:
         AnswerDelta or None
             All pieces since the last one, joined, or None if the last step brought none.
         """
-        return self._pieces(partial(self._start_later, prompt, options), once=True)
-
-    def _pieces(self, start: Start, *, once: bool) -> Iterator[AnswerDelta | None]:
-        events: deque[AnswerDelta | Exception] = deque()
-        scheduler = self._scheduler
-
-        def tell(event: AnswerDelta | Exception) -> None:
-            events.append(event)
-            scheduler.wake()
-
-        job = Job(start, tell)
-        scheduler.submit(job)
-        try:
-            while True:
-                if not events:
-                    scheduler.wait_until(lambda: bool(events), once=once)
-                    if not events:
-                        yield None
-                        continue
-                event = events.popleft()
-                text = ""
-                while once and events and not isinstance(event, Exception):
-                    # Another stream's turn has made several steps.
-                    text, event = text + event.text, events.popleft()
-                if isinstance(event, Exception):
-                    raise event
-                yield replace(event, text=text + event.text)
-                if event.answer is not None:
-                    return
-        finally:
-            scheduler.cancel(job)
-
-    def _answers(self, starts: Sequence[Start]) -> list[Answer | Exception]:
-        """Answer several prompts together; an error takes its answer's place."""
-        scheduler = self._scheduler
-        done: dict[int, Answer | Exception] = {}
-
-        def tell(number: int, event: AnswerDelta | Exception) -> None:
-            outcome = event if isinstance(event, Exception) else event.answer
-            if outcome is not None:
-                done[number] = outcome
-                scheduler.wake()
-
-        jobs = [Job(start, partial(tell, number)) for number, start in enumerate(starts)]
-        try:
-            for job in jobs:
-                scheduler.submit(job)
-            scheduler.wait_until(lambda: len(done) == len(jobs))
-        finally:
-            for job in jobs:
-                scheduler.cancel(job)
-        return [done[number] for number in range(len(jobs))]
+        start = partial(self._start_later, prompt, options)
+        return waiting.pieces(self._scheduler, start, once=True)
 
     def _start_now(self, prompt: Prompt | Request, options: RequestOptions) -> Start:
         """Check and read a prompt; return what fuses it later."""
@@ -499,7 +436,7 @@ class KVEngine:
         started = time.perf_counter()
         start = self._start_now(prompt, options)
         seconds = time.perf_counter() - started
-        yield False  # reading is a slice of its own
+        yield False  # reading is one slice
         return (yield from start(begun + seconds))
 
     def plain_ttft_seconds(self, prompt: Prompt) -> float:

@@ -204,7 +204,7 @@ class Scheduler:
             self._joining = None
             self._end(job, error)
         except BaseException:
-            # The thread that drives was interrupted; another one begins anew.
+            # The thread that drives was interrupted; another one begins again.
             job.fusing = None
             raise
         return False

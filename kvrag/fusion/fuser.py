@@ -179,8 +179,7 @@ def fuse_in_slices(
 ) -> Slices[FusedPrompt]:
     """Do what `fuse` does, and pause after each layer, or after 256 rows of one.
 
-    Whoever drives it may compute other prompts meanwhile: it holds the model only while it
-    computes.
+    The caller may compute other prompts meanwhile: this holds the model only while it computes.
     """
     clock = Clock()
     if isinstance(choice, RecomputePolicy):
