@@ -56,10 +56,12 @@ def pieces(scheduler: Scheduler, start: Start, *, once: bool) -> Iterator[Answer
                 if not events:
                     yield None
                     continue
-            event, text = events.popleft(), ""
+            event = events.popleft()
+            text = ""
             while once and events and not isinstance(event, Exception):
                 # Other streams have made several steps.
-                event, text = events.popleft(), text + event.text
+                text += event.text
+                event = events.popleft()
             if isinstance(event, Exception):
                 raise event
             yield replace(event, text=text + event.text)

@@ -246,7 +246,7 @@ def test_failures_name_nothing_of_the_server(
     def fail(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(engine, "stream", fail)
+    monkeypatch.setattr(engine, "steps", fail)
     with serving(rag.index, engine=engine) as served:
         for stream in (False, True):
             answer = httpx.post(f"{served.url}/chat/completions", json=CHAT | {"stream": stream})
