@@ -87,6 +87,20 @@ def attend(
     first_counted: int,
     threads: int,
 ) -> None: ...
+def attend_each(
+    query: _Elements,
+    key: _Elements,
+    value: _Elements,
+    key_addresses: NDArray[np.int64],
+    value_addresses: NDArray[np.int64],
+    capacities: NDArray[np.int64],
+    places: NDArray[np.int64],
+    out: _Elements,
+    window: int,
+    scale: float,
+    softcap: float,
+    threads: int,
+) -> None: ...
 def linear(
     input: int,
     weight: int,

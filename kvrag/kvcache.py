@@ -130,6 +130,11 @@ class FusedKV:
         self.keys, self.values = [], []
 
     @property
+    def addresses(self) -> list[list[int]]:
+        """``[2][L]``: where each layer's keys and values are in memory; for compiled kernels."""
+        return [[one.data_ptr() for one in part] for part in (self.keys, self.values)]
+
+    @property
     def capacity(self) -> int:
         """C."""
         return int(self.keys[0].shape[2])

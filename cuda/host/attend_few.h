@@ -59,9 +59,22 @@ struct Few {
         for (u32 h = 0; h < kNumHeads; ++h) Way::add(sums[k][h], loaded, x[h]);
       }
     }
+    float added[kNumKeys][kNumHeads];
+    if constexpr (kNumKeys == 4) {
+      for (u32 h = 0; h < kNumHeads; ++h) {
+        const Floats of_head[4] = {sums[0][h], sums[1][h], sums[2][h], sums[3][h]};
+        float of_keys[4];
+        linear::totals(of_head, of_keys);
+        for (u32 k = 0; k < 4; ++k) added[k][h] = of_keys[k];
+      }
+    } else {
+      for (u32 k = 0; k < kNumKeys; ++k) {
+        for (u32 h = 0; h < kNumHeads; ++h) added[k][h] = linear::total(sums[k][h]);
+      }
+    }
     for (u32 k = 0; k < kNumKeys; ++k) {
       for (u32 h = 0; h < kNumHeads; ++h) {
-        float sum = linear::total(sums[k][h]);
+        float sum = added[k][h];
         for (u64 rest = d; rest < a.key_dim; ++rest) {
           sum += widened(query[h][rest]) * widened(row[k][rest]);
         }
@@ -77,11 +90,18 @@ struct Few {
         of_head[key] = tanh2(of_head[key] - Floats{})[0] * (a.softcap * kLog2OfE);
       }
     }
-    float most = kLowest;
-    // NaN is the greatest: it must reach the output.
-    for (u64 key = 0; key < count; ++key) most = of_head[key] <= most ? most : of_head[key];
-    Floats sums{};
+    // A NaN need not be found here: its weight is NaN in any case.
+    Floats highest = Floats{} + kLowest;
     u64 key = 0;
+    for (; key + kWidth <= count; key += kWidth) {
+      const Floats found = load<Floats>(of_head + key);
+      highest = found > highest ? found : highest;
+    }
+    float most = kLowest;
+    for (u32 i = 0; i < kWidth; ++i) most = std::max(most, highest[i]);
+    for (; key < count; ++key) most = std::max(most, of_head[key]);
+    Floats sums{};
+    key = 0;
     for (; key + kWidth <= count; key += kWidth) {
       const Floats weights = exp2(load<Floats>(of_head + key) - most);
       store(of_head + key, weights);

@@ -56,4 +56,23 @@ void run_attention(const Attention& attention, u32 threads) {
   for (u64 i = heads * keys; i < counts.size(); ++i) attention.mass[i % (heads * keys)] += counts[i];
 }
 
+// One row each: a row of a head is one item of work.
+void run_attention(const std::vector<Attention>& each, u32 threads) {
+  const Kernels& chosen = kernels();
+  u64 work = 0, floats = 0, heads = 0;
+  for (const Attention& one : each) {
+    heads = one.num_kv_heads;
+    const u64 strips = (one.group + chosen.attention_lanes - 1) / chosen.attention_lanes;
+    floats = std::max({floats, attention_scratch(one, chosen.attention_lanes, strips),
+                       attention_few(one)});
+    const u64 seen = static_cast<u64>(std::min(one.last_keys[0] + 1, one.window));
+    work += seen * one.group * heads * (one.key_dim + one.value_dim);
+  }
+  const bool is_shared = work >= 2 * kWorkPerThread;
+  team_for(each.size() * heads, is_shared ? threads : 1, [&](u64 i) {
+    const Attention& one = each[i / heads];
+    chosen.attend(one, i % heads, 0, one.group, nullptr, scratch(floats));
+  });
+}
+
 }  // namespace kvrag::host

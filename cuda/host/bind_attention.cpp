@@ -2,7 +2,9 @@
 #include <nanobind/stl/optional.h>
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
+#include <vector>
 
 #include "attention.h"
 #include "bindings.h"
@@ -84,6 +86,75 @@ void attend(const AnyCube& query, const AnyCube& key, const AnyCube& value,
   run_attention(attention, threads);
 }
 
+// Each row of a batch goes to a buffer of its own, and attends to the keys there. Addresses are those
+// of the buffers' keys and values [num_kv_heads, capacity, dim]; places are the new rows in them.
+void attend_each(const AnyCube& query, const AnyCube& key, const AnyCube& value,
+                 const Array<const i64, 1>& key_addresses,
+                 const Array<const i64, 1>& value_addresses,
+                 const Array<const i64, 1>& capacities, const Array<const i64, 1>& places,
+                 Output out, i64 window, float scale, float softcap, u32 threads) {
+  const u64 num_rows = query.shape(1), num_kv_heads = key.shape(0), dim = key.shape(2);
+  const bool is_float = query.dtype() == nb::dtype<float>();
+  const nb::dlpack::dtype expected = is_float ? nb::dtype<float>() : nb::dtype<i16>();
+  require(query.dtype() == expected && key.dtype() == expected && value.dtype() == expected &&
+              out.dtype() == expected,
+          "elements are all float32 or all the bits of bfloat16");
+  require(num_kv_heads >= 1 && query.shape(0) % num_kv_heads == 0 && query.shape(2) == dim &&
+              key.shape(1) == num_rows && value.shape(0) == num_kv_heads &&
+              value.shape(1) == num_rows && value.shape(2) == dim && dim >= 1,
+          "queries, keys and values of other shapes");
+  require(out.shape(0) == num_rows && out.shape(1) == query.shape(0) && out.shape(2) == dim &&
+              is_contiguous(query) && is_contiguous(key) && is_contiguous(value) &&
+              (dim <= 1 || out.stride(2) == 1) && out.stride(1) == static_cast<i64>(dim) &&
+              out.stride(0) == static_cast<i64>(query.shape(0) * dim),
+          "out of another shape, or channels are not contiguous");
+  for (const auto* const one : {&key_addresses, &value_addresses, &capacities, &places}) {
+    require(one->shape(0) == num_rows && (num_rows <= 1 || one->stride(0) == 1),
+            "one address, capacity and place a row");
+  }
+  require(window >= 1, "a row sees a key at least");
+  const i64 size = is_float ? 4 : 2;
+  const auto row_of = [&](const AnyCube& cube, u64 head, u64 row) {
+    return static_cast<const char*>(cube.data()) +
+           size * (static_cast<i64>(head) * cube.stride(0) + static_cast<i64>(row) * cube.stride(1));
+  };
+  std::vector<Attention> each(num_rows);
+  for (u64 row = 0; row < num_rows; ++row) {
+    const i64 place = places.data()[row], capacity = capacities.data()[row];
+    require(place >= 0 && place < capacity && capacity < 1 << 30, "places are in their buffers");
+    const i64 head_stride = capacity * static_cast<i64>(dim);
+    char* const keys = reinterpret_cast<char*>(key_addresses.data()[row]);
+    char* const values = reinterpret_cast<char*>(value_addresses.data()[row]);
+    for (u64 head = 0; head < num_kv_heads; ++head) {
+      const i64 at =
+          size * (static_cast<i64>(head) * head_stride + place * static_cast<i64>(dim));
+      std::memcpy(keys + at, row_of(key, head, row), static_cast<u64>(size) * dim);
+      std::memcpy(values + at, row_of(value, head, row), static_cast<u64>(size) * dim);
+    }
+    Attention& one = each[row];
+    one.type = is_float ? ElementType::f32 : ElementType::bf16;
+    one.query = row_of(query, 0, row);
+    one.key = keys;
+    one.value = values;
+    one.out = static_cast<char*>(out.data()) + size * static_cast<i64>(row) * out.stride(0);
+    one.query_head_stride = query.stride(0);
+    one.key_head_stride = one.value_head_stride = head_stride;
+    one.key_row_stride = one.value_row_stride = static_cast<i64>(dim);
+    one.num_rows = 1;
+    one.num_keys = static_cast<u64>(place) + 1;
+    one.num_kv_heads = num_kv_heads;
+    one.group = query.shape(0) / num_kv_heads;
+    one.key_dim = one.value_dim = dim;
+    one.last_keys = places.data() + row;
+    one.window = window;
+    one.scale = scale;
+    one.softcap = softcap;
+  }
+  if (num_rows == 0) return;
+  const nb::gil_scoped_release release;
+  run_attention(each, threads);
+}
+
 }  // namespace
 
 void bind_attention(nb::module_& m) {
@@ -91,6 +162,11 @@ void bind_attention(nb::module_& m) {
         nb::arg("value").noconvert(), nb::arg("last_keys").noconvert(),
         nb::arg("out").noconvert(), nb::arg("window"), nb::arg("scale"), nb::arg("softcap"),
         nb::arg("mass").none(), nb::arg("first_counted"), nb::arg("threads"));
+  m.def("attend_each", &attend_each, nb::arg("query").noconvert(), nb::arg("key").noconvert(),
+        nb::arg("value").noconvert(), nb::arg("key_addresses").noconvert(),
+        nb::arg("value_addresses").noconvert(), nb::arg("capacities").noconvert(),
+        nb::arg("places").noconvert(), nb::arg("out").noconvert(), nb::arg("window"),
+        nb::arg("scale"), nb::arg("softcap"), nb::arg("threads"));
 }
 
 }  // namespace kvrag::host

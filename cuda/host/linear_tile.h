@@ -4,6 +4,8 @@
 // matrices first bring weights into another order, which costs as much as reading them again.
 #pragma once
 
+#include <utility>
+
 #include "kernels.h"
 #include "kvrag/reconstruct.h"
 #include "vectors.h"
@@ -32,10 +34,50 @@ static inline float value_of(u16 bfloat16) {
 static inline void put(float* to, float value) { *to = value; }
 static inline void put(u16* to, float value) { *to = reconstruct::to_bf16(value); }
 
-static inline float total(const Floats& sums) {
-  float found = 0;
-  for (u32 i = 0; i < kWidth; ++i) found += sums[i];
-  return found;
+// Where lane i of a group of two halves comes from: a half of `a`, or of `b` behind it.
+constexpr int lane_of_half(int i, int half, int second) {
+  return i / (2 * half) * (2 * half) + second * half + i % half +
+         i / half % 2 * static_cast<int>(kWidth);
+}
+
+// Half as many sums in as many lanes: `a`'s in the first half of each group, `b`'s in the second.
+template <u32 kHalf, int... kLane>
+static inline Floats fold(const Floats& a, const Floats& b,
+                          std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(a, b, lane_of_half(kLane, kHalf, 0)...) +
+         __builtin_shufflevector(a, b, lane_of_half(kLane, kHalf, 1)...);
+}
+
+template <u32 kHalf>
+static inline Floats fold(const Floats& a, const Floats& b) {
+  return fold<kHalf>(a, b, std::make_integer_sequence<int, kWidth>());
+}
+
+// What a vector sums to in each group of lanes that is `kGroup` wide, in all its lanes.
+template <u32 kGroup>
+static inline Floats folded(const Floats& sums) {
+  if constexpr (kGroup == 1) {
+    return sums;
+  } else {
+    return folded<kGroup / 2>(fold<kGroup / 2>(sums, sums));
+  }
+}
+
+static inline float total(const Floats& sums) { return folded<kWidth>(sums)[0]; }
+
+// The totals of four vectors, each the same, bit for bit, as alone.
+static inline void totals(const Floats* sums, float* out) {
+  if constexpr (kWidth >= 4) {
+    const Floats first = fold<kWidth / 2>(sums[0], sums[1]);
+    const Floats second = fold<kWidth / 2>(sums[2], sums[3]);
+    const Floats all = folded<kWidth / 4>(fold<kWidth / 4>(first, second));
+    out[0] = all[0];
+    out[1] = all[kWidth / 2];
+    out[2] = all[kWidth / 4];
+    out[3] = all[kWidth / 2 + kWidth / 4];
+  } else {
+    for (u32 i = 0; i < 4; ++i) out[i] = total(sums[i]);
+  }
 }
 
 struct Singles {
@@ -131,9 +173,15 @@ static inline void some(const Linear& layer, const float* apart, u64 row, u64 ou
   }
   Element* const out = static_cast<Element*>(layer.out);
   const Element* const bias = static_cast<const Element*>(layer.bias);
+  static_assert(kOutputs == 4);
+  float added[kNumRows][kOutputs];
+  for (u32 r = 0; r < kNumRows; ++r) {
+    const Floats of_row[kOutputs] = {sums[0][r], sums[1][r], sums[2][r], sums[3][r]};
+    totals(of_row, added[r]);
+  }
   for (u64 i = 0; i < count; ++i) {
     for (u32 r = 0; r < kNumRows; ++r) {
-      float sum = total(sums[i][r]);
+      float sum = added[r][i];
       for (u64 rest = at; rest < width; ++rest) {
         sum += value_of(weights[i][rest]) * value_of(inputs[r][rest]);
       }

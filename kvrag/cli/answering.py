@@ -90,8 +90,13 @@ class Outcome:
         }
 
 
-def make_engine(index: Index, settings: Settings) -> KVEngine:
+def make_engine(index: Index, settings: Settings, *, max_batch: int = 1) -> KVEngine:
     """Return an engine with these settings; check them before any model is loaded.
+
+    Parameters
+    ----------
+    max_batch
+        Most answers that are written together.
 
     Raises
     ------
@@ -113,6 +118,7 @@ def make_engine(index: Index, settings: Settings) -> KVEngine:
         links=settings.links,
         max_tokens=settings.max_tokens,
         ttft=settings.ttft,
+        max_batch=max_batch,
     )
 
 

@@ -229,7 +229,7 @@ def _serve_here(
     from kvrag.server.running import Server
 
     with open_index(**opening) as opened:
-        engine = make_engine(opened, settings)
+        engine = make_engine(opened, settings, max_batch=options.max_streams)
         warm_up(opened)
         log_to_stderr()
         server = Server(make_app(engine, options), **address)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Protocol, Unpack
 
 from kvrag.engine.answer import Answer, AnswerDelta
@@ -40,4 +40,20 @@ class Engine(Protocol):
         self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
     ) -> Iterator[AnswerDelta]:
         """Answer a prompt piece by piece; see `kvrag.KVEngine.stream`."""
+        ...
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt | Request],
+        *,
+        return_exceptions: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> list[Answer]:
+        """Answer several prompts together; see `kvrag.KVEngine.generate_batch`."""
+        ...
+
+    def astream(
+        self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
+    ) -> AsyncGenerator[AnswerDelta, None]:
+        """Answer a prompt while the event loop runs on; see `kvrag.KVEngine.astream`."""
         ...

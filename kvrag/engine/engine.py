@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 
 from kvrag import arguments
-from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
+from kvrag.engine import waiting
+from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.buffers import BufferPool
+from kvrag.engine.open_answer import OpenAnswer
 from kvrag.engine.prompt_reader import LaidOutPrompt, PromptReader
-from kvrag.engine.request import Prompt, Recompute, Request, RequestOptions
-from kvrag.engine.sampling import Sampler
-from kvrag.engine.text_stream import TextStream, end_ids
+from kvrag.engine.request import PlacedPrompt, Prompt, Recompute, Request, RequestOptions
+from kvrag.engine.scheduler import MAX_BATCH, Scheduler, Start
 from kvrag.errors import KVRagError, ParameterError, PromptTooLongError
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.cache import check_evictable
 from kvrag.fusion.chosen_links import ChosenLinks
 from kvrag.fusion.compression.compacting import compact, without_chunks
 from kvrag.fusion.controller import Choice, calibrated
-from kvrag.fusion.decoding import Decoder, make_decoder
-from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, computing_seconds, fuse
+from kvrag.fusion.fuser import (
+    CompressedLostError,
+    FusedPrompt,
+    computing_seconds,
+    fuse_in_slices,
+)
 from kvrag.fusion.layout import Layout
 from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.plan import Loading
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair
+from kvrag.fusion.slices import Slices, whole
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.loading import MAX_LOAD_THREADS, threads
@@ -82,6 +90,10 @@ class KVEngine:
         as much of each chunk as the time allows, or computes the chunk where that is at least as
         quick. None loads all stored KV.
 
+    max_batch
+        Most answers that are written together. Further ones wait in order, and join when another
+        answer ends. Each one holds its prompt's KV in memory.
+
     Raises
     ------
     LinksError
@@ -91,7 +103,8 @@ class KVEngine:
     Notes
     -----
     You can call the engine from several threads and keep several streams open at once. Forward
-    passes take turns, and a stream holds no lock between two pieces.
+    passes take turns, and a stream holds no lock between two pieces. Open answers are written
+    together, a token of each at a time: the thread that waits for a piece advances all of them.
     """
 
     def __init__(
@@ -106,6 +119,7 @@ class KVEngine:
         max_tokens: int = 256,
         load_threads: int | None = None,
         ttft: float | None = None,
+        max_batch: int = MAX_BATCH,
     ) -> None:
         self._reader = PromptReader(index)
         self.index = index
@@ -126,6 +140,7 @@ class KVEngine:
         )
         self._estimates = StreamEstimates()
         self._buffers = BufferPool()
+        self._scheduler = Scheduler(arguments.whole(max_batch, "max_batch", 1, 1024))
         self._choice(self.defaults)
 
     def prompt_ids(self, prompt: Prompt, *, hints: Sequence[str] = ()) -> tuple[int, ...]:
@@ -156,7 +171,7 @@ class KVEngine:
         request = Request.of(prompt, options).over(self.defaults)
         choice = self._choice(request)
         laid_out = self._reader.lay_out(request)
-        return self._fuse(request, choice, laid_out, time.perf_counter() - started)
+        return whole(self._fuse(request, choice, laid_out, time.perf_counter() - started))
 
     def give_back(self, fused: FusedPrompt) -> None:
         """Return a prompt's buffer for the next prompt; do not use `fused` afterwards."""
@@ -169,7 +184,7 @@ class KVEngine:
 
     def _fuse(
         self, request: Request, choice: Choice, laid_out: LaidOutPrompt, layout_seconds: float
-    ) -> FusedPrompt:
+    ) -> Slices[FusedPrompt]:
         layout, open_kv = laid_out.layout, laid_out.open_kv
         assert request.max_tokens is not None  # the engine's defaults set it
         if open_kv is None:
@@ -188,7 +203,7 @@ class KVEngine:
         buffer = self._take(layout, request.max_tokens)
         links = self._links.on_model if layout.links else None
         try:
-            fused = fuse(
+            fused = yield from fuse_in_slices(
                 self.index.model,
                 layout,
                 open_kv or self.index.on_demand.opener(self.index.open_kv, layout),
@@ -202,7 +217,10 @@ class KVEngine:
             # The compressed rows of these chunks have no tokens to compute instead, so lay out the
             # chunks' own tokens. Each call has fewer chunks, so this ends.
             fewer = replace(laid_out, layout=without_chunks(laid_out.layout, error.lost))
-            return self._fuse(request, choice, fewer, layout_seconds)
+            return (yield from self._fuse(request, choice, fewer, layout_seconds))
+        except BaseException:  # a cancelled one as well
+            self._buffers.give_back(buffer)
+            raise
         report = fused.report
         num_rows = sum(report.rows_by_layer) + report.rows_asked
         self._estimates.computing.observe(num_rows, computing_seconds(report.seconds))
@@ -297,9 +315,64 @@ class KVEngine:
         UnsupportedModelError
             If eviction is requested for a model with custom attention code.
         """
-        *_, last = self.stream(prompt, **options)
-        assert last.answer is not None
-        return last.answer
+        (answer,) = waiting.answers(self._scheduler, [self._start_now(prompt, options)])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt | Request],
+        *,
+        return_exceptions: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> list[Answer]:
+        """Answer several prompts together; the answers are those of `generate`, in order.
+
+        Parameters
+        ----------
+        prompts
+            The prompts, or requests, which already contain their options.
+        return_exceptions
+            Whether the error of a prompt takes its answer's place in the list, as in
+            `asyncio.gather`. Otherwise the first one is raised, after all others are answered.
+        options
+            The other fields of `Request`, for each prompt.
+        """
+        if isinstance(prompts, str | Request | PlacedPrompt):
+            raise ParameterError("a batch must be a list of prompts: put the prompt into a list")
+        starts = [partial(self._start_later, one, options) for one in prompts]
+        answers = waiting.answers(self._scheduler, starts)
+        errors = [one for one in answers if isinstance(one, Exception)]
+        if errors and not return_exceptions:
+            raise errors[0]
+        return answers  # type: ignore[return-value]  # as the caller wants it
+
+    async def agenerate(
+        self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
+    ) -> Answer:
+        """Answer a prompt while the event loop runs on; parameters and errors as in `generate`.
+
+        Calls that wait at the same time are answered together. If the task is cancelled, the answer
+        leaves the batch at the next step.
+        """
+        async for delta in self.astream(prompt, **options):
+            if delta.answer is not None:
+                return delta.answer
+        raise AssertionError("the last piece carries the answer")
+
+    async def astream(
+        self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
+    ) -> AsyncGenerator[AnswerDelta, None]:
+        """Answer a prompt piece by piece, as `stream`, while the event loop runs on.
+
+        One thread writes all answers that event loops wait for, and ends with the last of them. A
+        stream that is closed leaves the batch at the next step.
+        """
+        start = partial(self._start_later, prompt, options)
+        async with aclosing(waiting.apieces(self._scheduler, start)) as pieces:
+            async for delta in pieces:
+                yield delta
 
     def stream(
         self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
@@ -313,76 +386,58 @@ class KVEngine:
         AnswerDelta
             Pieces of text as soon as they are final; the last one carries the whole `Answer`.
         """
+        start = self._start_now(prompt, options)
+        pieces = waiting.pieces(self._scheduler, start, once=False)
+        return (delta for delta in pieces if delta is not None)
+
+    def steps(
+        self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
+    ) -> Iterator[AnswerDelta | None]:
+        """Answer a prompt as `stream` does, and return after each step of the batch.
+
+        One thread can so serve several streams, none of which waits for another one's prompt.
+
+        Yields
+        ------
+        AnswerDelta or None
+            All pieces since the last one, joined, or None if the last step brought none.
+        """
+        start = partial(self._start_later, prompt, options)
+        return waiting.pieces(self._scheduler, start, once=True)
+
+    def _start_now(self, prompt: Prompt | Request, options: RequestOptions) -> Start:
+        """Check and read a prompt; return what fuses it later."""
         started = time.perf_counter()
         request = Request.of(prompt, options).over(self.defaults)
         choice = self._choice(request)
         eviction = self._checked_eviction(request, choice)
         laid_out = self._reader.lay_out(request)
-        return self._stream(request, choice, eviction, laid_out, time.perf_counter() - started)
+        layout_seconds = time.perf_counter() - started
 
-    def _stream(
-        self,
-        request: Request,
-        choice: Choice,
-        eviction: EvictionPolicy | None,
-        laid_out: LaidOutPrompt,
-        layout_seconds: float,
-    ) -> Iterator[AnswerDelta]:
-        # This runs when the caller asks for the first piece; time before that does not count.
-        started = time.perf_counter() - layout_seconds
-        fused = self._fuse(request, choice, laid_out, layout_seconds)
-        try:
-            model = self.index.model
-            layout = fused.layout
-            timeout_seconds = request.timeout_seconds
-            assert request.max_tokens is not None
-            limit = min(request.max_tokens, model.max_positions - layout.end_position)
-            ends = end_ids(model.hf.generation_config, model.tokenizer)
-            sampler = Sampler(request.sampling, fused.logits.device)
-            text = TextStream(model.tokenizer, request.stop)
-            decoder: Decoder | None = None
-            # The plain ids: repetition penalties must not count link tokens, nor miss the tokens
-            # of compressed chunks.
-            token_ids = torch.tensor(layout.plain_token_ids, device=fused.logits.device)
-
-            token = sampler.next_token(fused.logits, token_ids)
-            ttft_seconds = time.perf_counter() - started
-            num_generated = 1
-            finish: FinishReason = "length"
-            while True:
-                if token in ends:
-                    finish = "stop"
-                    break
-                if piece := text.push(token):
-                    yield AnswerDelta(piece)
-                if text.stopped:
-                    finish = "stop"
-                    break
-                if num_generated == limit:
-                    break
-                if timeout_seconds is not None and time.perf_counter() - started > timeout_seconds:
-                    finish = "timeout"
-                    break
-                token_ids = torch.cat([token_ids, token_ids.new_tensor([token])])
-                # Made after the first token, which does not need it.
-                decoder = decoder or make_decoder(model, fused, eviction)
-                logits = decoder.step(token)
-                token = sampler.next_token(logits, token_ids)
-                num_generated += 1
-
-            tail = "" if text.stopped else text.finish()
-            answer = Answer(
-                text=text.text,
-                sources=laid_out.sources,
-                report=replace(fused.report, eviction=decoder.report() if decoder else None),
-                usage=Usage(fused.report.num_tokens, fused.report.num_cached, num_generated),
-                finish_reason=finish,
-                ttft_seconds=ttft_seconds,
-                total_seconds=time.perf_counter() - started,
+        def start(begun: float) -> Slices[OpenAnswer]:
+            fused = yield from self._fuse(request, choice, laid_out, layout_seconds)
+            return OpenAnswer(
+                self.index.model,
+                request,
+                fused,
+                laid_out.sources,
+                eviction,
+                # Time before its first piece was asked for does not count.
+                begun - layout_seconds,
+                partial(self._buffers.give_back, fused.kv),
             )
-            yield AnswerDelta(tail, answer)
-        finally:
-            self._buffers.give_back(fused.kv)
+
+        return start
+
+    def _start_later(
+        self, prompt: Prompt | Request, options: RequestOptions, begun: float
+    ) -> Slices[OpenAnswer]:
+        """Check, read and fuse a prompt, all in the thread that advances the batch."""
+        started = time.perf_counter()
+        start = self._start_now(prompt, options)
+        seconds = time.perf_counter() - started
+        yield False  # reading is one slice
+        return (yield from start(begun + seconds))
 
     def plain_ttft_seconds(self, prompt: Prompt) -> float:
         """Measure plain Transformers: seconds from the prompt's ids to the first token."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -10,9 +12,11 @@ from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.report import EvictionReport
 from kvrag.fusion.evicting import EvictingDecoder
 from kvrag.fusion.fuser import FusedPrompt
+from kvrag.models.batch import BatchRow
 from kvrag.models.caches import CACHE_ARGUMENT, FusedCache
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending
+from kvrag.native import MAX_ROWS
 
 
 class Decoder(Protocol):
@@ -37,10 +41,58 @@ def make_decoder(model: KVModel, fused: FusedPrompt, eviction: EvictionPolicy | 
     """
     if eviction is not None:
         return EvictingDecoder(model, fused, eviction)
-    has_kernel = model.device.type == "cpu" and not model.family.attends_itself
-    if fused.layout.positions is not None or has_kernel:
+    has_gaps = fused.layout.positions is not None
+    if model.family.attends_itself:
+        return GapDecoder(model, fused) if has_gaps else CacheDecoder(model, fused)
+    if has_gaps or model.device.type == "cpu":
         return RowDecoder(model, fused)
     return CacheDecoder(model, fused)
+
+
+def step_all(steps: Sequence[tuple[Decoder, int]]) -> list[torch.Tensor | Exception]:
+    """Step decoders of one model, together where they can.
+
+    Parameters
+    ----------
+    steps
+        Different decoders, and the next token of each.
+
+    Returns
+    -------
+    list
+        For each its logits ``[vocabulary]``, or the error that its own step raised.
+    """
+    together: dict[int, list[int]] = {}
+    plain: list[int] = []
+    for number, (decoder, _) in enumerate(steps):
+        if isinstance(decoder, RowDecoder):
+            if decoder.adapter is None:
+                plain.append(number)
+            else:
+                together.setdefault(id(decoder.adapter), []).append(number)
+    # Rows without an adapter go with those of any adapter.
+    groups = list(together.values()) or [[]]
+    groups[0] += plain
+    outcomes: dict[int, torch.Tensor | Exception] = {}
+    for group in groups:
+        for begin in range(0, len(group), MAX_ROWS):
+            numbers = group[begin : begin + MAX_ROWS]
+            decoders = [steps[number][0] for number in numbers]
+            try:
+                logits = RowDecoder.step_each(
+                    [one for one in decoders if isinstance(one, RowDecoder)],
+                    [steps[number][1] for number in numbers],
+                )
+            except Exception:  # somebody's fault: alone, it is found out whose
+                continue
+            outcomes.update(zip(numbers, logits, strict=True))
+    for number, (decoder, token_id) in enumerate(steps):
+        if number not in outcomes:
+            try:
+                outcomes[number] = decoder.step(token_id)
+            except Exception as error:
+                outcomes[number] = error
+    return [outcomes[number] for number in range(len(steps))]
 
 
 class CacheDecoder:
@@ -82,9 +134,62 @@ class RowDecoder:
     Parameters
     ----------
     model
-        The model.
+        The model, of a family that attends through Transformers' interface.
     fused
         The prompt. The room left in its buffer limits how many tokens can be decoded.
+    """
+
+    def __init__(self, model: KVModel, fused: FusedPrompt) -> None:
+        self._model = model
+        self.adapter = None if fused.links is None else fused.links.adapter
+        num_rows = len(fused.layout.token_ids)
+        self._next = BatchRow(
+            fused.kv, fused.kv.addresses, num_rows, fused.layout.end_position, fused.scaled
+        )
+
+    def step(self, token_id: int) -> torch.Tensor:
+        """Write a token's KV; return the logits ``[vocabulary]`` of what follows it."""
+        return self.step_each([self], [token_id])[0]
+
+    @staticmethod
+    def step_each(decoders: Sequence[RowDecoder], token_ids: Sequence[int]) -> torch.Tensor:
+        """Step several decoders of one model at once; return logits ``[B, vocabulary]``.
+
+        The logits are those of single steps, bit for bit where kernels compute them (16 at most).
+
+        Parameters
+        ----------
+        decoders
+            Different ones. At most one adapter acts on their prompts.
+        token_ids
+            The next token of each.
+        """
+        model = decoders[0]._model
+        adapters = [one.adapter for one in decoders]
+        linked = [number for number, adapter in enumerate(adapters) if adapter is not None]
+        adapter = adapters[linked[0]] if linked else None
+        adapted = None
+        if 0 < len(linked) < len(decoders):
+            adapted = torch.tensor(linked, device=model.device)
+        with model.computing_rows(adapter, adapted):
+            logits = model.forward_each(token_ids, [one._next for one in decoders])
+        # Not before: if a step fails, it can be repeated.
+        for one in decoders:
+            row = one._next
+            one._next = replace(row, place=row.place + 1, position=row.position + 1)
+        return logits
+
+    def report(self) -> None:
+        """Return None: every key is kept."""
+
+
+class GapDecoder:
+    """Continues a prompt with gaps in its positions, for families that attend in their own code.
+
+    Parameters
+    ----------
+    model, fused
+        See `RowDecoder`.
     """
 
     def __init__(self, model: KVModel, fused: FusedPrompt) -> None:

@@ -7,10 +7,10 @@ together with the tokens that the policy recomputes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from kvrag.fusion.repair import Repair
 from kvrag.fusion.report import FusionReport
 from kvrag.fusion.selection import Selection
 from kvrag.fusion.shift import ChunkShift
+from kvrag.fusion.slices import SLICE_ROWS, Clock, Slices, in_background, until, whole
 from kvrag.fusion.streamed_loader import StreamedLoader
 from kvrag.kvcache import FusedKV
 from kvrag.loading.cost import ChunkDecision
@@ -165,7 +166,23 @@ def fuse(
         If the stored rows of a compressed chunk are not available: the rows do not say which
         tokens to compute instead. All other lost chunks are computed.
     """
-    clock = _Clock()
+    return whole(fuse_in_slices(model, layout, open_kv, choice, fused, links, loading))
+
+
+def fuse_in_slices(
+    model: KVModel,
+    layout: Layout,
+    open_kv: OpenKV,
+    choice: Choice | RecomputePolicy,
+    fused: FusedKV,
+    links: LinkTokens | None = None,
+    loading: Loading = Loading(),  # noqa: B008  # frozen
+) -> Slices[FusedPrompt]:
+    """Do what `fuse` does, and pause after each layer, or after 256 rows of one.
+
+    The caller may compute other prompts meanwhile: this holds the model only while it computes.
+    """
+    clock = Clock()
     if isinstance(choice, RecomputePolicy):
         choice = Repair(choice)
     plan = plan_fusion(model, layout, choice, loading)
@@ -175,7 +192,7 @@ def fuse(
     try:
         while True:
             try:
-                made = execute(model, plan, loader, linked, fused, clock)
+                made = yield from execute(model, plan, loader, linked, fused, clock)
                 break
             except LostError as error:
                 # The rows computed so far have seen the lost chunks, so start again without them.
@@ -241,9 +258,9 @@ def execute(
     loader: SpanLoader,
     linked: LinkedRows,
     fused: FusedKV,
-    clock: _Clock,
-) -> FusedPrompt:
-    """Carry out a plan in one pass through the layers.
+    clock: Clock,
+) -> Slices[FusedPrompt]:
+    """Carry out a plan in one pass through the layers, in slices.
 
     Raises
     ------
@@ -254,9 +271,8 @@ def execute(
     tables = model.tables(len(layout.token_ids), layout.positions)
     fresh = linked.without_stored(plan.fresh.to(model.device))
     try:
-        loader.open(plan.spans)
         # Loading starts before the model is free: another prompt may be using it.
-        loader.begin(fused, tables, dict.fromkeys(plan.inexact, plan.num_whole_layers))
+        yield from _begin(loader, plan, fused, tables)
     finally:
         clock.lap("load")
     reused = [*plan.inexact, *plan.compressed]
@@ -264,30 +280,34 @@ def execute(
     scaled: list[ScaledKeys] = []
     held = covered(len(layout.token_ids), reused).to(model.device)
     rows_by_layer = []
-    with model.computing_rows(linked.adapter, fresh):
-        prompt, asked = plan.prompt, plan.question_layers
-        if asked:
-            positions = prompt.reused().to(model.device)
-            attention = QuestionAttention(positions, plan.question_start, asked)
-            ask(model, linked.embed, fresh, attention, loader, fused, tables, clock.lap)
-            prompt = replace(prompt, relevance=attention.relevance)
-        # Without inexact spans there is nothing to choose from.
-        policy = repair.policy if plan.inexact else NonePolicy()
-        encoded = None
-        by_attention = not asked and chooses_by_attention(policy, prompt)
-        if by_attention and not model.family.attends_itself:
-            encoded = _encoded(layout, plan.inexact, model.device)
+    computing = partial(model.computing_rows, linked.adapter, fresh)
+    prompt, asked = plan.prompt, plan.question_layers
+    if asked:
+        positions = prompt.reused().to(model.device)
+        attention = QuestionAttention(positions, plan.question_start, asked)
+        yield from ask(model, linked, fresh, attention, loader, fused, tables, clock)
+        prompt = replace(prompt, relevance=attention.relevance)
+    # Without inexact spans there is nothing to choose from.
+    policy = repair.policy if plan.inexact else NonePolicy()
+    encoded = None
+    by_attention = not asked and chooses_by_attention(policy, prompt)
+    if by_attention and not model.family.attends_itself:
+        encoded = _encoded(layout, plan.inexact, model.device)
+    with computing():
         selection = Selection(policy, prompt, fresh, encoded)
         shift = None
         if repair.shift and plan.inexact:
             shift = ChunkShift(plan.inexact, len(layout.token_ids), model.device, repair.shift)
         hidden = linked.embed(selection.rows)
-        clock.lap("select")
-        last_layer = model.spec.num_layers - 1
-        for layer_index, table in enumerate(tables):
-            if layer_index >= asked.stop:
+    clock.lap("select")
+    last_layer = model.spec.num_layers - 1
+    for layer_index, table in enumerate(tables):
+        if layer_index >= asked.stop:
+            yield from until(partial(loader.has_layer, layer_index))
+            with torch.no_grad():
                 loader.load_layer(layer_index, fused, table)
-                clock.lap("load")
+            clock.lap("load")
+        with computing():
             hidden = selection.enter(layer_index, model, hidden, fused, table)
             clock.lap("select")
             rows = selection.rows
@@ -305,16 +325,23 @@ def execute(
                 noted = changed = None
             else:
                 noted = selection.noting(layer_index)
-            model.forward_rows(
-                layer_index,
-                hidden,
-                rows,
-                fused,
-                table,
-                deviation=noted,
-                attending=Attending(scaled=scaled[-1] if scaled else None, changed=changed),
-            )
+        attending = Attending(scaled=scaled[-1] if scaled else None, changed=changed)
+        for begin in range(0, len(rows), SLICE_ROWS):
+            block = slice(begin, begin + SLICE_ROWS)
+            with computing():
+                model.forward_rows(
+                    layer_index,
+                    hidden[block],
+                    rows[block],
+                    fused,
+                    table,
+                    deviation=None if noted is None else noted[block],
+                    attending=attending,
+                )
             clock.lap("compute")
+            yield False
+            clock.resume()
+    with computing():
         logits = model.logits(hidden)[0]
     clock.lap("compute")
     picks = tuple(selection.picks)
@@ -323,10 +350,28 @@ def execute(
     return FusedPrompt(fused, logits, report, fresh, picks, layout, tuple(scaled), linked.links)
 
 
+def _begin(
+    loader: SpanLoader, plan: FusePlan, fused: FusedKV, tables: Sequence[RotaryTable]
+) -> Slices[None]:
+    """Open the plan's records, and begin to load them."""
+    unneeded = dict.fromkeys(plan.inexact, plan.num_whole_layers)
+
+    def bring() -> None:
+        loader.open(plan.spans)
+        if isinstance(loader, StreamedLoader):  # which loads all of them before it returns
+            loader.begin(fused, tables)
+
+    if loader.waits:
+        yield from in_background(bring)
+    else:
+        bring()
+    loader.begin(fused, tables, unneeded)
+
+
 def _report(
     plan: FusePlan,
     loader: SpanLoader,
-    clock: _Clock,
+    clock: Clock,
     rows_by_layer: tuple[int, ...],
     num_fresh_rows: int,
     picks: Sequence[torch.Tensor],
@@ -374,23 +419,6 @@ def _report(
         num_control=layout.num_control,
         fresh_reasons=reasons,
     )
-
-
-class _Clock:
-    """Wall seconds by stage; one stage may have several laps."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
-        self._last = now
-
-    def move(self, stage: str, other: str, seconds: float) -> None:
-        self.seconds[stage] -= seconds
-        self.seconds[other] += seconds
 
 
 def _encoded(layout: Layout, spans: Sequence[ReusedSpan], device: torch.device) -> EncodedScope:

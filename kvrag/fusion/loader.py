@@ -193,6 +193,15 @@ class SpanLoader:
             self.hidden_seconds += max(0.0, prefetch.busy_seconds - self._waited_seconds)
             self._waited_seconds = 0.0
 
+    @property
+    def waits(self) -> bool:
+        """Whether other threads read records, which are perhaps far away."""
+        return self._num_threads > 0
+
+    def has_layer(self, layer_index: int) -> bool:
+        """Return whether `load_layer` would begin at once; if not, the layer is on its way."""
+        return self._prefetch is None or self._prefetch.is_loaded(layer_index)
+
     def load_layer(self, layer_index: int, fused: FusedKV, table: RotaryTable) -> None:
         """Load one layer of every span that needs it into its rows, keys at global positions.
 

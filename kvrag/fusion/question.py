@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch.linalg import vector_norm
 
+from kvrag.fusion.links import LinkedRows
 from kvrag.fusion.loader import SpanLoader
+from kvrag.fusion.slices import Clock, Slices, until
 from kvrag.kvcache import FusedKV
 from kvrag.models.attention import MassObserver, RowMask
 from kvrag.models.kv_model import KVModel
@@ -66,36 +68,41 @@ class QuestionAttention:
 
 def ask(
     model: KVModel,
-    embed: Callable[[torch.Tensor], torch.Tensor],
+    linked: LinkedRows,
     fresh: torch.Tensor,
     attention: QuestionAttention,
     loader: SpanLoader,
     fused: FusedKV,
     tables: Sequence[RotaryTable],
-    lap: Callable[[str], None],
-) -> None:
+    clock: Clock,
+) -> Slices[None]:
     """Compute the fresh rows over stored KV up to the last observed layer, noting their attention.
 
-    Call this inside ``model.computing_rows()``. Afterwards `fused` holds the stored KV of those
-    layers; the fresh tokens' rows have to be computed again.
+    Afterwards `fused` holds the stored KV of those layers; the fresh tokens' rows have to be
+    computed again.
 
     Parameters
     ----------
-    embed
-        Returns the first layer's inputs for rows.
+    linked
+        Returns the first layer's inputs for rows, and has the adapter that acts on them.
     fresh
         ``[m]`` ascending positions of tokens that are not stored.
-    lap
-        Records the time since its last call under a stage: ``"load"``, which fusing needs in any
-        case, or ``"ask"``.
+    clock
+        Gets a stage ``"load"``, which fusing needs in any case, and a stage ``"ask"``.
     """
-    hidden = embed(fresh)
+    with model.computing_rows(linked.adapter, fresh):
+        hidden = linked.embed(fresh)
     for layer_index in range(attention.layers.stop):
         table = tables[layer_index]
-        lap("ask")
-        loader.load_layer(layer_index, fused, table)
-        lap("load")
+        clock.lap("ask")
+        yield from until(partial(loader.has_layer, layer_index))
+        with torch.no_grad():
+            loader.load_layer(layer_index, fused, table)
+        clock.lap("load")
         is_last = layer_index + 1 == attention.layers.stop
         attending = Attending(attention.observer_of(layer_index), stops=is_last)
-        model.forward_rows(layer_index, hidden, fresh, fused, table, attending=attending)
-    lap("ask")
+        with model.computing_rows(linked.adapter, fresh):
+            model.forward_rows(layer_index, hidden, fresh, fused, table, attending=attending)
+        clock.lap("ask")
+        yield False
+        clock.resume()

@@ -6,11 +6,14 @@ So any chain works unchanged, with any retriever.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 try:
     from langchain_core.callbacks import (
+        AsyncCallbackManagerForLLMRun,
         CallbackManagerForLLMRun,
         Callbacks,
     )
@@ -33,7 +36,7 @@ except ImportError as error:
 
 from pydantic import ConfigDict, model_validator
 
-from kvrag.engine.answer import Answer
+from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.errors import KVRagError
 from kvrag.llms.langchain_messages import to_turns
 from kvrag.llms.results import answer_details, short_name, token_usage
@@ -119,13 +122,9 @@ class KVRagLLM(_LangChainSettings, BaseLLM):
         callbacks: Callbacks | list[Callbacks] | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        """Answer several prompts in a thread; see `BaseLLM.agenerate`."""
+        """Answer several prompts while the event loop runs on; see `BaseLLM.agenerate`."""
         model, rest = self._for_call(kwargs)
         return await super(KVRagLLM, model).agenerate(prompts, stop, callbacks, **rest)
-
-    def answers(self, prompts: Sequence[str], call: Mapping[str, Any]) -> list[Answer]:
-        """Return the answers to several prompts, in order."""
-        return [self.answer(prompt, call) for prompt in prompts]
 
     def _for_call(self, options: dict[str, Any]) -> tuple[KVRagLLM, dict[str, Any]]:
         """Return a copy of the model with the call's parameters, and the other options.
@@ -147,7 +146,25 @@ class KVRagLLM(_LangChainSettings, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         call = self._call(stop, kwargs)
-        answers = self.answers(prompts, call)
+        return self._result(self.answers(prompts, call), call)
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> LLMResult:
+        call = self._call(stop, kwargs)
+        asked = (self.aanswer(prompt, call) for prompt in prompts)
+        answers = []
+        for outcome in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            answers.append(outcome)
+        return self._result(answers, call)
+
+    def _result(self, answers: Sequence[Answer], call: Mapping[str, Any]) -> LLMResult:
         usage = [token_usage(answer) for answer in answers]
         return LLMResult(
             generations=[
@@ -171,15 +188,34 @@ class KVRagLLM(_LangChainSettings, BaseLLM):
     ) -> Iterator[GenerationChunk]:
         call = self._call(stop, kwargs)
         for delta in self.deltas(prompt, call):
-            chunk = GenerationChunk(text=delta.text)
-            if delta.answer is not None:
-                chunk.generation_info = {
-                    **self._details(delta.answer, call),
-                    "token_usage": token_usage(delta.answer),
-                }
+            chunk = self._chunk(delta, call)
             if run_manager is not None and delta.text:
                 run_manager.on_llm_new_token(delta.text, chunk=chunk)
             yield chunk
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        call = self._call(stop, kwargs)
+        async with aclosing(self.adeltas(prompt, call)) as deltas:
+            async for delta in deltas:
+                chunk = self._chunk(delta, call)
+                if run_manager is not None and delta.text:
+                    await run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                yield chunk
+
+    def _chunk(self, delta: AnswerDelta, call: Mapping[str, Any]) -> GenerationChunk:
+        chunk = GenerationChunk(text=delta.text)
+        if delta.answer is not None:
+            chunk.generation_info = {
+                **self._details(delta.answer, call),
+                "token_usage": token_usage(delta.answer),
+            }
+        return chunk
 
     def get_token_ids(self, text: str) -> list[int]:
         """Return the model's token ids of `text`, without special tokens."""
@@ -228,7 +264,19 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(stop, kwargs)
-        answer = self.answer(to_turns(messages), call)
+        return self._result(self.answer(to_turns(messages), call), call)
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> ChatResult:
+        call = self._call(stop, kwargs)
+        return self._result(await self.aanswer(to_turns(messages), call), call)
+
+    def _result(self, answer: Answer, call: Mapping[str, Any]) -> ChatResult:
         details = self._details(answer, call)
         message = AIMessage(
             content=answer.text, response_metadata=details, usage_metadata=_usage_metadata(answer)
@@ -250,15 +298,33 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         call = self._call(stop, kwargs)
         for delta in self.deltas(to_turns(messages), call):
-            message = AIMessageChunk(content=delta.text)
-            if delta.answer is not None:
-                message.response_metadata = self._details(delta.answer, call)
-                message.usage_metadata = _usage_metadata(delta.answer)
-                message.chunk_position = "last"
-            chunk = ChatGenerationChunk(message=message)
+            chunk = self._chunk(delta, call)
             if run_manager is not None and delta.text:
                 run_manager.on_llm_new_token(delta.text, chunk=chunk)
             yield chunk
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        call = self._call(stop, kwargs)
+        async with aclosing(self.adeltas(to_turns(messages), call)) as deltas:
+            async for delta in deltas:
+                chunk = self._chunk(delta, call)
+                if run_manager is not None and delta.text:
+                    await run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                yield chunk
+
+    def _chunk(self, delta: AnswerDelta, call: Mapping[str, Any]) -> ChatGenerationChunk:
+        message = AIMessageChunk(content=delta.text)
+        if delta.answer is not None:
+            message.response_metadata = self._details(delta.answer, call)
+            message.usage_metadata = _usage_metadata(delta.answer)
+            message.chunk_position = "last"
+        return ChatGenerationChunk(message=message)
 
     def get_token_ids(self, text: str) -> list[int]:
         """Return the model's token ids of `text`, without special tokens."""

@@ -6,12 +6,13 @@ text. So any index, retriever or response mode works unchanged.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
 
 try:
     from llama_index.core.base.llms.generic_utils import (
+        astream_completion_response_to_chat_response,
         completion_response_to_chat_response,
         stream_completion_response_to_chat_response,
     )
@@ -44,8 +45,6 @@ from kvrag.errors import ParameterError
 from kvrag.llms.results import answer_details, short_name, token_usage
 from kvrag.llms.settings import EngineSettings, Prompt
 from kvrag.llms.turns import merge_turns
-
-T = TypeVar("T")
 
 
 class KVRagLLM(EngineSettings, CustomLLM):
@@ -120,33 +119,45 @@ class KVRagLLM(EngineSettings, CustomLLM):
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
-        """Answer one prompt in a thread."""
-        return await asyncio.to_thread(self._complete, self._formatted(prompt, formatted), kwargs)
+        """Answer one prompt while the event loop runs on."""
+        return await self._acomplete(self._formatted(prompt, formatted), kwargs)
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        """Answer one prompt piece by piece, each computed in a thread."""
-        return _in_thread(self._stream_complete(self._formatted(prompt, formatted), kwargs))
+        """Answer one prompt piece by piece while the event loop runs on."""
+        return self._astream_complete(self._formatted(prompt, formatted), kwargs)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Answer a conversation in a thread."""
+        """Answer a conversation while the event loop runs on."""
         return completion_response_to_chat_response(
-            await asyncio.to_thread(self._complete, self._turns(messages), kwargs)
+            await self._acomplete(self._turns(messages), kwargs)
         )
 
     @llm_chat_callback()
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
-        """Answer a conversation piece by piece, each computed in a thread."""
-        return _in_thread(
-            stream_completion_response_to_chat_response(
-                self._stream_complete(self._turns(messages), kwargs)
-            )
+        """Answer a conversation piece by piece while the event loop runs on."""
+        return astream_completion_response_to_chat_response(
+            self._astream_complete(self._turns(messages), kwargs)
         )
+
+    async def _acomplete(self, prompt: Prompt, call: dict[str, Any]) -> CompletionResponse:
+        answer = await self.aanswer(prompt, call)
+        return CompletionResponse(text=answer.text, raw=self._raw(answer, call))
+
+    async def _astream_complete(
+        self, prompt: Prompt, call: dict[str, Any]
+    ) -> CompletionResponseAsyncGen:
+        text = ""
+        async with aclosing(self.adeltas(prompt, call)) as deltas:
+            async for delta in deltas:
+                text += delta.text
+                raw = None if delta.answer is None else self._raw(delta.answer, call)
+                yield CompletionResponse(text=text, delta=delta.text, raw=raw)
 
     def _complete(self, prompt: Prompt, call: dict[str, Any]) -> CompletionResponse:
         answer = self.answer(prompt, call)
@@ -194,10 +205,3 @@ def _text(message: ChatMessage) -> str:
             )
         texts.append(block.text)
     return "\n".join(texts)
-
-
-async def _in_thread(items: Iterator[T]) -> AsyncGenerator[T, None]:
-    """Yield `items`, waiting for each in a thread so that the event loop keeps running."""
-    done = object()
-    while (item := await asyncio.to_thread(next, items, done)) is not done:
-        yield item  # type: ignore[misc]

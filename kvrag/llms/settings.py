@@ -6,10 +6,12 @@ one name, one range and one meaning in both.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -243,6 +245,59 @@ class EngineSettings(BaseModel):
         engine, request = self._prepare(call)
         return self._retrying(lambda: engine().generate(request(prompt)))
 
+    def answers(self, prompts: Sequence[Prompt], call: Mapping[str, Any]) -> list[Answer]:
+        """Return the engine's answers to several prompts, written together; see `answer`."""
+        engine, request = self._prepare(call)
+        done: dict[int, Answer] = {}
+
+        def attempt() -> None:
+            left = [number for number in range(len(prompts)) if number not in done]
+            requests = [request(prompts[number]) for number in left]
+            outcomes = engine().generate_batch(requests, return_exceptions=True)
+            errors = []
+            for number, outcome in zip(left, outcomes, strict=True):
+                if isinstance(outcome, Exception):
+                    errors.append(outcome)
+                else:
+                    done[number] = outcome
+            if errors:
+                raise errors[0]
+
+        self._retrying(attempt)
+        return [done[number] for number in range(len(prompts))]
+
+    async def aanswer(self, prompt: Prompt, call: Mapping[str, Any]) -> Answer:
+        """Return the answer to one prompt while the event loop runs on; see `answer`."""
+        async with aclosing(self.adeltas(prompt, call)) as deltas:
+            async for delta in deltas:
+                if delta.answer is not None:
+                    return delta.answer
+        raise AssertionError("the last piece carries the answer")
+
+    async def adeltas(
+        self, prompt: Prompt, call: Mapping[str, Any]
+    ) -> AsyncGenerator[AnswerDelta, None]:
+        """Yield an answer piece by piece while the event loop runs on; see `deltas`.
+
+        Only opening the engine takes a thread. Answers that wait at the same time are written
+        together; one that nobody waits for any more leaves the batch at the next step.
+        """
+        engine, request = self._prepare(call)
+        for number in range(self.max_retries + 1):
+            opened, asked = await asyncio.to_thread(lambda: (engine(), request(prompt)))
+            async with aclosing(opened.astream(asked)) as stream:
+                try:
+                    first = await anext(stream)
+                except (StoreError, IndexLockedError):
+                    if number == self.max_retries:
+                        raise
+                else:
+                    yield first
+                    async for delta in stream:
+                        yield delta
+                    return
+            await asyncio.sleep(_pause_seconds(number))
+
     def deltas(self, prompt: Prompt, call: Mapping[str, Any]) -> Iterator[AnswerDelta]:
         """Yield the engine's answer piece by piece; the last piece includes the whole answer."""
         engine, request = self._prepare(call)
@@ -326,7 +381,7 @@ class EngineSettings(BaseModel):
             try:
                 return attempt()
             except (StoreError, IndexLockedError):
-                time.sleep(min(_FIRST_PAUSE_SECONDS * 2**number, _LONGEST_PAUSE_SECONDS))
+                time.sleep(_pause_seconds(number))
         return attempt()
 
     def identity(self) -> dict[str, Any]:
@@ -353,6 +408,10 @@ class EngineSettings(BaseModel):
         except (KVRagError, OSError):
             identity["index"] = str(self.index)
         return identity
+
+
+def _pause_seconds(number: int) -> float:
+    return min(_FIRST_PAUSE_SECONDS * 2.0**number, _LONGEST_PAUSE_SECONDS)
 
 
 def _file_digest(name: str) -> str:

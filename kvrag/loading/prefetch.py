@@ -104,6 +104,12 @@ class LayerPrefetch:
             self._changed.wait_for(lambda: self._failures or not self._num_left[layer_index])
             return dict(self._failures)
 
+    def is_loaded(self, layer_index: int) -> bool:
+        """Ask for a layer, and return whether `wait` would return at once."""
+        with self._changed:
+            self._ask(layer_index)
+            return bool(self._failures) or not self._num_left[layer_index]
+
     def drain(self) -> Mapping[int, Exception]:
         """Wait until every lane is loaded or has failed; return those that failed, and why."""
         with self._changed:

@@ -29,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvrag.models.headwise import attend_by_head
 from kvrag.models.implementations import (
     AttentionFunction,
+    OwnMask,
     attending_by,
     eager_function,
     register_around,
@@ -328,17 +329,29 @@ def _row_attention_eager(
     )
 
 
-def _comparing(attend: AttentionFunction) -> AttentionFunction:
-    """Wrap `attend` so that it ends the layer with `AttentionDone` where the mask wants it."""
+def _obeying(attend: AttentionFunction, *, caps: bool) -> AttentionFunction:
+    """Wrap `attend` so that it obeys masks that attend by themselves, or that end the layer.
+
+    Parameters
+    ----------
+    caps
+        Whether `attend` leaves soft-capped scores to the kernel, or those without a cap.
+    """
 
     def attention(
         module: nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: RowMask | torch.Tensor | None,
+        attention_mask: RowMask | OwnMask | torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(attention_mask, OwnMask):
+            is_capped = kwargs.get("softcap") is not None
+            in_kernel = is_capped is caps and kwargs.get("s_aux") is None
+            return attention_mask.attend(
+                attend, module, query, key, value, in_kernel=in_kernel, **kwargs
+            ), None
         if not isinstance(attention_mask, RowMask) or attention_mask.encoded is None:
             output = attend(module, query, key, value, attention_mask, **kwargs)
             if isinstance(attention_mask, RowMask) and attention_mask.stops:
@@ -378,7 +391,11 @@ def _whole_attention(
     return torch.cat(outputs), None
 
 
-register_attention(_NAME, _comparing(_row_attention), _comparing(_row_attention_eager))
+register_attention(
+    _NAME,
+    _obeying(_row_attention, caps=False),
+    _obeying(_row_attention_eager, caps=True),
+)
 register_around(_WHOLE_NAME, _whole_attention)
 
 

@@ -8,6 +8,7 @@ which alone knows its soft-capping.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,34 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 _plain: dict[str, str] = {}
+
+
+class OwnMask(ABC):
+    """A mask that attends by itself, where a layer's attention is one of ours."""
+
+    @abstractmethod
+    def attend(
+        self,
+        plain: AttentionFunction,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        in_kernel: bool,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the output ``[1, n, heads, D]`` of a layer's attention.
+
+        Parameters
+        ----------
+        plain
+            The attention function for ordinary masks and a `RowMask`.
+        module, query, key, value, kwargs
+            What the layer gives to its attention function.
+        in_kernel
+            Whether the compiled kernel knows all that this layer's attention does.
+        """
 
 
 def register_attention(

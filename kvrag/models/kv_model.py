@@ -26,6 +26,7 @@ from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
 from kvrag.kvcache import DTYPES, ChunkKV, FusedKV, KVSpec
 from kvrag.models.adapter import RowAdapter, without_adapters
 from kvrag.models.attention import EncodedScope, lock_of, whole_attention
+from kvrag.models.batch import BatchRow, BatchRows
 from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache, Deviation
 from kvrag.models.chunks import shifted_positions, take_chunk
 from kvrag.models.families import (
@@ -403,6 +404,28 @@ class KVModel:
         self._rows.forward(
             layer_index, hidden, rows, fused, table, attending, deviation, writes=writes
         )
+
+    def forward_each(self, token_ids: Sequence[int], rows: Sequence[BatchRow]) -> torch.Tensor:
+        """Run all layers over one row of each of B prompts; return logits ``[B, vocabulary]``.
+
+        Each row's K/V are written to its prompt's buffer. Call this inside `computing_rows`, whose
+        adapter acts on numbers of `rows`. Families that attend in their own code have no batches.
+
+        Parameters
+        ----------
+        token_ids
+            The B rows' tokens.
+        rows
+            Where each row belongs.
+        """
+        batch = BatchRows(rows, self._windows)
+        hidden = self.embed(torch.tensor(token_ids, device=self.device), batch.positions)
+        tables = self._positions.tables(batch.positions)
+        # Layers share tables.
+        embeddings = {id(table): table.embeddings(slice(None), self.spec.dtype) for table in tables}
+        for layer_index, table in enumerate(tables):
+            self._rows.forward_each(layer_index, hidden, batch, embeddings[id(table)])
+        return self.logits(hidden)
 
     def project_rows(
         self,

@@ -21,6 +21,7 @@ from kvrag.models.attention import (
     lock_of,
     row_attention,
 )
+from kvrag.models.batch import BatchRows
 from kvrag.models.caches import (
     Deviation,
     ProjectionDone,
@@ -172,6 +173,24 @@ class RowRunner:
                     show_weights(observer, mask, output[1], fused.values[layer_index])
                 output = output[0]
             hidden[block] = output[0]
+
+    def forward_each(
+        self,
+        layer_index: int,
+        hidden: torch.Tensor,
+        batch: BatchRows,
+        embeddings: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Run one layer over a row of each prompt of a batch (`KVModel.forward_each`)."""
+        self._at_hand = batch.indices
+        output = self._layers[layer_index](
+            hidden[None],
+            attention_mask=batch,
+            position_ids=batch.positions[None],
+            position_embeddings=embeddings,
+            **{self._family.cache_argument: batch},
+        )
+        hidden.copy_((output[0] if isinstance(output, tuple) else output)[0])
 
     def project(
         self,

@@ -9,14 +9,22 @@ The import of this package chooses the instruction set. To choose another, set
 - `kvrag.native.entropy`: `RansModel`, `encode_rows`, `decode_rows`, `decode_many`, `ideal_bits`.
 - `kvrag.native.reconstruction`: `reconstruct`, `place_channels`, `Points`, `Patches`,
   `Rotation`, `contexts`, `refine`.
-- `kvrag.native.attention`: `attend`, `Seen`, `Mass`, `ATTENTION_TYPES`.
+- `kvrag.native.attention`: `attend`, `Seen`, `Mass`, `attend_each`, `Buffers`,
+  `ATTENTION_TYPES`.
 - `kvrag.native.linear`: `FewRowsLinear`, `MAX_ROWS`.
 - `kvrag.native.instructions`: `instruction_set`, `instruction_sets`, `use_instruction_set`.
 """
 
 from __future__ import annotations
 
-from kvrag.native.attention import ATTENTION_TYPES, Mass, Seen, attend
+from kvrag.native.attention import (
+    ATTENTION_TYPES,
+    Buffers,
+    Mass,
+    Seen,
+    attend,
+    attend_each,
+)
 from kvrag.native.entropy import (
     DecodeJob,
     RansModel,
@@ -40,6 +48,7 @@ from kvrag.native.reconstruction import (
 __all__ = [
     "ATTENTION_TYPES",
     "MAX_ROWS",
+    "Buffers",
     "DecodeJob",
     "FewRowsLinear",
     "Mass",
@@ -49,6 +58,7 @@ __all__ = [
     "Rotation",
     "Seen",
     "attend",
+    "attend_each",
     "contexts",
     "decode_many",
     "decode_rows",

@@ -126,6 +126,98 @@ def attend(
     return out
 
 
+class Buffers(NamedTuple):
+    """Where the rows of a batch are written, a buffer for each.
+
+    Attributes
+    ----------
+    keys, values
+        ``[n]`` int64: the addresses of the buffers' keys and values, ``[H, C, D]`` each. The caller
+        keeps the memory alive, and no two rows have the same.
+    capacities
+        ``[n]`` int64: C of each buffer.
+    places
+        ``[n]`` int64: which row of its buffer each row is. It sees the keys up to there.
+    """
+
+    keys: NDArray[np.int64]
+    values: NDArray[np.int64]
+    capacities: NDArray[np.int64]
+    places: NDArray[np.int64]
+
+
+def attend_each(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    buffers: Buffers,
+    *,
+    window: int | None = None,
+    scale: float,
+    softcap: float | None = None,
+    threads: int = 1,
+) -> torch.Tensor:
+    """Write each row's key and value to its own buffer, and attend to the keys there.
+
+    Returns ``[n, G * H, D]``, contiguous; the same, bit for bit, as one call of `attend` a row.
+
+    Parameters
+    ----------
+    query
+        ``[G * H, n, D]``, float32 or bfloat16; see `attend`.
+    key, value
+        ``[H, n, D]``, of the same type.
+    buffers
+        A buffer for each row.
+    window
+        How many keys a row sees at most; None: all up to its own.
+    scale, softcap, threads
+        See `attend`.
+
+    Raises
+    ------
+    ParameterError
+        If an argument has the wrong shape, type or value.
+    """
+    if query.dtype not in ATTENTION_TYPES:
+        known = ", ".join(str(dtype) for dtype in ATTENTION_TYPES)
+        raise ParameterError(f"query: expected {known}, found {query.dtype}")
+    asked = _floats(query, "query", query.dtype, (None, None, None))
+    num_heads, num_rows, head_dim = asked.shape
+    keys = _floats(key, "key", query.dtype, (None, num_rows, head_dim))
+    values = _floats(value, "value", query.dtype, (len(keys), num_rows, head_dim))
+    if len(keys) == 0 or num_heads % len(keys):
+        raise ParameterError(
+            f"query: expected a multiple of the {len(keys)} key heads, found {num_heads} heads"
+        )
+    if window is not None and window < 1:
+        raise ParameterError(f"window: expected at least 1, found {window}")
+    key_places, value_places, capacities, places = (
+        view(one, name, np.int64, (num_rows,), contiguous=True)
+        for name, one in zip(buffers._fields, buffers, strict=True)
+    )
+    if not ((places >= 0) & (places < capacities)).all():
+        raise ParameterError(
+            f"places: expected rows of buffers with {capacities} rows, found {places}"
+        )
+    out = query.new_empty(num_rows, num_heads, head_dim)
+    _native.attend_each(
+        asked,
+        keys,
+        values,
+        key_places,
+        value_places,
+        capacities,
+        places,
+        _floats(out, "out", query.dtype, (None, None, None)),
+        _NO_WINDOW if window is None else window,
+        scale,
+        softcap or 0.0,
+        check_threads(threads),
+    )
+    return out
+
+
 def _last_keys(last_keys: ArrayLike, num_rows: int, num_keys: int) -> NDArray[np.int64]:
     found = view(last_keys, "last_keys", np.int64, (num_rows,), contiguous=True)
     if num_rows and (found[0] < 0 or found[-1] >= num_keys or (found[1:] < found[:-1]).any()):

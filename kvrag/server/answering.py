@@ -12,7 +12,7 @@ from functools import partial
 from starlette.requests import Request as HttpRequest
 
 from kvrag.engine.answer import Answer, AnswerDelta
-from kvrag.engine.base import Engine
+from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Prompt, Request
 from kvrag.server.problems import ClientGoneError
 from kvrag.server.requests import Generating
@@ -100,7 +100,7 @@ class Generation:
     """
 
     def __init__(
-        self, worker: Worker, engine: Engine, tenant: str, requests: Sequence[Request]
+        self, worker: Worker, engine: KVEngine, tenant: str, requests: Sequence[Request]
     ) -> None:
         self.answers: dict[int, Answer] = {}
         self.num_pieces = 0
@@ -111,7 +111,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, AnswerDelta | Exception]] = asyncio.Queue()
         self._jobs = [
-            Job(tenant, partial(engine.stream, request), partial(self._tell, number))
+            Job(tenant, partial(engine.steps, request), partial(self._tell, number))
             for number, request in enumerate(requests)
         ]
         worker.submit(self._jobs)

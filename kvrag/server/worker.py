@@ -1,4 +1,4 @@
-"""The thread that generates: it advances the open answers in turn, one piece at a time."""
+"""The thread that generates: it advances the open answers, which the engine writes together."""
 
 from __future__ import annotations
 
@@ -30,24 +30,26 @@ class Job:
     tenant
         Who asks; tenants share the worker fairly.
     start
-        Starts the engine's stream; called in the worker's thread.
+        Starts the engine's stream, in which None means a step without a piece; called in the
+        worker's thread.
     tell
         Receives each piece, or the error that ended the answer; called in the worker's thread.
     """
 
     tenant: str
-    start: Callable[[], Iterator[AnswerDelta]]
+    start: Callable[[], Iterator[AnswerDelta | None]]
     tell: Callable[[AnswerDelta | Exception], None]
     is_cancelled: bool = field(default=False, init=False)
-    stream: Iterator[AnswerDelta] | None = field(default=None, init=False)
+    stream: Iterator[AnswerDelta | None] | None = field(default=None, init=False)
 
 
 class Worker:
     """Generates answers in one thread, several at a time, and keeps a bounded queue of others.
 
-    After each first token, all other open answers advance once before the next waiting answer
-    begins. If several tenants wait, the one with the fewest open answers is next. Tenants that are
-    present share the queue evenly.
+    A step of the engine advances all open answers, so each finds its pieces ready. After the first
+    step of an answer, all others have their turn before the next waiting answer begins. If several
+    tenants wait, the one with the fewest open answers is next. Tenants that are present share the
+    queue evenly.
 
     Parameters
     ----------
@@ -195,7 +197,7 @@ class Worker:
         except Exception as error:
             self._tell(job, error)
             return False
-        return self._tell(job, delta) and delta.answer is None
+        return delta is None or (self._tell(job, delta) and delta.answer is None)
 
     def _tell(self, job: Job, event: AnswerDelta | Exception) -> bool:
         """Return whether somebody still listens."""

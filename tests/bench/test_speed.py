@@ -9,6 +9,7 @@ import pytest
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.report import FusionReport
+from kvrag_bench.batch import BatchOptions, run_batch_bench
 from kvrag_bench.decode import DecodeOptions, run_decode_bench
 from kvrag_bench.floor import FloorMeter
 from kvrag_bench.ingest import IngestOptions, run_ingest_bench
@@ -121,3 +122,20 @@ def test_the_decode_row_is_a_ratio_of_its_own_figures() -> None:
 def test_decode_options_out_of_range(values: dict[str, int]) -> None:
     with pytest.raises(ParameterError):
         run_decode_bench(DecodeOptions(shape="test", **values))
+
+
+def test_batch_rows_are_ratios_of_their_own_figures() -> None:
+    options = BatchOptions(shape="test", num_prompts=2, num_chunks=1, num_tokens=4, repeats=1)
+    for policy, row in zip(("none", "two_stage"), run_batch_bench(options), strict=True):
+        assert row.policy == policy
+        assert row.same == 1.0
+        assert row.speedup == row.alone_seconds / row.together_seconds
+        assert row.cost == pytest.approx(row.num_prompts / row.speedup)
+        assert row.longest_gap >= row.median_gap > 0
+        assert 1 <= row.num_tokens <= 4
+
+
+@pytest.mark.parametrize("values", [{"num_prompts": 0}, {"num_tokens": 0}, {"num_chunks": 900}])
+def test_batch_options_out_of_range(values: dict[str, int]) -> None:
+    with pytest.raises(ParameterError):
+        run_batch_bench(BatchOptions(shape="test", **values))

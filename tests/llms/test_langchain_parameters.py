@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import pickle
 import shutil
@@ -211,13 +212,13 @@ def test_no_index_given(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cache_tells_ratios_apart(rag: Rag, model_class: Any, monkeypatch: Any) -> None:
     cache = InMemoryCache()
     asked = []
-    generate = KVEngine.generate
+    start = KVEngine._start_now
 
-    def counted(self: KVEngine, request: Any) -> Any:
+    def counted(self: KVEngine, request: Any, options: Any) -> Any:
         asked.append(request.ratio)
-        return generate(self, request)
+        return start(self, request, options)
 
-    monkeypatch.setattr(KVEngine, "generate", counted)
+    monkeypatch.setattr(KVEngine, "_start_now", counted)
     for ratio in (0.0, 1.0, 0.0):
         model_class(index=rag.path, max_tokens=4, ratio=ratio, cache=cache).invoke(PROMPT)
     assert asked == [0.0, 1.0]
@@ -232,17 +233,22 @@ def test_cache_tells_ratios_apart(rag: Rag, model_class: Any, monkeypatch: Any) 
 
 def test_retries_when_the_store_is_away(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = 2
-    generate = KVEngine.generate
+    start = KVEngine._start_now
 
-    def shaky(self: KVEngine, prompt: Any, **arguments: Any) -> Any:
+    def shaky(self: KVEngine, prompt: Any, options: Any) -> Any:
         nonlocal failures
         if failures:
             failures -= 1
             raise StoreError("away")
-        return generate(self, prompt, **arguments)
+        return start(self, prompt, options)
 
-    monkeypatch.setattr(KVEngine, "generate", shaky)
+    monkeypatch.setattr(KVEngine, "_start_now", shaky)
     assert llm.invoke("Hello")
+    for batch in (["Hello"] * 3, ["Hello"]):
+        failures = 2
+        assert llm.batch(batch) == [llm.invoke("Hello")] * len(batch)
+        failures = 2
+        assert asyncio.run(llm.ainvoke("Hello")) == llm.invoke("Hello")
     failures = 3
     with pytest.raises(StoreError):
         llm.invoke("Hello")

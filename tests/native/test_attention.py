@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 
 from kvrag.errors import ParameterError
 from kvrag.native import (
+    Buffers,
     Mass,
     Seen,
     attend,
+    attend_each,
     instruction_set,
     instruction_sets,
     use_instruction_set,
@@ -219,3 +222,65 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_lacks() -> None:
         [sys.executable, "-W", "ignore", "-c", code], timeout=120, check=False, capture_output=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def buffers_of(
+    capacities: list[int], places: list[int], dim: int, dtype: torch.dtype
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], Buffers]:
+    """Return random keys and values ``[2, C, dim]`` of several prompts, and where they are."""
+    generator = torch.Generator().manual_seed(5)
+    kv = [
+        (
+            torch.randn(2, capacity, dim, generator=generator).to(dtype),
+            torch.randn(2, capacity, dim, generator=generator).to(dtype),
+        )
+        for capacity in capacities
+    ]
+    keys, values = (np.array([one[i].data_ptr() for one in kv]) for i in range(2))
+    return kv, Buffers(keys, values, np.array(capacities), np.array(places))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 30])
+@pytest.mark.parametrize(("group", "dim"), [(1, 5), (3, 64), (20, 16)])
+def test_a_batch_is_one_call_for_each_row_bit_for_bit(
+    isa: str, dtype: torch.dtype, window: int | None, group: int, dim: int
+) -> None:
+    places = [0, 40, 97, 7]
+    kv, buffers = buffers_of([1, 41, 120, 8], places, dim, dtype)
+    before = [tuple(part.clone() for part in one) for one in kv]
+    generator = torch.Generator().manual_seed(6)
+    query = torch.randn(4, 2 * group, dim, generator=generator).to(dtype).transpose(0, 1)
+    key, value = (
+        torch.randn(4, 2, dim, generator=generator).to(dtype).transpose(0, 1) for _ in range(2)
+    )
+    found = attend_each(
+        query, key, value, buffers, window=window, scale=0.3, softcap=20.0, threads=2
+    )
+    for row, place in enumerate(places):
+        one = slice(row, row + 1)
+        for part, old, new in zip(kv[row], before[row], (key, value), strict=True):
+            old[:, place] = new[:, row]
+            assert part.equal(old)  # this row was written, and no other
+        alone = attend(
+            query[:, one], *kv[row], Seen(torch.tensor([place]), window), scale=0.3, softcap=20.0
+        )
+        assert found[one].equal(alone)
+
+
+def test_bad_batches_are_refused() -> None:
+    kv, buffers = buffers_of([8, 8], [3, 4], 16, torch.float32)
+    row = torch.zeros(2, 2, 16)
+    for wrong in (-1, 8):
+        places = np.array([3, wrong])
+        with pytest.raises(ParameterError, match="places: expected rows of buffers"):
+            attend_each(row, row, row, buffers._replace(places=places), scale=1.0)
+    with pytest.raises(ParameterError, match="multiple of the 2 key heads"):
+        attend_each(torch.zeros(3, 2, 16), row, row, buffers, scale=1.0)
+    with pytest.raises(ParameterError, match=r"capacities: expected shape \[2\]"):
+        attend_each(row, row, row, buffers._replace(capacities=np.array([8])), scale=1.0)
+    with pytest.raises(ParameterError, match="window: expected at least 1"):
+        attend_each(row, row, row, buffers, scale=1.0, window=0)
+    with pytest.raises(ParameterError, match=r"query: expected torch.float32"):
+        attend_each(row.half(), row, row, buffers, scale=1.0)
+    assert all(part.isfinite().all() for one in kv for part in one)

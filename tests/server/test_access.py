@@ -101,7 +101,7 @@ def test_only_accepted_prompts_are_charged_once_for_each_answer(
 
 def test_one_request_at_a_time(guarded: Served, post: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
-    stream = KVEngine.stream
+    stream = KVEngine.steps
 
     def lasting(self: KVEngine, *given: Any, **options: Any) -> Iterator[AnswerDelta]:
         # Pieces until the test has asked: an answer of the model may be over too soon.
@@ -111,7 +111,7 @@ def test_one_request_at_a_time(guarded: Served, post: Any, monkeypatch: pytest.M
 
     headers = {"Authorization": f"Bearer {KEYS['one']}"}
     where = f"{guarded.url}/completions"
-    monkeypatch.setattr(KVEngine, "stream", lasting)
+    monkeypatch.setattr(KVEngine, "steps", lasting)
     with httpx.stream(
         "POST", where, json=BODY | {"stream": True}, headers=headers, timeout=30
     ) as response:

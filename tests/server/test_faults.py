@@ -246,7 +246,7 @@ def test_failures_name_nothing_of_the_server(
     def fail(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(engine, "stream", fail)
+    monkeypatch.setattr(engine, "steps", fail)
     with serving(rag.index, engine=engine) as served:
         for stream in (False, True):
             answer = httpx.post(f"{served.url}/chat/completions", json=CHAT | {"stream": stream})
@@ -260,15 +260,16 @@ def test_an_error_in_a_stream_is_an_event(
     rag: Rag, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     engine = KVEngine(rag.index)
-    whole = engine.stream
+    whole = engine.steps
 
     def breaking(*given: Any, **options: Any) -> Any:
-        for number, delta in enumerate(whole(*given, **options)):
+        pieces = (one for one in whole(*given, **options) if one is not None)
+        for number, delta in enumerate(pieces):
             if number == 2:
                 raise error("/secret/path")
             yield delta
 
-    monkeypatch.setattr(engine, "stream", breaking)
+    monkeypatch.setattr(engine, "steps", breaking)
     with serving(rag.index, engine=engine) as served:
         body = CHAT | {"stream": True, "max_tokens": 20}
         text = httpx.post(f"{served.url}/chat/completions", json=body).text

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any, Unpack
 
@@ -18,6 +20,8 @@ from kvrag.fusion.report import FusionReport
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.settings import RequestParams, servable_policy
 from kvrag.llms.vllm.transports import EngineRequest, Piece, Transport
+
+_MAX_THREADS = 64
 
 
 class VLLMEngine:
@@ -94,6 +98,32 @@ class VLLMEngine:
     ) -> Iterator[AnswerDelta]:
         """Answer a prompt piece by piece; parameters and errors as in `generate`."""
         return self._answer(Request.of(prompt, options), is_streamed=True)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt | Request],
+        *,
+        return_exceptions: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> list[Answer]:
+        """Answer several prompts, asked at the same time; see `kvrag.KVEngine.generate_batch`."""
+        requests = [Request.of(prompt, options) for prompt in prompts]
+        if not requests:
+            return []
+        with ThreadPoolExecutor(min(len(requests), _MAX_THREADS), "kvrag-ask") as pool:
+            asked = [pool.submit(self.generate, request) for request in requests]
+        if not return_exceptions:
+            return [one.result() for one in asked]
+        return [one.exception() or one.result() for one in asked]  # type: ignore[misc]
+
+    async def astream(
+        self, prompt: Prompt | Request, **options: Unpack[RequestOptions]
+    ) -> AsyncGenerator[AnswerDelta, None]:
+        """Answer a prompt as `stream`, waiting for vLLM in other threads."""
+        done = object()
+        deltas = await asyncio.to_thread(self.stream, prompt, **options)
+        while (delta := await asyncio.to_thread(next, deltas, done)) is not done:
+            yield delta  # type: ignore[misc]
 
     def _answer(self, asked: Request, *, is_streamed: bool) -> Iterator[AnswerDelta]:
         started = time.perf_counter()

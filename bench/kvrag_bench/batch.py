@@ -1,0 +1,192 @@
+"""`kvrag bench batch`: prompts answered together, against the same prompts one after the other.
+
+Both ways answer the same prompts over one index, in turn, in one run. The way in which requests
+arrive is the hardest for inter-token gaps: all at once, so each prompt is fused while those before
+it are being answered.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.request import Request
+from kvrag.errors import ParameterError
+from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from kvrag_bench.shapes import random_model, random_text
+
+_CHUNK_TOKENS = 200
+_QUESTION_TOKENS = 30
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """What to measure.
+
+    Attributes
+    ----------
+    model
+        A model folder or name; None takes random weights of `shape`.
+    shape
+        A name in `kvrag_bench.shapes.SHAPES`.
+    policies
+        Policies, each measured separately.
+    num_prompts
+        Prompts answered together.
+    num_chunks
+        Chunks of 200 tokens in each prompt, from twice as many in all, in another order each.
+    num_tokens
+        Tokens of each answer.
+    repeats
+        Runs of each way, of which the median is reported; one more runs first and does not count.
+    """
+
+    model: str | None = None
+    shape: str = "qwen2.5-0.5b"
+    policies: tuple[str, ...] = ("none", "two_stage")
+    num_prompts: int = 8
+    num_chunks: int = 10
+    num_tokens: int = 64
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        if min(self.num_prompts, self.num_chunks, self.num_tokens, self.repeats) < 1:
+            raise ParameterError(
+                "bench batch: prompts, chunks, tokens and repeats must be 1 or more"
+            )
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """One policy.
+
+    Attributes
+    ----------
+    num_tokens
+        Tokens of an answer, on average: the model may end one early.
+    alone_seconds, together_seconds
+        Medians: all prompts one after the other, and together.
+    speedup
+        Their ratio.
+    cost
+        Time of all prompts together, in times of one of them alone.
+    median_gap, longest_gap
+        Seconds between two tokens of an answer while others join: the median over all answers, and
+        the longest in the median run.
+    gap_ratio
+        Their ratio.
+    same
+        Share of answers that are the same in both ways, as text.
+    """
+
+    model: str
+    policy: str
+    num_prompts: int
+    num_prompt_tokens: int
+    num_tokens: int
+    num_threads: int
+    alone_seconds: float
+    together_seconds: float
+    speedup: float
+    cost: float
+    median_gap: float
+    longest_gap: float
+    gap_ratio: float
+    same: float
+
+
+def run_batch_bench(options: BatchOptions) -> list[BatchRow]:
+    """Measure both ways for each policy.
+
+    Raises
+    ------
+    ParameterError, ModelLoadError, UnsupportedModelError
+        Before anything is timed.
+    """
+    model = KVModel.load(options.model) if options.model else random_model(options.shape)
+    needed = options.num_chunks * (_CHUNK_TOKENS + 2) + _QUESTION_TOKENS + options.num_tokens + 2
+    if needed > model.max_positions:
+        raise ParameterError(
+            f"{needed} tokens do not fit the {model.max_positions} of {model.name}: fewer chunks"
+        )
+    num_texts = 2 * options.num_chunks
+    texts = [random_text(model, _CHUNK_TOKENS, seed=i) for i in range(num_texts)]
+    prompts = []
+    for number in range(options.num_prompts):
+        order = torch.randperm(num_texts, generator=torch.Generator().manual_seed(number))
+        question = random_text(model, _QUESTION_TOKENS, seed=num_texts + number)
+        prompts.append("\n\n".join([*(texts[i] for i in order[: options.num_chunks]), question]))
+    with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder:
+        index = Index.create(
+            Path(folder) / "index", model=model, embedding="hashing", chunk_tokens=_CHUNK_TOKENS
+        )
+        with index:
+            index.add([Document(source=f"chunk-{i}", text=text) for i, text in enumerate(texts)])
+            engine = KVEngine(index, max_batch=options.num_prompts, max_tokens=options.num_tokens)
+            return [_measure(engine, prompts, policy, options) for policy in options.policies]
+
+
+def _measure(
+    engine: KVEngine, prompts: Sequence[str], policy: str, options: BatchOptions
+) -> BatchRow:
+    requests = [Request(prompt, policy=policy) for prompt in prompts]
+    alone, together, ratios, medians = [], [], [], []
+    answers: list[list[str]] = [[], []]
+    for _ in range(options.repeats + 1):
+        started = time.perf_counter()
+        answers[0] = [engine.generate(request).text for request in requests]
+        alone.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        batch = engine.generate_batch(requests)
+        together.append(time.perf_counter() - started)
+        answers[1] = [answer.text for answer in batch]
+        gaps = _gaps(engine, requests)
+        medians.append(median(gaps))
+        ratios.append(max(gaps) / medians[-1])
+    usual, longest = median(medians[1:]), median(ratios[1:])
+    seconds = [median(runs[1:]) for runs in (alone, together)]
+    same = sum(a == b for a, b in zip(*answers, strict=True)) / len(requests)
+    return BatchRow(
+        model=engine.index.model.name,
+        policy=policy,
+        num_prompts=len(requests),
+        num_prompt_tokens=len(engine.prompt_ids(prompts[0])),
+        num_tokens=sum(answer.usage.completion_tokens for answer in batch) // len(batch),
+        num_threads=torch.get_num_threads(),
+        alone_seconds=seconds[0],
+        together_seconds=seconds[1],
+        speedup=seconds[0] / seconds[1],
+        cost=seconds[1] / (seconds[0] / len(requests)),
+        median_gap=usual,
+        longest_gap=usual * longest,
+        gap_ratio=longest,
+        same=same,
+    )
+
+
+def _gaps(engine: KVEngine, requests: Sequence[Request]) -> list[float]:
+    """Return the seconds between pieces of all answers, each read by another thread."""
+    times: list[list[float]] = [[] for _ in requests]
+
+    def read(number: int) -> None:
+        for _ in engine.stream(requests[number]):
+            times[number].append(time.perf_counter())
+
+    threads = [threading.Thread(target=read, args=[number]) for number in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # The last piece follows at once.
+    return [after - before for one in times for before, after in pairwise(one[:-1])]

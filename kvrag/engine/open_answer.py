@@ -1,0 +1,143 @@
+"""An answer while it is written: its tokens become text, and it decides when it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Source, Usage
+from kvrag.engine.request import Request
+from kvrag.engine.sampling import Sampler
+from kvrag.engine.text_stream import TextStream, end_ids
+from kvrag.eviction.base import EvictionPolicy
+from kvrag.fusion.decoding import Decoder, make_decoder
+from kvrag.fusion.fuser import FusedPrompt
+from kvrag.models.kv_model import KVModel
+
+
+class OpenAnswer:
+    """One answer, from its prompt's KV to its last token.
+
+    Parameters
+    ----------
+    model
+        The model.
+    request
+        The request, with an engine's defaults.
+    fused
+        Its prompt's KV.
+    sources
+        The chunks found in the prompt.
+    eviction
+        What to evict while the answer is written; None: nothing.
+    started
+        When the request came, by `time.perf_counter`.
+    release
+        Frees the prompt's KV.
+
+    Attributes
+    ----------
+    logits
+        ``[vocabulary]``: the distribution of the next token, which `take` draws; None if a step has
+        to compute it.
+    token
+        The last token; a step writes its KV.
+    is_done
+        Whether the answer is finished.
+    """
+
+    def __init__(
+        self,
+        model: KVModel,
+        request: Request,
+        fused: FusedPrompt,
+        sources: tuple[Source, ...],
+        eviction: EvictionPolicy | None,
+        started: float,
+        release: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._fused = fused
+        self._sources = sources
+        self._eviction = eviction
+        self._started = started
+        self._release: Callable[[], None] | None = release
+        self._timeout_seconds = request.timeout_seconds
+        assert request.max_tokens is not None  # the engine's defaults set it
+        self._limit = min(request.max_tokens, model.max_positions - fused.layout.end_position)
+        self._ends = end_ids(model.hf.generation_config, model.tokenizer)
+        device = fused.logits.device
+        self._sampler = Sampler(request.sampling, device)
+        self._text = TextStream(model.tokenizer, request.stop)
+        # The plain ids: repetition penalties must not count link tokens, nor miss the tokens of
+        # compressed chunks.
+        plain_ids = fused.layout.plain_token_ids
+        self._token_ids = torch.empty(len(plain_ids) + self._limit, dtype=torch.long, device=device)
+        self._token_ids[: len(plain_ids)] = torch.tensor(plain_ids, device=device)
+        self._num_plain = len(plain_ids)
+        self._num_generated = 0
+        self._ttft_seconds = 0.0
+        self.logits: torch.Tensor | None = fused.logits
+        self.token = 0
+        self.is_done = False
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """What computes the next logits; made after the first token, which does not need it."""
+        return make_decoder(self._model, self._fused, self._eviction)
+
+    def take(self) -> list[AnswerDelta]:
+        """Draw the next token; return the pieces that have become final, at most two."""
+        assert self.logits is not None
+        logits, self.logits = self.logits, None
+        num_so_far = self._num_plain + self._num_generated
+        token = self._sampler.next_token(logits, self._token_ids[:num_so_far])
+        now = time.perf_counter() - self._started
+        if self._num_generated == 0:
+            self._ttft_seconds = now
+        self._token_ids[num_so_far] = token
+        self._num_generated += 1
+        self.token = token
+        if token in self._ends:
+            return [self._finish("stop")]
+        deltas = []
+        if piece := self._text.push(token):
+            deltas.append(AnswerDelta(piece))
+        if self._text.stopped:
+            deltas.append(self._finish("stop"))
+        elif self._num_generated == self._limit:
+            deltas.append(self._finish("length"))
+        return deltas
+
+    def end_if_late(self) -> AnswerDelta | None:
+        """Finish the answer, and return its last piece, if its time is over."""
+        seconds = self._timeout_seconds
+        if seconds is None or time.perf_counter() - self._started <= seconds:
+            return None
+        return self._finish("timeout")
+
+    def _finish(self, finish: FinishReason) -> AnswerDelta:
+        self.is_done = True
+        tail = "" if self._text.stopped else self._text.finish()
+        report = self._fused.report
+        eviction = self.decoder.report() if "decoder" in self.__dict__ else None
+        answer = Answer(
+            text=self._text.text,
+            sources=self._sources,
+            report=replace(report, eviction=eviction),
+            usage=Usage(report.num_tokens, report.num_cached, self._num_generated),
+            finish_reason=finish,
+            ttft_seconds=self._ttft_seconds,
+            total_seconds=time.perf_counter() - self._started,
+        )
+        return AnswerDelta(tail, answer)
+
+    def close(self) -> None:
+        """Free the prompt's KV; further calls do nothing."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()

@@ -1,0 +1,286 @@
+"""Continuous batching: answers join and leave a running batch between two steps of decoding.
+
+A step computes one token of every running answer together. Prompts that join are fused beside it, a
+slice before each step, so that no running answer waits for a whole prompt.
+
+One thread at a time advances the batch: whichever waits for a piece of an answer. While event loops
+wait, a thread of the scheduler's own does, which ends with their last answer.
+
+Source: Yu et al., Orca (OSDI 2022) §3, iteration-level scheduling. Slices of prompts: Agrawal et
+al., Sarathi-Serve (arXiv 2403.02310) §4. Deviation: a slice and a step are computed one after the
+other, because a slice goes through one layer and a step through all.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvrag.engine.answer import AnswerDelta
+from kvrag.engine.open_answer import OpenAnswer
+from kvrag.fusion.decoding import step_all
+from kvrag.fusion.slices import Slices
+
+MAX_BATCH = 8
+
+Start = Callable[[float], Slices[OpenAnswer]]
+"""Reads and fuses a prompt; takes the time, by `time.perf_counter`, at which it was submitted."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One answer to write.
+
+    Attributes
+    ----------
+    start
+        Makes the answer.
+    tell
+        Receives each piece, or the error that ended the answer, in the thread that advances. If
+        it raises an error, nobody listens any more, and the job is dropped.
+    """
+
+    start: Start
+    tell: Callable[[AnswerDelta | Exception], None]
+    submitted: float = field(default=0.0, init=False)
+    is_cancelled: bool = field(default=False, init=False)
+    is_ended: bool = field(default=False, init=False)
+    fusing: Slices[OpenAnswer] | None = field(default=None, init=False)
+    answer: OpenAnswer | None = field(default=None, init=False)
+
+
+class Scheduler:
+    """Writes the answers of one engine, several at a time, first come, first served.
+
+    Parameters
+    ----------
+    max_batch
+        Most answers that run at the same time; each one holds its prompt's KV in memory.
+    """
+
+    def __init__(self, max_batch: int = MAX_BATCH) -> None:
+        self._max_batch = max_batch
+        self._waiting: deque[Job] = deque()
+        self._joining: Job | None = None
+        self._running: list[Job] = []
+        self._cancelled: deque[Job] = deque()
+        # Only the thread that drives touches jobs that have begun.
+        self._is_driven = False
+        self._changed = threading.Condition()
+        self._background: set[Job] = set()
+        self._thread: threading.Thread | None = None
+        self._step_seconds = 0.0
+
+    @property
+    def num_open(self) -> int:
+        """Number of answers that are waiting, joining or running."""
+        return len(self._waiting) + (self._joining is not None) + len(self._running)
+
+    def submit(self, job: Job, *, in_background: bool = False) -> None:
+        """Queue a job.
+
+        Parameters
+        ----------
+        in_background
+            Whether the scheduler's own thread advances it; otherwise callers do, by `wait_until`.
+        """
+        job.submitted = time.perf_counter()
+        with self._changed:
+            self._waiting.append(job)
+            if not in_background:
+                return
+            self._background.add(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvrag-batch")
+                self._thread.start()
+
+    def cancel(self, job: Job) -> None:
+        """Drop a job and what it holds; a step that has begun is finished first."""
+        if job.is_ended:
+            return
+        job.is_cancelled = True
+        with self._changed:
+            self._cancelled.append(job)
+            if self._is_driven:
+                return  # the driver drops it
+            self._is_driven = True
+        self._stop_driving()
+
+    def wait_until(self, is_ready: Callable[[], bool], *, once: bool = False) -> None:
+        """Advance the batch until something is ready, or wait while another thread does.
+
+        Parameters
+        ----------
+        once
+            Whether to return after one step, whatever is ready.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: is_ready() or not self._is_driven)
+            if is_ready():
+                return
+            self._is_driven = True
+        try:
+            while not is_ready():
+                self._advance()
+                if once:
+                    return
+        finally:
+            self._stop_driving()
+
+    def wake(self) -> None:
+        """Let waiting threads see whether they are ready."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _stop_driving(self) -> None:
+        while True:
+            self._drop_cancelled()
+            with self._changed:
+                if not self._cancelled:
+                    self._is_driven = False
+                    self._changed.notify_all()
+                    return
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.wait_until(lambda: not self._background)
+            except Exception as error:
+                for job in list(self._background):
+                    self._end(job, error)
+            with self._changed:
+                if not self._background:
+                    self._thread = None
+                    return
+
+    def _advance(self) -> None:
+        """Fuse a slice of the prompt that joins, then write one token of each running answer."""
+        self._drop_cancelled()
+        self._fuse()
+        self._step()
+
+    def _drop_cancelled(self) -> None:
+        while self._cancelled:
+            job = self._cancelled.popleft()
+            if not job.is_ended:
+                self._end(job)
+
+    def _fuse(self) -> None:
+        """Fuse for about as long as a step takes; without a running answer, one slice."""
+        begun = slice_begun = time.perf_counter()
+        while self._has_joining():
+            is_slow = self._fuse_slice()
+            now = time.perf_counter()
+            # A further slice is likely to take as long as this one.
+            expected = now + (now - slice_begun)
+            if is_slow or not self._running or expected > begun + self._step_seconds:
+                return
+            slice_begun = now
+
+    def _has_joining(self) -> bool:
+        if self._joining is None and len(self._running) < self._max_batch:
+            with self._changed:
+                self._joining = self._waiting.popleft() if self._waiting else None
+        return self._joining is not None
+
+    def _fuse_slice(self) -> bool:
+        """Return whether the slice waits for stored KV, which may take long."""
+        job = self._joining
+        assert job is not None
+        try:
+            if job.fusing is None:
+                job.fusing = job.start(job.submitted)
+                return next(job.fusing)
+            return job.fusing.send(not self._running)
+        except StopIteration as done:
+            job.answer = done.value
+            self._joining = None
+            self._running.append(job)
+            self._take(job)
+        except Exception as error:
+            self._joining = None
+            self._end(job, error)
+        except BaseException:
+            # The thread that drives was interrupted; another one begins again.
+            job.fusing = None
+            raise
+        return False
+
+    def _step(self) -> None:
+        """Write one token of each running answer."""
+        begun = time.perf_counter()
+        asking = []
+        for job in list(self._running):
+            answer = job.answer
+            assert answer is not None
+            if answer.logits is not None:  # its thread was interrupted before it took them
+                self._take(job)
+            if job.is_ended:
+                continue
+            try:
+                if (late := answer.end_if_late()) is not None:
+                    self._tell(job, late)
+                    self._end(job)
+                else:
+                    asking.append((job, answer, answer.decoder))
+            except Exception as error:
+                self._end(job, error)
+        if not asking:
+            return
+        outcomes = step_all([(decoder, answer.token) for _, answer, decoder in asking])
+        for (_, answer, _), outcome in zip(asking, outcomes, strict=True):
+            if not isinstance(outcome, Exception):
+                answer.logits = outcome
+        for (job, _, _), outcome in zip(asking, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                self._end(job, outcome)
+            else:
+                self._take(job)
+        self._step_seconds = time.perf_counter() - begun
+
+    def _take(self, job: Job) -> None:
+        answer = job.answer
+        assert answer is not None
+        try:
+            for delta in answer.take():
+                self._tell(job, delta)
+        except Exception as error:
+            self._end(job, error)
+        if answer.is_done:
+            self._end(job)
+
+    def _tell(self, job: Job, event: AnswerDelta | Exception) -> None:
+        if job.is_ended or job.is_cancelled:
+            return
+        try:
+            job.tell(event)
+        except Exception:  # for example, the event loop is closed
+            job.is_cancelled = True
+            self._end(job)
+
+    def _end(self, job: Job, error: Exception | None = None) -> None:
+        """Free what a job holds, and tell its error."""
+        if job.is_ended:
+            return
+        if error is not None:
+            self._tell(job, error)
+        job.is_ended = True
+        with self._changed:
+            if job in self._waiting:
+                self._waiting.remove(job)
+            self._background.discard(job)
+        if job is self._joining:
+            self._joining = None
+        if job in self._running:
+            self._running.remove(job)
+        try:
+            if job.fusing is not None:
+                job.fusing.close()
+        finally:
+            job.fusing = None
+            if job.answer is not None:
+                job.answer.close()
+            job.answer = None

@@ -1,0 +1,75 @@
+"""Work in slices: a prompt is fused a little at a time, so that other prompts need not wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import TypeVar
+
+from kvrag.loading import threads
+
+T = TypeVar("T")
+
+Slices = Generator[bool, bool | None, T]
+"""Work that can pause. It yields True where it waits for stored KV, otherwise False.
+
+Send True to let it wait for them in the next slice. Otherwise the next slice returns at once while
+nothing has come.
+"""
+
+SLICE_ROWS = 256
+"""Rows that a layer computes in one slice: about as long as a step of decoding."""
+
+
+class Clock:
+    """Wall seconds by stage; one stage may have several laps."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        """Add the time since the last call to a stage."""
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+    def resume(self) -> None:
+        """Leave out the time since the last call, which belongs to other work."""
+        self._last = time.perf_counter()
+
+    def move(self, stage: str, other: str, seconds: float) -> None:
+        """Count seconds of a stage as another's."""
+        self.seconds[stage] -= seconds
+        self.seconds[other] += seconds
+
+
+def whole(work: Slices[T]) -> T:
+    """Do all of the work, and return its result."""
+    try:
+        next(work)
+        while True:
+            work.send(True)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+
+
+def in_background(work: Callable[[], None]) -> Slices[None]:
+    """Do work in another thread; raise what it raises. The work has ended when this ends."""
+    future: Future[None] = threads.start(work)
+    try:
+        while not future.done():
+            if (yield True):
+                break
+        future.result()
+    finally:
+        threads.end([future])
+
+
+def until(is_here: Callable[[], bool]) -> Slices[None]:
+    """Pause until something is here, or the caller wants to wait for it."""
+    while not is_here():
+        if (yield True):
+            return

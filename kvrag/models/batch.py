@@ -1,0 +1,150 @@
+"""One row for each of several prompts in one call of a layer, as in decoding.
+
+A layer's matrices are read once for all rows. Each row is written to its own prompt's buffer and
+attends to the keys there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from kvrag.kvcache import FusedKV
+from kvrag.models.attention import RowMask
+from kvrag.models.caches import write_rows
+from kvrag.models.implementations import AttentionFunction, OwnMask
+from kvrag.models.scaling import ScaledKeys
+from kvrag.native import ATTENTION_TYPES, Buffers, attend_each
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """The next row of a prompt.
+
+    Attributes
+    ----------
+    fused
+        The prompt's buffer.
+    addresses
+        The buffer's `FusedKV.addresses`.
+    place
+        Which of the buffer's rows it is; those before it are filled.
+    position
+        Its position.
+    scaled
+        For each layer, the prompt's keys with scaled attention; empty: none are scaled.
+    """
+
+    fused: FusedKV
+    addresses: list[list[int]]
+    place: int
+    position: int
+    scaled: tuple[ScaledKeys, ...] = ()
+
+
+class BatchRows(OwnMask):
+    """Mask and cache of one step of a batch, for all layers.
+
+    Parameters
+    ----------
+    rows
+        The prompts' rows; no two have the same buffer.
+    windows
+        Each layer's sliding window in tokens, None if it sees everything.
+
+    Attributes
+    ----------
+    positions
+        ``[B]``: the rows' positions.
+    indices
+        ``[B]``: the rows' numbers in the batch, which adapters see.
+    """
+
+    def __init__(self, rows: Sequence[BatchRow], windows: Sequence[int | None]) -> None:
+        self._rows = rows
+        self._windows = windows
+        self._layer_index = 0
+        first = rows[0].fused.storage
+        device = first.device
+        self.positions = torch.tensor([row.position for row in rows], device=device)
+        self.indices = torch.arange(len(rows), device=device)
+        self._in_kernel = (
+            device.type == "cpu"
+            and first.dtype in ATTENTION_TYPES
+            and not any(row.scaled for row in rows)
+        )
+        if self._in_kernel:
+            addresses = [row.addresses for row in rows]
+            # [2, L, B], so that a layer's addresses are next to each other.
+            self._addresses = np.ascontiguousarray(np.array(addresses).transpose(1, 2, 0))
+            self._capacities = np.array([row.fused.capacity for row in rows])
+            self._places = np.array([row.place for row in rows])
+
+    def get_seq_length(self) -> int:
+        """Return 0, as a cache whose mask is complete."""
+        return 0
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows' own K/V ``[1, H, B, D]``; `attend` writes them."""
+        self._layer_index = layer_idx
+        return key_states, value_states
+
+    def attend(
+        self,
+        plain: AttentionFunction,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        in_kernel: bool,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Write each row to its buffer, and return what the rows gather ``[1, B, heads, D]``."""
+        layer_index = self._layer_index
+        if in_kernel and self._in_kernel:
+            scaling = kwargs.get("scaling")
+            keys, values = self._addresses[:, layer_index]
+            return attend_each(
+                query[0],
+                key[0],
+                value[0],
+                Buffers(keys, values, self._capacities, self._places),
+                window=self._windows[layer_index],
+                scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+                softcap=kwargs.get("softcap"),
+                threads=torch.get_num_threads(),
+            )[None]
+        outputs = []
+        for number, row in enumerate(self._rows):
+            one = slice(number, number + 1)
+            place = torch.tensor([row.place], device=query.device)
+            own_keys, own_values = row.fused.keys[layer_index], row.fused.values[layer_index]
+            write_rows(own_keys[0], own_values[0], place, key[0, :, one], value[0, :, one], None)
+            window = self._windows[layer_index]
+            first = 0 if window is None else max(0, row.place - window + 1)
+            seen = slice(first, row.place + 1)
+            scaled = row.scaled[layer_index] if row.scaled else None
+            mask = RowMask(place, first, window, scaled=scaled)
+            output, _ = plain(
+                module,
+                query[:, :, one],
+                own_keys[:, :, seen],
+                own_values[:, :, seen],
+                mask,
+                **kwargs,
+            )
+            outputs.append(output)
+        return torch.cat(outputs, dim=1)

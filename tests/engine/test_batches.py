@@ -1,0 +1,350 @@
+"""Answers written together are those written one after the other, and disturb nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrag.chunk import Document
+from kvrag.engine.answer import Answer
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.request import Request
+from kvrag.errors import ParameterError, PromptTooLongError
+from kvrag.fusion import decoding
+from kvrag.fusion.decoding import RowDecoder
+from kvrag.ingest.index import Index
+from kvrag.kvcache import FusedKV
+from kvrag.models.kv_model import KVModel
+from kvrag.testing.bench_top import TEXTS
+from tests.support.models import make_model, make_tokenizer
+from tests.support.properties import examples
+
+PROMPTS = [
+    f"{TEXTS[i % len(TEXTS)]}\n\n{TEXTS[(2 * i + 1) % len(TEXTS)]}\n\nWho keeps it {i}?"
+    for i in range(6)
+]
+# What may differ between the requests of one batch.
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": 3, "top_p": 0.9},
+    {"repetition_penalty": 1.3, "policy": "none"},
+    {"max_tokens": 3},
+    {"stop": ["e"]},
+    {"eviction": "streaming:recent=16"},
+    {"policy": "none:temperature=0.7:scale=0.8"},
+    {"reuse": False},
+    {"temperature": 1.2, "seed": 4, "top_k": 5, "policy": "boundary"},
+]
+
+
+@pytest.fixture(scope="module")
+def engine(index: Index) -> KVEngine:
+    return KVEngine(index, max_tokens=10, max_batch=3)
+
+
+def threads_left() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name == "kvrag-batch"]
+
+
+def request_of(number: int, kind: int) -> Request:
+    return Request(PROMPTS[number % len(PROMPTS)], **KINDS[kind])
+
+
+@pytest.fixture(scope="module")
+def alone(engine: KVEngine) -> dict[tuple[int, int], str]:
+    """The answer to each prompt, for each kind of request, one after the other."""
+    places = [(n, k) for n in range(len(PROMPTS)) for k in range(len(KINDS))]
+    return {place: engine.generate(request_of(*place)).text for place in places}
+
+
+def test_each_kind_of_request_gets_its_own_answer(
+    engine: KVEngine, alone: dict[tuple[int, int], str]
+) -> None:
+    places = [(kind % len(PROMPTS), kind) for kind in range(len(KINDS))]
+    answers = engine.generate_batch([request_of(*place) for place in places])
+    assert [one.text for one in answers] == [alone[place] for place in places]
+    assert all(one.usage.completion_tokens <= 10 for one in answers)
+    assert answers[3].finish_reason == "length"
+    assert answers[5].report.eviction is not None
+
+
+@settings(max_examples=examples(15), deadline=None)
+@given(data=st.data())
+def test_any_interleaving_of_streams_gives_the_same_texts(
+    engine: KVEngine, alone: dict[tuple[int, int], str], data: st.DataObject
+) -> None:
+    """Streams begin, advance, and are left at any time, in one thread."""
+    streams: dict[int, tuple[tuple[int, int], Iterator[Any]]] = {}
+    texts: dict[int, str] = {}
+    begun = 0
+    for _ in range(data.draw(st.integers(5, 40))):
+        move = data.draw(st.sampled_from(["begin", "read", "read", "read", "leave"]))
+        if move == "begin" or not streams:
+            place = (
+                data.draw(st.integers(0, len(PROMPTS) - 1)),
+                data.draw(st.integers(0, len(KINDS) - 1)),
+            )
+            streams[begun], texts[begun] = (place, engine.stream(request_of(*place))), ""
+            begun += 1
+            continue
+        number = data.draw(st.sampled_from(sorted(streams)))
+        place, stream = streams[number]
+        if move == "leave":
+            stream.close()  # type: ignore[attr-defined]
+            assert alone[place].startswith(texts[number])
+            del streams[number]
+            continue
+        delta = next(stream)
+        texts[number] += delta.text
+        if delta.answer is not None:
+            assert texts[number] == delta.answer.text == alone[place]
+            del streams[number]
+    for number, (place, stream) in streams.items():
+        assert texts[number] + "".join(one.text for one in stream) == alone[place]
+    assert engine._scheduler.num_open == 0
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3", "mistral-sliding", "gpt2", "falcon-alibi", "bloom"]
+)
+def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy answers in float32 are the same, whether or not rows go together."""
+    model = KVModel(make_model(family), make_tokenizer())
+    sizes = []
+    step_each = RowDecoder.step_each
+
+    def counted(decoders: Any, token_ids: Any) -> Any:
+        sizes.append(len(decoders))
+        return step_each(decoders, token_ids)
+
+    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
+        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
+        engine = KVEngine(index, max_tokens=12)
+        for policy in ("none", "two_stage"):
+            one_by_one = [engine.generate(prompt, policy=policy) for prompt in PROMPTS]
+            monkeypatch.setattr(RowDecoder, "step_each", staticmethod(counted))
+            together = engine.generate_batch(PROMPTS, policy=policy)
+            monkeypatch.undo()
+            assert [one.text for one in together] == [one.text for one in one_by_one]
+    assert (max(sizes, default=0) > 1) is not model.family.attends_itself
+
+
+def test_logits_are_those_of_single_steps_bit_for_bit(engine: KVEngine) -> None:
+    model = engine.index.model
+    both = []
+    for together in (False, True):
+        fused = [engine.fuse(prompt, max_tokens=4) for prompt in PROMPTS]
+        decoders = [RowDecoder(model, one) for one in fused]
+        tokens = list(range(5, 5 + len(decoders)))
+        for _ in range(3):
+            if together:
+                logits = list(RowDecoder.step_each(decoders, tokens))
+            else:
+                logits = [one.step(token) for one, token in zip(decoders, tokens, strict=True)]
+        both.append(logits)
+    assert all(a.equal(b) for a, b in zip(*both, strict=True))
+
+
+def test_one_bad_request_harms_nobody(engine: KVEngine, alone: dict[tuple[int, int], str]) -> None:
+    asked: list[Any] = [PROMPTS[0], 5, "word " * 3000, PROMPTS[1]]
+    answers: list[Any] = engine.generate_batch(asked, return_exceptions=True)
+    assert [answers[0].text, answers[3].text] == [alone[0, 0], alone[1, 0]]
+    assert isinstance(answers[1], ParameterError)
+    assert isinstance(answers[2], PromptTooLongError)
+    with pytest.raises(ParameterError, match="found int 5"):
+        engine.generate_batch(asked)
+    with pytest.raises(ParameterError, match="put the prompt into a list"):
+        engine.generate_batch(PROMPTS[0])  # type: ignore[arg-type]
+    assert engine.generate_batch([]) == []
+    assert engine._scheduler.num_open == 0
+
+
+def test_an_error_of_a_step_ends_only_its_answer(
+    engine: KVEngine, alone: dict[tuple[int, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = KVModel.forward_each
+    failing: set[int] = set()
+
+    def breaking(self: KVModel, token_ids: Any, rows: Any) -> Any:
+        if not failing:
+            failing.add(id(rows[0].fused))
+        if any(id(row.fused) in failing for row in rows):
+            raise RuntimeError("this row is cursed")
+        return forward(self, token_ids, rows)
+
+    monkeypatch.setattr(KVModel, "forward_each", breaking)
+    answers: list[Any] = engine.generate_batch(PROMPTS[:3], return_exceptions=True)
+    assert str(answers[0]) == "this row is cursed"
+    assert [one.text for one in answers[1:]] == [alone[1, 0], alone[2, 0]]
+
+
+def test_a_time_limit_ends_one_answer(engine: KVEngine, alone: Any) -> None:
+    late = Request(PROMPTS[0], timeout_seconds=1e-9)
+    answers = engine.generate_batch([late, PROMPTS[1]])
+    assert (answers[0].finish_reason, answers[0].usage.completion_tokens) == ("timeout", 1)
+    assert answers[1].text == alone[1, 0]
+
+
+def test_answers_begin_in_order_and_no_more_than_allowed(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = KVEngine(index, max_tokens=30, max_batch=2)
+    sizes: list[int] = []
+    step_all = decoding.step_all
+    monkeypatch.setattr(
+        "kvrag.engine.scheduler.step_all",
+        lambda steps: sizes.append(len(steps)) or step_all(steps),
+    )
+    answers = engine.generate_batch(PROMPTS)
+    assert max(sizes) == 2
+    begun = [one.total_seconds - one.ttft_seconds for one in answers]
+    assert all(seconds > 0 for seconds in begun)
+    assert [one.ttft_seconds for one in answers] == sorted(one.ttft_seconds for one in answers)
+
+
+def test_a_prompt_is_fused_beside_a_running_answer(
+    engine: KVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two pieces of a running answer lie a few slices, never a whole prompt."""
+    happened: list[str] = []
+    forward_rows, forward_each = KVModel.forward_rows, KVModel.forward_each
+
+    def rows(self: KVModel, *given: Any, **named: Any) -> None:
+        happened.append("slice")
+        forward_rows(self, *given, **named)
+
+    def each(self: KVModel, *given: Any) -> Any:
+        happened.append("step")
+        return forward_each(self, *given)
+
+    first = engine.stream(PROMPTS[0], max_tokens=30)
+    next(first)
+    # A step seems to take no time, so only one slice goes before each.
+    monkeypatch.setattr("kvrag.engine.scheduler.time.perf_counter", lambda: 0.0)
+    monkeypatch.setattr(KVModel, "forward_rows", rows)
+    monkeypatch.setattr(KVModel, "forward_each", each)
+    engine._scheduler._step_seconds = -1.0
+    second = engine.stream(PROMPTS[1], policy="none", max_tokens=2)
+    monkeypatch.setattr(type(engine._scheduler), "_step", _without_clock(engine))
+    list(second)
+    joined = "".join("s" if one == "slice" else "|" for one in happened)
+    assert "ss" not in joined
+    assert joined.count("s") >= engine.index.model.spec.num_layers
+    first.close()  # type: ignore[attr-defined]
+
+
+def _without_clock(engine: KVEngine) -> Any:
+    step = type(engine._scheduler)._step
+
+    def timed(self: Any) -> None:
+        step(self)
+        self._step_seconds = -1.0
+
+    return timed
+
+
+def test_a_closed_stream_frees_its_buffer(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = KVEngine(index, max_tokens=20)
+    buffers: list[weakref.ref[FusedKV]] = []
+    made = FusedKV.__init__
+
+    def noted(self: FusedKV, *given: Any, **named: Any) -> None:
+        made(self, *given, **named)
+        buffers.append(weakref.ref(self))
+
+    monkeypatch.setattr(FusedKV, "__init__", noted)
+    streams = [engine.stream(prompt) for prompt in PROMPTS[:3]]
+    for stream in streams:
+        next(stream)
+    half = engine.steps(PROMPTS[3])
+    assert [next(half), next(half)] == [None, None]  # read, and fused in part
+    for stream in [*streams, half]:
+        stream.close()  # type: ignore[attr-defined]
+    del stream, streams, half
+    gc.collect()
+    assert len(buffers) == 4
+    assert [one() for one in buffers] == [None] * 4
+    assert engine._scheduler.num_open == 0
+
+
+def test_threads_share_a_batch(engine: KVEngine, alone: Any) -> None:
+    answers: dict[int, Answer] = {}
+
+    def ask(number: int) -> None:
+        answers[number] = engine.generate(PROMPTS[number])
+
+    threads = [threading.Thread(target=ask, args=[number]) for number in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [answers[n].text for n in range(len(PROMPTS))] == [
+        alone[n, 0] for n in range(len(PROMPTS))
+    ]
+
+
+def test_async_answers_need_one_thread_that_ends(engine: KVEngine, alone: Any) -> None:
+    async def main() -> list[Answer]:
+        asking = [asyncio.create_task(engine.agenerate(prompt)) for prompt in PROMPTS]
+        while not any(one.done() for one in asking):
+            assert len(threads_left()) <= 1
+            await asyncio.sleep(0.001)
+        return [await one for one in asking]
+
+    answers = asyncio.run(main())
+    assert [one.text for one in answers] == [alone[n, 0] for n in range(len(PROMPTS))]
+    _wait_until_idle(engine)
+
+
+def test_a_cancelled_task_leaves_the_batch(engine: KVEngine, alone: Any) -> None:
+    async def main() -> str:
+        other = asyncio.create_task(engine.agenerate(PROMPTS[1]))
+        cancelled = asyncio.create_task(engine.agenerate(PROMPTS[0], max_tokens=500))
+        stream = engine.astream(PROMPTS[2], max_tokens=500)
+        await anext(stream)
+        await stream.aclose()
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        with pytest.raises(ParameterError, match="max_tokens"):
+            await engine.agenerate(PROMPTS[0], max_tokens=0)
+        return (await other).text
+
+    assert asyncio.run(main()) == alone[1, 0]
+    _wait_until_idle(engine)
+
+
+def test_an_interrupt_loses_nothing(
+    engine: KVEngine, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may come in the middle of a step, or of a prompt that another thread waits for."""
+    stream = engine.stream(PROMPTS[0])
+    text = next(stream).text
+    for method in ("forward_each", "forward_rows"):
+        with monkeypatch.context() as patch:
+            patch.setattr(KVModel, method, _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate(PROMPTS[1])
+    assert text + "".join(one.text for one in stream) == alone[0, 0]
+    assert engine._scheduler.num_open == 0
+
+
+def _interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _wait_until_idle(engine: KVEngine) -> None:
+    for one in threading.enumerate():
+        if one.name == "kvrag-batch":
+            one.join(30)
+    assert not threads_left()
+    assert engine._scheduler.num_open == 0
