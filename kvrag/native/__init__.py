@@ -10,7 +10,7 @@ The import of this package chooses the instruction set. To choose another, set
 - `kvrag.native.reconstruction`: `reconstruct`, `place_channels`, `Points`, `Patches`,
   `Rotation`, `contexts`, `refine`.
 - `kvrag.native.attention`: `attend`, `Seen`, `Mass`, `ATTENTION_TYPES`.
-- `kvrag.native.linear`: `FewRowsLinear`, `MAX_ROWS`.
+- `kvrag.native.linear`: `FewRowsLinear`, `Int8Linear`, `MAX_INT8_INPUTS`, `MAX_ROWS`.
 - `kvrag.native.instructions`: `instruction_set`, `instruction_sets`, `use_instruction_set`.
 """
 
@@ -26,7 +26,7 @@ from kvrag.native.entropy import (
     ideal_bits,
 )
 from kvrag.native.instructions import instruction_set, instruction_sets, use_instruction_set
-from kvrag.native.linear import MAX_ROWS, FewRowsLinear
+from kvrag.native.linear import MAX_INT8_INPUTS, MAX_ROWS, FewRowsLinear, Int8Linear
 from kvrag.native.reconstruction import (
     Patches,
     Points,
@@ -39,9 +39,11 @@ from kvrag.native.reconstruction import (
 
 __all__ = [
     "ATTENTION_TYPES",
+    "MAX_INT8_INPUTS",
     "MAX_ROWS",
     "DecodeJob",
     "FewRowsLinear",
+    "Int8Linear",
     "Mass",
     "Patches",
     "Points",
