@@ -90,6 +90,8 @@ class FusionReport:
     fresh_reasons
         Why tokens are fresh: reason to number of tokens, `num_fresh` in all. Empty if reuse was
         off, and for markup and compressed chunks.
+    compute
+        The precision that linear layers computed in (`KVModel.compute`).
     """
 
     policy: str
@@ -121,6 +123,7 @@ class FusionReport:
     num_neutralised: int = 0
     num_control: int = 0
     fresh_reasons: Mapping[str, int] = field(default_factory=dict)
+    compute: str = ""
 
     @property
     def num_computed(self) -> int:

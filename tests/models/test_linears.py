@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from kvrag.models import few_rows as module
-from kvrag.models.few_rows import few_rows
+from kvrag.models import linears as module
+from kvrag.models.linears import fast_linears
 from kvrag.native import MAX_ROWS, FewRowsLinear
 
 
@@ -38,7 +38,7 @@ def layer() -> nn.Module:
 def test_few_rows_go_to_the_kernel(layer: nn.Module, calls: list[int], num_rows: int) -> None:
     rows = torch.randn(num_rows, 40)
     expected = layer(rows)
-    with few_rows(layer):
+    with fast_linears(layer, "float32"):
         found = layer(rows)
     assert torch.allclose(found, expected, atol=1e-5)
     assert len(calls) == (2 if num_rows <= MAX_ROWS else 0)
@@ -47,7 +47,7 @@ def test_few_rows_go_to_the_kernel(layer: nn.Module, calls: list[int], num_rows:
 
 
 def test_gradients_stay(layer: nn.Module, calls: list[int]) -> None:
-    with few_rows(layer):
+    with fast_linears(layer, "float32"):
         layer(torch.randn(1, 40)).sum().backward()
     assert not calls
     assert all(one.grad is not None for one in layer.parameters())
@@ -67,7 +67,7 @@ def test_changed_weights_count(
     layer: nn.Sequential, calls: list[int], change: Callable[[nn.Module], object]
 ) -> None:
     rows = torch.randn(2, 40)
-    with few_rows(layer):
+    with fast_linears(layer, "float32"):
         layer(rows)
         change(layer[0])
         found = layer(rows)
@@ -78,7 +78,7 @@ def test_changed_weights_count(
 @torch.no_grad()
 def test_other_types_are_left_to_torch(layer: nn.Module, calls: list[int]) -> None:
     for dtype in (torch.float64, torch.float16):
-        with few_rows(layer):
+        with fast_linears(layer, "float32"):
             assert layer.to(dtype)(torch.ones(1, 40, dtype=dtype)).dtype == dtype
     assert not calls
 
@@ -92,6 +92,6 @@ def test_layers_of_other_classes_are_left_alone(calls: list[int]) -> None:
     doubled = Doubled(4, 4)
     rows = torch.ones(1, 4)
     expected = doubled(rows)
-    with few_rows(nn.ModuleList([doubled])):
+    with fast_linears(nn.ModuleList([doubled]), "float32"):
         assert torch.equal(doubled(rows), expected)
     assert not calls
