@@ -29,6 +29,7 @@ from kvrag.ingest.storage import Storage
 from kvrag.ingest.upkeep import Upkeep
 from kvrag.ingest.writer import Writer
 from kvrag.models.control import ControlTokens
+from kvrag.models.precision import check_compute
 from kvrag.store.base import Store
 from kvrag.store.capabilities import tiers_of
 
@@ -138,6 +139,7 @@ class Index:
         device: str | None = None,
         store: str | None = None,
         mend: bool = False,
+        compute: str | None = None,
     ) -> Index:
         """Open an index. The weights and the embedding are loaded on first use.
 
@@ -159,6 +161,10 @@ class Index:
             If the catalog cannot be opened at all, rename it to ``catalog.sqlite.damaged`` and
             begin an empty one. All documents are then lost, and the reports of `Upkeep.verify` and
             of the next `add` say so. Adding them again finds their KV in the store.
+        compute
+            What the model's linear layers compute in when prompts are answered: ``"float32"``,
+            ``"bfloat16"``, ``"int8"`` or ``"auto"`` (see `KVModel.load`). What is stored does not
+            depend on it.
 
         Raises
         ------
@@ -170,11 +176,12 @@ class Index:
             When `model`, `embedding` or the store's key differ from those that the index was made
             with.
         ParameterError
-            When the device cannot be used, or the store's URL is wrong.
+            When the device cannot be used, the store's URL is wrong, or `compute` is none of these.
         StoreError
             When the store refuses access: a wrong password, a missing bucket.
         """
         check_device(device)
+        check_compute(compute)
         arguments.flag(mend, "mend")
         folder = arguments.resolved_path(path, "path")
         config = load_config(folder)
@@ -184,7 +191,9 @@ class Index:
 
             the_embedding = get_embedding(embedding)
             check_embedding(config, folder, the_embedding)
-        encoders = Encoders(folder, config, model=model, embedding=the_embedding, device=device)
+        encoders = Encoders(
+            folder, config, model=model, embedding=the_embedding, device=device, compute=compute
+        )
         index = cls(open_storage(folder, config, store, mend=mend), encoders)
         try:
             encoders.compare_given()

@@ -11,25 +11,16 @@ from transformers import PreTrainedModel
 
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
-from kvrag.models.linears import INT8, fast_linears
-
-AUTO = "auto"
-COMPUTES = (AUTO, "float32", "bfloat16", INT8)
-"""What can be asked for."""
+from kvrag.models.linears import fast_linears
+from kvrag.models.precision import AUTO, COMPUTES, INT8, check_compute
 
 # A precision that rounds more is chosen only if it takes at most this share of the time. So noise
 # does not decide, and the choice is the same at each start.
 _GAIN = 0.85
-# Weights and rows that are measured: enough to fill caches as a layer does, a few milliseconds each.
+# Weights and rows that are measured: more than caches hold, in a few milliseconds.
 _MOST_WEIGHTS = 1 << 22
 _NUM_ROWS = 64
 _REPEATS = 5
-
-
-def check_compute(compute: str | None) -> None:
-    """Raise ParameterError unless `compute` is None or one of `COMPUTES`."""
-    if compute is not None and compute not in COMPUTES:
-        raise ParameterError(f"compute {shown(compute)}: expected one of {', '.join(COMPUTES)}")
 
 
 def resolved_compute(hf: PreTrainedModel, compute: str | None) -> str:

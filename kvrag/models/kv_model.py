@@ -28,7 +28,7 @@ from kvrag.models.adapter import RowAdapter, without_adapters
 from kvrag.models.attention import EncodedScope, lock_of, whole_attention
 from kvrag.models.caches import CaptureCache, Deviation
 from kvrag.models.chunks import shifted_positions, take_chunk
-from kvrag.models.compute import check_compute, resolved_compute
+from kvrag.models.compute import resolved_compute
 from kvrag.models.families import (
     context_window,
     find_family,
@@ -46,6 +46,7 @@ from kvrag.models.loading import (
     shared_prefix_ids,
     tokenizer_fingerprint,
 )
+from kvrag.models.precision import check_compute
 from kvrag.models.rows import ALL_BEFORE, ROW_BLOCK, Attending, RowRunner
 from kvrag.models.schemes import find_positions
 from kvrag.models.scratch import scratch
@@ -127,9 +128,7 @@ class KVModel:
         self._base: Any = hf.base_model
         self._windows = sliding_windows(hf)
         self.compute = resolved_compute(hf, compute)
-        self._rows = RowRunner(
-            hf, self.family, self.name, self.spec, self._windows, self.compute
-        )
+        self._rows = RowRunner(hf, self.family, self.name, self.spec, self._windows, self.compute)
         self._positions = find_positions(hf, self.family, self.spec)
 
     @classmethod
@@ -144,9 +143,9 @@ class KVModel:
     ) -> KVModel:
         """Load a model by path or hub name, or wrap a loaded object.
 
-        The same path, dtype, device and `compute` return the same object while any caller holds it. Nothing is
-        fetched from a network unless `model` is a hub name that is absent from the local cache.
-        Pickled weights are never read.
+        The same path, dtype, device and `compute` return the same object while any caller holds it.
+        Nothing is fetched from a network unless `model` is a hub name that is absent from the local
+        cache. Pickled weights are never read.
 
         Parameters
         ----------

@@ -16,9 +16,8 @@ from torch.nn.functional import linear
 
 from kvrag.errors import ParameterError
 from kvrag.models.packed import PackedWeight, can_pack
+from kvrag.models.precision import INT8
 from kvrag.native import ATTENTION_TYPES, MAX_ROWS, FewRowsLinear, Int8Linear
-
-INT8 = "int8"
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 _Layers = list[tuple[nn.Linear, Forward]]

@@ -135,7 +135,9 @@ class Int8Linear:
             laid = self._weight[first : first + _PANELS_AT_ONCE]
             outputs = slice(first * INT8_PANEL, (first + len(laid)) * INT8_PANEL)
             values = weight.detach()[outputs].float()
-            values = pad(values, (0, quads * _QUAD - num_inputs, 0, laid.shape[0] * INT8_PANEL - len(values)))
+            values = pad(
+                values, (0, quads * _QUAD - num_inputs, 0, laid.shape[0] * INT8_PANEL - len(values))
+            )
             peak = values.abs().amax(1)
             self._scale[outputs] = peak / _PEAK
             values.mul_((_PEAK / peak.clamp_min(1e-30))[:, None]).round_().add_(128)

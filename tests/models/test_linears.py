@@ -1,4 +1,4 @@
-"""A model's linear layers over few rows: which the kernel computes; nothing stays changed."""
+"""A model's linear layers by other kernels: which computes what; nothing stays changed."""
 
 from __future__ import annotations
 
@@ -34,14 +34,22 @@ def layer() -> nn.Module:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("num_rows", [1, MAX_ROWS, MAX_ROWS + 1])
-def test_few_rows_go_to_the_kernel(layer: nn.Module, calls: list[int], num_rows: int) -> None:
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 4, 5, MAX_ROWS, MAX_ROWS + 1])
+def test_few_rows_go_to_the_kernel(
+    layer: nn.Module,
+    calls: list[int],
+    num_rows: int,
+    packs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "can_pack", lambda _: packs)
     rows = torch.randn(num_rows, 40)
     expected = layer(rows)
     with fast_linears(layer, "float32"):
         found = layer(rows)
     assert torch.allclose(found, expected, atol=1e-5)
-    assert len(calls) == (2 if num_rows <= MAX_ROWS else 0)
+    assert len(calls) == (2 if num_rows <= (4 if packs else MAX_ROWS) else 0)
     assert not any("forward" in one.__dict__ for one in layer.modules())
     assert torch.equal(layer(rows), expected)
 
@@ -95,3 +103,57 @@ def test_layers_of_other_classes_are_left_alone(calls: list[int]) -> None:
     with fast_linears(nn.ModuleList([doubled]), "float32"):
         assert torch.equal(doubled(rows), expected)
     assert not calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_precisions(layer: nn.Module, num_rows: int, precision: str, dtype: torch.dtype) -> None:
+    layer.to(dtype)
+    rows = torch.randn(num_rows, 40, dtype=dtype)
+    expected = layer(rows)
+    with fast_linears(layer, precision):
+        found = layer(rows)
+        assert torch.equal(layer(rows), found)
+    assert found.dtype == dtype
+    error = float((found.double() - expected.double()).norm() / expected.double().norm())
+    own = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}[dtype]
+    assert error < max(own, {"float32": 0.0, "bfloat16": 0.01, "int8": 0.03}[precision])
+    # It really computes in it.
+    if dtype == torch.float32 and precision != "float32":
+        assert error > 1e-4
+
+
+@torch.no_grad()
+def test_a_block_inside_another_has_its_own_precision(layer: nn.Module) -> None:
+    rows = torch.randn(20, 40)
+    with fast_linears(layer, "int8"):
+        rough = layer(rows)
+        with fast_linears(layer, "float32"):
+            assert torch.allclose(layer(rows), nn.Sequential.forward(layer, rows), atol=1e-5)
+            assert not torch.equal(layer(rows), rough)
+        assert torch.equal(layer(rows), rough)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_weights_changed_in_place_count_where_they_were_copied(
+    layer: nn.Sequential, precision: str
+) -> None:
+    rows = torch.randn(40, 40)
+    with fast_linears(layer, precision):
+        before = layer[0](rows)
+        layer[0].weight.mul_(2)
+        layer[0].bias.mul_(2)
+        after = layer[0](rows)
+    assert torch.allclose(after, 2 * before, rtol=1e-2)
+
+
+@torch.no_grad()
+def test_weights_that_eight_bits_cannot_hold_are_left_to_torch(layer: nn.Sequential) -> None:
+    layer[0].weight[0, 0] = float("inf")
+    rows = torch.ones(1, 40)
+    with fast_linears(layer, "int8"):
+        assert torch.equal(layer[0](rows), layer[0](rows))
+        assert layer[0](rows)[0, 0] == float("inf")
