@@ -114,3 +114,12 @@ def test_what_is_stored_does_not_depend_on_it() -> None:
     rough = KVModel(hf, tokenizer, compute="int8").prefill((), [range(5, 60)])[0]
     for name in ("keys", "values"):
         assert torch.equal(getattr(own, name), getattr(rough, name))
+
+
+def test_the_report_says_it() -> None:
+    prompt = "Nothing of the index stands here."
+    for compute in ("float32", "int8"):
+        model = KVModel(make_model(), make_tokenizer(), compute=compute)
+        report = Bench(model, texts=()).fuse(prompt, _ALL).report
+        assert report.compute == compute
+        assert ("computed in int8" in report.one_line()) == (compute == "int8")
