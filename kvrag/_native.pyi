@@ -112,6 +112,21 @@ def linear(
     is_bfloat16: bool,
     threads: int,
 ) -> None: ...
+
+INT8_PANEL: int
+
+def int8_linear(
+    input: int,
+    weight: int,
+    scale: int,
+    bias: int,
+    out: int,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    is_bfloat16: bool,
+    threads: int,
+) -> None: ...
 def contexts(values: NDArray[np.int16], out: NDArray[np.uint8]) -> None: ...
 def refine(values: NDArray[np.int16], symbols: NDArray[np.uint8]) -> None: ...
 def instruction_set() -> str: ...

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from kvrag.chunk import Document
 from kvrag.engine.answer import Answer
@@ -49,6 +50,9 @@ class TTFTOptions:
         Share that policies with a ratio recompute.
     repeats
         Timed runs, of which the median is reported; one more runs first and does not count.
+    compute
+        What kvrag's linear layers compute in (`KVModel.load`). Plain prefill stays in the type of
+        the weights.
     """
 
     model: str | None = None
@@ -59,6 +63,7 @@ class TTFTOptions:
     policies: Sequence[str] = ("none", DEFAULT_POLICY)
     ratio: float = 0.15
     repeats: int = 3
+    compute: str | None = None
 
     def __post_init__(self) -> None:
         counts = (self.num_chunks, self.question_tokens, self.repeats, *self.chunk_tokens)
@@ -79,6 +84,11 @@ class TTFTRow:
     ----------
     plain_ttft_seconds, ttft_seconds, speedup
         Medians of plain Transformers and of kvrag, and their ratio.
+    prefill_speedup
+        Plain Transformers' seconds over those of kvrag without reuse, each run beside the other;
+        the median.
+    compute
+        What kvrag's linear layers compute in.
     floor_seconds, floor_ratio
         The least it could take here (`FloorMeter`), and `ttft_seconds` over it.
     peak_bytes
@@ -107,6 +117,8 @@ class TTFTRow:
     kv_bytes: int
     select_share: float
     work_ratio: float
+    prefill_speedup: float
+    compute: str
 
 
 def run_ttft_bench(
@@ -122,6 +134,7 @@ def run_ttft_bench(
     say = on_progress or (lambda _: None)
     say("loading the model")
     model = KVModel.load(options.model) if options.model else random_model(options.shape)
+    model = KVModel.load(model, compute=options.compute)
     longest = options.num_chunks * (max(options.chunk_tokens) + 2) + options.question_tokens + 2
     if longest > model.max_positions:
         raise ParameterError(
@@ -154,9 +167,9 @@ def _rows(
         index.add([Document(source=f"chunk-{i}", text=text) for i, text in enumerate(texts)])
         question = random_text(model, options.question_tokens, seed=chunk_tokens)
         prompt = "\n\n".join([*texts, question])
-        say(f"plain prefill of {chunk_tokens * len(texts)} tokens, {options.repeats + 1} times")
+        say(f"prefill of {chunk_tokens * len(texts)} tokens, {2 * options.repeats + 2} times")
         engine = KVEngine(index)
-        plain = _median_of(lambda: engine.plain_ttft_seconds(prompt), options.repeats)
+        plain = _prefills(engine, prompt, options.repeats)
         for policy in options.policies:
             say(f"{policy} over {chunk_tokens * len(texts)} tokens, {options.repeats + 2} times")
             yield _row(index, prompt, policy, options, chunk_tokens, plain, meter)
@@ -168,7 +181,7 @@ def _row(
     policy: str,
     options: TTFTOptions,
     chunk_tokens: int,
-    plain: float,
+    plain: _Prefills,
     meter: FloorMeter,
 ) -> TTFTRow:
     ratio = options.ratio if takes_ratio(policy) else None
@@ -192,15 +205,17 @@ def _row(
         num_chunks=options.num_chunks,
         chunk_tokens=chunk_tokens,
         context_tokens=report.num_tokens - options.question_tokens,
-        plain_ttft_seconds=plain,
+        plain_ttft_seconds=plain.seconds,
         ttft_seconds=ttft,
-        speedup=plain / ttft,
+        speedup=plain.seconds / ttft,
         floor_seconds=floor.seconds,
         floor_ratio=ttft / floor.seconds,
         peak_bytes=peak,
         kv_bytes=report.num_tokens * index.model.spec.bytes_per_token,
         select_share=median(_select_seconds(given) / given.ttft_seconds for given in answers),
         work_ratio=spent / operations_needed(index.model, fused[0]),
+        prefill_speedup=plain.speedup,
+        compute=report.compute,
     )
 
 
@@ -209,6 +224,17 @@ def _select_seconds(given: Answer) -> float:
     return seconds.get("ask", 0.0) + seconds["select"]
 
 
-def _median_of(measure: Callable[[], float], repeats: int) -> float:
-    measure()
-    return median(measure() for _ in range(repeats))
+class _Prefills(NamedTuple):
+    """Plain Transformers' seconds, and how many times as long they are as kvrag's own prefill."""
+
+    seconds: float
+    speedup: float
+
+
+def _prefills(engine: KVEngine, prompt: str, repeats: int) -> _Prefills:
+    plain, own = [], []
+    for _ in range(repeats + 1):  # the first does not count
+        plain.append(engine.plain_ttft_seconds(prompt))
+        own.append(engine.generate(prompt, reuse=False, max_tokens=1).ttft_seconds)
+    speedup = median(p / o for p, o in zip(plain[1:], own[1:], strict=True))
+    return _Prefills(median(plain[1:]), speedup)

@@ -8,6 +8,7 @@
 
 #include "attend_tile.h"
 #include "channels_tile.h"
+#include "int8_tile.h"
 #include "lane_tables.h"
 #include "linear_tile.h"
 #include "planes.h"
@@ -176,6 +177,8 @@ const Kernels kAvx2 = {
     attend_tile,
     attention::kLanes,
     linear_tile,
+    int8_quantise,
+    int8_multiply,
 };
 
 }  // namespace kvrag::host

@@ -8,6 +8,7 @@
 
 #include "attend_tile.h"
 #include "channels_tile.h"
+#include "int8_tile.h"
 #include "linear_tile.h"
 #include "planes.h"
 #include "rans_streams.h"
@@ -139,6 +140,8 @@ const Kernels kAvx512 = {
     attend_tile,
     attention::kLanes,
     linear_tile,
+    int8_quantise,
+    int8_multiply,
 };
 
 }  // namespace kvrag::host

@@ -1,4 +1,5 @@
-// AVX-512 with VBMI and VBMI2 (Ice Lake, Zen 4 and later): decoding without gathers.
+// AVX-512 with VBMI, VBMI2 and VNNI (Ice Lake, Zen 4 and later): decoding without gathers, linear layers in
+// 8 bits.
 //
 // A gather of 16 entries takes as long as all other work on 16 lanes. Here one register holds 16
 // bits of all 32 lanes. The states are two registers, the upper and lower halves. So renormalising
@@ -8,10 +9,13 @@
 //
 // Each symbol of a lane depends on the one before it, and the latency of a step is far longer than
 // its instructions take. So several streams are decoded in parallel.
+#define KVRAG_FLOATS 16  // in a register
+
 #include <immintrin.h>
 
 #include <cstring>
 
+#include "int8_tile.h"
 #include "kernels.h"
 #include "kvrag/rans.h"
 
@@ -444,13 +448,15 @@ void decode_streams(const DecodeStream* streams, u64 count, Damage* damage) noex
 
 }  // namespace
 
-// Everything except decoding is the same as for AVX-512.
+// Everything except decoding and layers in 8 bits is the same as for AVX-512.
 const Kernels& avx512_vbmi2() {
   static const Kernels found = [] {
     Kernels kernels = kAvx512;
     kernels.name = "avx512vbmi2";
     kernels.streams_at_once = kMostStreams;
     kernels.decode = decode_streams;
+    kernels.int8_quantise = int8_quantise;
+    kernels.int8_multiply = int8_multiply;
     return kernels;
   }();
   return found;

@@ -7,6 +7,7 @@
 
 #include "attend_tile.h"
 #include "channels_tile.h"
+#include "int8_tile.h"
 #include "linear_tile.h"
 #include "planes.h"
 #include "rans_streams.h"
@@ -77,6 +78,8 @@ const Kernels kScalar = {
     attend_tile,
     attention::kLanes,
     linear_tile,
+    int8_quantise,
+    int8_multiply,
 };
 
 }  // namespace kvrag::host

@@ -161,6 +161,30 @@ struct Linear {
   u64 num_outputs;
 };
 
+// A linear layer in 8 bits. Input and output have one type, f32 or bf16.
+struct Int8Linear {
+  ElementType type;
+  const void* input;   // [num_rows, num_inputs]
+  const u8* weight;    // [panels, quads of inputs, kInt8Panel outputs, 4], each plus 128
+  const float* scale;  // [panels * kInt8Panel] of the weights
+  const float* bias;   // [panels * kInt8Panel]
+  void* out;           // [num_rows, num_outputs]
+  u64 num_rows;
+  u64 num_inputs;
+  u64 num_outputs;
+};
+
+constexpr u64 kInt8Panel = 64;
+// A row's inputs with what fills its last quad.
+constexpr u64 int8_stride(u64 num_inputs) { return (num_inputs + 3) / 4 * 4; }
+
+// Rows in 8 bits, each with its scale and with what its sums begin at.
+struct Int8Rows {
+  i8* values;  // [num_rows, int8_stride]
+  float* scales;
+  i32* starts;
+};
+
 struct Kernels {
   const char* name;
   // Decode `count` streams of one payload, 1 to `streams_at_once`; one Damage for each.
@@ -184,6 +208,10 @@ struct Kernels {
   u64 attention_lanes;
   // Compute outputs [begin, end) of all rows. Scratch has room for the inputs.
   void (*linear)(const Linear&, u64 begin, u64 end, float* scratch) noexcept;
+  // Quantise rows [begin, end), and compute one panel's outputs for such rows.
+  void (*int8_quantise)(const Int8Linear&, const Int8Rows&, u64 begin, u64 end) noexcept;
+  void (*int8_multiply)(const Int8Linear&, const Int8Rows&, u64 begin, u64 end,
+                        u64 panel) noexcept;
 };
 
 extern const Kernels kScalar;

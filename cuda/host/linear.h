@@ -1,4 +1,4 @@
-// A linear layer over few rows, its outputs shared among threads.
+// Linear layers, shared among threads: over few rows, and in 8 bits.
 #pragma once
 
 #include "kernels.h"
@@ -6,5 +6,6 @@
 namespace kvrag::host {
 
 void run_linear(const Linear& layer, u32 threads);
+void run_int8_linear(const Int8Linear& layer, u32 threads);
 
 }  // namespace kvrag::host

@@ -42,6 +42,7 @@ def chat(
     index: o.IndexOption = o.DEFAULT_INDEX,
     model: o.ModelOption = None,
     device: o.DeviceOption = None,
+    compute: o.ComputeOption = None,
     store: o.StoreOption = None,
     top_k: o.TopKOption = o.DEFAULT_TOP_K,
     filter: o.FilterOption = None,
@@ -90,7 +91,7 @@ def chat(
         reranker=load_reranker(rerank),
         filter=filter,
     )
-    with open_index(index, model, device, store, embedding=embedding) as opened:
+    with open_index(index, model, device, store, embedding=embedding, compute=compute) as opened:
         engine = make_engine(opened, settings)
         if history and not converses(opened, settings):
             raise ParameterError(

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Literal
 
 import kvrag
 from kvrag.cli import console
-from kvrag.errors import KVRagError
+from kvrag.errors import KVRagError, ParameterError
 from kvrag.plugins import described, registered
 
 if TYPE_CHECKING:
     from kvrag.ingest.index import Index
+    from kvrag.models.kv_model import KVModel
 
 Status = Literal["ok", "note", "warning", "problem"]
 
@@ -72,7 +73,7 @@ def check_all(index: Path | None, model: str | None, store: str | None = None) -
         findings += index_findings
         reference = reference or recorded
     if reference is not None:
-        findings.append(_model(reference))
+        findings += _model(reference)
     return findings
 
 
@@ -247,7 +248,7 @@ def _index(path: Path, store: str | None) -> tuple[list[Finding], str | None]:
         return [Finding("index", "problem", str(error), remedy)], None
 
 
-def _model(reference: str) -> Finding:
+def _model(reference: str) -> list[Finding]:
     """Load the model's tokenizer and weights, and check that kvrag supports it."""
     try:
         from kvrag.cli.opening import quiet_libraries
@@ -257,11 +258,29 @@ def _model(reference: str) -> Finding:
         model = KVModel.load(reference)
     except (KVRagError, OSError) as error:
         remedy = "pass --model with a supported model's folder"
-        return Finding("model", "problem", str(error), remedy)
+        return [Finding("model", "problem", str(error), remedy)]
     spec = model.spec
     detail = (
         f"{model.name}: {model.hf.config.model_type}, {spec.num_layers} layers, "
         f"{str(spec.dtype).removeprefix('torch.')}, {model.max_positions:,} positions, "
         f"{console.format_bytes(spec.bytes_per_token)} of KV per token"
     )
-    return Finding("model", "ok", detail)
+    return [Finding("model", "ok", detail), _compute(model)]
+
+
+def _compute(model: KVModel) -> Finding:
+    """Say what the model's linear layers compute in, and what ``--compute auto`` would take."""
+    from kvrag.models.compute import fastest, measured, resolved_compute
+    from kvrag.models.precision import AUTO
+
+    own = model.compute
+    try:
+        resolved_compute(model.hf, "float32" if own != "float32" else "bfloat16")
+    except ParameterError as error:
+        return Finding("compute", "ok", str(error))
+    seconds = measured(model.hf)
+    times = ", ".join(f"{name} {taken * 1e3:.2f} ms" for name, taken in seconds.items())
+    chosen = fastest(own, seconds)
+    return Finding(
+        "compute", "ok", f"{own}; --compute {AUTO} would take {chosen} (a layer: {times})"
+    )

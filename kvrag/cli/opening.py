@@ -41,10 +41,19 @@ def open_index(
     store: str | None = None,
     mend: bool = False,
     embedding: str | None = None,
+    compute: str | None = None,
 ) -> Index:
     """Open an index without loading its model; `embedding` is ``module:attribute``."""
     given = None if embedding is None else load_object(embedding, "--embedding")
-    opened = _open(path, model=model, device=device, store=store, mend=mend, embedding=given)
+    opened = _open(
+        path,
+        model=model,
+        device=device,
+        store=store,
+        mend=mend,
+        embedding=given,
+        compute=compute,
+    )
     # Imports the libraries, which takes seconds: an index that is not there is reported before.
     quiet_libraries()
     return opened

@@ -12,6 +12,7 @@ from kvrag import arguments
 from kvrag.errors import ParameterError
 from kvrag.fusion.policies import AUTO_POLICY
 from kvrag.fusion.policies.registry import POLICIES
+from kvrag.models.precision import COMPUTES, check_compute
 from kvrag.parameters import parse_spec
 
 # The panels of --help. Options of the last panel are settings only (`kvrag.cli.settings`).
@@ -101,6 +102,27 @@ DeviceOption = Annotated[
     str | None,
     typer.Option(
         help="Where the model runs, such as 'cuda'. Default: cpu.",
+        rich_help_panel=TUNING,
+        show_default=False,
+    ),
+]
+
+
+def _compute(text: str) -> str:
+    try:
+        check_compute(text)
+    except ParameterError as error:
+        raise typer.BadParameter(str(error)) from error
+    return text
+
+
+ComputeOption = Annotated[
+    str | None,
+    typer.Option(
+        parser=_compute,
+        metavar="|".join(COMPUTES),
+        help="What the model's linear layers compute in on the CPU, for prompts; auto measures and "
+        "takes the fastest. Default: the type of its weights.",
         rich_help_panel=TUNING,
         show_default=False,
     ),

@@ -30,6 +30,7 @@ def query(
     index: o.IndexOption = o.DEFAULT_INDEX,
     model: o.ModelOption = None,
     device: o.DeviceOption = None,
+    compute: o.ComputeOption = None,
     store: o.StoreOption = None,
     top_k: o.TopKOption = o.DEFAULT_TOP_K,
     filter: o.FilterOption = None,
@@ -78,7 +79,7 @@ def query(
         reranker=load_reranker(rerank),
         filter=filter,
     )
-    with open_index(index, model, device, store, embedding=embedding) as opened:
+    with open_index(index, model, device, store, embedding=embedding, compute=compute) as opened:
         engine = make_engine(opened, settings)
         warm_up(opened)
         retrieved = retrieve(opened, question, settings)

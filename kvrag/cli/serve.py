@@ -24,7 +24,17 @@ _TRANSFORMERS, _VLLM = "transformers", "vllm"
 # The parameters that one engine alone takes.
 _ONLY = {
     _TRANSFORMERS: (
-        *("device", "top_k", "eviction", "links", "ttft", "max_tokens", "keys", "anyone"),
+        *(
+            "device",
+            "compute",
+            "top_k",
+            "eviction",
+            "links",
+            "ttft",
+            "max_tokens",
+            "keys",
+            "anyone",
+        ),
         *("allow_origin", "streams", "waiting", "grace"),
     ),
     _VLLM: ("artefacts", "only_asked", "any_version", "show"),
@@ -43,6 +53,7 @@ def serve(
     ] = _TRANSFORMERS,
     store: o.StoreOption = None,
     device: o.DeviceOption = None,
+    compute: o.ComputeOption = None,
     top_k: Annotated[
         int,
         typer.Option(
@@ -211,7 +222,7 @@ def serve(
         max_waiting=waiting,
     )
     _serve_here(
-        {"path": index, "device": device, "store": store},
+        {"path": index, "device": device, "store": store, "compute": compute},
         settings,
         options,
         {"host": host, "port": port, "grace_seconds": grace},

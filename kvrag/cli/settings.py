@@ -34,7 +34,16 @@ COMMON = ("index", "model", "device", "store")
 
 HARMLESS = frozenset(
     {
-        *("boundary-tokens", "chunk-tokens", "codec", "compress", "device", "dry-run", "dtype"),
+        *(
+            "boundary-tokens",
+            "chunk-tokens",
+            "codec",
+            "compress",
+            "compute",
+            "device",
+            "dry-run",
+            "dtype",
+        ),
         *("eviction", "history", "index", "json", "k", "max-tokens", "policy", "ratio", "seed"),
         *("dense", "sparse", "temperature", "ttft"),
     }

@@ -346,7 +346,7 @@ def execute(
     clock.lap("compute")
     picks = tuple(selection.picks)
     report = _report(plan, loader, clock, tuple(rows_by_layer), len(fresh), picks)
-    report = replace(report, rows_compared=selection.num_compared)
+    report = replace(report, rows_compared=selection.num_compared, compute=model.compute)
     return FusedPrompt(fused, logits, report, fresh, picks, layout, tuple(scaled), linked.links)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from kvrag.eviction.report import EvictionReport
 from kvrag.loading.cost import ChunkDecision
 from kvrag.loading.stream_report import StreamReport
+from kvrag.models.precision import INT8
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class FusionReport:
     fresh_reasons
         Why tokens are fresh: reason to number of tokens, `num_fresh` in all. Empty if reuse was
         off, and for markup and compressed chunks.
+    compute
+        The precision that linear layers computed in (`KVModel.compute`).
     """
 
     policy: str
@@ -121,6 +124,7 @@ class FusionReport:
     num_neutralised: int = 0
     num_control: int = 0
     fresh_reasons: Mapping[str, int] = field(default_factory=dict)
+    compute: str = ""
 
     @property
     def num_computed(self) -> int:
@@ -194,6 +198,8 @@ class FusionReport:
             parts.append(f"streamed in {self.stream.one_line()}")
         if self.eviction is not None:
             parts.append(self.eviction.one_line())
+        if self.compute == INT8:  # the one that the user would notice
+            parts.append(f"computed in {INT8}")
         if self.num_neutralised:
             parts.append(f"{self.num_neutralised} control strings read as text")
         if self.misses:

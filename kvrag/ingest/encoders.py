@@ -40,6 +40,8 @@ class Encoders:
         The caller's own objects; None means the ones that `config` names.
     device
         Where a model that is loaded here runs; None means the CPU.
+    compute
+        What its linear layers compute in when prompts are answered (`KVModel.load`).
     """
 
     def __init__(
@@ -50,12 +52,14 @@ class Encoders:
         model: KVModel | PreTrainedModel | str | Path | None,
         embedding: Embedding | None,
         device: str | None,
+        compute: str | None = None,
     ) -> None:
         self._path = path
         self._config = config
         self._given_model = model
         self._given_embedding = embedding
         self._device = device
+        self._compute = compute
         self._compression = parse_compression(config.compression)
         self._loading = threading.RLock()
 
@@ -66,7 +70,12 @@ class Encoders:
 
         with self._loading:
             config = self._config
-            model = KVModel.load(self._model_source(), dtype=config.dtype, device=self._device)
+            model = KVModel.load(
+                self._model_source(),
+                dtype=config.dtype,
+                device=self._device,
+                compute=self._compute,
+            )
             check_device(self._device, model)
             if model.fingerprint != config.model_fingerprint:
                 raise self._mismatch("model", model.name, model.fingerprint)

@@ -119,6 +119,7 @@ class Index(SearchMethods):
         device: str | None = None,
         store: str | None = None,
         mend: bool = False,
+        compute: str | None = None,
     ) -> Index:
         """Open an index. The weights and the embedding are loaded on first use.
 
@@ -140,6 +141,10 @@ class Index(SearchMethods):
             If the catalog cannot be opened at all, rename it to ``catalog.sqlite.damaged`` and
             begin an empty one. All documents are then lost, and the reports of `Upkeep.verify` and
             of the next `add` say so. Adding them again finds their KV in the store.
+        compute
+            What the model's linear layers compute in when prompts are answered: ``"float32"``,
+            ``"bfloat16"``, ``"int8"`` or ``"auto"`` (see `KVModel.load`). What is stored does not
+            depend on it.
 
         Raises
         ------
@@ -151,11 +156,11 @@ class Index(SearchMethods):
             When `model`, `embedding` or the store's key differ from those that the index was made
             with.
         ParameterError
-            When the device cannot be used, or the store's URL is wrong.
+            When the device cannot be used, the store's URL is wrong, or `compute` is none of these.
         StoreError
             When the store refuses access: a wrong password, a missing bucket.
         """
-        return cls(*open_index(path, model, embedding, device, store, mend=mend))
+        return cls(*open_index(path, model, embedding, device, store, compute, mend=mend))
 
     def close(self) -> None:
         """Close the catalog and the store, and write the counts to the index folder."""

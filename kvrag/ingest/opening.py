@@ -18,6 +18,7 @@ from kvrag.ingest.connection import is_lost
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.encryption import open_catalog, replace_catalog
 from kvrag.ingest.storage import Storage
+from kvrag.models.precision import check_compute
 from kvrag.store.base import Store
 from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store
@@ -31,11 +32,13 @@ def open_index(
     embedding: Any,
     device: str | None,
     store: str | None,
+    compute: str | None,
     *,
     mend: bool,
 ) -> tuple[Storage, Encoders]:
     """Open an index. Parameters and errors are those of `Index.open`."""
     check_device(device)
+    check_compute(compute)
     arguments.flag(mend, "mend")
     folder = arguments.resolved_path(path, "path")
     config = _load_config(folder)
@@ -44,7 +47,9 @@ def open_index(
 
         embedding = get_embedding(embedding)
         check_embedding(config, folder, embedding)
-    encoders = Encoders(folder, config, model=model, embedding=embedding, device=device)
+    encoders = Encoders(
+        folder, config, model=model, embedding=embedding, device=device, compute=compute
+    )
     storage = _open_storage(folder, config, store, mend)
     try:
         encoders.compare_given()

@@ -29,6 +29,7 @@ from kvrag.models.attention import EncodedScope, lock_of, whole_attention
 from kvrag.models.batch import BatchRow, BatchRows
 from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache, Deviation
 from kvrag.models.chunks import shifted_positions, take_chunk
+from kvrag.models.compute import resolved_compute
 from kvrag.models.families import (
     context_window,
     find_family,
@@ -36,6 +37,7 @@ from kvrag.models.families import (
     project_logits,
     sliding_windows,
 )
+from kvrag.models.linears import fast_linears
 from kvrag.models.loading import (
     check_tokenizer,
     load_tokenizer,
@@ -45,6 +47,7 @@ from kvrag.models.loading import (
     shared_prefix_ids,
     tokenizer_fingerprint,
 )
+from kvrag.models.precision import check_compute
 from kvrag.models.rows import ALL_BEFORE, ROW_BLOCK, Attending, RowRunner
 from kvrag.models.schemes import find_positions
 from kvrag.models.scratch import scratch
@@ -59,7 +62,7 @@ class EncodedPrefix:
     cache: CaptureCache
 
 
-_loaded: WeakValueDictionary[tuple[str, str, str], KVModel] = WeakValueDictionary()
+_loaded: WeakValueDictionary[tuple[str, str, str, str | None], KVModel] = WeakValueDictionary()
 _loading = threading.Lock()
 
 
@@ -74,11 +77,16 @@ class KVModel:
         Its fast tokenizer; copied.
     name
         Name of the model in reports.
+    compute
+        What linear layers of answers compute in (see `load`).
 
     Attributes
     ----------
     spec
         Shape and type of the KV.
+    compute
+        The precision that linear layers of answers compute in: ``"float32"``, ``"bfloat16"``,
+        ``"float16"`` or ``"int8"``.
     max_positions
         The context window in tokens.
     lock
@@ -91,7 +99,12 @@ class KVModel:
     """
 
     def __init__(
-        self, hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str = ""
+        self,
+        hf: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str = "",
+        compute: str | None = None,
     ) -> None:
         config = hf.config
         self.family = find_family(hf)
@@ -115,7 +128,8 @@ class KVModel:
         self.lock = lock_of(hf)
         self._base: Any = hf.base_model
         self._windows = sliding_windows(hf)
-        self._rows = RowRunner(hf, self.family, self.name, self.spec, self._windows)
+        self.compute = resolved_compute(hf, compute)
+        self._rows = RowRunner(hf, self.family, self.name, self.spec, self._windows, self.compute)
         self._positions = find_positions(hf, self.family, self.spec)
 
     @classmethod
@@ -126,12 +140,13 @@ class KVModel:
         tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: torch.dtype | str | None = None,
         device: str | None = None,
+        compute: str | None = None,
     ) -> KVModel:
         """Load a model by path or hub name, or wrap a loaded object.
 
-        The same path, dtype and device return the same object while any caller holds it. Nothing is
-        fetched from a network unless `model` is a hub name that is absent from the local cache.
-        Pickled weights are never read.
+        The same path, dtype, device and `compute` return the same object while any caller holds it.
+        Nothing is fetched from a network unless `model` is a hub name that is absent from the local
+        cache. Pickled weights are never read.
 
         Parameters
         ----------
@@ -145,13 +160,19 @@ class KVModel:
             checkpoint's.
         device
             Device such as ``"cuda"``; None means the CPU for weights loaded here.
+        compute
+            What linear layers compute in, on the CPU, when a prompt is answered: ``"float32"``,
+            ``"bfloat16"``, ``"int8"`` (weights by output, inputs by row), or ``"auto"``, which
+            measures them and takes the fastest. Chunks that are stored, and whatever Transformers
+            computes, stay in the type of the weights, which None means for answers too.
 
         Raises
         ------
         ModelLoadError, UnsupportedModelError, ParameterError
         """
+        check_compute(compute)
         if isinstance(model, KVModel):
-            return model
+            return model._computing_in(compute)
         if isinstance(model, PreTrainedModel):
             if tokenizer is None:
                 folder = getattr(model.config, "_name_or_path", "")
@@ -161,27 +182,38 @@ class KVModel:
                     )
                 tokenizer = load_tokenizer(folder)
             model.eval()  # type: ignore[no-untyped-call]
-            return cls(model, tokenizer)
+            return cls(model, tokenizer, compute=compute)
         if isinstance(dtype, str):
             if dtype not in DTYPES:
                 raise ParameterError(f"dtype {shown(dtype)}: expected one of {', '.join(DTYPES)}")
             dtype = DTYPES[dtype]
         path = resolve_model(model)
         if tokenizer is not None:
-            return cls(load_weights(path, dtype, device), tokenizer, name=str(model))
+            hf = load_weights(path, dtype, device)
+            return cls(hf, tokenizer, name=str(model), compute=compute)
         with _loading:
-            loaded = _loaded.get((path, str(dtype), str(device)))
+            loaded = _loaded.get((path, str(dtype), str(device), compute))
             if loaded is None:
                 loaded = cls(
                     load_weights(path, dtype, device),
                     load_tokenizer(path),
                     name=str(model),
+                    compute=compute,
                 )
                 # Cached both under the request and under the result: an index is created with "the
                 # checkpoint's type" and opened with the type it recorded.
                 for found_as in (dtype, loaded.spec.dtype):
-                    _loaded[path, str(found_as), str(device)] = loaded
+                    _loaded[path, str(found_as), str(device), compute] = loaded
         return loaded
+
+    def _computing_in(self, compute: str | None) -> KVModel:
+        """Return this model, or one over the same weights that computes in another precision."""
+        if compute is None or (wanted := resolved_compute(self.hf, compute)) == self.compute:
+            return self
+        other = KVModel(self.hf, self.tokenizer, name=self.name, compute=wanted)
+        known = ("fingerprint", "tokenizer_fingerprint")
+        other.__dict__ |= {name: self.__dict__[name] for name in known if name in self.__dict__}
+        return other
 
     @property
     def device(self) -> torch.device:
@@ -298,7 +330,9 @@ class KVModel:
             given["position_ids"] = positions[:, rows].to(self.device)
         # Families that attend in their own code have no other implementation.
         attending = nullcontext() if self.family.attends_itself else whole_attention(self.hf)
-        with self.lock, without_adapters(self.hf), attending:
+        # In the weights' own type: what is stored must not depend on how this process answers.
+        own = fast_linears(self.hf, str(self.spec.dtype).removeprefix("torch."))
+        with self.lock, without_adapters(self.hf), attending, own:
             self._base(
                 input_ids=padded[:, rows].to(self.device),
                 **{CACHE_ARGUMENT: cache},

@@ -17,6 +17,32 @@ _NUM_ROWS = 128
 _ROWS_STEP = 8
 
 
+class PackedWeight:
+    """A linear layer's weights in oneDNN's layout, and the computation over them.
+
+    Parameters
+    ----------
+    weight, bias
+        Those of a linear layer, of a type that `can_pack`. The weight is copied.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._num_outputs, self._num_inputs = weight.shape
+        self._bias = bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _NUM_ROWS)
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., num_outputs]`` for ``[..., num_inputs]``."""
+        rows = inputs.reshape(-1, self._num_inputs)
+        num_rows = len(rows)
+        if num_rows % _ROWS_STEP:
+            rows = nn.functional.pad(rows, (0, 0, 0, -num_rows % _ROWS_STEP))
+        made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            rows, self._packed, self._bias, "none", [], ""
+        )
+        return made[:num_rows].view(*inputs.shape[:-1], self._num_outputs)
+
+
 class PackedLinear(nn.Module):
     """A linear layer's computation with weights in another layout.
 
@@ -32,18 +58,11 @@ class PackedLinear(nn.Module):
         self.out_features = linear.out_features
         self.bias = linear.bias
         # Opaque: not a parameter that could be saved or trained.
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _NUM_ROWS)
+        self._packed = PackedWeight(linear.weight, linear.bias)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return ``[..., out_features]``."""
-        rows = inputs.reshape(-1, self.in_features)
-        num_rows = len(rows)
-        if num_rows % _ROWS_STEP:
-            rows = nn.functional.pad(rows, (0, 0, 0, -num_rows % _ROWS_STEP))
-        made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, self._packed, self.bias, "none", [], ""
-        )
-        return made[:num_rows].view(*inputs.shape[:-1], self.out_features)
+        return self._packed(inputs)
 
     def _save_to_state_dict(
         self,
@@ -65,7 +84,7 @@ def pack_linears(hf: PreTrainedModel) -> int:
     trained, saved or hashed. Nothing changes on other devices, for other types, or if torch was
     built without oneDNN.
     """
-    if hf.device.type != "cpu" or not _can_pack(hf.dtype):
+    if hf.device.type != "cpu" or not can_pack(hf.dtype):
         return 0
     base: nn.Module = hf.base_model
     # Families' own linear layers do more than this one knows. Only the names are held here: with
@@ -78,7 +97,7 @@ def pack_linears(hf: PreTrainedModel) -> int:
     return len(names)
 
 
-def _can_pack(dtype: torch.dtype) -> bool:
+def can_pack(dtype: torch.dtype) -> bool:
     """Return whether oneDNN is available and multiplies this type on this processor."""
     ops = torch.ops.mkldnn
     wanted = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")

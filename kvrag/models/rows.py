@@ -30,7 +30,7 @@ from kvrag.models.caches import (
     RowWriter,
 )
 from kvrag.models.families import Family
-from kvrag.models.few_rows import few_rows
+from kvrag.models.linears import fast_linears
 from kvrag.models.own_attention import layer_arguments, show_weights
 from kvrag.models.scaling import ScaledKeys
 from kvrag.positions.rotary import RotaryTable
@@ -84,6 +84,8 @@ class RowRunner:
         Shape and type of the KV.
     windows
         Each layer's sliding window in tokens, None if it sees everything.
+    compute
+        What linear layers compute in (`fast_linears`).
     """
 
     def __init__(
@@ -93,12 +95,14 @@ class RowRunner:
         name: str,
         spec: KVSpec,
         windows: list[int | None],
+        compute: str,
     ) -> None:
         self._hf = hf
         self._family = family
         self._name = name
         self._spec = spec
         self._windows = windows
+        self._compute = compute
         self._layers: Any = getattr(hf.base_model, family.layers)
         self._lock = lock_of(hf)
         # The rows that adapters act on, in the middle of a layer; written under the lock.
@@ -123,7 +127,8 @@ class RowRunner:
         acting = without_adapters(self._hf) if adapter is None else adapter.acting(self._hf, gate)
         # Families that attend in their own code have no other implementation.
         attending = nullcontext() if self._family.attends_itself else row_attention(self._hf)
-        with self._lock, torch.no_grad(), attending, acting, few_rows(self._hf):
+        linears = fast_linears(self._hf, self._compute)
+        with self._lock, torch.no_grad(), attending, acting, linears:
             yield
 
     def forward(

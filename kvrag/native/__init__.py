@@ -11,7 +11,7 @@ The import of this package chooses the instruction set. To choose another, set
   `Rotation`, `contexts`, `refine`.
 - `kvrag.native.attention`: `attend`, `Seen`, `Mass`, `attend_each`, `Buffers`,
   `ATTENTION_TYPES`.
-- `kvrag.native.linear`: `FewRowsLinear`, `MAX_ROWS`.
+- `kvrag.native.linear`: `FewRowsLinear`, `Int8Linear`, `MAX_INT8_INPUTS`, `MAX_ROWS`.
 - `kvrag.native.instructions`: `instruction_set`, `instruction_sets`, `use_instruction_set`.
 """
 
@@ -34,7 +34,7 @@ from kvrag.native.entropy import (
     ideal_bits,
 )
 from kvrag.native.instructions import instruction_set, instruction_sets, use_instruction_set
-from kvrag.native.linear import MAX_ROWS, FewRowsLinear
+from kvrag.native.linear import MAX_INT8_INPUTS, MAX_ROWS, FewRowsLinear, Int8Linear
 from kvrag.native.reconstruction import (
     Patches,
     Points,
@@ -47,10 +47,12 @@ from kvrag.native.reconstruction import (
 
 __all__ = [
     "ATTENTION_TYPES",
+    "MAX_INT8_INPUTS",
     "MAX_ROWS",
     "Buffers",
     "DecodeJob",
     "FewRowsLinear",
+    "Int8Linear",
     "Mass",
     "Patches",
     "Points",

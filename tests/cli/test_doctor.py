@@ -56,6 +56,9 @@ def test_index_and_model(run: Run, index_folder: Path) -> None:
     assert found["embedding"].detail == "hashing reads all of a text"
     assert found["model"].status == "ok"
     assert "llama" in found["model"].detail
+    assert found["compute"].detail.startswith("float32; --compute auto would take ")
+    for name in ("float32", "bfloat16", "int8"):
+        assert f"{name} 0." in found["compute"].detail.partition("(a layer: ")[2]
 
 
 def test_missing_index_is_a_problem_with_a_remedy(run: Run, tmp_path: Path) -> None:

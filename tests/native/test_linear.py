@@ -1,4 +1,4 @@
-"""Linear layers over few rows against torch in float64, for every instruction set."""
+"""Linear layers over few rows, and in 8 bits, against float64, for every instruction set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.errors import ParameterError
-from kvrag.native import MAX_ROWS, FewRowsLinear, instruction_sets, use_instruction_set
+from kvrag.native import (
+    MAX_INT8_INPUTS,
+    MAX_ROWS,
+    FewRowsLinear,
+    Int8Linear,
+    instruction_sets,
+    use_instruction_set,
+)
 from tests.support.properties import examples
 
 
@@ -90,3 +97,95 @@ def test_weights_of_another_kind(weight: torch.Tensor, bias: torch.Tensor | None
 def test_rows_of_another_kind(rows: torch.Tensor) -> None:
     with pytest.raises(ParameterError, match="rows"):
         FewRowsLinear(torch.ones(3, 2))(rows)
+
+
+@settings(max_examples=examples(40))
+@given(data=st.data())
+def test_eight_bits_are_off_by_their_rounding_only(data: st.DataObject) -> None:
+    """Each factor is off by at most half a step, for every instruction set."""
+    draw = data.draw
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    num_rows = draw(st.sampled_from([1, 2, 5, 6, 7, 13, 100]))
+    num_inputs = draw(st.sampled_from([1, 3, 4, 5, 64, 130, 576]))
+    num_outputs = draw(st.sampled_from([1, 3, 63, 64, 65, 130]))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    rows = torch.randn(num_rows, num_inputs, generator=generator).to(dtype)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
+    bias = torch.randn(num_outputs, generator=generator).to(dtype)
+    given_bias = bias if draw(st.booleans()) else None
+    x, w = rows.double(), weight.double()
+    expected = x @ w.T
+    row_step, weight_step = (one.abs().amax(1, keepdim=True) / 127 / 2 for one in (x, w))
+    bound = x.abs().sum(1, keepdim=True) * weight_step.T + row_step * w.abs().sum(1)
+    bound = 1.001 * (bound + num_inputs * row_step * weight_step.T) + 1e-6
+    if given_bias is not None:
+        expected += bias.double()
+    bound += expected.abs() * (1e-5 if dtype == torch.float32 else 2**-8)
+    before = instruction_sets()[-1]
+    try:
+        for name in instruction_sets():
+            use_instruction_set(name)
+            found = Int8Linear(weight, given_bias)(rows[None])
+            assert found.shape == (1, num_rows, num_outputs)
+            assert found.dtype == dtype
+            assert ((found[0].double() - expected).abs() <= bound).all()
+    finally:
+        use_instruction_set(before)
+
+
+def test_eight_bits_are_exact_for_whole_numbers(isa: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(-127, 128, (13, 300), generator=generator).float()
+    weight = torch.randint(-127, 128, (70, 300), generator=generator).float()
+    rows[:, 0] = weight[:, 0] = 127
+    rows[1] = 0
+    found = Int8Linear(weight)(rows)
+    assert torch.allclose(found, rows @ weight.T, rtol=1e-6, atol=0)
+    assert not found[1].any()
+
+
+def test_eight_bits_depend_on_neither_threads_nor_other_rows(isa: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    layer = Int8Linear(torch.randn(1001, 577, generator=generator))
+    rows = torch.randn(200, 577, generator=generator)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = torch.cat([layer(row[None]) for row in rows])
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(layer(rows), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_row_that_is_not_finite_gives_nothing_else(isa: str) -> None:
+    rows = torch.ones(3, 4)
+    rows[0, 1], rows[2, 3] = float("inf"), float("nan")
+    found = Int8Linear(torch.ones(2, 4))(rows)
+    assert found[[0, 2]].isnan().all()
+    assert torch.allclose(found[1], torch.tensor([4.0, 4.0]))
+    assert Int8Linear(torch.ones(2, 4))(rows[:0]).shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias"),
+    [
+        (torch.ones(3, 2, dtype=torch.int32), None),
+        (torch.ones(3), None),
+        (torch.ones(3, 2), torch.ones(2)),
+        (torch.ones(1, MAX_INT8_INPUTS + 1), None),
+        (torch.tensor([[1.0, float("inf")]]), None),
+        (torch.tensor([[1.0, float("nan")]]), None),
+        (torch.ones(3, 0), None),
+    ],
+)
+def test_weights_that_have_no_eight_bits(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    with pytest.raises(ParameterError, match=r"(weight|bias):"):
+        Int8Linear(weight, bias)
+
+
+@pytest.mark.parametrize("rows", [torch.ones(1, 3), torch.ones(1, 2, dtype=torch.float64)])
+def test_rows_that_eight_bits_do_not_fit(rows: torch.Tensor) -> None:
+    with pytest.raises(ParameterError, match="rows"):
+        Int8Linear(torch.ones(3, 2))(rows)

@@ -131,6 +131,7 @@ def bench_quality(
     ] = None,
     no_chat: o.NoChatOption = False,
     device: o.DeviceOption = None,
+    compute: o.ComputeOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Measure the share of full prefill's quality that each policy and codec keeps."""
@@ -168,6 +169,7 @@ def bench_quality(
         seed=seed,
         num_documents=documents,
         device=device,
+        compute=compute,
         links=links,
         noise_floor=noise_floor,
         out=out,

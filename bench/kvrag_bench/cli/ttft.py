@@ -31,6 +31,7 @@ def bench_ttft(
     ] = 0.15,
     question_tokens: b.QuestionTokensOption = 30,
     repeats: b.RepeatsOption = 3,
+    compute: o.ComputeOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Compare time to first token with plain prefill, and with the floor this machine allows."""
@@ -49,6 +50,7 @@ def bench_ttft(
         ratio=ratio,
         question_tokens=question_tokens,
         repeats=repeats,
+        compute=compute,
     )
     with console.progress("measuring") as say:
         rows = list(run_ttft_bench(options, on_progress=say))
@@ -116,6 +118,7 @@ def _print_rows(rows: Sequence[TTFTRow]) -> None:
     for name in (
         "context",
         "plain",
+        "prefill",
         "kvrag",
         "speedup",
         "floor",
@@ -132,6 +135,7 @@ def _print_rows(rows: Sequence[TTFTRow]) -> None:
             policy,
             f"{row.context_tokens:,} tokens",
             console.format_seconds(row.plain_ttft_seconds),
+            f"{row.prefill_speedup:.2f}x",
             console.format_seconds(row.ttft_seconds),
             f"{row.speedup:.1f}x",
             console.format_seconds(row.floor_seconds),
@@ -145,7 +149,8 @@ def _print_rows(rows: Sequence[TTFTRow]) -> None:
     out.print(table)
     if rows:
         out.print(
-            f"{rows[0].model}, {rows[0].num_chunks} chunks; time to first token, median; choice: "
+            f"{rows[0].model}, {rows[0].num_chunks} chunks, computing in {rows[0].compute}; time "
+            "to first token, median; prefill: plain over kvrag's own without reuse; choice: "
             "share of it spent on choosing; work: multiplications over those that chosen and fresh "
             "tokens need",
             style="dim",

@@ -94,7 +94,7 @@ def run_quality_bench(
     if not isinstance(options.model, KVModel):
         load_tokenizer(options.model)  # fails in a moment where loading weights takes minutes
     say("loading the model")
-    model = KVModel.load(options.model, device=options.device)
+    model = KVModel.load(options.model, device=options.device, compute=options.compute)
     judged, left_out = judge_questions(model, questions, options, say, on_effort)
     dataset = options.data if options.data == GENERATED else Path(options.data).name
     return [
@@ -198,6 +198,7 @@ class _Run:
         self.effort = Effort()
         header = None if self._links is None else str(self._links.header)
         self.settings = {
+            "compute": model.compute,
             "model": model.fingerprint,
             "prefix_ids": model.default_prefix_ids(),
             "max_tokens": options.max_tokens,
@@ -337,7 +338,7 @@ def _share_out(
 def judge_part(options: QualityOptions, part: int) -> None:
     """Judge one part of the questions; the judgements go to ``options.out``."""
     with _threads(options.jobs):
-        model = KVModel.load(options.model, device=options.device)
+        model = KVModel.load(options.model, device=options.device, compute=options.compute)
         run = _Run(model, load_asked(options), options, lambda _: None)
         run.judge(Results(options.out, run.settings), part, options.jobs)
 

@@ -71,6 +71,9 @@ class QualityOptions:
         Of generated questions.
     device
         Where the model runs; None means the CPU.
+    compute
+        What linear layers compute in, on the CPU (`KVModel.load`). Full prefill, which everything
+        is compared with, stays in the type of the weights.
     evictions
         Each is judged with what every one of them leaves while answers are written
         (`kvrag.eviction.registry`); ``none`` keeps the full cache.
@@ -103,6 +106,7 @@ class QualityOptions:
     seed: int = 2024
     num_documents: int = 5
     device: str | None = None
+    compute: str | None = None
     links: LinkTokens | str | Path | None = None
     controls: bool = True
     noise_floor: bool = False

@@ -17,6 +17,7 @@ using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
+using i8 = signed char;
 using i16 = short;
 using i32 = int;
 using i64 = long long;

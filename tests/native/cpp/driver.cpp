@@ -149,6 +149,50 @@ void layer_once() {
   }
 }
 
+void int8_once() {
+  const u64 rows = 1 + below(110), inputs = 1 + below(150), outputs = 1 + below(140);
+  const u64 stride = int8_stride(inputs), panels = (outputs + kInt8Panel - 1) / kInt8Panel;
+  const auto input = filled<float>(rows * inputs, uniform);
+  const auto scale = filled<float>(panels * kInt8Panel, uniform);
+  const auto bias = filled<float>(panels * kInt8Panel, uniform);
+  const auto weight = exactly<u8>(panels * kInt8Panel * stride);
+  for (u64 i = 0; i < panels * kInt8Panel * stride; ++i) weight[i] = 1 + below(255);
+  auto input16 = exactly<u16>(rows * inputs);
+  for (u64 i = 0; i < rows * inputs; ++i) input16[i] = reconstruct::to_bf16(input[i]);
+  if (below(4) == 0) input[below(rows * inputs)] = INFINITY;
+  for (const Kernels* found : available_kernels()) {
+    use_kernels(found->name);
+    const auto out = exactly<float>(rows * outputs);
+    const auto rounded = exactly<u16>(rows * outputs);
+    const u32 threads = 1 + static_cast<u32>(below(3));
+    Int8Linear layer{ElementType::f32, input.get(), weight.get(), scale.get(), bias.get(),
+                     out.get(), rows, inputs, outputs};
+    run_int8_linear(layer, threads);
+    layer.type = ElementType::bf16;
+    layer.input = input16.get();
+    layer.out = rounded.get();
+    run_int8_linear(layer, threads);
+    for (u64 row = 0; row < rows; ++row) {
+      float peak = 0;
+      for (u64 i = 0; i < inputs; ++i) peak = std::fmax(peak, std::fabs(input[row * inputs + i]));
+      for (u64 o = 0; o < outputs; ++o) {
+        const u8* const quads = weight.get() + o / kInt8Panel * kInt8Panel * stride;
+        float sum = 0, bound = 0;
+        for (u64 i = 0; i < inputs; ++i) {
+          const u64 place = (i / 4 * kInt8Panel + o % kInt8Panel) * 4 + i % 4;
+          const float factor = static_cast<float>(quads[place] - 128) * scale[o];
+          sum += input[row * inputs + i] * factor;
+          bound += std::fabs(factor) * peak / 250;
+        }
+        const float value = out[row * outputs + o];
+        check(peak == INFINITY ? std::isnan(value)
+                               : std::fabs(value - sum - bias[o]) <= bound + 1e-3f,
+              "another output in 8 bits");
+      }
+    }
+  }
+}
+
 // Several callers at a time, each with helpers from the pool.
 void share_the_pool() {
   const Matrix m = random_matrix(200, 1000);
@@ -181,6 +225,7 @@ int main(int argc, char** argv) {
     reconstruct_once();
     attend_once();
     layer_once();
+    int8_once();
   }
   share_the_pool();
   std::string names;

@@ -1,0 +1,159 @@
+"""A model's linear layers on the CPU, by kernels for few rows, for many, and in other precisions.
+
+The layers' parameters stay as they are, and so does what the model's own forward pass gives. Only
+inside a block (`fast_linears`) do the layers compute in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from kvrag.errors import ParameterError
+from kvrag.models.packed import PackedWeight, can_pack
+from kvrag.models.precision import INT8
+from kvrag.native import ATTENTION_TYPES, MAX_ROWS, FewRowsLinear, Int8Linear
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+_Layers = list[tuple[nn.Linear, Forward]]
+
+# Packed weights take at least this many rows; fewer are sooner computed over weights as they are.
+_LEAST_PACKED = 5
+
+_layers: WeakKeyDictionary[nn.Module, dict[str, _Layers]] = WeakKeyDictionary()
+
+
+@contextmanager
+def fast_linears(model: nn.Module, precision: str) -> Iterator[None]:
+    """Let linear layers on the CPU use kernels inside the block.
+
+    Layers of other classes, such as quantised ones, stay as they are. Hold the model's lock, and
+    compute without gradients. Which kernel computes a layer depends on the number of rows alone, so
+    equal calls give equal bits.
+
+    Parameters
+    ----------
+    model
+        The model. At its first call with more than a few rows, each layer copies its weights in
+        another layout; the copies live as long as the model.
+    precision
+        What the layers compute in: ``"float32"``, ``"bfloat16"`` or ``"int8"``. Their inputs and
+        outputs keep the weights' type. The output embeddings compute in that type unless it is
+        ``"int8"``.
+    """
+    known = _layers.setdefault(model, {})
+    layers = known.get(precision)
+    if layers is None:
+        layers = known[precision] = list(_forwards(model, precision))
+    before = [(layer, layer.__dict__.get("forward")) for layer, _ in layers]
+    try:
+        for layer, forward in layers:
+            # Past `nn.Module.__setattr__`, which takes longer than the layers of a token.
+            layer.__dict__["forward"] = forward
+        yield
+    finally:
+        for layer, original in before:
+            if original is None:
+                layer.__dict__.pop("forward", None)
+            else:
+                layer.__dict__["forward"] = original
+
+
+def _forwards(model: nn.Module, precision: str) -> Iterator[tuple[nn.Linear, Forward]]:
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = None if get_head is None else get_head()
+    for layer in model.modules():
+        if type(layer) is nn.Linear:
+            yield layer, _forward_of(layer, precision, is_head=layer is head)
+
+
+def _forward_of(layer: nn.Linear, precision: str, *, is_head: bool) -> Forward:
+    compute: Forward | None = None
+    # What it computes with. It is kept alive, so no other tensor has these addresses.
+    known: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    versions: tuple[int, int] | None = None
+    parameters = layer._parameters
+
+    def forward(rows: torch.Tensor) -> torch.Tensor:
+        nonlocal compute, known, versions
+        weight, bias = parameters["weight"], parameters["bias"]
+        assert weight is not None
+        if rows.dtype != weight.dtype or torch.is_grad_enabled():
+            return linear(rows, weight, bias)
+        found = _version(weight), _version(bias)
+        if (
+            known is None
+            or found != versions
+            or not (_is_same(weight, known[0]) and _is_same(bias, known[1]))
+        ):
+            known, versions = (weight.detach(), None if bias is None else bias.detach()), found
+            compute = _way(*known, precision, is_head=is_head)
+        return linear(rows, weight, bias) if compute is None else compute(rows)
+
+    return forward
+
+
+def _version(parameter: torch.Tensor | None) -> int:
+    """Return a number that changes whenever a parameter is written in place."""
+    return 0 if parameter is None or parameter.is_inference() else parameter._version
+
+
+def _is_same(parameter: torch.Tensor | None, known: torch.Tensor | None) -> bool:
+    if parameter is None or known is None:
+        return parameter is known
+    return parameter.data_ptr() == known.data_ptr()
+
+
+def _way(
+    weight: torch.Tensor, bias: torch.Tensor | None, precision: str, *, is_head: bool
+) -> Forward | None:
+    """Return what computes a layer; None if only PyTorch can."""
+    if weight.device.type != "cpu" or not weight.is_floating_point():
+        return None
+    if precision == INT8:
+        try:
+            layer = Int8Linear(weight, bias)
+        except ParameterError:
+            return None  # too wide, or not finite
+        return layer if weight.dtype in ATTENTION_TYPES else _through(torch.float32, layer)
+    dtype: torch.dtype = getattr(torch, precision)
+    if is_head or weight.dtype == dtype:
+        return _own_type(weight, bias, packs=not is_head)
+    given = None if bias is None else bias.to(dtype)
+    if not can_pack(dtype):
+        other = weight.to(dtype)
+        return _through(dtype, lambda rows: linear(rows, other, given))
+    return _through(dtype, PackedWeight(weight.to(dtype), given))
+
+
+def _through(dtype: torch.dtype, compute: Forward) -> Forward:
+    return lambda rows: compute(rows.to(dtype)).to(rows.dtype)
+
+
+def _own_type(weight: torch.Tensor, bias: torch.Tensor | None, *, packs: bool) -> Forward | None:
+    """Return what computes a layer in its weights' type."""
+    try:
+        few = FewRowsLinear(weight, bias)
+    except ParameterError:
+        return None
+    width = weight.shape[1]
+    packed: PackedWeight | None = None
+    packs = packs and can_pack(weight.dtype)
+    most = (_LEAST_PACKED - 1 if packs else MAX_ROWS) * width
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        nonlocal packed
+        if rows.numel() <= most:
+            return few(rows)
+        if not packs:
+            return linear(rows, weight, bias)
+        if packed is None:
+            packed = PackedWeight(weight, bias)
+        return packed(rows)
+
+    return compute

@@ -1,0 +1,17 @@
+"""The names of the precisions that a model can compute in."""
+
+from __future__ import annotations
+
+from kvrag.arguments import shown
+from kvrag.errors import ParameterError
+
+AUTO = "auto"
+INT8 = "int8"
+COMPUTES = (AUTO, "float32", "bfloat16", INT8)
+"""What can be asked for."""
+
+
+def check_compute(compute: object) -> None:
+    """Raise ParameterError unless `compute` is None or one of `COMPUTES`."""
+    if compute is not None and compute not in COMPUTES:
+        raise ParameterError(f"compute {shown(compute)}: expected one of {', '.join(COMPUTES)}")

@@ -1,0 +1,159 @@
+"""A model's linear layers by other kernels: which computes what; nothing stays changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from kvrag.models import linears as module
+from kvrag.models.linears import fast_linears
+from kvrag.native import MAX_ROWS, FewRowsLinear
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of rows that the kernel was asked for."""
+    found: list[int] = []
+
+    class Counted(FewRowsLinear):
+        def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+            found.append(rows.shape[-2])
+            return super().__call__(rows)
+
+    monkeypatch.setattr(module, "FewRowsLinear", Counted)
+    return found
+
+
+@pytest.fixture
+def layer() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 30), nn.GELU(), nn.Linear(30, 20, bias=False))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 4, 5, MAX_ROWS, MAX_ROWS + 1])
+def test_few_rows_go_to_the_kernel(
+    layer: nn.Module,
+    calls: list[int],
+    num_rows: int,
+    packs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "can_pack", lambda _: packs)
+    rows = torch.randn(num_rows, 40)
+    expected = layer(rows)
+    with fast_linears(layer, "float32"):
+        found = layer(rows)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert len(calls) == (2 if num_rows <= (4 if packs else MAX_ROWS) else 0)
+    assert not any("forward" in one.__dict__ for one in layer.modules())
+    assert torch.equal(layer(rows), expected)
+
+
+def test_gradients_stay(layer: nn.Module, calls: list[int]) -> None:
+    with fast_linears(layer, "float32"):
+        layer(torch.randn(1, 40)).sum().backward()
+    assert not calls
+    assert all(one.grad is not None for one in layer.parameters())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda one: one.weight.mul_(2),
+        lambda one: setattr(one, "weight", nn.Parameter(torch.randn(30, 40))),
+        lambda one: setattr(one.weight, "data", torch.randn(30, 40)),
+        lambda one: setattr(one, "bias", nn.Parameter(torch.randn(30))),
+    ],
+)
+def test_changed_weights_count(
+    layer: nn.Sequential, calls: list[int], change: Callable[[nn.Module], object]
+) -> None:
+    rows = torch.randn(2, 40)
+    with fast_linears(layer, "float32"):
+        layer(rows)
+        change(layer[0])
+        found = layer(rows)
+    assert len(calls) == 4
+    assert torch.allclose(found, layer(rows), atol=1e-5)
+
+
+@torch.no_grad()
+def test_other_types_are_left_to_torch(layer: nn.Module, calls: list[int]) -> None:
+    for dtype in (torch.float64, torch.float16):
+        with fast_linears(layer, "float32"):
+            assert layer.to(dtype)(torch.ones(1, 40, dtype=dtype)).dtype == dtype
+    assert not calls
+
+
+@torch.no_grad()
+def test_layers_of_other_classes_are_left_alone(calls: list[int]) -> None:
+    class Doubled(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(rows)
+
+    doubled = Doubled(4, 4)
+    rows = torch.ones(1, 4)
+    expected = doubled(rows)
+    with fast_linears(nn.ModuleList([doubled]), "float32"):
+        assert torch.equal(doubled(rows), expected)
+    assert not calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_precisions(layer: nn.Module, num_rows: int, precision: str, dtype: torch.dtype) -> None:
+    layer.to(dtype)
+    rows = torch.randn(num_rows, 40, dtype=dtype)
+    expected = layer(rows)
+    with fast_linears(layer, precision):
+        found = layer(rows)
+        assert torch.equal(layer(rows), found)
+    assert found.dtype == dtype
+    error = float((found.double() - expected.double()).norm() / expected.double().norm())
+    own = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}[dtype]
+    assert error < max(own, {"float32": 0.0, "bfloat16": 0.01, "int8": 0.03}[precision])
+    # It really computes in it.
+    if dtype == torch.float32 and precision != "float32":
+        assert error > 1e-4
+
+
+@torch.no_grad()
+def test_a_block_inside_another_has_its_own_precision(layer: nn.Module) -> None:
+    rows = torch.randn(20, 40)
+    with fast_linears(layer, "int8"):
+        rough = layer(rows)
+        with fast_linears(layer, "float32"):
+            assert torch.allclose(layer(rows), nn.Sequential.forward(layer, rows), atol=1e-5)
+            assert not torch.equal(layer(rows), rough)
+        assert torch.equal(layer(rows), rough)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_weights_changed_in_place_count_where_they_were_copied(
+    layer: nn.Sequential, precision: str
+) -> None:
+    rows = torch.randn(40, 40)
+    with fast_linears(layer, precision):
+        before = layer[0](rows)
+        layer[0].weight.mul_(2)
+        layer[0].bias.mul_(2)
+        after = layer[0](rows)
+    assert torch.allclose(after, 2 * before, rtol=1e-2)
+
+
+@torch.no_grad()
+def test_weights_that_eight_bits_cannot_hold_are_left_to_torch(layer: nn.Sequential) -> None:
+    layer[0].weight[0, 0] = float("inf")
+    rows = torch.ones(1, 40)
+    with fast_linears(layer, "int8"):
+        assert torch.equal(layer[0](rows), layer[0](rows))
+        assert layer[0](rows)[0, 0] == float("inf")
