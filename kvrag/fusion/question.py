@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch.linalg import vector_norm
 
-from kvrag.fusion.links import LinkedRows
+from kvrag.fusion.linked_rows import LinkedRows
 from kvrag.fusion.loader import SpanLoader
 from kvrag.fusion.slices import Clock, Slices, until
 from kvrag.kvcache import FusedKV

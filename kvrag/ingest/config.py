@@ -43,12 +43,13 @@ _DEFAULTS = {
     "key_check": "",
     "index_id": "",
     "control_tokens": KEEP,
+    "corpus_filler": "",
 }
 
 
 @dataclass(frozen=True)
 class IndexConfig:
-    """The settings of an index. Only codec and profile can change after its creation.
+    """The settings of an index; only codec, profile and `corpus_filler` change after its creation.
 
     Attributes
     ----------
@@ -82,6 +83,9 @@ class IndexConfig:
         URL of the store of KV, without a password; "" for the index's own folder.
     control_tokens
         What happens to the model's control strings in documents (`kvrag.models.control`).
+    corpus_filler
+        The text of context ``corpus``, chosen from the first documents; "" for other contexts,
+        and before there are documents.
     key_check
         Hexadecimal check value that identifies the index's key; "" if nothing is encrypted.
     index_id
@@ -112,6 +116,7 @@ class IndexConfig:
     tenant_salt: str
     store: str = ""
     control_tokens: str = KEEP
+    corpus_filler: str = ""
     key_check: str = ""
     index_id: str = ""
     format_version: int = FORMAT_VERSION

@@ -1,9 +1,10 @@
 """What precedes a chunk during encoding: nothing, its document's text, or a fixed filler.
 
-A context is stored as token ids only, without its KV. It never comes from another document:
-otherwise the rest of an index would change a chunk's KV. The filler comes from no document and no
-user: it is a text file of this package, the same for every chunk of every tenant, so it carries
-nothing from one to another.
+A context is stored as token ids only, without its KV. Except for ``corpus`` it never comes from
+another document: otherwise the rest of an index would change a chunk's KV. The filler comes from no
+document and no user: it is a text file of this package, the same for every chunk of every tenant,
+so it carries nothing from one to another. The filler of ``corpus`` is passages of the index's own
+documents (`kvrag.ingest.corpus_filler`), chosen once and then the same for all chunks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ FILLER = "filler"
 chunk alone is optional (`Chunk.is_optional`).
 """
 
-DEFAULT_TOKENS = {NO_CONTEXT: 0, DOCUMENT: 256, NEIGHBOURS: 0, FILLER: 512}
+CORPUS = "corpus"
+"""As `FILLER`, with passages of the index's own documents as the text."""
+
+DEFAULT_TOKENS = {NO_CONTEXT: 0, DOCUMENT: 256, NEIGHBOURS: 0, FILLER: 512, CORPUS: 512}
 """Each context's number of tokens if none is given; 0 if no number limits it."""
 
 SEPARATOR = "\n\n"
@@ -65,6 +69,11 @@ class Context:
         """Whether it is text of the chunk's document, so that chunks of equal text differ."""
         return self.name in (DOCUMENT, NEIGHBOURS)
 
+    @property
+    def is_filler(self) -> bool:
+        """Whether it is the same text for all chunks of an index."""
+        return self.name in (FILLER, CORPUS)
+
 
 ALONE = Context(NO_CONTEXT, 0)
 """Chunks are encoded after the shared prefix alone."""
@@ -75,8 +84,8 @@ harmed by one of this length (docs/contexts.md)."""
 
 
 def parse_context(text: str) -> Context:
-    """Return the context that ``none``, ``document[:TOKENS]``, ``neighbours`` or
-    ``filler[:TOKENS]`` names.
+    """Return the context that ``none``, ``document[:TOKENS]``, ``neighbours``,
+    ``filler[:TOKENS]`` or ``corpus[:TOKENS]`` names.
 
     Raises
     ------
@@ -132,15 +141,21 @@ def check_filler(context: Context, tokenizer: Any, room: int, chunk_tokens: int)
     chunk_tokens
         The largest number of tokens in a chunk.
     """
-    if context.name != FILLER:
+    if not context.is_filler:
         return
     left = room - chunk_tokens
     if context.num_tokens > left:
         raise ParameterError(
             f"context {context} and chunk_tokens={chunk_tokens} together exceed the {room} tokens "
             "that the model's context has after the shared prefix; choose "
-            + (f"at most {FILLER}:{left}, or shorter chunks" if left > 0 else "shorter chunks")
+            + (
+                f"at most {context.name}:{left}, or shorter chunks"
+                if left > 0
+                else "shorter chunks"
+            )
         )
+    if context.name == CORPUS:
+        return  # its text is as long as the documents allow
     num_written = len(filler_ids(tokenizer))
     if context.num_tokens > num_written:
         raise ParameterError(
@@ -155,10 +170,27 @@ def filler_text() -> str:
     return resources.files(__package__).joinpath(_FILLER_FILE).read_text("utf-8").strip()
 
 
-def filler_ids(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens of the whole filler text, and of what separates it from a chunk."""
+def filler_ids(
+    tokenizer: Any, corpus_filler: str | None = None, control: ControlTokens | None = None
+) -> tuple[int, ...]:
+    """Return the tokens of the whole filler text, and of what separates it from a chunk.
+
+    Parameters
+    ----------
+    tokenizer
+        The model's fast tokenizer.
+    corpus_filler
+        The text of context ``corpus``; None is kvrag's own filler.
+    control
+        Neutralises control strings in that text; None keeps them.
+    """
     # Tokenised without a chunk: the ids are the same for all of them, and computed once.
-    (tokens,) = encode(tokenizer, [filler_text() + SEPARATOR], add_special_tokens=False)
+    if corpus_filler is None:
+        (tokens,) = encode(tokenizer, [filler_text() + SEPARATOR], add_special_tokens=False)
+    elif corpus_filler:
+        (tokens,) = encode_documents(tokenizer, [corpus_filler + SEPARATOR], control)
+    else:
+        return ()
     return tokens.token_ids
 
 
@@ -170,6 +202,7 @@ def add_contexts(
     control: ControlTokens | None = None,
     *,
     is_compressed: bool = False,
+    corpus_filler: str = "",
 ) -> list[Chunk]:
     """Return the chunks of one document with their contexts.
 
@@ -189,12 +222,15 @@ def add_contexts(
     is_compressed
         Whether fewer rows than tokens are stored. Such a record is exact nowhere, so after a
         filler each chunk has no second one.
+    corpus_filler
+        The text of context ``corpus``.
     """
     limit = context.num_tokens
     if context.name == NO_CONTEXT:
         return list(chunks)
-    if context.name == FILLER:
-        filler = filler_ids(tokenizer)
+    if context.is_filler:
+        of_corpus = context.name == CORPUS
+        filler = filler_ids(tokenizer, corpus_filler if of_corpus else None, control)
 
         def contexts_of(number: int) -> tuple[tuple[int, ...], ...]:
             before = _last(filler, number)

@@ -15,7 +15,6 @@ from kvrag.errors import AnchorsError, IndexMismatchError, ModelLoadError, Param
 from kvrag.fusion.compression.spec import parse_compression
 from kvrag.ingest.checks import check_device, check_embedding
 from kvrag.ingest.config import IndexConfig
-from kvrag.ingest.contexts import FILLER
 from kvrag.models.control import KEEP, ControlTokens
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ class Encoders:
         before = (*self._config.prefix_ids, *chunk.contexts[0])
         if self._compression is not None:
             return self._compressor.encode(before, chunk.token_ids)
-        is_same_for_all = self._config.context == FILLER
+        is_same_for_all = self._config.chunk_context.is_filler
         prefix = self._encode_prefix(before) if is_same_for_all and before else before
         return self.model.prefill(prefix, [chunk.token_ids])[0]
 

@@ -16,7 +16,7 @@ from kvrag.ingest import catalog as catalogs
 from kvrag.ingest import config as configs
 from kvrag.ingest import counting, lock, profiles, words
 from kvrag.ingest.catalog import Catalog
-from kvrag.ingest.checks import check_device, check_limit
+from kvrag.ingest.checks import check_device, check_limit, check_unencrypted
 from kvrag.ingest.config import KV_FOLDER, IndexConfig
 from kvrag.ingest.contexts import ALONE, check_filler, default_context, parse_context
 from kvrag.ingest.encoders import Encoders
@@ -159,6 +159,7 @@ def _make_storage(folder: Path, config: IndexConfig, settings: IndexSettings) ->
         if opened is not None:
             undoing.callback(opened.close)
             config = replace(config, store=opened.url, key_check=key_check(opened))
+            check_unencrypted(config)
             if settings.tenant_salt is None and (salt := secret_salt(opened)) is not None:
                 config = replace(config, tenant_salt=salt.hex())
             check_limit(opened, config)

@@ -62,9 +62,11 @@ class IndexSettings:
         prompt that begins with a chunk stores a second record, of the chunk alone),
         ``document`` (earlier text of its document) or ``neighbours`` (the preceding chunk, in a
         second record that is used when a prompt has the same chunk before this one).
-        ``filler:TOKENS`` and ``document:TOKENS`` name its largest number of tokens; without one
-        they mean 512 and 256. None means ``filler`` for a model whose window has at least 4,096
-        tokens, with room for it, and ``none`` for others and for compressed chunks.
+        ``corpus`` (as ``filler``, with passages of the first documents as the text).
+        ``filler:TOKENS``, ``corpus:TOKENS`` and ``document:TOKENS`` name its largest number of
+        tokens; without one they mean 512, 512 and 256. None means ``filler`` for a model whose
+        window has at least 4,096 tokens, with room for it, and ``none`` for others and for
+        compressed chunks.
     compression
         How chunks are stored as fewer rows than they have tokens: ``drop:RATE`` (leaves out
         tokens that say little) or ``anchors:RATE`` (trained tokens stand for blocks; see

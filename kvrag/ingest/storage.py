@@ -22,9 +22,9 @@ from kvrag.fusion.compression.spec import key_options, parse_compression
 from kvrag.ingest import config as configs
 from kvrag.ingest import lock, profiles, vectorheader
 from kvrag.ingest.catalog import Catalog
+from kvrag.ingest.checks import check_unencrypted
 from kvrag.ingest.config import FORMAT_VERSION, RUNS_NAME, VECTORS_NAME, IndexConfig
 from kvrag.ingest.connection import next_path
-from kvrag.ingest.contexts import FILLER
 from kvrag.ingest.counting import IndexCounters
 from kvrag.ingest.encryption import catalog_key, key_check, require_key_of_records
 from kvrag.ingest.profiles import ProfileFolder
@@ -151,7 +151,7 @@ class Storage:
     def documents(self) -> list[DocumentRow]:
         """Return the indexed documents (`Index.documents`)."""
         # A filler's other records are those that prompts make.
-        with_others = self.config.context != FILLER
+        with_others = not self.config.chunk_context.is_filler
         return self.catalog.documents(self.expected_bytes_per_token, with_others=with_others)
 
     def num_rows(self, num_tokens: int) -> int:
@@ -262,8 +262,10 @@ class Storage:
         self.coding = self._make_coding()
 
     def reload_codec(self) -> None:
-        """Adopt a change of the index's codec by another process or object."""
+        """Adopt a change of the index's codec, or its filler, by another process or object."""
         config = IndexConfig.load(self.path)
+        if config.corpus_filler:
+            self.config = replace(self.config, corpus_filler=config.corpus_filler)
         if (config.codec, config.profile) != (self.config.codec, self.config.profile):
             self.config = replace(self.config, codec=config.codec, profile=config.profile)
             self.coding = self._make_coding()
@@ -274,6 +276,7 @@ class Storage:
             config.save(self.path)
             self.config = config
             return
+        check_unencrypted(config)
         key = catalog_key(store) if config.key_check else None
         self.catalog.write_copy(next_path(self.catalog.path), key)
         config.save(self.path)

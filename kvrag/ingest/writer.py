@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvrag import arguments
@@ -12,7 +13,8 @@ from kvrag.chunk import Chunk, Document
 from kvrag.errors import ParameterError
 from kvrag.ingest import lock
 from kvrag.ingest.chunker import chunk_document
-from kvrag.ingest.contexts import FILLER, add_contexts, encoded_behind
+from kvrag.ingest.contexts import CORPUS, add_contexts, encoded_behind
+from kvrag.ingest.corpus_filler import choose_passages
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.fitter import CodecFitter
 from kvrag.ingest.healing import (
@@ -127,6 +129,7 @@ class Writer:
             encoders.room,
             control,
             is_compressed=encoders.is_compressed,
+            corpus_filler=config.corpus_filler,
         )
 
     # -- private -----------------------------------------------------------------------------
@@ -154,6 +157,7 @@ class Writer:
             if not is_sound:
                 before = self._heal_first()
         num_noted = catalog.num_noted
+        self._choose_passages(sources, parser, dry_run)
         plan = self._plan(sources, parser, force or not is_sound, on_progress)
         if catalog.num_noted > num_noted and not dry_run and before is None:
             # Damage elsewhere must not prevent writing.
@@ -196,6 +200,18 @@ class Writer:
         before = held_by(self._storage, audit)
         self.read_again(mend_catalog(self._storage, self._encoders, audit))
         return before
+
+    def _choose_passages(self, sources: Sources, parser: Parser, dry_run: bool) -> None:
+        """Choose the filler of context ``corpus`` from the first documents, once."""
+        storage = self._storage
+        config = storage.config
+        if config.context != CORPUS or config.corpus_filler:
+            return
+        found = choose_passages(sources, parser, config.context_tokens)
+        config = replace(config, corpus_filler=found)
+        if found and not dry_run:
+            config.save(storage.path)
+        storage.config = config
 
     def _compute_lost(self) -> int:
         """Compute the KV again that the store has lost, of unchanged documents too.
@@ -245,7 +261,7 @@ class Writer:
     def _num_context_tokens(self, outcome: Outcome) -> int:
         """Return the tokens computed before chunks; a filler counts once, for all of them."""
         config = self._storage.config
-        if config.context == FILLER:
+        if config.chunk_context.is_filler:
             return min(outcome.num_context_tokens, config.context_tokens)
         return outcome.num_context_tokens
 

@@ -17,7 +17,7 @@ from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.layout import Layout, lay_out
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.segments import ChunkMatcher
-from kvrag.ingest.contexts import FILLER, NO_CONTEXT, add_contexts, parse_context
+from kvrag.ingest.contexts import NO_CONTEXT, add_contexts, parse_context
 from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
 from kvrag.models.tokens import encode
@@ -57,6 +57,8 @@ class ChunkBank:
     beside
         A bank of the same model, codecs and compression: what it has encoded is used, not encoded
         again, and what is encoded here joins it.
+    corpus_filler
+        The text of context ``corpus``.
 
     Raises
     ------
@@ -73,6 +75,7 @@ class ChunkBank:
         context: str = NO_CONTEXT,
         compression: str = NO_COMPRESSION,
         beside: ChunkBank | None = None,
+        corpus_filler: str = "",
     ) -> None:
         self.model = model
         self.prefix_ids = model.default_prefix_ids()
@@ -82,6 +85,7 @@ class ChunkBank:
             else beside._shelves
         )
         self._context = parse_context(context)
+        self._corpus_filler = corpus_filler
         self._encode_prefix = lru_cache(maxsize=2)(model.encode_prefix)
         chosen = parse_compression(compression)
         self._compressor = None if chosen is None else Compressor(model, chosen)
@@ -94,7 +98,7 @@ class ChunkBank:
                 self._matcher.add(chunk_id, passage.text)
         # After a filler, a chunk alone is for the one prompt in many that begins with it. Raw
         # records of a chunk have one size, so what it takes to store both is known without it.
-        is_later = self._context.name == FILLER and set(self._shelves) == {RawCodec.label}
+        is_later = self._context.is_filler and set(self._shelves) == {RawCodec.label}
         self._encode_missing(
             [
                 one
@@ -177,7 +181,7 @@ class ChunkBank:
     ) -> Iterable[ChunkKV]:
         if self._compressor is not None:
             return [self._compressor.encode(before, token_ids) for token_ids in chunks]
-        is_same_for_all = self._context.name == FILLER
+        is_same_for_all = self._context.is_filler
         return self.model.prefill(
             self._encode_prefix(before) if is_same_for_all else before, chunks
         )
@@ -197,6 +201,7 @@ class ChunkBank:
             self._context,
             room,
             is_compressed=self._compressor is not None,
+            corpus_filler=self._corpus_filler,
         )
         # Its first text identifies a document, so that a prompt's text tells chunks apart.
         return replace(last, chunk_id=chunk_id, source=document[0].text, ordinal=len(earlier))

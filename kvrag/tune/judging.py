@@ -132,6 +132,8 @@ class Judge:
         text. The comparison of distributions does without.
     say
         Receives a line whenever there is something new to say.
+    corpus_filler
+        The text of context ``corpus``.
 
     Attributes
     ----------
@@ -150,8 +152,10 @@ class Judge:
         judge_aside: JudgeAside = lambda *_: None,
         is_generated: Callable[[JudgedQuestion, str], bool] = lambda *_: True,
         say: Callable[[str], None] = lambda _: None,
+        corpus_filler: str = "",
     ) -> None:
         self._model = model
+        self._corpus_filler = corpus_filler
         self._codecs = codecs
         self._answerer = answerer
         self._links = links
@@ -217,6 +221,7 @@ class Judge:
                 context,
                 compression,
                 beside.get(compression),
+                self._corpus_filler,
             )
             beside.setdefault(compression, bank)
 

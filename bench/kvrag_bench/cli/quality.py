@@ -48,8 +48,9 @@ def bench_quality(
         str,
         typer.Option(
             help="Contexts to encode chunks with, with commas: none, filler[:TOKENS], "
-            "document[:TOKENS], neighbours (see 'kvrag ingest'). With document or neighbours, "
-            "carried-over questions are also asked without their predecessor.",
+            "corpus[:TOKENS] (passages of questions that are not asked), document[:TOKENS], "
+            "neighbours (see 'kvrag ingest'). With document or neighbours, carried-over questions "
+            "are also asked without their predecessor.",
             rich_help_panel=o.TUNING,
         ),
     ] = "none",

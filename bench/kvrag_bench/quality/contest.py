@@ -44,6 +44,7 @@ from kvrag_bench.quality.entrants import (
     everything_again,
     label,
     load_asked,
+    unasked_passages,
 )
 from kvrag_bench.quality.oracle import TrueDeviation, policy_of
 from kvrag_bench.quality.results import Results
@@ -237,6 +238,7 @@ class _Run:
             judge_aside=self._judge_aside,
             is_generated=_is_worth_an_answer if self._options.suite else lambda *_: True,
             say=say,
+            corpus_filler=unasked_passages(self._options, texts),
         )
         for one, judgements in judge.each(missing):
             results.add(one, judgements)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 from pathlib import Path
 
+from kvrag.chunk import content_hash
 from kvrag.codec.presets import choose_codec
 from kvrag.errors import ParameterError
 from kvrag.eviction import NO_EVICTION
@@ -14,7 +16,8 @@ from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
 from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.policies.none import NonePolicy
-from kvrag.ingest.contexts import NO_CONTEXT, parse_context
+from kvrag.ingest.contexts import CORPUS, NO_CONTEXT, parse_context
+from kvrag.ingest.corpus_filler import join_passages
 from kvrag.models.kv_model import KVModel
 from kvrag.tune.judgements import Contestant
 from kvrag.tune.judging import check_policies
@@ -208,6 +211,36 @@ def load_asked(options: QualityOptions) -> list[JudgedQuestion]:
         num_documents=options.num_documents,
         with_left_out=any(parse_context(one).is_of_document for one in options.contexts),
     )
+
+
+def unasked_passages(options: QualityOptions, asked: Collection[str]) -> str:
+    """Return the text of context ``corpus``: passages of the same sets that no question has.
+
+    Parameters
+    ----------
+    options
+        What to judge.
+    asked
+        The chunks of all questions.
+    """
+    wanted = [one for one in map(parse_context, options.contexts) if one.name == CORPUS]
+    if not wanted:
+        return ""
+    # A file's first questions are asked: those after them have other chunks.
+    num_read = (options.num_questions or 50) + 8
+    others = load_asked(replace(options, seed=options.seed + 1, num_questions=num_read))
+    by_type: dict[str, list[str]] = {}
+    for question in others:
+        by_type.setdefault(question.type, []).extend(set(question.texts).difference(asked))
+    # In turn one of each set, and the same ones each time.
+    in_turn = zip_longest(*(sorted(texts, key=content_hash) for texts in by_type.values()))
+    texts = [text for text in chain.from_iterable(in_turn) if text]
+    if not texts:
+        raise ParameterError(
+            f"context {wanted[0]}: all chunks of the data belong to questions that are asked; ask "
+            "fewer with --questions"
+        )
+    return join_passages(texts, max(one.num_tokens for one in wanted))
 
 
 def suite_sets(names: Sequence[str], file: str | None = None) -> list[str]:
