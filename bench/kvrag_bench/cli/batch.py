@@ -8,18 +8,19 @@ import typer
 
 from kvrag.cli import console
 from kvrag.cli import options as o
+from kvrag_bench.cli import options as b
 
 
 def bench_batch(
-    model: o.BenchModelOption = None,
-    random_shape: o.ShapeOption = "qwen2.5-0.5b",
+    model: b.BenchModelOption = None,
+    random_shape: b.ShapeOption = "qwen2.5-0.5b",
     policies: Annotated[str, typer.Option(help="Policies, separated by commas.")] = (
         "none,two_stage"
     ),
     prompts: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 8,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of 200 tokens in a prompt.")] = 10,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
-    repeats: o.RepeatsOption = 3,
+    repeats: b.RepeatsOption = 3,
     as_json: o.JsonOption = False,
 ) -> None:
     """Compare prompts answered together with the same prompts one after the other."""
