@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -50,6 +50,9 @@ class BatchOptions:
         Tokens of each answer.
     repeats
         Runs of each way, of which the median is reported; one more runs first and does not count.
+    processor_time
+        Whether to count the process's processor time instead of the clock's, with one thread: on a
+        machine that others use too.
     """
 
     model: str | None = None
@@ -59,11 +62,17 @@ class BatchOptions:
     num_chunks: int = 10
     num_tokens: int = 64
     repeats: int = 3
+    processor_time: bool = False
 
     def __post_init__(self) -> None:
         if min(self.num_prompts, self.num_chunks, self.num_tokens, self.repeats) < 1:
             raise ParameterError(
                 "bench batch: prompts, chunks, tokens and repeats must be 1 or more"
+            )
+        if self.processor_time and torch.get_num_threads() > 1:
+            raise ParameterError(
+                f"bench batch: processor time adds up the {torch.get_num_threads()} threads; set "
+                "OMP_NUM_THREADS=1"
             )
 
 
@@ -133,7 +142,12 @@ def run_batch_bench(options: BatchOptions) -> list[BatchRow]:
         )
         with index:
             index.add([Document(source=f"chunk-{i}", text=text) for i, text in enumerate(texts)])
-            engine = KVEngine(index, max_batch=options.num_prompts, max_tokens=options.num_tokens)
+            engine = KVEngine(
+                index,
+                max_batch=options.num_prompts,
+                max_tokens=options.num_tokens,
+                load_threads=0 if options.processor_time else None,
+            )
             return [_measure(engine, prompts, policy, options) for policy in options.policies]
 
 
@@ -141,17 +155,18 @@ def _measure(
     engine: KVEngine, prompts: Sequence[str], policy: str, options: BatchOptions
 ) -> BatchRow:
     requests = [Request(prompt, policy=policy) for prompt in prompts]
+    clock = time.process_time if options.processor_time else time.perf_counter
     alone, together, ratios, medians = [], [], [], []
     answers: list[list[str]] = [[], []]
     for _ in range(options.repeats + 1):
-        started = time.perf_counter()
+        started = clock()
         answers[0] = [engine.generate(request).text for request in requests]
-        alone.append(time.perf_counter() - started)
-        started = time.perf_counter()
+        alone.append(clock() - started)
+        started = clock()
         batch = engine.generate_batch(requests)
-        together.append(time.perf_counter() - started)
+        together.append(clock() - started)
         answers[1] = [answer.text for answer in batch]
-        gaps = _gaps(engine, requests)
+        gaps = _gaps(engine, requests, clock)
         medians.append(median(gaps))
         ratios.append(max(gaps) / medians[-1])
     usual, longest = median(medians[1:]), median(ratios[1:])
@@ -175,13 +190,13 @@ def _measure(
     )
 
 
-def _gaps(engine: KVEngine, requests: Sequence[Request]) -> list[float]:
+def _gaps(engine: KVEngine, requests: Sequence[Request], clock: Callable[[], float]) -> list[float]:
     """Return the seconds between pieces of all answers, each read by another thread."""
     times: list[list[float]] = [[] for _ in requests]
 
     def read(number: int) -> None:
         for _ in engine.stream(requests[number]):
-            times[number].append(time.perf_counter())
+            times[number].append(clock())
 
     threads = [threading.Thread(target=read, args=[number]) for number in range(len(requests))]
     for thread in threads:

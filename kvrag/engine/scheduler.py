@@ -41,10 +41,13 @@ class Job:
     tell
         Receives each piece, or the error that ended the answer, in the thread that advances. If
         it raises an error, nobody listens any more, and the job is dropped.
+    is_streamed
+        Whether somebody reads the pieces, and waits for the next one.
     """
 
     start: Start
     tell: Callable[[AnswerDelta | Exception], None]
+    is_streamed: bool = True
     submitted: float = field(default=0.0, init=False)
     is_cancelled: bool = field(default=False, init=False)
     is_ended: bool = field(default=False, init=False)
@@ -169,14 +172,21 @@ class Scheduler:
                 self._end(job)
 
     def _fuse(self) -> None:
-        """Fuse for about as long as a step takes; without a running answer, one slice."""
+        """Fuse for about as long as a step takes; without a running answer, one slice.
+
+        If nobody reads pieces of the running answers, fuse all prompts first: the sooner they
+        join, the more answers share each step.
+        """
         begun = slice_begun = time.perf_counter()
         while self._has_joining():
             is_slow = self._fuse_slice()
             now = time.perf_counter()
             # A further slice is likely to take as long as this one.
             expected = now + (now - slice_begun)
-            if is_slow or not self._running or expected > begun + self._step_seconds:
+            if is_slow or not self._running or self._cancelled:
+                return
+            is_read = any(job.is_streamed for job in self._running)
+            if is_read and expected > begun + self._step_seconds:
                 return
             slice_begun = now
 

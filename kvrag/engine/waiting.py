@@ -22,7 +22,9 @@ def answers(scheduler: Scheduler, starts: Sequence[Start]) -> list[Answer | Exce
             done[number] = outcome
             scheduler.wake()
 
-    jobs = [Job(start, partial(tell, number)) for number, start in enumerate(starts)]
+    jobs = [
+        Job(start, partial(tell, number), is_streamed=False) for number, start in enumerate(starts)
+    ]
     try:
         for job in jobs:
             scheduler.submit(job)

@@ -21,6 +21,10 @@ def bench_batch(
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of 200 tokens in a prompt.")] = 10,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
     repeats: b.RepeatsOption = 3,
+    processor_time: Annotated[
+        bool,
+        typer.Option(help="Count processor time: for a machine that others use too (one thread)."),
+    ] = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Compare prompts answered together with the same prompts one after the other."""
@@ -29,7 +33,16 @@ def bench_batch(
 
     quiet_libraries()
     chosen = tuple(name.strip() for name in policies.split(","))
-    options = BatchOptions(model, random_shape, chosen, prompts, chunks, tokens, repeats)
+    options = BatchOptions(
+        model,
+        random_shape,
+        chosen,
+        num_prompts=prompts,
+        num_chunks=chunks,
+        num_tokens=tokens,
+        repeats=repeats,
+        processor_time=processor_time,
+    )
     with console.progress("measuring"):
         rows = run_batch_bench(options)
     if as_json:
