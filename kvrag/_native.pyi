@@ -98,6 +98,7 @@ def linear(
     is_bfloat16: bool,
     threads: int,
 ) -> None: ...
+
 INT8_PANEL: int
 
 def int8_linear(
