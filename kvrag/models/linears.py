@@ -1,7 +1,7 @@
 """A model's linear layers on the CPU, by kernels for few rows, for many, and in other precisions.
 
-The layers' parameters stay as they are, and so does what the model's own forward pass gives. Only
-inside a block (`fast_linears`) do the layers compute in another way.
+The layers' parameters and the model's own forward pass stay as they are. Layers compute in another
+way only inside a block (`fast_linears`).
 """
 
 from __future__ import annotations
