@@ -13,6 +13,7 @@ import torch
 from kvrag import arguments
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
 from kvrag.engine.buffers import BufferPool
+from kvrag.engine.constraint import Allowed
 from kvrag.engine.prompt_reader import LaidOutPrompt, PromptReader
 from kvrag.engine.request import Prompt, Recompute, Request, RequestOptions
 from kvrag.engine.sampling import Sampler
@@ -128,17 +129,23 @@ class KVEngine:
         self._buffers = BufferPool()
         self._choice(self.defaults)
 
-    def prompt_ids(self, prompt: Prompt, *, hints: Sequence[str] = ()) -> tuple[int, ...]:
+    def prompt_ids(
+        self,
+        prompt: Prompt,
+        *,
+        hints: Sequence[str] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[int, ...]:
         """Return the token ids that the plain pipeline would feed for `prompt`.
 
         Both treat control strings in documents and messages as text, unless the index keeps them.
 
         Parameters
         ----------
-        prompt, hints
+        prompt, hints, tools
             See `generate`.
         """
-        return self._reader.token_ids(prompt, hints)
+        return self._reader.token_ids(prompt, hints, tools)
 
     def fuse(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> FusedPrompt:
         """Return the prompt's KV and first logits, without generating.
@@ -338,8 +345,12 @@ class KVEngine:
             assert request.max_tokens is not None
             limit = min(request.max_tokens, model.max_positions - layout.end_position)
             ends = end_ids(model.hf.generation_config, model.tokenizer)
-            sampler = Sampler(request.sampling, fused.logits.device)
-            text = TextStream(model.tokenizer, request.stop)
+            allowed = None
+            if request.constraint is not None:
+                num_tokens = fused.logits.shape[-1]
+                allowed = Allowed(request.constraint, model.tokenizer, num_tokens, ends)
+            sampler = Sampler(request.sampling, fused.logits.device, allowed)
+            text = TextStream(model.tokenizer, request.stop, is_calling=bool(request.tools))
             decoder: Decoder | None = None
             # The plain ids: repetition penalties must not count link tokens, nor miss the tokens
             # of compressed chunks.
@@ -355,7 +366,7 @@ class KVEngine:
                     break
                 if piece := text.push(token):
                     yield AnswerDelta(piece)
-                if text.stopped:
+                if text.stopped or sampler.is_complete:
                     finish = "stop"
                     break
                 if num_generated == limit:
