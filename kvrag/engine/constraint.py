@@ -81,7 +81,7 @@ class Constraint:
         """
         try:
             return cls("json_schema", json.dumps(schema))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ParameterError(
                 f"json_schema {arguments.shown(schema)}: expected JSON values: {error}"
             ) from error
@@ -147,15 +147,12 @@ def json_in_lark(schema: Any) -> str:
 
 def _styled(schema: Any) -> str:
     """Return a schema as JSON, with the style, and with objects that have only known keys."""
-    try:
-        # Members of allOf add keys to each other, so a closed one would refuse the others'.
-        if "allOf" not in json.dumps(schema):
-            schema = _closed(schema)
-        if isinstance(schema, Mapping):
-            schema = {"x-guidance": _JSON_STYLE, **schema}
-        return json.dumps(schema)
-    except RecursionError:
-        raise ParameterError("json_schema: it is nested too deeply; make it flatter") from None
+    # Members of allOf add keys to each other, so a closed one would refuse the others'.
+    if "allOf" not in json.dumps(schema):
+        schema = _closed(schema)
+    if isinstance(schema, Mapping):
+        schema = {"x-guidance": _JSON_STYLE, **schema}
+    return json.dumps(schema)
 
 
 def _closed(schema: Any) -> Any:

@@ -111,15 +111,22 @@ class ToolCallParser:
         if self._marker:
             return re.search(rf"\s*{re.escape(self._marker)}\s*", self._rest)
         # The whole answer is a call, or several with semicolons between them.
-        is_next = self._num_calls or len(self._rest) == len(self._whole)
-        return _JSON_MARK.match(self._rest) if is_next else None
+        return _JSON_MARK.match(self._rest) if self._is_next else None
+
+    @property
+    def _is_next(self) -> bool:
+        """Whether a call without a marker may begin here: nothing has been said."""
+        return self._num_calls > 0 or len(self._rest) == len(self._whole)
 
     def _settled(self) -> int:
         """Return how many characters are certainly text, though no call has begun."""
-        marker = self._marker or ("" if self._rest.strip("; \n") else self._rest) or _PYTHON_TAG
-        most = min(len(marker) - 1, len(self._rest))
-        held = next((n for n in range(most, 0, -1) if self._rest.endswith(marker[:n])), 0)
-        return len(self._rest[: len(self._rest) - held].rstrip())
+        rest, marker = self._rest, self._marker
+        if not marker:
+            is_open = self._is_next and _PYTHON_TAG.startswith(rest.strip("; \n"))
+            return 0 if is_open else len(rest)
+        most = min(len(marker) - 1, len(rest))
+        held = next((n for n in range(most, 0, -1) if rest.endswith(marker[:n])), 0)
+        return len(rest[: len(rest) - held].rstrip())
 
     def _read(self, begin: int, is_last: bool) -> tuple[list[tuple[str, Any]], int] | None:
         """Return the calls that begin there and where they end; None if they are not complete."""
