@@ -18,6 +18,9 @@ from kvrag.errors import ParameterError
 from kvrag.llms.tool_calls import ToolCall
 from kvrag.llms.turns import merge_turns
 
+# Blocks of other providers: `tool_calls` says what is called, and thoughts are not rendered again.
+_NOT_SAID = ("tool_use", "tool_call", "thinking", "reasoning")
+
 
 def to_turns(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """Return messages in the form of OpenAI's API; neighbours of one role become one turn.
@@ -70,8 +73,8 @@ def _text(message: BaseMessage) -> str:
 def _block_text(block: str | dict[str, Any]) -> str:
     if isinstance(block, str):
         return block
-    if block.get("type") in ("tool_use", "tool_call"):
-        return ""  # other providers repeat there what `tool_calls` says
+    if block.get("type") in _NOT_SAID:
+        return ""
     if block.get("type") == "text":
         return str(block["text"])
     raise ParameterError(
