@@ -55,9 +55,7 @@ def tokenizer_with(template: str, special: tuple[str, ...] = ()) -> PreTrainedTo
         (templates.MISTRAL_NAMED, tools.MISTRAL_NAMED),
     ],
 )
-def test_the_format_is_what_the_template_writes(
-    template: str, expected: tools.ToolFormat
-) -> None:
+def test_the_format_is_what_the_template_writes(template: str, expected: tools.ToolFormat) -> None:
     tokenizer = tokenizer_with(template)
     assert tools.tool_format(tokenizer) == expected
     text = render_messages(tokenizer, TALK, None, [TOOL]).text

@@ -16,9 +16,7 @@ from tests.support.rag import Rag
 _RAISE = 1e4
 
 
-def follow(
-    monkeypatch: pytest.MonkeyPatch, rag: Rag, script: Callable[[str], str]
-) -> list[str]:
+def follow(monkeypatch: pytest.MonkeyPatch, rag: Rag, script: Callable[[str], str]) -> list[str]:
     """Let every answer be what `script` returns for the prompt; return the list of prompts.
 
     Constraints still decide which tokens may follow.
