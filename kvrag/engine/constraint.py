@@ -77,7 +77,7 @@ class Constraint:
         """Return the constraint to JSON of a schema.
 
         Keys come in the schema's order. An object has no other keys than its ``properties``, unless
-        the schema allows them in so many words.
+        the schema has ``additionalProperties``.
         """
         try:
             return cls("json_schema", json.dumps(schema))

@@ -53,7 +53,7 @@ class ToolFormat:
 
     @property
     def marker(self) -> str:
-        """The text by which a call is told from other text; "" if calls begin with their JSON."""
+        """The text that distinguishes a call from other text; "" if calls begin with their JSON."""
         return self.begin.strip().removesuffix("[") if self.is_list else self.begin.strip()
 
 
@@ -64,7 +64,7 @@ LLAMA = ToolFormat("", "", "parameters")
 MISTRAL = ToolFormat("[TOOL_CALLS] [", "]", is_list=True)
 """Mistral, up to the third version of its tokenizer."""
 MISTRAL_NAMED = ToolFormat("[TOOL_CALLS]", "", "", separator="[ARGS]")
-"""Mistral's later versions: the name stands before the arguments."""
+"""Mistral's later versions: the name, then the arguments."""
 
 
 def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
