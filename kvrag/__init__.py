@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvrag.chunk import Chunk, Document
     from kvrag.engine.answer import Answer
+    from kvrag.engine.constraint import Constraint
     from kvrag.engine.engine import KVEngine
     from kvrag.engine.metrics import serve_metrics
     from kvrag.engine.request import Request
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Answer": "kvrag.engine.answer",
     "Chunk": "kvrag.chunk",
+    "Constraint": "kvrag.engine.constraint",
     "Document": "kvrag.chunk",
     "FusionReport": "kvrag.fusion.report",
     "Index": "kvrag.ingest.index",
@@ -41,6 +43,7 @@ _PUBLIC = {
 __all__ = [
     "Answer",
     "Chunk",
+    "Constraint",
     "Document",
     "FusionReport",
     "Index",

@@ -143,17 +143,23 @@ class KVEngine:
         self._scheduler = Scheduler(arguments.whole(max_batch, "max_batch", 1, 1024))
         self._choice(self.defaults)
 
-    def prompt_ids(self, prompt: Prompt, *, hints: Sequence[str] = ()) -> tuple[int, ...]:
+    def prompt_ids(
+        self,
+        prompt: Prompt,
+        *,
+        hints: Sequence[str] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[int, ...]:
         """Return the token ids that the plain pipeline would feed for `prompt`.
 
         Both treat control strings in documents and messages as text, unless the index keeps them.
 
         Parameters
         ----------
-        prompt, hints
+        prompt, hints, tools
             See `generate`.
         """
-        return self._reader.token_ids(prompt, hints)
+        return self._reader.token_ids(prompt, hints, tools)
 
     def fuse(self, prompt: Prompt | Request, **options: Unpack[RequestOptions]) -> FusedPrompt:
         """Return the prompt's KV and first logits, without generating.

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Source, Usage
+from kvrag.engine.constraint import Allowed
 from kvrag.engine.request import Request
 from kvrag.engine.sampling import Sampler
 from kvrag.engine.text_stream import TextStream, end_ids
@@ -71,8 +72,12 @@ class OpenAnswer:
         self._limit = min(request.max_tokens, model.max_positions - fused.layout.end_position)
         self._ends = end_ids(model.hf.generation_config, model.tokenizer)
         device = fused.logits.device
-        self._sampler = Sampler(request.sampling, device)
-        self._text = TextStream(model.tokenizer, request.stop)
+        allowed = None
+        if request.constraint is not None:
+            num_tokens = fused.logits.shape[-1]
+            allowed = Allowed(request.constraint, model.tokenizer, num_tokens, self._ends)
+        self._sampler = Sampler(request.sampling, device, allowed)
+        self._text = TextStream(model.tokenizer, request.stop, is_calling=bool(request.tools))
         # The plain ids: repetition penalties must not count link tokens, nor miss the tokens of
         # compressed chunks.
         plain_ids = fused.layout.plain_token_ids
@@ -107,7 +112,7 @@ class OpenAnswer:
         deltas = []
         if piece := self._text.push(token):
             deltas.append(AnswerDelta(piece))
-        if self._text.stopped:
+        if self._text.stopped or self._sampler.is_complete:
             deltas.append(self._finish("stop"))
         elif self._num_generated == self._limit:
             deltas.append(self._finish("length"))

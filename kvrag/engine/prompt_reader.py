@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from kvrag import arguments
 from kvrag.chunk import Chunk
@@ -87,11 +88,16 @@ class PromptReader:
         self._watching = True  # for retrieved chunks that never arrive in a prompt
         self._has_warned_of_control = False
 
-    def token_ids(self, prompt: Prompt, hints: Sequence[str] = ()) -> tuple[int, ...]:
+    def token_ids(
+        self,
+        prompt: Prompt,
+        hints: Sequence[str] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[int, ...]:
         """Return the token ids that the plain pipeline would feed for a prompt."""
         if isinstance(prompt, PlacedPrompt):
             return prompt.layout.token_ids
-        return tokenise_prompt(self._index, self._text(prompt), hints).token_ids
+        return tokenise_prompt(self._index, self._text(prompt, tools), hints).token_ids
 
     def lay_out(self, request: Request) -> LaidOutPrompt:
         """Return a request's prompt as tokens and chunks, and warn if it looks wrong.
@@ -108,7 +114,7 @@ class PromptReader:
         if isinstance(prompt, PlacedPrompt):
             layout = prompt.layout if request.reuse else replace(prompt.layout, spans=())
             return LaidOutPrompt(layout, {}, prompt.open_kv)
-        written = self._text(prompt)
+        written = self._text(prompt, request.tools)
         tokens = tokenise_prompt(index, written, hints)
         if tokens.num_control:
             self._warn_of_control(tokens.num_control)
@@ -128,13 +134,15 @@ class PromptReader:
             self._warn_if_nothing_matched(found, written.text)
         return LaidOutPrompt(layout, found, fresh=fresh)
 
-    def _text(self, prompt: str | Sequence[Message]) -> PromptText:
+    def _text(
+        self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> PromptText:
         """Return the prompt as text. Raise ParameterError if it is not text."""
         if isinstance(prompt, str):
             written = PromptText(prompt, True)
         else:
             messages = checked_messages(prompt)
-            written = render_messages(self._index.tokenizer, messages, self._index.control)
+            written = render_messages(self._index.tokenizer, messages, self._index.control, tools)
         if len(written.text) > _SURELY_TOKENISED:
             # Tokenising a prompt that cannot fit would take minutes.
             longest = max(map(len, self._index.tokenizer.get_vocab()))

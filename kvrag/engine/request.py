@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Self, TypedDict
 
 from kvrag import arguments
+from kvrag.engine.constraint import Constraint
 from kvrag.engine.sampling import Sampling
 from kvrag.errors import ParameterError
 from kvrag.eviction.base import EvictionPolicy
@@ -18,7 +19,7 @@ from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.base import RecomputePolicy
 from kvrag.fusion.repair import Repair
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ class RequestOptions(TypedDict, total=False):
     hints: Sequence[str]
     reuse: bool
     ttft: float | None
+    constraint: Constraint | None
+    tools: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,11 @@ class Request:
     ttft
         Target for the time to first token, in seconds, when streaming stored KV; None uses the
         engine's default.
+    constraint
+        The form that the answer must have; None allows any text.
+    tools
+        Functions that the answer may call, as in OpenAI's API; the chat template writes them into
+        the prompt. The answer is still one text (`kvrag.llms.tool_calls` finds the calls in it).
 
     Raises
     ------
@@ -171,14 +179,27 @@ class Request:
     hints: Sequence[str] = ()
     reuse: bool = True
     ttft: float | None = None
+    constraint: Constraint | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
             "hints": arguments.texts(self.hints, "hints"),
             "reuse": arguments.flag(self.reuse, "reuse"),
+            "tools": checked_tools(self.tools),
         }
         if not isinstance(self.prompt, str | PlacedPrompt):
             checked["prompt"] = checked_messages(self.prompt)
+        elif self.tools:
+            raise ParameterError(
+                "tools given with a prompt that is one text: the chat template writes them; pass "
+                "messages"
+            )
+        if not isinstance(self.constraint, Constraint | None):
+            raise ParameterError(
+                f"constraint {arguments.shown(self.constraint)}: expected a Constraint, such as "
+                "Constraint.regex('[0-9]+')"
+            )
         if not isinstance(self.stop, list | tuple) or not all(
             one and isinstance(one, str) for one in self.stop
         ):
@@ -276,3 +297,16 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
                 f"{arguments.shown(one)}; add 'role': 'user'"
             )
     return [dict(one) for one in messages]
+
+
+def checked_tools(tools: Any) -> list[dict[str, Any]]:
+    """Return tools in the form that the chat template takes. Raises ParameterError."""
+    given = tools if isinstance(tools, Sequence) and not isinstance(tools, str | bytes) else [tools]
+    for one in given:
+        function = one.get("function") if isinstance(one, Mapping) else None
+        if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
+            raise ParameterError(
+                f"tool {arguments.shown(one)}: expected a function such as {{'type': 'function', "
+                "'function': {'name': 'search', 'parameters': {'type': 'object', ...}}}"
+            )
+    return [dict(one) for one in given]

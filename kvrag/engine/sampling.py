@@ -14,6 +14,7 @@ from transformers.generation.logits_process import (
 )
 
 from kvrag import arguments
+from kvrag.engine.constraint import Allowed
 from kvrag.errors import ParameterError
 
 # Below this temperature, the divided logits overflow float32.
@@ -78,9 +79,14 @@ class Sampler:
         How to sample.
     device
         The device of the logits.
+    allowed
+        Which tokens may follow, if the answer has a constraint.
     """
 
-    def __init__(self, sampling: Sampling, device: torch.device) -> None:
+    def __init__(
+        self, sampling: Sampling, device: torch.device, allowed: Allowed | None = None
+    ) -> None:
+        self._allowed = allowed
         self._greedy = sampling.temperature == 0.0
         self._processors = LogitsProcessorList()
         if sampling.repetition_penalty != 1.0:
@@ -99,6 +105,11 @@ class Sampler:
         else:
             self._generator.manual_seed(sampling.seed)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer's constraint lets nothing follow."""
+        return self._allowed is not None and self._allowed.is_complete
+
     def next_token(self, logits: torch.Tensor, token_ids: torch.Tensor) -> int:
         """Return the id of the next token.
 
@@ -109,7 +120,15 @@ class Sampler:
         token_ids
             ``[n]``: all tokens so far, including the prompt's.
         """
-        scores = self._processors(token_ids[None], logits.float()[None])[0]  # type: ignore[arg-type]
+        scores = logits.float()
+        if self._allowed is not None:
+            # First, so that top-k and top-p choose among tokens that may follow.
+            scores = self._allowed.only(scores)
+        scores = self._processors(token_ids[None], scores[None])[0]  # type: ignore[arg-type]
         if self._greedy:
-            return int(scores.argmax())
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+            token = int(scores.argmax())
+        else:
+            token = int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+        if self._allowed is not None:
+            self._allowed.follow(token)
+        return token

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
+
+from kvrag.models.tools import CALL_MARKERS
 
 
 class TextStream:
@@ -19,11 +21,20 @@ class TextStream:
         Decodes the tokens, without special tokens.
     stop
         Strings that end the answer; the text does not include them.
+    is_calling
+        Whether the answer may call tools: special tokens that mark a call are text then.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str] = (),
+        *,
+        is_calling: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._hidden = special_ids_but(CALL_MARKERS, tokenizer) if is_calling else None
         self._token_ids: list[int] = []
         self._shown = 0
         self.text = ""
@@ -49,9 +60,12 @@ class TextStream:
     def _decode(self) -> str:
         # Decodes the whole answer each time, because byte-level and SentencePiece decoders need
         # the tokens to the left. That is quadratic, but takes milliseconds for a thousand tokens.
+        hidden = self._hidden or ()
         return str(
             self._tokenizer.decode(
-                self._token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                [one for one in self._token_ids if one not in hidden],
+                skip_special_tokens=self._hidden is None,
+                clean_up_tokenization_spaces=False,
             )
         )
 
@@ -69,6 +83,13 @@ class TextStream:
         piece = self.text[self._shown : end]
         self._shown = end
         return piece
+
+
+def special_ids_but(markers: Collection[str], tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the special tokens, which are no text, except for `markers`."""
+    special = set(tokenizer.all_special_ids)
+    special |= {number for number, one in tokenizer.added_tokens_decoder.items() if one.special}
+    return frozenset(special - {tokenizer.convert_tokens_to_ids(one) for one in markers})
 
 
 def end_ids(generation_config: object, tokenizer: object) -> frozenset[int]:

@@ -7,9 +7,9 @@ So any chain works unchanged, with any retriever.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
 try:
     from langchain_core.callbacks import (
@@ -18,9 +18,10 @@ try:
         Callbacks,
     )
     from langchain_core.language_models import BaseChatModel, BaseLLM
-    from langchain_core.language_models.base import LangSmithParams
+    from langchain_core.language_models.base import LangSmithParams, LanguageModelInput
     from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
     from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+    from langchain_core.messages.tool import tool_call, tool_call_chunk
     from langchain_core.outputs import (
         ChatGeneration,
         ChatGenerationChunk,
@@ -29,6 +30,9 @@ try:
         GenerationChunk,
         LLMResult,
     )
+    from langchain_core.runnables import Runnable
+    from langchain_core.tools import BaseTool
+    from langchain_core.utils.function_calling import convert_to_openai_tool
 except ImportError as error:
     raise ImportError(
         "kvrag.llms.langchain needs langchain-core: pip install 'kvrag[langchain]'"
@@ -39,8 +43,10 @@ from pydantic import ConfigDict, model_validator
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.errors import KVRagError
 from kvrag.llms.langchain_messages import to_turns
+from kvrag.llms.langchain_structured import structured_output
 from kvrag.llms.results import answer_details, short_name, token_usage
 from kvrag.llms.settings import PER_CALL, EngineSettings
+from kvrag.llms.tool_calls import Piece
 
 
 class _LangChainSettings(EngineSettings):
@@ -234,9 +240,13 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
     """A LangChain chat model that reuses the KV of every indexed chunk found in the messages.
 
     Messages are rendered with the model's chat template; neighbouring messages of one role
-    become one turn. Text only: images, tool calls and their results raise ParameterError, and
-    binding tools raises NotImplementedError. Parameters are those of `EngineSettings`; a call
-    may replace those in `PER_CALL`, and any other raises ParameterError.
+    become one turn. Text and calls of tools only: images raise ParameterError. Parameters are
+    those of `EngineSettings`; a call may replace those in `PER_CALL`, and any other raises
+    ParameterError.
+
+    Tools are written by the chat template, or as plain text if it does not know them
+    (docs/tools.md). A forced call (`tool_choice`) and `with_structured_output` need the extra
+    ``kvrag[structured]``.
 
     ``response_metadata`` holds ``model_name``, ``finish_reason``, ``report`` (see
     `kvrag.FusionReport`), ``sources`` with their texts, ``ttft_seconds``, ``total_seconds``,
@@ -255,6 +265,58 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
 
     def _asks_in_messages(self) -> bool:
         return True
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | dict[str, Any] | bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Return the model with tools that its answers may call.
+
+        Parameters
+        ----------
+        tools
+            Tools, functions, Pydantic classes, or mappings in the form of OpenAI's API.
+        tool_choice
+            None and ``"auto"`` let the model decide; ``"any"``, ``"required"`` and True force a
+            call; a tool's name forces a call of this tool; ``"none"`` hides the tools.
+        kwargs
+            Other parameters of each call. ``strict`` is left out, since forced calls always keep to
+            the tool's schema.
+        """
+        kwargs.pop("strict", None)
+        return self.bind(
+            tools=[convert_to_openai_tool(tool) for tool in tools],
+            tool_choice=tool_choice,
+            **kwargs,
+        )
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
+        include_raw: bool = False,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Return a runnable whose answers are objects of a schema.
+
+        Parameters
+        ----------
+        schema
+            A Pydantic class, a TypedDict, a JSON schema, or a function's description.
+        method
+            ``"json_schema"`` lets the model write only JSON of the schema, ``"json_mode"`` only
+            JSON, and ``"function_calling"`` forces the call of a tool with this schema.
+        include_raw
+            Whether to return a mapping with ``raw``, ``parsed`` and ``parsing_error``.
+        """
+        kwargs.pop("strict", None)
+        if method == "function_calling":
+            return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
+        return structured_output(self, schema, method, include_raw=include_raw, **kwargs)
 
     def _generate(
         self,
@@ -278,8 +340,15 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
 
     def _result(self, answer: Answer, call: Mapping[str, Any]) -> ChatResult:
         details = self._details(answer, call)
+        parser = self.parser(call)
+        piece = parser.whole(answer.text) if parser else Piece(answer.text)
         message = AIMessage(
-            content=answer.text, response_metadata=details, usage_metadata=_usage_metadata(answer)
+            content=piece.text,
+            tool_calls=[
+                tool_call(name=one.name, args=one.arguments, id=one.id) for one in piece.calls
+            ],
+            response_metadata=details,
+            usage_metadata=_usage_metadata(answer),
         )
         return ChatResult(
             generations=[ChatGeneration(message=message)],
@@ -297,10 +366,11 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         call = self._call(stop, kwargs)
+        to_chunk = self._chunks(call)
         for delta in self.deltas(to_turns(messages), call):
-            chunk = self._chunk(delta, call)
-            if run_manager is not None and delta.text:
-                run_manager.on_llm_new_token(delta.text, chunk=chunk)
+            chunk = to_chunk(delta)
+            if run_manager is not None and (text := _token_of(chunk)) is not None:
+                run_manager.on_llm_new_token(text, chunk=chunk)
             yield chunk
 
     async def _astream(
@@ -311,20 +381,37 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         call = self._call(stop, kwargs)
+        to_chunk = self._chunks(call)
         async with aclosing(self.adeltas(to_turns(messages), call)) as deltas:
             async for delta in deltas:
-                chunk = self._chunk(delta, call)
-                if run_manager is not None and delta.text:
-                    await run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                chunk = to_chunk(delta)
+                if run_manager is not None and (text := _token_of(chunk)) is not None:
+                    await run_manager.on_llm_new_token(text, chunk=chunk)
                 yield chunk
 
-    def _chunk(self, delta: AnswerDelta, call: Mapping[str, Any]) -> ChatGenerationChunk:
-        message = AIMessageChunk(content=delta.text)
-        if delta.answer is not None:
-            message.response_metadata = self._details(delta.answer, call)
-            message.usage_metadata = _usage_metadata(delta.answer)
-            message.chunk_position = "last"
-        return ChatGenerationChunk(message=message)
+    def _chunks(self, call: Mapping[str, Any]) -> Callable[[AnswerDelta], ChatGenerationChunk]:
+        """Return what makes the chunks of one answer of its pieces."""
+        parser = self.parser(call)
+        num_calls = 0
+
+        def chunk(delta: AnswerDelta) -> ChatGenerationChunk:
+            nonlocal num_calls
+            piece = parser.push(delta.text) if parser else Piece(delta.text)
+            if parser and delta.answer is not None:
+                piece += parser.finish()
+            calls = [
+                tool_call_chunk(name=one.name, args=one.json, id=one.id, index=number)
+                for number, one in enumerate(piece.calls, num_calls)
+            ]
+            num_calls += len(calls)
+            message = AIMessageChunk(content=piece.text, tool_call_chunks=calls)
+            if delta.answer is not None:
+                message.response_metadata = self._details(delta.answer, call)
+                message.usage_metadata = _usage_metadata(delta.answer)
+                message.chunk_position = "last"
+            return ChatGenerationChunk(message=message)
+
+        return chunk
 
     def get_token_ids(self, text: str) -> list[int]:
         """Return the model's token ids of `text`, without special tokens."""
@@ -352,3 +439,10 @@ def _usage_metadata(answer: Answer) -> UsageMetadata:
         total_tokens=usage["total_tokens"],
         input_token_details=InputTokenDetails(cache_read=usage["cached_tokens"]),
     )
+
+
+def _token_of(chunk: ChatGenerationChunk) -> str | None:
+    """Return a chunk's text for callbacks; None if it has neither text nor calls."""
+    message = chunk.message
+    has_calls = isinstance(message, AIMessageChunk) and bool(message.tool_call_chunks)
+    return str(message.text) if message.text or has_calls else None

@@ -6,16 +6,11 @@ text. So any index, retriever or response mode works unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 try:
-    from llama_index.core.base.llms.generic_utils import (
-        astream_completion_response_to_chat_response,
-        completion_response_to_chat_response,
-        stream_completion_response_to_chat_response,
-    )
     from llama_index.core.base.llms.generic_utils import (
         messages_to_prompt as generic_messages_to_prompt,
     )
@@ -28,10 +23,13 @@ try:
         CompletionResponseAsyncGen,
         CompletionResponseGen,
         LLMMetadata,
-        TextBlock,
+        MessageRole,
+        ToolCallBlock,
     )
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-    from llama_index.core.llms.custom import CustomLLM
+    from llama_index.core.llms.function_calling import FunctionCallingLLM
+    from llama_index.core.llms.llm import ToolSelection
+    from llama_index.core.tools.types import BaseTool
 except ImportError as error:
     raise ImportError(
         "kvrag.llms.llamaindex needs llama-index-core: pip install 'kvrag[llama-index]'"
@@ -39,21 +37,25 @@ except ImportError as error:
 
 from pydantic import ConfigDict
 
-from kvrag.engine.answer import Answer
+from kvrag.engine.answer import Answer, AnswerDelta
+from kvrag.engine.constraint import is_installed
 from kvrag.engine.shared import shared_index
-from kvrag.errors import ParameterError
+from kvrag.llms.llamaindex_messages import to_message, to_turns
 from kvrag.llms.results import answer_details, short_name, token_usage
 from kvrag.llms.settings import EngineSettings, Prompt
-from kvrag.llms.turns import merge_turns
+from kvrag.llms.tool_calls import Piece
 
 
-class KVRagLLM(EngineSettings, CustomLLM):
+class KVRagLLM(EngineSettings, FunctionCallingLLM):
     """A LlamaIndex LLM that reuses the KV of every indexed chunk found in the prompt.
 
     If the model has a chat template, query engines use it (`is_chat_model`); `complete` always
     passes the string unchanged. If you set `messages_to_prompt`, it replaces the template.
     Parameters are those of `EngineSettings`; a call may replace those in `PER_CALL`, and any other
     raises ParameterError.
+
+    With the extra ``kvrag[structured]``, a model with a chat template is a function-calling model
+    for LlamaIndex: agents call tools, and `structured_predict` forces a call (docs/tools.md).
 
     A response's ``raw`` holds ``usage`` (with ``cached_tokens``), ``model_name``,
     ``finish_reason``, ``report`` (see `kvrag.FusionReport`) and ``sources``. None of it is in
@@ -86,6 +88,7 @@ class KVRagLLM(EngineSettings, CustomLLM):
             context_window=self.context_window(),
             num_output=self.max_tokens,
             is_chat_model=self._asks_in_messages(),
+            is_function_calling_model=self._calls_functions(),
             model_name=str(self.model_name),
         )
 
@@ -104,16 +107,12 @@ class KVRagLLM(EngineSettings, CustomLLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation."""
-        return completion_response_to_chat_response(self._complete(self._turns(messages), kwargs))
+        return self._chat(messages, kwargs)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece."""
-        return stream_completion_response_to_chat_response(
-            self._stream_complete(self._turns(messages), kwargs)
-        )
-
-    # The defaults of CustomLLM run the model in the event loop's thread.
+        return self._stream_chat(messages, kwargs)
 
     @llm_completion_callback()
     async def acomplete(
@@ -132,18 +131,54 @@ class KVRagLLM(EngineSettings, CustomLLM):
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation while the event loop runs on."""
-        return completion_response_to_chat_response(
-            await self._acomplete(self._turns(messages), kwargs)
-        )
+        answer = await self.aanswer(self._turns(messages), kwargs)
+        return self._response(answer, kwargs)
 
     @llm_chat_callback()
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
         """Answer a conversation piece by piece while the event loop runs on."""
-        return astream_completion_response_to_chat_response(
-            self._astream_complete(self._turns(messages), kwargs)
-        )
+        return self._astream_chat(messages, kwargs)
+
+    def get_tool_calls_from_response(
+        self,
+        response: ChatResponse,
+        error_on_no_tool_call: bool = True,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> list[ToolSelection]:
+        """Return the calls in a response; without any, raise ValueError or return none."""
+        calls = [one for one in response.message.blocks if isinstance(one, ToolCallBlock)]
+        if error_on_no_tool_call and not calls:
+            raise ValueError(f"the answer calls no tool: {response.message.content!r:.200}")
+        return [
+            ToolSelection(
+                tool_id=one.tool_call_id or "",
+                tool_name=one.tool_name,
+                tool_kwargs=dict(one.tool_kwargs) if isinstance(one.tool_kwargs, dict) else {},
+            )
+            for one in calls
+        ]
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,  # noqa: ARG002
+        allow_parallel_tool_calls: bool = False,  # noqa: ARG002 - the response is cut instead
+        tool_required: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Return the arguments of `chat`; `tool_choice` names a tool that must be called."""
+        messages = list(chat_history or ())
+        if isinstance(user_msg, str):
+            user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
+        if user_msg is not None:
+            messages.append(user_msg)
+        choice = kwargs.pop("tool_choice", None) or ("required" if tool_required else None)
+        given = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
+        return {"messages": messages, "tools": given, "tool_choice": choice, **kwargs}
 
     async def _acomplete(self, prompt: Prompt, call: dict[str, Any]) -> CompletionResponse:
         answer = await self.aanswer(prompt, call)
@@ -170,12 +205,71 @@ class KVRagLLM(EngineSettings, CustomLLM):
             raw = None if delta.answer is None else self._raw(delta.answer, call)
             yield CompletionResponse(text=text, delta=delta.text, raw=raw)
 
+    def _validate_chat_with_tools_response(
+        self,
+        response: ChatResponse,
+        tools: Sequence[BaseTool],  # noqa: ARG002
+        allow_parallel_tool_calls: bool = False,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> ChatResponse:
+        if not allow_parallel_tool_calls:
+            blocks = response.message.blocks
+            calls = [one for one in blocks if isinstance(one, ToolCallBlock)]
+            response.message.blocks = [one for one in blocks if one not in calls[1:]]
+        return response
+
+    def _chat(self, messages: Sequence[ChatMessage], call: dict[str, Any]) -> ChatResponse:
+        return self._response(self.answer(self._turns(messages), call), call)
+
+    def _response(self, answer: Answer, call: dict[str, Any]) -> ChatResponse:
+        parser = self.parser(call)
+        piece = parser.whole(answer.text) if parser else Piece(answer.text)
+        return ChatResponse(message=to_message(piece), raw=self._raw(answer, call))
+
+    def _stream_chat(
+        self, messages: Sequence[ChatMessage], call: dict[str, Any]
+    ) -> ChatResponseGen:
+        to_response = self._responses(call)
+        for delta in self.deltas(self._turns(messages), call):
+            yield to_response(delta)
+
+    async def _astream_chat(
+        self, messages: Sequence[ChatMessage], call: dict[str, Any]
+    ) -> ChatResponseAsyncGen:
+        to_response = self._responses(call)
+        async with aclosing(self.adeltas(self._turns(messages), call)) as deltas:
+            async for delta in deltas:
+                yield to_response(delta)
+
+    def _responses(self, call: dict[str, Any]) -> Callable[[AnswerDelta], ChatResponse]:
+        """Return what makes the responses of one answer of its pieces."""
+        whole, parser = Piece(), self.parser(call)
+
+        def response(delta: AnswerDelta) -> ChatResponse:
+            nonlocal whole
+            piece = parser.push(delta.text) if parser else Piece(delta.text)
+            if parser and delta.answer is not None:
+                piece += parser.finish()
+            whole += piece
+            raw = None if delta.answer is None else self._raw(delta.answer, call)
+            return ChatResponse(message=to_message(whole), delta=piece.text, raw=raw)
+
+        return response
+
     def _raw(self, answer: Answer, call: dict[str, Any]) -> dict[str, Any]:
         name = str(call.get("model") or short_name(self.model_name))
         return {"usage": token_usage(answer), **answer_details(answer, name)}
 
     def _asks_in_messages(self) -> bool:
         return self._has_template() if self.is_chat_model is None else self.is_chat_model
+
+    def _calls_functions(self) -> bool:
+        return is_installed() and self._asks_in_messages() and self._renders()
+
+    def _renders(self) -> bool:
+        """Return whether the chat template renders messages."""
+        to_prompt = self.messages_to_prompt or generic_messages_to_prompt
+        return to_prompt is generic_messages_to_prompt and self._has_template()
 
     def _has_template(self) -> bool:
         return bool(getattr(shared_index(self.index).tokenizer, "chat_template", None))
@@ -185,23 +279,6 @@ class KVRagLLM(EngineSettings, CustomLLM):
         return prompt if formatted or to_prompt is None else to_prompt(prompt)
 
     def _turns(self, messages: Sequence[ChatMessage]) -> Prompt:
-        to_prompt = self.messages_to_prompt or generic_messages_to_prompt
-        if to_prompt is not generic_messages_to_prompt or not self._has_template():
-            return to_prompt(messages)
-        return merge_turns((message.role.value, _text(message)) for message in messages)
-
-
-def _text(message: ChatMessage) -> str:
-    if message.role.value in ("tool", "function") or message.additional_kwargs.get("tool_calls"):
-        raise ParameterError(
-            f"a message of role {message.role.value!r} with tool calls or their results cannot be "
-            "rendered: this model does not call tools. Pass the result as text"
-        )
-    texts = []
-    for block in message.blocks:
-        if not isinstance(block, TextBlock):
-            raise ParameterError(
-                f"a {type(block).__name__} cannot be rendered: this model reads text only"
-            )
-        texts.append(block.text)
-    return "\n".join(texts)
+        if self._renders():
+            return to_turns(messages)
+        return (self.messages_to_prompt or generic_messages_to_prompt)(messages)

@@ -27,6 +27,7 @@ from pydantic import (
 
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.base import Engine
+from kvrag.engine.constraint import Constraint
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import PlacedPrompt, Recompute, Request
 from kvrag.engine.sampling import Sampling
@@ -37,7 +38,10 @@ from kvrag.fusion.controller import make_choice
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.ingest.index import Index
 from kvrag.ingest.prompt_tokens import tokenise_prompt
+from kvrag.llms.shape import shape
+from kvrag.llms.tool_calls import ToolCallParser
 from kvrag.models.chat import PromptText
+from kvrag.models.tools import tool_format
 from kvrag.pml.engine import PMLEngine
 from kvrag.regularfile import read_regular
 
@@ -57,15 +61,19 @@ PER_CALL = (
     "seed",
     "stop",
     "timeout",
+    "response_format",
 )
 """Constructor parameters that a single call may replace."""
+
+TOOLS = ("tools", "tool_choice")
+"""Parameters that only a call has (`kvrag.llms.shape.shape`); they need messages."""
 
 _RECOMPUTE = ("policy", "ratio", "boundary_tokens")
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 2.0
 
 T = TypeVar("T")
-Prompt = str | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[Mapping[str, Any]]
 
 
 def _index_from_environment() -> str:
@@ -113,6 +121,9 @@ class EngineSettings(BaseModel):
         Strings that end the answer; the answer does not contain them.
     timeout
         Seconds after which generation stops and the answer is cut (finish reason "timeout").
+    response_format
+        The form that answers must have: as in OpenAI's API, or a `kvrag.Constraint`; see
+        `kvrag.Constraint.of`. None allows any text.
     max_retries
         How often to retry a call that fails before its first token because the store cannot be
         reached (StoreError) or the index is being written (IndexLockedError). The retries follow
@@ -144,6 +155,7 @@ class EngineSettings(BaseModel):
     seed: int | None = None
     stop: list[str] | None = None
     timeout: float | None = Field(default=None, gt=0.0)
+    response_format: dict[str, Any] | Constraint | None = None
     max_retries: int = Field(default=2, ge=0)
 
     _engines: dict[str | None, Engine] = PrivateAttr(default_factory=dict)
@@ -170,6 +182,7 @@ class EngineSettings(BaseModel):
         make_choice(self.policy, ratio=self.ratio, boundary_tokens=self.boundary_tokens)
         make_eviction(self.eviction)
         Sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty, self.seed)
+        Constraint.of(self.response_format)
         return self
 
     @field_serializer("index")
@@ -212,6 +225,7 @@ class EngineSettings(BaseModel):
         ParameterError
             When `call` holds a name that is not in `PER_CALL`, or a value outside its range.
         """
+        call = {name: value for name, value in call.items() if name not in TOOLS}
         unknown = sorted(set(call) - set(PER_CALL))
         if unknown:
             raise ParameterError(
@@ -315,16 +329,33 @@ class EngineSettings(BaseModel):
     ) -> tuple[Callable[[], Engine], Callable[[Prompt], Request]]:
         """Return a function that opens the engine, and one that makes a request from a prompt."""
         values = self.call_values(call)
-        model, stop, timeout = (values.pop(name) for name in ("model", "stop", "timeout"))
+        model, stop, timeout, form = (
+            values.pop(name) for name in ("model", "stop", "timeout", "response_format")
+        )
 
         def engine() -> Engine:
             return self.engine(model)
 
         def request(prompt: Prompt) -> Request:
             placed = self._placed(prompt, engine())
-            return Request(placed, stop=tuple(stop or ()), timeout_seconds=timeout, **values)
+            tokenizer = engine().index.tokenizer
+            asked = shape(tokenizer, call.get("tools"), call.get("tool_choice"), form)
+            return Request(
+                placed,
+                stop=tuple(stop or ()),
+                timeout_seconds=timeout,
+                tools=asked.tools,
+                constraint=asked.constraint,
+                **values,
+            )
 
         return engine, request
+
+    def parser(self, call: Mapping[str, Any]) -> ToolCallParser | None:
+        """Return what finds calls of tools in a call's answer; None if it has no tools."""
+        if not call.get("tools") or call.get("tool_choice") == "none":
+            return None
+        return ToolCallParser(tool_format(shared_index(self.index).tokenizer))
 
     def engine(self, model: str | None = None) -> Engine:
         """Return the engine; the first call opens the index and loads the model."""

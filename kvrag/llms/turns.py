@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 TURN_SEPARATOR = "\n\n"
 """Separator between merged turns of one role."""
 
 
-def merge_turns(turns: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    """Return the role and content of each turn; neighbours of one role become one turn.
+def merge_turns(turns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return turns in which neighbours of one role are one turn.
 
     Most chat templates reject two turns of one role in a row, but chains and query engines
-    produce them.
+    produce them. Turns with calls of tools and their results stay as they are.
 
     Parameters
     ----------
     turns
-        Role and text, in order.
+        Messages with ``role`` and ``content``, in order.
     """
-    merged: list[dict[str, str]] = []
-    for role, text in turns:
-        if merged and merged[-1]["role"] == role:
-            merged[-1]["content"] += TURN_SEPARATOR + text
+    merged: list[dict[str, Any]] = []
+    for turn in turns:
+        before = merged[-1] if merged else {}
+        if before.keys() == turn.keys() == {"role", "content"} and before["role"] == turn["role"]:
+            before["content"] += TURN_SEPARATOR + turn["content"]
         else:
-            merged.append({"role": role, "content": text})
+            merged.append(dict(turn))
     return merged

@@ -10,6 +10,7 @@ from kvrag.errors import ParameterError
 from kvrag.models.control import ControlTokens
 from kvrag.models.hidden import HiddenStrings
 from kvrag.models.tokens import Span
+from kvrag.models.tools import as_text, for_template, tool_format, uses_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,6 +40,7 @@ def render_messages(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     control: ControlTokens | None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptText:
     """Render messages by the chat template.
 
@@ -47,10 +49,13 @@ def render_messages(
     tokenizer
         The model's tokenizer.
     messages
-        Mappings with ``role`` and ``content``.
+        Mappings with ``role`` and ``content``, perhaps with calls of tools and their results.
     control
         Hides control strings in contents from the template and notes their places; None passes
         contents on unchanged.
+    tools
+        Functions that the model may call. If the template does not know tools, they are written as
+        text (`kvrag.models.tools.as_text`).
 
     Raises
     ------
@@ -63,12 +68,21 @@ def render_messages(
             "set tokenizer.chat_template"
         )
     given = [dict(message) for message in messages]
+    offered: list[Any] = [dict(tool) for tool in tools]
+    if offered or uses_tools(given):
+        if tool_format(tokenizer).is_known:
+            given = for_template(given)
+        else:
+            given, offered = as_text(tokenizer, given, offered), []
     hidden = None if control is None else HiddenStrings(control)
     if hidden is not None:
         given = [hide_message(hidden, message) for message in given]
+        offered = hidden.hide(offered)
     try:
         rendered = str(
-            tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+            tokenizer.apply_chat_template(
+                given, tools=offered or None, tokenize=False, add_generation_prompt=True
+            )
         )
     except Exception as error:  # Jinja's own and whatever a template raises
         raise ParameterError(f"the chat template refuses these messages: {error}") from error

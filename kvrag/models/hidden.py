@@ -46,10 +46,18 @@ class HiddenStrings:
                 end = stop
             return "".join([*pieces, value[end:]])
         if isinstance(value, dict):
-            return {key: self.hide(one, is_answer=is_answer) for key, one in value.items()}
+            return {
+                self._hide_key(key): self.hide(one, is_answer=is_answer)
+                for key, one in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.hide(one, is_answer=is_answer) for one in value]
         return value
+
+    def _hide_key(self, key: Any) -> Any:
+        # A template looks keys up by name, so only one that no template looks for may change: the
+        # name of an argument, which a model chose.
+        return self.hide(key) if isinstance(key, str) and self._control.find(key) else key
 
     def restore(self, rendered: str) -> tuple[str, tuple[Span, ...]]:
         """Return the rendered text with the strings restored, and their spans.

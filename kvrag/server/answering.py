@@ -14,6 +14,7 @@ from starlette.requests import Request as HttpRequest
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Prompt, Request
+from kvrag.llms.shape import Shape
 from kvrag.server.problems import ClientGoneError
 from kvrag.server.requests import Generating
 from kvrag.server.worker import Job, Worker
@@ -38,10 +39,17 @@ class Question:
     stop: tuple[str, ...] = ()
 
 
-def engine_requests(questions: Sequence[Question], asked: Generating) -> list[Request]:
+def engine_requests(questions: Sequence[Question], asked: Generating, form: Shape) -> list[Request]:
     """Return the engine's requests for all choices: `n` for each question.
 
     A seed belongs to the first choice; each further one adds one to it.
+
+    Parameters
+    ----------
+    questions, asked
+        The prompts, and the request that has brought them.
+    form
+        The tools that answers may call, and the form that they must have.
 
     Raises
     ------
@@ -65,6 +73,8 @@ def engine_requests(questions: Sequence[Question], asked: Generating) -> list[Re
             stop=(*asked.stops, *question.stop),
             hints=question.hints,
             reuse=options.reuse,
+            tools=form.tools,
+            constraint=form.constraint,
         )
         for number in range(asked.n or 1):
             seed = None if asked.seed is None else asked.seed + number

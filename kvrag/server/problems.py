@@ -25,7 +25,7 @@ INVALID = "invalid_request_error"
 _NEUTRAL = frozenset(
     {
         *("best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "modalities"),
-        *("presence_penalty", "response_format", "store", "suffix", "tool_choice", "tools"),
+        *("presence_penalty", "store", "suffix"),
     }
 )
 CLIENT_GONE = 499  # nginx's; nobody receives it, but logs and metrics show it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -14,6 +14,10 @@ from pydantic import (
 )
 
 from kvrag import arguments
+from kvrag.llms.shape import Shape, shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_CHOICES = 16
 MAX_INPUTS = 2048
@@ -21,12 +25,14 @@ MAX_STOP = 4
 MAX_STOP_LENGTH = 200
 MAX_MESSAGES = 2048
 MAX_HITS = 100
+MAX_TOOLS = 128
 # More than any object of OpenAI's API has.
 MAX_FIELDS = 64
 
 # As far as a JSON number is exact in every client.
 _MAX_SEED = 2**53 - 1
 _MAX_TOKENS = 2**31 - 1
+_MAX_NAME = 200
 
 
 class Strict(BaseModel):
@@ -99,21 +105,65 @@ class TextPart(Strict):
     text: str
 
 
+class CalledFunction(Strict):
+    """The function of an earlier call, and its arguments as JSON."""
+
+    name: str = Field(max_length=_MAX_NAME)
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call in an earlier answer."""
+
+    id: str = Field(max_length=_MAX_NAME)
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(Strict):
     """A message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
         str
         | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    )
+        | None
+    ) = None
+    name: str | None = Field(default=None, max_length=_MAX_NAME)
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_call_id: str | None = Field(default=None, max_length=_MAX_NAME)
+
+    @model_validator(mode="after")
+    def _has_what_its_role_has(self) -> Self:
+        if self.role != "assistant" and self.tool_calls:
+            raise ValueError("tool_calls are an assistant's; leave them out")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id is for messages of role tool, and each of them has one")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        return self
 
     @property
     def text(self) -> str:
         """The content as one text."""
         if isinstance(self.content, str):
             return self.content
-        return "".join(part.text for part in self.content)
+        return "".join(part.text for part in self.content or ())
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """The message as the engine takes it."""
+        turn: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text,
+        }
+        if self.tool_calls:
+            turn["tool_calls"] = [one.model_dump() for one in self.tool_calls]
+        if self.tool_call_id is not None:
+            turn["tool_call_id"] = self.tool_call_id
+            if self.name is not None:
+                turn["name"] = self.name
+        return turn
 
 
 class Generating(Strict):
@@ -168,10 +218,58 @@ class Generating(Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class ResponseFormat(Strict):
-    """``response_format``: text is all that there is."""
+class JSONSchema(Strict):
+    """The schema of ``response_format``. The answer keeps to it, `strict` or not."""
 
-    type: Literal["text"]
+    name: str = Field(max_length=_MAX_NAME)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """``response_format``; the types ``regex`` and ``lark`` are kvrag's own."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "lark"]
+    json_schema: JSONSchema | None = None
+    regex: str | None = None
+    lark: str | None = None
+
+    @model_validator(mode="after")
+    def _has_what_its_type_says(self) -> Self:
+        for name in ("json_schema", "regex", "lark"):
+            if (self.type == name) != (getattr(self, name) is not None):
+                raise ValueError(f"{name} belongs to the type {name}, which needs it")
+        return self
+
+
+class Function(Strict):
+    """A function that the model may call. Forced calls keep to its parameters, `strict` or not."""
+
+    name: str = Field(min_length=1, max_length=_MAX_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool: a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    """A function's name."""
+
+    name: str = Field(max_length=_MAX_NAME)
+
+
+class NamedTool(Strict):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatRequest(Generating):
@@ -181,8 +279,8 @@ class ChatRequest(Generating):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
     logprobs: _False = None
     response_format: ResponseFormat | None = None
-    tools: list[Any] | None = Field(default=None, max_length=0)
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     store: _False = None
     modalities: list[Literal["text"]] | None = Field(default=None, fail_fast=True)
@@ -194,6 +292,20 @@ class ChatRequest(Generating):
                 raise ValueError("max_tokens and max_completion_tokens differ; leave one out")
             self.max_tokens = self.max_completion_tokens
         return self
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def shaped(self, tokenizer: PreTrainedTokenizerBase) -> Shape:
+        """Return the tools and the constraint that the request asks for."""
+        choice, form = (
+            one.model_dump(exclude_none=True, by_alias=True) if isinstance(one, BaseModel) else one
+            for one in (self.tool_choice, self.response_format)
+        )
+        tools = [one.model_dump(exclude_none=True) for one in self.tools or ()]
+        return shape(tokenizer, tools, choice, form)
 
 
 class CompletionRequest(Generating):

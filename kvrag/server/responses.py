@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Error(BaseModel):
@@ -86,11 +86,28 @@ class KVRagDetails(BaseModel):
     ttft_seconds: list[float]
 
 
+class CalledFunction(BaseModel):
+    """A function's name, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call of a tool; in a stream with its number, and always whole."""
+
+    index: int | None = None
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     """The answer, or a piece of it."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCall] | None = None
     annotations: list[Annotation] | None = None
 
 

@@ -18,7 +18,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from kvrag import arguments
 from kvrag.engine.answer import AnswerDelta
 from kvrag.engine.engine import KVEngine
+from kvrag.llms.shape import Shape as Form
+from kvrag.llms.shape import Tools
 from kvrag.llms.turns import merge_turns
+from kvrag.models.tools import tool_format
 from kvrag.server import responses as r
 from kvrag.server.answering import Generation, Question, engine_requests
 from kvrag.server.gate import Record
@@ -33,6 +36,7 @@ _FIRST_SECONDS = 5.0
 # Proxies close connections on which nothing happens.
 _PING_SECONDS = 15.0
 _SEARCH_THREADS = 4
+_ANY_FORM = Form()
 
 T = TypeVar("T")
 
@@ -98,9 +102,8 @@ class Service:
     async def chat(self, asked: ChatRequest, http: HttpRequest) -> Response:
         """Answer a conversation."""
         self._require(asked.model, self.names.model, self.names.rag)
-        turns = merge_turns(
-            ("system" if one.role == "developer" else one.role, one.text) for one in asked.messages
-        )
+        turns = merge_turns(one.turn for one in asked.messages)
+        form = await self._in_thread(lambda: asked.shaped(self._engine.index.tokenizer))
         if asked.model == self.names.rag:
             k, wanted = asked.kvrag.k or self._top_k, asked.kvrag.filter
             question = await self._in_thread(
@@ -109,8 +112,10 @@ class Service:
         else:
             _refuse_retrieving(asked)
             question = Question(turns)
-        shape = ChatShape(asked, self._fingerprint, cites=asked.model == self.names.rag)
-        return await self._answer([question], asked, http, shape)
+        calls = tool_format(self._engine.index.tokenizer) if asked.calls_tools else None
+        cites = asked.model == self.names.rag
+        shape = ChatShape(asked, self._fingerprint, cites=cites, calls=calls)
+        return await self._answer([question], asked, http, shape, form)
 
     async def complete(self, asked: CompletionRequest, http: HttpRequest) -> Response:
         """Complete one text or several."""
@@ -169,17 +174,24 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def _answer(
-        self, questions: Sequence[Question], asked: Generating, http: HttpRequest, shape: Shape
+        self,
+        questions: Sequence[Question],
+        asked: Generating,
+        http: HttpRequest,
+        shape: Shape,
+        form: Form = _ANY_FORM,
     ) -> Response:
         record = _record(http)
         record.user = asked.user
         account = record.account
-        requests = engine_requests(questions, asked)
+        requests = engine_requests(questions, asked, form)
         account.add(len(requests) - 1)
         record.num_answers = len(requests)
         counts = []
         if account.counts_tokens:
-            counts = await self._in_thread(lambda: [self._count(one) for one in questions])
+            counts = await self._in_thread(
+                lambda: [self._count(one, form.tools) for one in questions]
+            )
             account.check_prompt(max(counts))
         generation = Generation(self._worker, self._engine, account.tenant, requests)
         record.generation = generation
@@ -197,8 +209,9 @@ class Service:
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
         )
 
-    def _count(self, question: Question) -> int:
-        return len(self._engine.prompt_ids(question.prompt, hints=question.hints))
+    def _count(self, question: Question, tools: Tools) -> int:
+        ids = self._engine.prompt_ids(question.prompt, hints=question.hints, tools=tools)
+        return len(ids)
 
 
 async def _lines(

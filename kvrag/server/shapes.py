@@ -5,11 +5,14 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.llms.results import answer_details
+from kvrag.llms.tool_calls import Piece, ToolCall, ToolCallParser
+from kvrag.models.tools import ToolFormat
 from kvrag.server import responses as r
 from kvrag.server.requests import Generating
 from kvrag.server.retrieving import citations
@@ -86,38 +89,68 @@ class Shape(ABC):
 
 
 class ChatShape(Shape):
-    """Chat completions; with citations if the server has retrieved."""
+    """Chat completions; with citations if the server has retrieved.
+
+    Parameters
+    ----------
+    asked, fingerprint
+        See `Shape`.
+    cites
+        Whether answers have citations.
+    calls
+        How the model writes calls of tools; None if answers have none.
+    """
 
     prefix = "chatcmpl"
 
-    def __init__(self, asked: Generating, fingerprint: str, *, cites: bool) -> None:
+    def __init__(
+        self, asked: Generating, fingerprint: str, *, cites: bool, calls: ToolFormat | None = None
+    ) -> None:
         super().__init__(asked, fingerprint)
         self._cites = cites
+        self._calls = calls
+        self._parsers: dict[int, ToolCallParser] = {}
+        self._num_calls: Counter[int] = Counter()
 
     def whole(self, answers: Sequence[Answer]) -> r.Head:
         """Return the response with all answers."""
-        choices = [
-            r.ChatChoice(
-                index=number,
-                message=r.ChatMessage(
-                    role="assistant", content=answer.text, annotations=self._citations(answer)
-                ),
-                finish_reason=_finish(answer),
-            )
-            for number, answer in enumerate(answers)
-        ]
+        choices = [self._choice(number, answer) for number, answer in enumerate(answers)]
         return r.ChatCompletion(choices=choices, **self._ending(answers))
 
+    def _choice(self, number: int, answer: Answer) -> r.ChatChoice:
+        said = ToolCallParser(self._calls).whole(answer.text) if self._calls else Piece(answer.text)
+        message = r.ChatMessage(
+            role="assistant",
+            content=said.text if said.text or not said.calls else None,
+            tool_calls=[_call(one) for one in said.calls] or None,
+            annotations=self._citations(answer),
+        )
+        finish: r.FinishReason = "tool_calls" if said.calls else _finish(answer)
+        return r.ChatChoice(index=number, message=message, finish_reason=finish)
+
     def pieces(self, number: int, delta: AnswerDelta) -> Iterator[r.Head]:
-        """Yield the role once, then text, then the reason for the end."""
+        """Yield the role once, then text and calls, then the reason for the end."""
         if number not in self._begun:
             self._begun.add(number)
             yield self._piece(number, r.ChatMessage(role="assistant", content=""))
-        if delta.text:
-            yield self._piece(number, r.ChatMessage(content=delta.text))
+        said = self._parsed(number, delta)
+        if said.text:
+            yield self._piece(number, r.ChatMessage(content=said.text))
+        for one in said.calls:
+            call = _call(one, self._num_calls[number])
+            self._num_calls[number] += 1
+            yield self._piece(number, r.ChatMessage(tool_calls=[call]))
         if delta.answer is not None:
             cited = r.ChatMessage(annotations=self._citations(delta.answer))
-            yield self._piece(number, cited, _finish(delta.answer))
+            has_called = self._num_calls[number] > 0
+            yield self._piece(number, cited, "tool_calls" if has_called else _finish(delta.answer))
+
+    def _parsed(self, number: int, delta: AnswerDelta) -> Piece:
+        if self._calls is None:
+            return Piece(delta.text)
+        parser = self._parsers.setdefault(number, ToolCallParser(self._calls))
+        said = parser.push(delta.text)
+        return said if delta.answer is None else said + parser.finish()
 
     def _piece(
         self, number: int, delta: r.ChatMessage, finish: r.FinishReason | None = None
@@ -161,8 +194,19 @@ def to_json(body: r.Head) -> dict[str, Any]:
             del found[name]
     for choice in found["choices"]:
         for name in choice.keys() & {"message", "delta"}:
-            choice[name] = {key: one for key, one in choice[name].items() if one is not None}
+            said = {key: one for key, one in choice[name].items() if one is not None}
+            for call in said.get("tool_calls", ()):
+                if call["index"] is None:
+                    del call["index"]
+            if name == "message":
+                said.setdefault("content", None)
+            choice[name] = said
     return found
+
+
+def _call(call: ToolCall, number: int | None = None) -> r.ToolCall:
+    function = r.CalledFunction(name=call.name, arguments=call.json)
+    return r.ToolCall(index=number, id=call.id, function=function)
 
 
 def _finish(answer: Answer) -> r.FinishReason:

@@ -131,7 +131,10 @@ class TestNothingIsPassedOver:
                 "kvrag.toml:2: 'pml' is a group of commands: expected tables such",
             ),
             ("[query]\npolcy = 1", "kvrag.toml:2: 'kvrag query' has no option 'polcy' (is it 'pol"),
-            ("[query]\nmax_tokens = 1", "(is it 'max-tokens'?); it has boundary-tokens, compute, device, "),
+            (
+                "[query]\nmax_tokens = 1",
+                "(is it 'max-tokens'?); it has boundary-tokens, compute, device, ",
+            ),
             ("[ls]\nratio = 1", "kvrag.toml:2: 'kvrag ls' has no option 'ratio'; it has index, js"),
             ("[query]\n\nk = '1'", "kvrag.toml:3: k: expected a whole number from 1, found '1'"),
             ("[query]\nk = true", "kvrag.toml:2: k: expected a whole number from 1, found True"),

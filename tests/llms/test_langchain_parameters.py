@@ -17,11 +17,11 @@ from langchain_core.load import dumpd, load
 from langchain_core.messages import (
     AIMessage,
     ChatMessage,
+    FunctionMessage,
     HumanMessage,
     SystemMessage,
     ToolMessage,
 )
-from langchain_core.tools import tool
 
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
@@ -115,6 +115,7 @@ def test_identity_holds_all_that_changes_an_answer(rag: Rag, llm: KVRagLLM) -> N
         "stop": ["x"],
         "timeout": 9.0,
         "model": str(rag.model_folder),
+        "response_format": {"type": "json_object"},
     }
     assert set(others) == set(PER_CALL)
     policy_of = {"boundary_tokens": "boundary", "policy": "none"}
@@ -388,8 +389,7 @@ def test_turns_of_one_role_are_merged() -> None:
     ("message", "named"),
     [
         (HumanMessage([{"type": "image_url", "image_url": {"url": "data:,"}}]), "image"),
-        (AIMessage("", tool_calls=[{"name": "t", "args": {}, "id": "1"}]), "tool calls"),
-        (ToolMessage("done", tool_call_id="1"), "ToolMessage"),
+        (FunctionMessage("done", name="t"), "FunctionMessage"),
     ],
 )
 def test_what_cannot_be_rendered_is_refused(chat: ChatKVRag, message: Any, named: str) -> None:
@@ -397,21 +397,32 @@ def test_what_cannot_be_rendered_is_refused(chat: ChatKVRag, message: Any, named
         chat.invoke([HumanMessage("hello"), message])
 
 
+def test_calls_and_results_are_turns_of_their_own() -> None:
+    called = {"name": "search", "args": {"query": "Varn"}, "id": "1"}
+    turns = to_turns(
+        [
+            HumanMessage("a"),
+            AIMessage([{"type": "thinking", "thinking": "hm"}, "b"], tool_calls=[called]),
+            ToolMessage("c", tool_call_id="1", name="search"),
+            ToolMessage("d", tool_call_id="2"),
+        ]
+    )
+    function = {"name": "search", "arguments": '{"query": "Varn"}'}
+    assert turns == [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": "b",
+            "tool_calls": [{"id": "1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "c", "tool_call_id": "1", "name": "search"},
+        {"role": "tool", "content": "d", "tool_call_id": "2"},
+    ]
+
+
 def test_empty_conversation(chat: ChatKVRag) -> None:
     with pytest.raises(ParameterError, match="at least one message"):
         chat.invoke([])
-
-
-def test_tools_and_structured_output_are_refused(chat: ChatKVRag) -> None:
-    @tool
-    def add(a: int, b: int) -> int:
-        """Add."""
-        return a + b
-
-    with pytest.raises(NotImplementedError):
-        chat.bind_tools([add])
-    with pytest.raises(NotImplementedError):
-        chat.with_structured_output({"title": "A", "description": "a", "type": "object"})
 
 
 def test_usage_and_report(rag: Rag, chat: ChatKVRag) -> None:

@@ -1,4 +1,4 @@
-"""The retriever, vector-store and embeddings suites that LangChain ships."""
+"""The retriever, tool, vector-store and embeddings suites that LangChain ships."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from langchain_core.embeddings import Embeddings
 from langchain_core.retrievers import BaseRetriever
+from langchain_core.tools import BaseTool, create_retriever_tool
 from langchain_core.vectorstores import VectorStore
 from langchain_tests.integration_tests import (
     EmbeddingsIntegrationTests,
     RetrieversIntegrationTests,
+    ToolsIntegrationTests,
     VectorStoreIntegrationTests,
 )
 from langchain_tests.unit_tests import EmbeddingsUnitTests
@@ -37,6 +39,23 @@ class TestKVRagRetriever(RetrieversIntegrationTests):
     @property
     def retriever_query_example(self) -> str:
         return "Who keeps the harbour ledger?"
+
+
+class TestRetrieverTool(ToolsIntegrationTests):
+    @pytest.fixture(autouse=True)
+    def _use_index(self, rag: Rag) -> None:
+        self.rag = rag
+
+    @property
+    def tool_constructor(self) -> BaseTool:
+        retriever = KVRagRetriever(index=str(self.rag.path))
+        return create_retriever_tool(
+            retriever, "passages", "About Varn.", response_format="content_and_artifact"
+        )
+
+    @property
+    def tool_invoke_params_example(self) -> dict[str, Any]:
+        return {"query": "Who keeps the harbour ledger?"}
 
 
 class TestKVRagVectorStore(VectorStoreIntegrationTests):

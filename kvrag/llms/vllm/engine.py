@@ -207,6 +207,11 @@ def _check_servable(asked: Request) -> None:
         raise ParameterError(
             f"ttft {asked.ttft}: vLLM loads stored KV whole; leave it out, or answer with KVEngine"
         )
+    if asked.constraint is not None:
+        raise ParameterError(
+            "a constraint (response_format, or a forced call) is applied where tokens are drawn: "
+            "leave it out, or answer with KVEngine"
+        )
     servable_policy(asked.policy, asked.ratio, asked.boundary_tokens)
 
 

@@ -1,0 +1,117 @@
+"""Tools and response formats of the server, as OpenAI's own client sees them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from openai import BadRequestError, OpenAI
+from pydantic import BaseModel
+
+from tests.models.test_tools import TOOL
+from tests.support.rag import PASSAGES, Rag
+from tests.support.scripted import follow
+
+ASKED: Any = [{"role": "user", "content": f"{PASSAGES['ledger']}\n\nWho keeps it?"}]
+CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Varn"}}\n</tool_call>'
+FREE: dict[str, Any] = {"model": "model", "messages": ASKED, "max_tokens": 120}
+
+
+def script(prompt: str) -> str:
+    return "It is Ines." if "<tool_response>\n" in prompt else f"I look.\n{CALL}"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_call_and_its_result(
+    rag: Rag, client: OpenAI, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    follow(monkeypatch, rag, script)
+    call: dict[str, Any]
+    if is_streamed:
+        events = list(client.chat.completions.create(**FREE, tools=[TOOL], stream=True))
+        deltas = [one.choices[0].delta for one in events]
+        said = "".join(one.content or "" for one in deltas)
+        (found,) = [one for delta in deltas for one in delta.tool_calls or ()]
+        assert found.index == 0
+        finish = events[-1].choices[0].finish_reason
+    else:
+        choice = client.chat.completions.create(**FREE, tools=[TOOL]).choices[0]
+        said, finish = choice.message.content, choice.finish_reason
+        (found,) = choice.message.tool_calls
+    assert said == "I look."
+    assert finish == "tool_calls"
+    call = {
+        "id": found.id,
+        "type": "function",
+        "function": {"name": found.function.name, "arguments": found.function.arguments},
+    }
+    assert json.loads(found.function.arguments) == {"query": "Varn"}
+    talk = [
+        *ASKED,
+        {"role": "assistant", "content": said, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": found.id, "content": PASSAGES["clock"]},
+    ]
+    answer = client.chat.completions.create(**{**FREE, "messages": talk}, tools=[TOOL])
+    assert answer.choices[0].message.content == "It is Ines."
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens > 40
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "search"}}]
+)
+def test_a_forced_call(
+    rag: Rag, client: OpenAI, monkeypatch: pytest.MonkeyPatch, choice: Any
+) -> None:
+    follow(monkeypatch, rag, lambda prompt: CALL)
+    found = client.chat.completions.create(**FREE, tools=[TOOL], tool_choice=choice).choices[0]
+    assert found.message.content is None
+    assert found.message.tool_calls[0].function.name == "search"
+    hidden = client.chat.completions.create(**FREE, tools=[TOOL], tool_choice="none").choices[0]
+    assert hidden.message.tool_calls is None
+    assert "<tool_call>" in hidden.message.content
+
+
+class Keeper(BaseModel):
+    name: str
+    year: int
+
+
+def test_response_formats(rag: Rag, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow(monkeypatch, rag, lambda prompt: '{"name": "Ines", "year": 1987}')
+    parsed = client.chat.completions.parse(**FREE, response_format=Keeper)
+    assert parsed.choices[0].message.parsed == Keeper(name="Ines", year=1987)
+    free = client.chat.completions.create(**FREE, response_format={"type": "json_object"})
+    assert json.loads(free.choices[0].message.content)["name"] == "Ines"
+    year: Any = {"type": "regex", "regex": "year [0-9]{4}"}
+    matched = client.chat.completions.create(**FREE, response_format=year)
+    assert re.fullmatch("year [0-9]{4}", matched.choices[0].message.content)
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"response_format": {"type": "text", "regex": "a"}}, "regex"),
+        ({"response_format": {"type": "regex", "regex": "(a"}}, "unclosed group"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"type": "objekt"}},
+                }
+            },
+            "objekt",
+        ),
+        ({"tool_choice": "required"}, "without tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id"),
+        ({"messages": [{"role": "assistant"}]}, "content is missing"),
+    ],
+)
+def test_wrong_fields_are_refused(client: OpenAI, field: Any, said: str) -> None:
+    with pytest.raises(BadRequestError, match=said):
+        client.chat.completions.create(**{**FREE, **field})
