@@ -30,9 +30,7 @@ def main() -> None:
                 answer = engine.generate(prompt, reuse=reuse)
                 right[way] += any(known in answer.text for known in one["answers"])
                 # `reuse=False` computes all in kvrag; Transformers itself is timed here.
-                seconds[way] += (
-                    answer.ttft_seconds if reuse else engine.plain_ttft_seconds(prompt)
-                )
+                seconds[way] += answer.ttft_seconds if reuse else engine.plain_ttft_seconds(prompt)
     for way, number in right.items():
         print(f"{way}: {number} of {len(asked)} right")
     print(f"first token {seconds['plain'] / seconds['kvrag']:.1f} times as early")

@@ -457,9 +457,10 @@ class KVModel:
         tables = self._positions.tables(batch.positions)
         # Layers share tables.
         embeddings = {id(table): table.embeddings(slice(None), self.spec.dtype) for table in tables}
-        for layer_index, table in enumerate(tables):
-            self._rows.forward_each(layer_index, hidden, batch, embeddings[id(table)])
-        return self.logits(hidden)
+        with self._rows.each_row():
+            for layer_index, table in enumerate(tables):
+                self._rows.forward_each(layer_index, hidden, batch, embeddings[id(table)])
+            return self.logits(hidden)
 
     def project_rows(
         self,

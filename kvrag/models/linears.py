@@ -25,11 +25,11 @@ _Layers = list[tuple[nn.Linear, Forward]]
 # Packed weights take at least this many rows; fewer are sooner computed over weights as they are.
 _LEAST_PACKED = 5
 
-_layers: WeakKeyDictionary[nn.Module, dict[str, _Layers]] = WeakKeyDictionary()
+_layers: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], _Layers]] = WeakKeyDictionary()
 
 
 @contextmanager
-def fast_linears(model: nn.Module, precision: str) -> Iterator[None]:
+def fast_linears(model: nn.Module, precision: str, *, each_row: bool = False) -> Iterator[None]:
     """Let linear layers on the CPU use kernels inside the block.
 
     Layers of other classes, such as quantised ones, stay as they are. Hold the model's lock, and
@@ -45,11 +45,15 @@ def fast_linears(model: nn.Module, precision: str) -> Iterator[None]:
         What the layers compute in: ``"float32"``, ``"bfloat16"`` or ``"int8"``. Their inputs and
         outputs keep the weights' type. The output embeddings compute in that type unless it is
         ``"int8"``.
+    each_row
+        Whether rows that belong to different prompts are computed as each would be alone, bit for
+        bit, where the layers compute in the weights' type: by the kernel for few rows.
     """
     known = _layers.setdefault(model, {})
-    layers = known.get(precision)
+    layers = known.get((precision, each_row))
     if layers is None:
-        layers = known[precision] = list(_forwards(model, precision))
+        found = list(_forwards(model, precision, packs=not each_row))
+        layers = known[precision, each_row] = found
     before = [(layer, layer.__dict__.get("forward")) for layer, _ in layers]
     try:
         for layer, forward in layers:
@@ -64,15 +68,18 @@ def fast_linears(model: nn.Module, precision: str) -> Iterator[None]:
                 layer.__dict__["forward"] = original
 
 
-def _forwards(model: nn.Module, precision: str) -> Iterator[tuple[nn.Linear, Forward]]:
+def _forwards(
+    model: nn.Module, precision: str, *, packs: bool
+) -> Iterator[tuple[nn.Linear, Forward]]:
     get_head = getattr(model, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
     for layer in model.modules():
         if type(layer) is nn.Linear:
-            yield layer, _forward_of(layer, precision, is_head=layer is head)
+            is_head = layer is head
+            yield layer, _forward_of(layer, precision, is_head=is_head, packs=packs and not is_head)
 
 
-def _forward_of(layer: nn.Linear, precision: str, *, is_head: bool) -> Forward:
+def _forward_of(layer: nn.Linear, precision: str, *, is_head: bool, packs: bool) -> Forward:
     compute: Forward | None = None
     # What it computes with. It is kept alive, so no other tensor has these addresses.
     known: tuple[torch.Tensor, torch.Tensor | None] | None = None
@@ -92,7 +99,7 @@ def _forward_of(layer: nn.Linear, precision: str, *, is_head: bool) -> Forward:
             or not (_is_same(weight, known[0]) and _is_same(bias, known[1]))
         ):
             known, versions = (weight.detach(), None if bias is None else bias.detach()), found
-            compute = _way(*known, precision, is_head=is_head)
+            compute = _way(*known, precision, is_head=is_head, packs=packs)
         return linear(rows, weight, bias) if compute is None else compute(rows)
 
     return forward
@@ -110,7 +117,12 @@ def _is_same(parameter: torch.Tensor | None, known: torch.Tensor | None) -> bool
 
 
 def _way(
-    weight: torch.Tensor, bias: torch.Tensor | None, precision: str, *, is_head: bool
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    precision: str,
+    *,
+    is_head: bool,
+    packs: bool,
 ) -> Forward | None:
     """Return what computes a layer; None if only PyTorch can."""
     if weight.device.type != "cpu" or not weight.is_floating_point():
@@ -123,7 +135,7 @@ def _way(
         return layer if weight.dtype in ATTENTION_TYPES else _through(torch.float32, layer)
     dtype: torch.dtype = getattr(torch, precision)
     if is_head or weight.dtype == dtype:
-        return _own_type(weight, bias, packs=not is_head)
+        return _own_type(weight, bias, packs=packs)
     given = None if bias is None else bias.to(dtype)
     if not can_pack(dtype):
         other = weight.to(dtype)

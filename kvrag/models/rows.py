@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,6 +130,10 @@ class RowRunner:
         linears = fast_linears(self._hf, self._compute)
         with self._lock, torch.no_grad(), attending, acting, linears:
             yield
+
+    def each_row(self) -> AbstractContextManager[None]:
+        """Compute rows of different prompts as each would be computed alone."""
+        return fast_linears(self._hf, self._compute, each_row=True)
 
     def forward(
         self,

@@ -27,6 +27,8 @@ class FakeRow:
     kv_bytes: int = 2**30
     select_share: float = 0.02
     work_ratio: float = 1.08
+    prefill_speedup: float = 1.6
+    compute: str = "float32"
 
 
 @pytest.fixture

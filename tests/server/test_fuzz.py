@@ -55,6 +55,23 @@ def operations(served: Served) -> dict[str, Any]:
     return {f"{one.method.upper()} {one.path}": one for one in found}
 
 
+def keep_to_what_no_schema_says(body: dict[str, Any]) -> None:
+    """Mend what the document's schema lets through: random grammars, and calls of anybody.
+
+    The requests of the other mode keep them.
+    """
+    for field in ("response_format", "tool_choice"):
+        body.pop(field, None)
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else []:
+        for field in ("tool_calls", "tool_call_id"):
+            message.pop(field, None)
+        if message.get("role") == "tool":
+            message["role"] = "user"
+        if message.get("content") is None:
+            message["content"] = "x"
+
+
 def fuzz(served: Served, name: str, mode: GenerationMode, num_requests: int) -> Counter[int]:
     """Send requests to an operation; return the statuses of their answers."""
     statuses: Counter[int] = Counter()
@@ -72,6 +89,7 @@ def fuzz(served: Served, name: str, mode: GenerationMode, num_requests: int) -> 
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
             if isinstance(prompts := case.body.get("prompt"), list):
                 del prompts[2:]
+            keep_to_what_no_schema_says(case.body)
             for field in ("max_tokens", "max_completion_tokens", "n"):
                 if isinstance(case.body.get(field), int):
                     case.body[field] = min(case.body[field], 2)

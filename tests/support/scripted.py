@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrag.engine import engine
+from kvrag.engine import open_answer
 from kvrag.engine.sampling import Sampler
 from kvrag.engine.text_stream import end_ids
 from tests.support.rag import Rag
@@ -40,5 +40,5 @@ def follow(monkeypatch: pytest.MonkeyPatch, rag: Rag, script: Callable[[str], st
                 raised[self._left.pop(0)] += _RAISE
             return super().next_token(raised, token_ids)
 
-    monkeypatch.setattr(engine, "Sampler", Scripted)
+    monkeypatch.setattr(open_answer, "Sampler", Scripted)
     return prompts

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import kvrag
-from kvrag.engine.engine import end_ids
+from kvrag.engine.text_stream import end_ids
 from kvrag.errors import ModelLoadError
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import has_bfloat16, resolve_model
