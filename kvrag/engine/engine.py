@@ -20,7 +20,8 @@ from kvrag.engine.open_answer import OpenAnswer
 from kvrag.engine.prompt_reader import LaidOutPrompt, PromptReader
 from kvrag.engine.request import PlacedPrompt, Prompt, Recompute, Request, RequestOptions
 from kvrag.engine.scheduler import MAX_BATCH, Scheduler, Start
-from kvrag.errors import KVRagError, ParameterError, PromptTooLongError
+from kvrag.engine.streaming_target import streaming_target
+from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.cache import check_evictable
 from kvrag.fusion.chosen_links import ChosenLinks
@@ -42,11 +43,8 @@ from kvrag.fusion.slices import Slices, whole
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.loading import MAX_LOAD_THREADS, threads
-from kvrag.loading.streaming import StreamEstimates, Streaming
+from kvrag.loading.streaming import StreamEstimates
 from kvrag.models.adapter import without_adapters
-
-# The length of a question and of a context: a calibration's cost is linear between them.
-_PRIOR_TOKENS = (30, 1000)
 
 
 class KVEngine:
@@ -204,7 +202,9 @@ class KVEngine:
         loading = Loading(
             num_threads,
             self.index.tier_of if open_kv is None else None,
-            None if request.ttft is None else self._streaming(request.ttft, layout_seconds),
+            None
+            if request.ttft is None
+            else streaming_target(self.index, self._estimates, request.ttft, layout_seconds),
         )
         buffer = self._take(layout, request.max_tokens)
         links = self._links.on_model if layout.links else None
@@ -248,23 +248,6 @@ class KVEngine:
             )
         capacity = num_tokens + min(max_tokens, model.max_positions - end)
         return self._buffers.take(model.spec, num_tokens, capacity, model.device)
-
-    def _streaming(self, ttft: float, layout_seconds: float) -> Streaming:
-        """Return the streaming target of a prompt, with the estimates known so far."""
-        started = time.perf_counter() - layout_seconds
-        try:
-            calibration = self.index.calibration
-        except KVRagError:
-            calibration = None  # the estimates then come from earlier prompts
-        if calibration is None:
-            return Streaming(ttft, started, self._estimates)
-        if not self._estimates.computing.is_known:
-            for num_tokens in _PRIOR_TOKENS:
-                num_rows = num_tokens * self.index.config.num_layers
-                self._estimates.computing.observe(num_rows, calibration.cost.of(num_rows, 0))
-        loading = calibration.loading
-        prior = None if loading is None else loading.tier(None).seconds_per_token
-        return Streaming(ttft, started, self._estimates, prior)
 
     def _choice(self, request: Request) -> Choice:
         """Return how to repair reused tokens, with the index's calibration if that is needed.

@@ -7,7 +7,6 @@ one name, one range and one meaning in both.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -38,12 +37,12 @@ from kvrag.fusion.controller import make_choice
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.ingest.index import Index
 from kvrag.ingest.prompt_tokens import tokenise_prompt
+from kvrag.llms.identity import file_digest, recorded_identity
 from kvrag.llms.shape import shape
 from kvrag.llms.tool_calls import ToolCallParser
 from kvrag.models.chat import PromptText
 from kvrag.models.tools import tool_format
 from kvrag.pml.engine import PMLEngine
-from kvrag.regularfile import read_regular
 
 INDEX_VARIABLE = "KVRAG_INDEX"
 """Environment variable that names the index folder if the constructor does not."""
@@ -431,7 +430,7 @@ class EngineSettings(BaseModel):
         identity["links"] = self.links
         identity["ttft"] = self.ttft
         identity["eviction"] = self.eviction
-        identity["schemas"] = [_file_digest(schema) for schema in self.schemas]
+        identity["schemas"] = [file_digest(schema) for schema in self.schemas]
         try:
             identity |= recorded_identity(shared_index(self.index))
             # A digest, not a path: the model's folder may contain links, and a file may change.
@@ -443,24 +442,3 @@ class EngineSettings(BaseModel):
 
 def _pause_seconds(number: int) -> float:
     return min(_FIRST_PAUSE_SECONDS * 2.0**number, _LONGEST_PAUSE_SECONDS)
-
-
-def _file_digest(name: str) -> str:
-    """Return a digest of a file's contents, or its name if it cannot be read."""
-    try:
-        return hashlib.blake2b(read_regular(name), digest_size=20).hexdigest()
-    except OSError:
-        return name
-
-
-def recorded_identity(index: Index) -> dict[str, str]:
-    """Return the recorded properties of an index that affect its answers."""
-    return {
-        "index": str(index.path),
-        "store": index.store.url,
-        "model_fingerprint": index.config.model_fingerprint,
-        "tokenizer_fingerprint": index.config.tokenizer_fingerprint,
-        "dtype": index.config.dtype,
-        "codec": index.config.codec,
-        "control_tokens": index.config.control_tokens,
-    }

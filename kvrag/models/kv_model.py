@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,18 +23,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError, ParameterError, UnsupportedModelError
-from kvrag.kvcache import DTYPES, ChunkKV, FusedKV, KVSpec
-from kvrag.models.adapter import RowAdapter, without_adapters
-from kvrag.models.attention import EncodedScope, lock_of, whole_attention
-from kvrag.models.batch import BatchRow, BatchRows
-from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache, Deviation
+from kvrag.kvcache import DTYPES, ChunkKV, KVSpec
+from kvrag.models.adapter import without_adapters
+from kvrag.models.attention import lock_of, whole_attention
+from kvrag.models.caches import CACHE_ARGUMENT, CaptureCache
 from kvrag.models.chunks import shifted_positions, take_chunk
 from kvrag.models.compute import resolved_compute
 from kvrag.models.families import (
     context_window,
     find_family,
     num_kv_heads,
-    project_logits,
     sliding_windows,
 )
 from kvrag.models.linears import fast_linears
@@ -48,10 +46,9 @@ from kvrag.models.loading import (
     tokenizer_fingerprint,
 )
 from kvrag.models.precision import check_compute
-from kvrag.models.rows import ALL_BEFORE, ROW_BLOCK, Attending, RowRunner
+from kvrag.models.row_methods import RowMethods
+from kvrag.models.rows import RowRunner
 from kvrag.models.schemes import find_positions
-from kvrag.models.scratch import scratch
-from kvrag.positions.rotary import RotaryTable
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ _loaded: WeakValueDictionary[tuple[str, str, str, str | None], KVModel] = WeakVa
 _loading = threading.Lock()
 
 
-class KVModel:
+class KVModel(RowMethods):
     """A decoder whose KV can be captured, placed and recomputed row by row.
 
     Parameters
@@ -216,11 +213,6 @@ class KVModel:
         return other
 
     @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return self.hf.device
-
-    @property
     def folder(self) -> Path | None:
         """The folder that it was loaded from; None for a hub's model or one made in memory."""
         # A hub name is not a folder, even if the working directory has one of that name.
@@ -340,184 +332,3 @@ class KVModel:
                 **given,
             )
         return cache, len(prefix_ids)
-
-    # -- online: selected rows ---------------------------------------------------------------
-
-    @contextmanager
-    def computing_rows(
-        self, adapter: RowAdapter | None = None, adapted: torch.Tensor | None = None
-    ) -> Iterator[None]:
-        """Hold the model for calls of `forward_rows` and `project_rows` without gradients.
-
-        Parameters
-        ----------
-        adapter
-            Acts in those calls, on the rows that `adapted` names.
-        adapted
-            Positions of the adapted rows; None means all.
-        """
-        with self._rows.computing(adapter, adapted):
-            yield
-
-    def tables(self, num_tokens: int, positions: Sequence[int] | None = None) -> list[RotaryTable]:
-        """Return each layer's table for rows ``0 .. num_tokens - 1``.
-
-        Parameters
-        ----------
-        num_tokens
-            Number of rows.
-        positions
-            Position of each row, ascending; None means that row r has position r.
-        """
-        if positions is None:
-            return self._positions.tables(torch.arange(num_tokens, device=self.device))
-        return self._positions.tables(torch.tensor(positions, device=self.device))
-
-    def embed(self, token_ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the first layer's input ``[n, hidden]`` for token ids ``[n]``.
-
-        Parameters
-        ----------
-        positions
-            ``[n]``; required if the model has learned positions.
-        """
-        family = self.family
-        embedding = self._base.get_input_embeddings()
-        norm = getattr(self._base, family.embedding_norm) if family.embedding_norm else None
-        learned = (
-            getattr(self._base, family.position_embedding) if family.position_embedding else None
-        )
-        width = self.hf.config.hidden_size
-        hidden = scratch(len(token_ids), width, self.spec.dtype, self.device)
-        for begin in range(0, len(token_ids), ROW_BLOCK):
-            block = slice(begin, begin + ROW_BLOCK)
-            embedded = embedding(token_ids[block])
-            if learned is not None:
-                assert positions is not None, "learned positions are part of the input"
-                embedded = embedded + learned(positions[block])
-            hidden[block] = embedded if norm is None else norm(embedded)
-        return hidden
-
-    def forward_rows(
-        self,
-        layer_index: int,
-        hidden: torch.Tensor,
-        rows: torch.Tensor,
-        fused: FusedKV,
-        table: RotaryTable,
-        *,
-        attending: Attending = ALL_BEFORE,
-        deviation: Deviation | None = None,
-        writes: bool = True,
-    ) -> None:
-        """Run one layer over selected rows; their K/V replace the buffer's.
-
-        Row i attends to every row j <= i of the buffer inside the layer's window, recomputed or
-        reused. Call this inside `computing_rows`.
-
-        Parameters
-        ----------
-        layer_index
-            Index of the layer.
-        hidden
-            ``[n, hidden]`` inputs of the rows; replaced by the layer's outputs.
-        rows
-            ``[n]`` ascending positions.
-        fused
-            The prompt's buffer; every position below ``rows[-1]`` holds this layer's K/V already
-            or is among `rows`.
-        table
-            The layer's rotary table over all positions.
-        attending
-            How the rows attend, if not as described above.
-        deviation
-            Filled with the distances of the n rows' fresh K/V from the K/V they replace.
-        writes
-            False leaves the buffer as it is; it must then hold the rows' own K/V already.
-        """
-        self._rows.forward(
-            layer_index, hidden, rows, fused, table, attending, deviation, writes=writes
-        )
-
-    def forward_each(self, token_ids: Sequence[int], rows: Sequence[BatchRow]) -> torch.Tensor:
-        """Run all layers over one row of each of B prompts; return logits ``[B, vocabulary]``.
-
-        Each row's K/V are written to its prompt's buffer. Call this inside `computing_rows`, whose
-        adapter acts on numbers of `rows`. Families that attend in their own code have no batches.
-
-        Parameters
-        ----------
-        token_ids
-            The B rows' tokens.
-        rows
-            Where each row belongs.
-        """
-        batch = BatchRows(rows, self._windows)
-        hidden = self.embed(torch.tensor(token_ids, device=self.device), batch.positions)
-        tables = self._positions.tables(batch.positions)
-        # Layers share tables.
-        embeddings = {id(table): table.embeddings(slice(None), self.spec.dtype) for table in tables}
-        with self._rows.each_row():
-            for layer_index, table in enumerate(tables):
-                self._rows.forward_each(layer_index, hidden, batch, embeddings[id(table)])
-            return self.logits(hidden)
-
-    def project_rows(
-        self,
-        layer_index: int,
-        hidden: torch.Tensor,
-        rows: torch.Tensor,
-        table: RotaryTable,
-        which: torch.Tensor,
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield one layer's fresh K/V for some of the rows, without its attention and MLP.
-
-        Parameters
-        ----------
-        layer_index, hidden, rows, table
-            As in `forward_rows`; nothing is changed.
-        which
-            ``[m]`` indices into `rows`.
-
-        Yields
-        ------
-        tensor, tensor, tensor
-            A block of `which`, and the placed keys and the values ``[H, m, D]`` of its rows. A
-            block is never all of `which`, so that no second copy of `hidden` exists.
-        """
-        return self._rows.project(layer_index, hidden, rows, table, which)
-
-    def compare_rows(
-        self,
-        layer_index: int,
-        hidden: torch.Tensor,
-        rows: torch.Tensor,
-        fused: FusedKV,
-        table: RotaryTable,
-        *,
-        encoded: EncodedScope,
-    ) -> torch.Tensor:
-        """Return how far each row's attention output in a layer has moved since encoding.
-
-        This costs the rows' projections and attention, not their MLP. The rows' K/V in the layer
-        are written, as `forward_rows` does. Families that attend in their own code cannot compare
-        rows.
-
-        Parameters
-        ----------
-        layer_index, hidden, rows, fused, table
-            As in `forward_rows`; `hidden` stays as it is.
-        encoded
-            The keys that each row saw when it was encoded.
-
-        Returns
-        -------
-        tensor
-            ``[n]`` float32, squared L2 distances (see `AttentionDone`).
-        """
-        return self._rows.compare(layer_index, hidden, rows, fused, table, encoded)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[n, vocabulary]`` for the last layer's outputs ``[n, hidden]``."""
-        norm = getattr(self._base, self.family.final_norm)
-        return project_logits(self.hf, norm(hidden))
