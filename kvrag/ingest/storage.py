@@ -264,8 +264,8 @@ class Storage:
     def reload_codec(self) -> None:
         """Adopt a change of the index's codec, or its filler, by another process or object."""
         config = IndexConfig.load(self.path)
-        if config.corpus_filler:
-            self.config = replace(self.config, corpus_filler=config.corpus_filler)
+        # Also where the file has none: what a dry run chose is not recorded.
+        self.config = replace(self.config, corpus_filler=config.corpus_filler)
         if (config.codec, config.profile) != (self.config.codec, self.config.profile):
             self.config = replace(self.config, codec=config.codec, profile=config.profile)
             self.coding = self._make_coding()

@@ -78,6 +78,10 @@ def test_a_dry_run_records_nothing(tmp_path: Path) -> None:
         report = index.add(DOCUMENTS, dry_run=True)
         assert report.num_context_tokens
         assert not IndexConfig.load(tmp_path / "index").corpus_filler
+        index.add(DOCUMENTS[:2])
+        recorded = IndexConfig.load(tmp_path / "index").corpus_filler
+        assert recorded
+        assert recorded == index.config.corpus_filler
 
 
 def test_files_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
