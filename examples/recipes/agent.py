@@ -10,12 +10,12 @@ from handbook import handbook_index
 from langchain.agents import create_agent
 from langchain.agents.middleware import ModelRequest, ModelResponse, wrap_model_call
 from langchain_core.messages import ToolMessage
-from langchain_core.tools import create_retriever_tool
+from langchain_core.tools import tool
 
 from kvrag.llms.langchain import ChatKVRag
 from kvrag.retrievers.langchain import KVRagRetriever
 
-QUESTION = "Who is the marine superintendent?"
+QUESTION = "What is the password of the wireless network for the public?"
 
 
 @wrap_model_call
@@ -26,14 +26,18 @@ def search_first(request: ModelRequest, handler) -> ModelResponse:  # type: igno
 
 def main() -> None:
     folder = handbook_index()
-    search = create_retriever_tool(
-        KVRagRetriever(index=folder, k=2), "search", "Search the firm's handbook."
-    )
+    retriever = KVRagRetriever(index=folder, k=2)
+
+    @tool
+    def search(question: str) -> str:
+        """Search the firm's handbook for the answer to a question."""
+        return "\n\n".join(one.page_content for one in retriever.invoke(question))
+
     chat = ChatKVRag(index=folder, max_tokens=60)
     agent = create_agent(chat, [search], middleware=[search_first])
     for message in agent.invoke({"messages": [("user", QUESTION)]})["messages"]:
         calls = getattr(message, "tool_calls", [])
-        said = message.text if not isinstance(message, ToolMessage) else message.text[:60] + " ..."
+        said = message.text if not isinstance(message, ToolMessage) else message.text[:80] + " ..."
         print(f"{message.type}: {said or calls[0]['args']}".replace("\n", " "))
 
 

@@ -9,7 +9,7 @@ from llama_index.core.chat_engine import ContextChatEngine
 from kvrag.llms.llamaindex import KVRagLLM
 from kvrag.retrievers.llamaindex import KVRagRetriever
 
-QUESTIONS = ("Who is the training officer?", "How long does probation last?")
+QUESTIONS = ("Which extension is the help line for computers?", "Who answers it?")
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from handbook import handbook_index
+from handbook import ASK, handbook_index
 from langchain_classic.retrievers import ContextualCompressionRetriever, EnsembleRetriever
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
@@ -13,7 +13,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from kvrag.llms.langchain import ChatKVRag
 from kvrag.retrievers.langchain import KVRagEmbeddings, KVRagRetriever, KVRagVectorStore
 
-QUESTION = "What is the part number of the fuel filter of the Ostrey Lass?"
+QUESTION = "Which extension is the help line for computers?"
 
 
 class BySentence(BaseDocumentCompressor):
@@ -23,7 +23,10 @@ class BySentence(BaseDocumentCompressor):
     """
 
     def compress_documents(
-        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
+        self,
+        documents: Sequence[Document],
+        query: str,
+        callbacks: Callbacks | None = None,  # noqa: ARG002
     ) -> list[Document]:
         embeddings = KVRagEmbeddings("minilm")
         asked = np.array(embeddings.embed_query(query))
@@ -47,7 +50,8 @@ def main() -> None:
     found = best.invoke(QUESTION)
     context = "\n\n".join(document.page_content for document in reversed(found))
     print(QUESTION)
-    print(ChatKVRag(index=folder, max_tokens=40).invoke(f"{context}\n\nQuestion: {QUESTION}").text)
+    chat = ChatKVRag(index=folder, max_tokens=40)
+    print(chat.invoke(f"{context}\n\n{ASK}\n\nQuestion: {QUESTION}").text)
 
 
 if __name__ == "__main__":

@@ -5,35 +5,31 @@ It needs langchain-chroma.
 
 from __future__ import annotations
 
-from handbook import HANDBOOK, handbook_index
+from handbook import ASK, HANDBOOK, own_index
 from langchain_chroma import Chroma
 
-import kvrag
 from kvrag.ingest.adopting import adopted
 from kvrag.llms.langchain import ChatKVRag
 from kvrag.retrievers.langchain import KVRagEmbeddings
 
-QUESTION = "On which radio channel do we talk when loading and mooring?"
+QUESTION = "What is the password of the wireless network for the public?"
 
 
 def existing() -> Chroma:
     """Stand for what you have: a collection with one document for each paragraph."""
-    paragraphs = [
-        one
-        for page in ("loading-vehicles.md", "bookings-and-refunds.md")
-        for one in (HANDBOOK / page).read_text("utf-8").split("\n\n")
-        if len(one) > 80
-    ]
+    text = (HANDBOOK / "computers.md").read_text("utf-8")
+    paragraphs = [one for one in text.split("\n\n") if len(one) > 80]
     return Chroma.from_texts(paragraphs, KVRagEmbeddings("minilm"), collection_name="pages")
 
 
 def main() -> None:
-    folder, collection = handbook_index(), existing()
-    with kvrag.Index.open(folder) as index:
+    collection = existing()
+    with own_index("chroma-index") as index:
         index.add(adopted(collection))
     found = collection.similarity_search(QUESTION, k=3)
     context = "\n\n".join(document.page_content for document in found)
-    answer = ChatKVRag(index=folder, max_tokens=40).invoke(f"{context}\n\nQuestion: {QUESTION}")
+    chat = ChatKVRag(index="chroma-index", max_tokens=40)
+    answer = chat.invoke(f"{context}\n\n{ASK}\n\nQuestion: {QUESTION}")
     usage = answer.usage_metadata
     print(QUESTION)
     print(answer.text)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import faiss
 import numpy as np
-from handbook import HANDBOOK, handbook_index
+from handbook import ASK, HANDBOOK, own_index
 
 import kvrag
 from kvrag.retrievers.langchain import KVRagEmbeddings
 
-QUESTION = "How much is the deposit for the locker key?"
+QUESTION = "How many passengers does the Fair Margit carry?"
 
 
 def existing() -> tuple[faiss.Index, list[str], KVRagEmbeddings]:
     """Stand for what you have: one vector for each paragraph, whatever made it."""
     embeddings = KVRagEmbeddings("minilm")
-    text = (HANDBOOK / "uniform.md").read_text("utf-8")
+    text = (HANDBOOK / "fleet.md").read_text("utf-8")
     texts = [one for one in text.split("\n\n") if len(one) > 80]
     vectors = np.array(embeddings.embed_documents(texts), np.float32)
     index = faiss.IndexFlatIP(vectors.shape[1])
@@ -25,11 +25,11 @@ def existing() -> tuple[faiss.Index, list[str], KVRagEmbeddings]:
 
 def main() -> None:
     vectors, texts, embeddings = existing()
-    with kvrag.Index.open(handbook_index()) as index:
+    with own_index("faiss-index") as index:
         index.add([kvrag.Document(f"faiss-{n}", text) for n, text in enumerate(texts)])
         asked = np.array([embeddings.embed_query(QUESTION)], np.float32)
         found = vectors.search(asked, 3)[1][0]
-        prompt = "\n\n".join([*(texts[number] for number in found), f"Question: {QUESTION}"])
+        prompt = "\n\n".join([*(texts[number] for number in found), ASK, f"Question: {QUESTION}"])
         answer = kvrag.KVEngine(index).generate(
             [{"role": "user", "content": prompt}], max_tokens=40
         )

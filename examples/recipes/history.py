@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from handbook import handbook_index
+from handbook import ASK, handbook_index
 from langchain_classic.chains import create_history_aware_retriever, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
@@ -11,7 +11,7 @@ from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 from kvrag.llms.langchain import ChatKVRag
 from kvrag.retrievers.langchain import KVRagRetriever
 
-QUESTIONS = ("What is the name of the workboat?", "How much does a cup of tea cost on board?")
+QUESTIONS = ("What is the name of the workboat?", "How many passengers does the Fair Margit carry?")
 
 
 def main() -> None:
@@ -21,7 +21,9 @@ def main() -> None:
     alone = ChatPromptTemplate.from_messages(
         [history, ("user", "Write this question so that it can be understood alone: {input}")]
     )
-    answer = ChatPromptTemplate.from_messages([history, ("user", "{context}\n\nQuestion: {input}")])
+    answer = ChatPromptTemplate.from_messages(
+        [history, ("user", f"{{context}}\n\n{ASK}\n\nQuestion: {{input}}")]
+    )
     retriever = KVRagRetriever(index=folder, k=3)
     chain = create_retrieval_chain(
         create_history_aware_retriever(chat, retriever, alone),

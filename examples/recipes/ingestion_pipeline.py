@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from handbook import handbook_index
+from handbook import ASK, own_index
 from llama_index.core import Document
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
@@ -12,11 +12,12 @@ from kvrag.llms.llamaindex import KVRagLLM
 from kvrag.retrievers.llamaindex import KVRagRetriever
 from kvrag.retrievers.llamaindex_store import KVRagEmbedding, KVRagVectorStore
 
-QUESTION = "What is the name of the ship's cat of the Fair Margit?"
+QUESTION = "What is the name of the ship's cat?"
 
 
 def main() -> None:
-    folder = handbook_index()
+    folder = "notices-index"
+    own_index(folder).close()
     pipeline = IngestionPipeline(
         transformations=[SentenceSplitter(chunk_size=256), KVRagEmbedding(folder)],
         docstore=SimpleDocumentStore(),
@@ -31,7 +32,7 @@ def main() -> None:
         print(f"{len(pipeline.run(documents=[notice]))} node written")
         print(f"{len(pipeline.run(documents=[notice]))} nodes written, the same again")
     passages = [node.text for node in KVRagRetriever(folder, k=2).retrieve(QUESTION)]
-    prompt = "\n\n".join([*passages, f"Question: {QUESTION}"])
+    prompt = "\n\n".join([*passages, ASK, f"Question: {QUESTION}"])
     print(QUESTION)
     print(KVRagLLM(index=folder, max_tokens=40).complete(prompt).text.strip())
     print(f"  old notice found: {any('Pepper' in one for one in passages)}")

@@ -11,7 +11,7 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from kvrag.llms.llamaindex import KVRagLLM
 from kvrag.retrievers.llamaindex import KVRagRetriever
 
-QUESTION = "Who looks after the archive at Skarra Pier?"
+QUESTION = "What is the password of the wireless network for the public?"
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from handbook import handbook_index
+from handbook import ASK, handbook_index
 from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.prompts import ChatPromptTemplate
@@ -10,12 +10,12 @@ from langchain_core.prompts import ChatPromptTemplate
 from kvrag.llms.langchain import ChatKVRag
 from kvrag.retrievers.langchain import KVRagRetriever
 
-QUESTION = "How long is lost property kept?"
+QUESTION = "What is the name of the workboat?"
 
 
 def main() -> None:
     folder = handbook_index()
-    prompt = ChatPromptTemplate.from_template("{context}\n\nQuestion: {input}")
+    prompt = ChatPromptTemplate.from_template(f"{{context}}\n\n{ASK}\n\nQuestion: {{input}}")
     chat = ChatKVRag(index=folder, max_tokens=40)
     chain = create_retrieval_chain(
         KVRagRetriever(index=folder, k=3), create_stuff_documents_chain(chat, prompt)
