@@ -75,6 +75,8 @@ class ToolCallParser:
         self._marker = form.marker
         self._whole = self._rest = ""
         self._num_calls = 0
+        self._has_said = False
+        self._has_called = False  # just now
 
     def push(self, text: str) -> Piece:
         """Add a piece of the answer."""
@@ -93,36 +95,41 @@ class ToolCallParser:
     def _take(self, *, is_last: bool) -> Piece:
         said, calls = "", []
         while mark := self._mark():
-            said += self._rest[: mark.start()]
+            said += self._say(self._rest[: mark.start()])
             self._rest = self._rest[mark.start() :]
             found = self._read(mark.end() - mark.start(), is_last)
             if found is None:
                 break
             calls += [self._numbered(*one) for one in found[0]]
             self._rest = self._rest[found[1] :]
+            self._has_called = True
         if mark is None or is_last:
             settled = len(self._rest) if is_last else self._settled()
-            said, self._rest = said + self._rest[:settled], self._rest[settled:]
-        # White space after a call is the format's.
-        return Piece("" if self._num_calls and said.isspace() else said, tuple(calls))
+            said += self._say(self._rest[:settled])
+            self._rest = self._rest[settled:]
+        return Piece(said, tuple(calls))
+
+    def _say(self, text: str) -> str:
+        """Return a piece of text; the white space after a call is the format's."""
+        if self._has_called:
+            text = text.lstrip()
+        if text:
+            self._has_called = False
+        self._has_said = self._has_said or bool(text.strip("; \n"))
+        return text
 
     def _mark(self) -> re.Match[str] | None:
         """Return where the next call begins."""
         if self._marker:
             return re.search(rf"\s*{re.escape(self._marker)}\s*", self._rest)
         # The whole answer is a call, or several with semicolons between them.
-        return _JSON_MARK.match(self._rest) if self._is_next else None
-
-    @property
-    def _is_next(self) -> bool:
-        """Whether a call without a marker may begin here: nothing has been said."""
-        return self._num_calls > 0 or len(self._rest) == len(self._whole)
+        return None if self._has_said else _JSON_MARK.match(self._rest)
 
     def _settled(self) -> int:
         """Return how many characters are certainly text, though no call has begun."""
         rest, marker = self._rest, self._marker
         if not marker:
-            is_open = self._is_next and _PYTHON_TAG.startswith(rest.strip("; \n"))
+            is_open = not self._has_said and _PYTHON_TAG.startswith(rest.strip("; \n"))
             return 0 if is_open else len(rest)
         most = min(len(marker) - 1, len(rest))
         held = next((n for n in range(most, 0, -1) if rest.endswith(marker[:n])), 0)
@@ -133,7 +140,7 @@ class ToolCallParser:
         name = _NAMED.match(self._rest, begin) if self._form.separator else None
         try:
             found, end = _decoder.raw_decode(self._rest, name.end() if name else begin)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         listed = found if isinstance(found, list) else [found]
         calls = [(name[1], found)] if name else [_named(one) for one in listed]

@@ -204,6 +204,5 @@ def test_own_prompt_functions(rag: Rag) -> None:
 
 
 def test_what_cannot_be_rendered_is_refused(rag: Rag) -> None:
-    message = ChatMessage(blocks=[ImageBlock(image=b"\x89PNG")])
     with pytest.raises(ParameterError, match="cannot be rendered"):
-        KVRagLLM(index=rag.path).chat([message])
+        KVRagLLM(index=rag.path).chat([ChatMessage(blocks=[ImageBlock(image=b"\x89PNG")])])

@@ -39,6 +39,8 @@ ANSWERS: list[tuple[ToolFormat, str, str, list[tuple[str, dict[str, Any]]]]] = [
     (HERMES, 'A <tool_call>\n{"name": broken', 'A\n <tool_call>\n{"name": broken', []),
     (HERMES, "<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
     (HERMES, "It ends in <tool_", "It ends in <tool_", []),
+    (HERMES, "<tool_call>" + "[" * 3000, "<tool_call>" + "[" * 3000, []),
+    (LLAMA, f"{llama(*FIRST)} and {llama(*SECOND)}", f"and {llama(*SECOND)}", [FIRST]),
     (LLAMA, llama(*FIRST), "", [FIRST]),
     (LLAMA, f"\n<|python_tag|>{llama(*FIRST)}; {llama(*SECOND)}", "", [FIRST, SECOND]),
     (LLAMA, f"Well: {llama(*FIRST)}", f"Well: {llama(*FIRST)}", []),

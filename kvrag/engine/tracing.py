@@ -1,0 +1,171 @@
+"""OpenTelemetry spans of answers and searches, by the conventions for generative AI.
+
+The extra ``kvrag[otel]`` has the library; nothing else imports this module. Attributes named
+``openinference`` and ``llm`` are OpenInference's, which Phoenix and others read.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from kvrag import arguments
+from kvrag.engine.answer import Answer, AnswerDelta
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.request import PlacedPrompt, Request
+from kvrag.errors import ParameterError
+from kvrag.ingest.index import Index
+from kvrag.ingest.search import SearchHit
+
+_REQUEST = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+
+
+def trace(*, content: bool = False, tracer_provider: Any = None) -> Callable[[], None]:
+    """Make a span of each answer of a `KVEngine` and each `Index.search` in this process.
+
+    Adapters and the server answer with these classes, so their calls have spans too.
+
+    Parameters
+    ----------
+    content
+        Whether spans hold prompts, answers, questions and passages. They may be confidential.
+    tracer_provider
+        Where spans go; None means the process's own, as ``opentelemetry.trace`` has it.
+
+    Returns
+    -------
+    Callable
+        A function that ends the tracing.
+
+    Raises
+    ------
+    ParameterError
+        If the library is missing, or tracing is on already.
+    """
+    try:
+        from opentelemetry import trace as api
+    except ImportError as error:
+        raise ParameterError("tracing needs OpenTelemetry: pip install 'kvrag[otel]'") from error
+    arguments.flag(content, "content")
+    stream, search = KVEngine.stream, Index.search
+    if hasattr(stream, "__wrapped__"):
+        raise ParameterError("tracing is on already: end it first, with what trace() returned")
+    tracer = api.get_tracer("kvrag", tracer_provider=tracer_provider)
+
+    @functools.wraps(stream)
+    def traced_stream(self: KVEngine, prompt: Any, **options: Any) -> Iterator[AnswerDelta]:
+        request = Request.of(prompt, options)  # type: ignore[arg-type]
+        model = PurePath(self.index.config.model).name
+        span = tracer.start_span(f"chat {model}", kind=api.SpanKind.INTERNAL)
+        span.set_attributes(_asked(request.over(self.defaults), model, content))
+        return _until_end(span, lambda: stream(self, request), content)
+
+    @functools.wraps(search)
+    def traced_search(self: Index, query: str, k: int = 4, **options: Any) -> list[SearchHit]:
+        with tracer.start_as_current_span(f"retrieval {self.path.name}") as span:
+            hits = search(self, query, k, **options)
+            span.set_attributes(_found(query, hits, self, content))
+            return hits
+
+    KVEngine.stream = traced_stream  # type: ignore[method-assign]
+    Index.search = traced_search  # type: ignore[method-assign]
+
+    def end() -> None:
+        KVEngine.stream = stream  # type: ignore[method-assign]
+        Index.search = search  # type: ignore[method-assign]
+
+    return end
+
+
+def _until_end(
+    span: Any, start: Callable[[], Iterator[AnswerDelta]], content: bool
+) -> Iterator[AnswerDelta]:
+    """Return an answer's pieces, and end the span with the last, an error or the reader's end."""
+    try:
+        stream = start()
+    except Exception as error:
+        _fail(span, error)
+        raise
+
+    def pieces() -> Iterator[AnswerDelta]:
+        # The span is never current: between two pieces, the reader's own spans are not its parts.
+        try:
+            for delta in stream:
+                if delta.answer is not None:
+                    span.set_attributes(_answered(delta.answer, content))
+                yield delta
+        except Exception as error:
+            _fail(span, error)
+            raise
+        finally:
+            span.end()
+
+    return pieces()
+
+
+def _fail(span: Any, error: Exception) -> None:
+    from opentelemetry.trace import Status, StatusCode
+
+    span.record_exception(error)
+    span.set_attribute("error.type", type(error).__qualname__)
+    span.set_status(Status(StatusCode.ERROR, str(error)))
+    span.end()
+
+
+def _asked(request: Request, model: str, content: bool) -> dict[str, Any]:
+    given = {name: getattr(request, name) for name in _REQUEST}
+    attributes = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "kvrag",
+        "gen_ai.request.model": model,
+        **{f"gen_ai.request.{name}": one for name, one in given.items() if one is not None},
+        "gen_ai.request.stop_sequences": list(request.stop),
+        "openinference.span.kind": "LLM",
+        "llm.model_name": model,
+        "llm.invocation_parameters": json.dumps(given),
+        "kvrag.policy": str(request.policy),
+    }
+    if content and not isinstance(request.prompt, PlacedPrompt):
+        is_text = isinstance(request.prompt, str)
+        attributes["input.value"] = (
+            request.prompt if is_text else json.dumps(request.prompt, ensure_ascii=False)
+        )
+        attributes["input.mime_type"] = "text/plain" if is_text else "application/json"
+    return attributes
+
+
+def _answered(answer: Answer, content: bool) -> dict[str, Any]:
+    usage = answer.usage
+    return {
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        "gen_ai.response.finish_reasons": [answer.finish_reason],
+        "gen_ai.response.time_to_first_chunk": answer.ttft_seconds,
+        "llm.token_count.prompt": usage.prompt_tokens,
+        "llm.token_count.completion": usage.completion_tokens,
+        "llm.token_count.total": usage.prompt_tokens + usage.completion_tokens,
+        "llm.token_count.prompt_details.cache_read": usage.cached_tokens,
+        "kvrag.recomputed_tokens": answer.report.num_recomputed,
+        **({"output.value": answer.text, "output.mime_type": "text/plain"} if content else {}),
+    }
+
+
+def _found(query: str, hits: Sequence[SearchHit], index: Index, content: bool) -> dict[str, Any]:
+    attributes: dict[str, Any] = {
+        "gen_ai.operation.name": "retrieval",
+        "gen_ai.provider.name": "kvrag",
+        "gen_ai.data_source.id": index.path.name,
+        "openinference.span.kind": "RETRIEVER",
+    }
+    if content:
+        attributes |= {"gen_ai.retrieval.query.text": query, "input.value": query}
+    for number, hit in enumerate(hits):
+        place = f"retrieval.documents.{number}.document"
+        attributes |= {f"{place}.id": hit.chunk.chunk_id, f"{place}.score": float(hit.score)}
+        if content:
+            attributes[f"{place}.content"] = hit.chunk.text
+    return attributes
