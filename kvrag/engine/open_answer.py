@@ -49,6 +49,9 @@ class OpenAnswer:
         The last token; a step writes its KV.
     is_done
         Whether the answer is finished.
+    on_close
+        Called once, by `close`: with the whole answer, the error that ended it, or None if nobody
+        waited for it any more.
     """
 
     def __init__(
@@ -89,6 +92,8 @@ class OpenAnswer:
         self.logits: torch.Tensor | None = fused.logits
         self.token = 0
         self.is_done = False
+        self.on_close: Callable[[Answer | Exception | None], None] | None = None
+        self._answer: Answer | None = None
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -130,7 +135,7 @@ class OpenAnswer:
         tail = "" if self._text.stopped else self._text.finish()
         report = self._fused.report
         eviction = self.decoder.report() if "decoder" in self.__dict__ else None
-        answer = Answer(
+        self._answer = Answer(
             text=self._text.text,
             sources=self._sources,
             report=replace(report, eviction=eviction),
@@ -139,10 +144,19 @@ class OpenAnswer:
             ttft_seconds=self._ttft_seconds,
             total_seconds=time.perf_counter() - self._started,
         )
-        return AnswerDelta(tail, answer)
+        return AnswerDelta(tail, self._answer)
 
-    def close(self) -> None:
-        """Free the prompt's KV; further calls do nothing."""
+    def close(self, error: Exception | None = None) -> None:
+        """Free the prompt's KV; further calls do nothing.
+
+        Parameters
+        ----------
+        error
+            What ended the answer early.
+        """
         release, self._release = self._release, None
-        if release is not None:
-            release()
+        if release is None:
+            return
+        release()
+        if self.on_close is not None:
+            self.on_close(error or self._answer)

@@ -292,5 +292,5 @@ class Scheduler:
         finally:
             job.fusing = None
             if job.answer is not None:
-                job.answer.close()
+                job.answer.close(error)
             job.answer = None

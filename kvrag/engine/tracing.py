@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any
 
 from kvrag import arguments
-from kvrag.engine.answer import Answer, AnswerDelta
+from kvrag.engine.answer import Answer
 from kvrag.engine.engine import KVEngine
-from kvrag.engine.request import PlacedPrompt, Request
+from kvrag.engine.open_answer import OpenAnswer
+from kvrag.engine.request import PlacedPrompt, Request, RequestOptions
+from kvrag.engine.scheduler import Start
 from kvrag.errors import ParameterError
+from kvrag.fusion.slices import Slices
 from kvrag.ingest.index import Index
 from kvrag.ingest.search import SearchHit
 
@@ -50,18 +54,28 @@ def trace(*, content: bool = False, tracer_provider: Any = None) -> Callable[[],
     except ImportError as error:
         raise ParameterError("tracing needs OpenTelemetry: pip install 'kvrag[otel]'") from error
     arguments.flag(content, "content")
-    stream, search = KVEngine.stream, Index.search
-    if hasattr(stream, "__wrapped__"):
+    start_now, search = KVEngine._start_now, Index.search
+    if hasattr(search, "__wrapped__"):
         raise ParameterError("tracing is on already: end it first, with what trace() returned")
     tracer = api.get_tracer("kvrag", tracer_provider=tracer_provider)
 
-    @functools.wraps(stream)
-    def traced_stream(self: KVEngine, prompt: Any, **options: Any) -> Iterator[AnswerDelta]:
-        request = Request.of(prompt, options)  # type: ignore[arg-type]
+    @functools.wraps(start_now)
+    def traced_start(self: KVEngine, prompt: Any, options: RequestOptions) -> Start:
+        began = time.time_ns()
+        request = Request.of(prompt, options)
         model = PurePath(self.index.config.model).name
-        span = tracer.start_span(f"chat {model}", kind=api.SpanKind.INTERNAL)
-        span.set_attributes(_asked(request.over(self.defaults), model, content))
-        return _until_end(span, lambda: stream(self, request), content)
+
+        def begin() -> Any:
+            span = tracer.start_span(f"chat {model}", start_time=began)
+            span.set_attributes(_asked(request.over(self.defaults), model, content))
+            return span
+
+        try:
+            start = start_now(self, request, {})
+        except Exception as error:
+            _fail(begin(), error)
+            raise
+        return lambda begun: _traced(begin(), start(begun), content)
 
     @functools.wraps(search)
     def traced_search(self: Index, query: str, k: int = 4, **options: Any) -> list[SearchHit]:
@@ -70,40 +84,38 @@ def trace(*, content: bool = False, tracer_provider: Any = None) -> Callable[[],
             span.set_attributes(_found(query, hits, self, content))
             return hits
 
-    KVEngine.stream = traced_stream  # type: ignore[method-assign]
-    Index.search = traced_search  # type: ignore[method-assign]
+    KVEngine._start_now = traced_start  # type: ignore[method-assign]
+    Index.search = traced_search  # type: ignore[method-assign, assignment]
 
     def end() -> None:
-        KVEngine.stream = stream  # type: ignore[method-assign]
+        KVEngine._start_now = start_now  # type: ignore[method-assign]
         Index.search = search  # type: ignore[method-assign]
 
     return end
 
 
-def _until_end(
-    span: Any, start: Callable[[], Iterator[AnswerDelta]], content: bool
-) -> Iterator[AnswerDelta]:
-    """Return an answer's pieces, and end the span with the last, an error or the reader's end."""
+def _traced(span: Any, fusing: Slices[OpenAnswer], content: bool) -> Slices[OpenAnswer]:
+    """Fuse a prompt; end the span with the answer, its error, or when nobody waits for it."""
+    # The span is never current: the thread that fuses serves other requests too.
     try:
-        stream = start()
+        answer = yield from fusing
     except Exception as error:
         _fail(span, error)
         raise
+    except GeneratorExit:
+        span.end()
+        raise
+    answer.on_close = functools.partial(_end, span, content)
+    return answer
 
-    def pieces() -> Iterator[AnswerDelta]:
-        # The span is never current: between two pieces, the reader's own spans are not its parts.
-        try:
-            for delta in stream:
-                if delta.answer is not None:
-                    span.set_attributes(_answered(delta.answer, content))
-                yield delta
-        except Exception as error:
-            _fail(span, error)
-            raise
-        finally:
-            span.end()
 
-    return pieces()
+def _end(span: Any, content: bool, outcome: Answer | Exception | None) -> None:
+    if isinstance(outcome, Exception):
+        _fail(span, outcome)
+        return
+    if outcome is not None:
+        span.set_attributes(_answered(outcome, content))
+    span.end()
 
 
 def _fail(span: Any, error: Exception) -> None:

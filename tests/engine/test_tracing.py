@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -68,6 +69,14 @@ def test_an_answer(rag: Rag, traced: Traced) -> None:
     assert said["openinference.span.kind"] == "LLM"
     assert (said["input.value"], said["output.value"]) == (PROMPT, answer.text)
     assert json.loads(said["llm.invocation_parameters"])["max_tokens"] == 5
+
+
+def test_answers_of_a_batch_and_of_an_event_loop(rag: Rag, traced: Traced) -> None:
+    engine = KVEngine(rag.index)
+    batch = engine.generate_batch([PROMPT, "Who?"], max_tokens=2)
+    alone = asyncio.run(engine.agenerate("Where?", max_tokens=2))
+    texts = sorted(str(attributes(span)["output.value"]) for span in traced.spans)
+    assert texts == sorted(one.text for one in [*batch, alone])
 
 
 def test_an_adapters_answer(rag: Rag, traced: Traced) -> None:
