@@ -361,6 +361,25 @@ def test_picture(found: list[QualityRow], tmp_path: Path, codecs: tuple[str, ...
     assert path.stat().st_size > 10_000
 
 
+def test_each_context_has_a_panel(
+    found: list[QualityRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvrag_bench.quality import picture
+
+    titles: list[str] = []
+    draw = picture._draw_gap
+
+    def note(panel: Any, rows: Any, codecs: Any, title: str) -> None:
+        titles.append(title)
+        assert {row.question_type for row in rows} == {"overall"}
+        draw(panel, rows, codecs, title)
+
+    monkeypatch.setattr(picture, "_draw_gap", note)
+    rows = [*found, *(replace(row, context="filler:512") for row in found)]
+    picture.draw_quality(rows, tmp_path / "quality.png")
+    assert titles == ["chunks alone", "chunks after filler:512"]
+
+
 def test_picture_places_are_checked(tmp_path: Path) -> None:
     from kvrag_bench.quality.picture import check_picture_path
 

@@ -117,9 +117,9 @@ def test_contexts_side_by_side(run: Run, model_folder: Path, tmp_path: Path) -> 
     assert done.code == 0, done.err
     assert "none, document" in done.out
     assert "by documents" in done.out
-    refused = run(*common, "--context", "none,document", "--picture", tmp_path / "p.png")
+    refused = run(*common, "--compress", "none,drop:0.5", "--picture", tmp_path / "p.png")
     assert refused.code == 1
-    assert "--picture shows one context" in refused.err
+    assert "--picture shows one compression" in refused.err
     done = run(*common, "--compress", "none,drop:0.5", "--max-tokens", 2)
     assert done.code == 0, done.err
     assert "none, drop:0.5" in done.out

@@ -457,6 +457,19 @@ def test_what_is_held_out_is_never_drawn() -> None:
     assert not any(f"keeps {name}?" in text for name in names for text in drawn)
 
 
+def test_questions_over_prose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named 'real': those of four sets, never with a seed that anything is judged with."""
+    from kvrag_train.links import data
+
+    monkeypatch.setattr(data, "_REAL_QUESTIONS_PER_SET", 20)
+    source = data.open_source("real", make_tokenizer())
+    items = [*source.draw(Random(0), 40, 1), *source.held_out(9)]
+    assert {kind for item in items for kind in item.types} == {
+        *("biography 2", "biography 4", "carried", "bridge")
+    }
+    assert all(item.answers[0].strip() and len(item.texts) >= 2 for item in items)
+
+
 def test_generated_items_are_found_again(tmp_path: Path) -> None:
     """Every document of the generator is laid out as a chunk, in every prompt format."""
     model = KVModel.load("kvrag-tiny")

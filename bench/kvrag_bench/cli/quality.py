@@ -142,11 +142,9 @@ def bench_quality(
     contexts = lists.names(context, "--context")
     compressions = lists.names(compress, "--compress")
     evictions = lists.names(eviction, "--eviction")
-    several = max(len(set(some)) for some in (contexts, compressions, evictions)) > 1
-    if picture is not None and several:
+    if picture is not None and max(len(set(some)) for some in (compressions, evictions)) > 1:
         raise ParameterError(
-            "--picture shows one context, one compression and one eviction: give one, or leave the "
-            "picture out"
+            "--picture shows one compression and one eviction: give one, or leave the picture out"
         )
     draw = None if picture is None else _drawing(picture)
     from kvrag.cli.opening import quiet_libraries

@@ -1,4 +1,4 @@
-"""The referee's rows as a picture: the gap closed against work, and KL against stored bytes."""
+"""The judged rows as a picture: the gap closed against work, and KL against stored bytes."""
 
 from __future__ import annotations
 
@@ -42,10 +42,12 @@ def check_picture_path(path: Path) -> None:
 
 
 def draw_quality(rows: Sequence[QualityRow], path: Path) -> None:
-    """Draw the gap closed over the share of full prefill's work, a panel a question type, as a PNG.
+    """Draw the gap closed over the share of full prefill's work as a PNG.
 
-    Bars are 95 % paired bootstrap intervals. 0 is plain reuse, 1 is full prefill, the dashed line.
-    With several codecs a last panel shows the divergence over bytes a token.
+    One context has a panel for each question type; several contexts have a panel each, over all
+    questions. Bars are 95 % paired bootstrap intervals. 0 is plain reuse of chunks encoded alone, 1
+    is full prefill, the dashed line. With several codecs a last panel shows the divergence over
+    bytes a token.
 
     Parameters
     ----------
@@ -69,19 +71,26 @@ def draw_quality(rows: Sequence[QualityRow], path: Path) -> None:
             "picture: it shows how much of the gap between plain reuse and full prefill is closed, "
             "so policy 'none' and context 'none' have to take part"
         )
-    kinds = list(dict.fromkeys(row.question_type for row in drawn))
+    if len({row.context for row in drawn}) > 1:
+        drawn = [row for row in drawn if row.question_type == OVERALL]
+        shown = {_context_title(row): row.context for row in drawn}
+        groups = {t: [row for row in drawn if row.context == c] for t, c in shown.items()}
+    else:
+        groups = {}
+        for row in drawn:
+            groups.setdefault(row.question_type.replace("_", " "), []).append(row)
     codecs = list(dict.fromkeys(row.codec for row in drawn))
-    num_panels = len(kinds) + (len(codecs) > 1)
+    num_panels = len(groups) + (len(codecs) > 1)
     columns = min(_PANELS_A_LINE, num_panels)
     lines = -(-num_panels // columns)
     figure, axes = plt.subplots(
         lines, columns, figsize=(3.6 * columns + 0.6, 3.3 * lines + 1.1), squeeze=False
     )
     panels = list(axes.flat)
-    for panel, kind in zip(panels, kinds, strict=False):
-        _draw_gap(panel, [row for row in drawn if row.question_type == kind], codecs)
+    for panel, (title, group) in zip(panels, groups.items(), strict=False):
+        _draw_gap(panel, group, codecs, title)
     if len(codecs) > 1:
-        _draw_bytes(panels[len(kinds)], [row for row in drawn if row.question_type == OVERALL])
+        _draw_bytes(panels[len(groups)], [row for row in drawn if row.question_type == OVERALL])
     for panel in panels[num_panels:]:
         panel.set_visible(False)
     for panel in panels[:num_panels]:
@@ -106,7 +115,11 @@ def draw_quality(rows: Sequence[QualityRow], path: Path) -> None:
     plt.close(figure)
 
 
-def _draw_gap(panel: Any, rows: Sequence[QualityRow], codecs: Sequence[str]) -> None:
+def _context_title(row: QualityRow) -> str:
+    return "chunks alone" if row.context == _NONE else f"chunks after {row.context}"
+
+
+def _draw_gap(panel: Any, rows: Sequence[QualityRow], codecs: Sequence[str], title: str) -> None:
     panel.axhline(1.0, color="black", linestyle="--", label="full prefill", lw=1)
     for codec in codecs:
         for policy in dict.fromkeys(row.policy for row in rows):
@@ -145,8 +158,7 @@ def _draw_gap(panel: Any, rows: Sequence[QualityRow], codecs: Sequence[str]) -> 
     panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     panel.set_xlabel("share of full prefill's work", fontsize=9)
     panel.set_ylabel("gap closed", fontsize=9)
-    kind = rows[0].question_type.replace("_", " ")
-    panel.set_title(f"{kind} ({rows[0].num_questions:,})", fontsize=10)
+    panel.set_title(f"{title} ({rows[0].num_questions:,})", fontsize=10)
 
 
 def _gap(row: QualityRow) -> Estimate:

@@ -15,8 +15,9 @@ RunOption = Annotated[
 TrainingDataOption = Annotated[
     str,
     typer.Option(
-        help="'generated' (the training split of the corpus generator), a JSON file in MuSiQue "
-        "layout or a JSONL file in LongBench layout."
+        help="'generated' (the training split of the corpus generator), 'real' (questions over "
+        "invented people and firms in prose, for language models), a JSON file in MuSiQue layout "
+        "or a JSONL file in LongBench layout."
     ),
 ]
 LossOption = Annotated[

@@ -14,13 +14,20 @@ from kvrag.chunk import content_hash, normalise_text
 from kvrag.errors import ParameterError
 from kvrag.fusion.segments import MIN_LENGTH
 from kvrag.tune.questions import JudgedQuestion, RenderedPrompt, render
-from kvrag_bench.quality.datasets import GENERATED, load_questions
+from kvrag_bench.quality.datasets import GENERATED, load_questions, load_suite
 from kvrag_corpus import generate_corpus
 from kvrag_corpus.names import NameSource
 from kvrag_train.batches import Item
 from kvrag_train.curriculum import STAGES, choose_prompt, sample_items
 from kvrag_train.evaluate import corpus_items
 from kvrag_train.prompts import CHAT_USER
+
+REAL = "real"
+"""Questions over invented people and firms in prose, as in `kvrag bench quality --suite`."""
+
+# Their seed is none that anything is judged with.
+_REAL_SETS = ("biography:2", "biography:4", "carried", "bridge")
+_REAL_SEED, _REAL_QUESTIONS_PER_SET = 7_000_001, 500
 
 # Share of a file's questions that are never trained on, and their greatest number.
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 10, 500
@@ -194,9 +201,13 @@ def open_source(
     keep_order: bool = False,
     answer_prefix: str | None = None,
 ) -> Source:
-    """Return ``"generated"`` questions, or those of a file. Raises as `load_questions` does."""
+    """Return ``"generated"`` or ``"real"`` questions, or a file's. Raises as `load_questions`."""
     if data == GENERATED:
         return GeneratedSource()
-    return FileSource(
-        load_questions(data), tokenizer, keep_order=keep_order, answer_prefix=answer_prefix
-    )
+    if data == REAL:
+        questions = load_suite(
+            _REAL_SETS, seed=_REAL_SEED, num_questions_per_set=_REAL_QUESTIONS_PER_SET
+        )
+    else:
+        questions = load_questions(data)
+    return FileSource(questions, tokenizer, keep_order=keep_order, answer_prefix=answer_prefix)

@@ -31,7 +31,7 @@ class LinkTrainingOptions:
     model
         Folder or name of the model.
     data
-        ``"generated"`` or a file (`load_questions`).
+        ``"generated"``, ``"real"`` or a file (`open_source`).
     num_links
         K; 0 if only anchors are trained.
     anchor_rates
