@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from kvrag.models.kv_model import KVModel
+from kvrag.tune.questions import RenderedPrompt
 from kvrag_train.batches import IGNORED
 from kvrag_train.links.batch import Packer
 from kvrag_train.links.data import LinkItem
@@ -23,8 +26,10 @@ class Teacher:
 
     Parameters
     ----------
+    model
+        The untrained model.
     student
-        Runs the untrained model.
+        Runs it.
     packer
         Makes the teacher's batches.
     end
@@ -37,12 +42,14 @@ class Teacher:
 
     def __init__(
         self,
+        model: KVModel,
         student: Student,
         packer: Packer,
         end: int,
         answer_tokens: int,
         processes: Processes,
     ) -> None:
+        self._model = model
         self._student = student
         self._packer = packer
         self._end = end
@@ -59,6 +66,28 @@ class Teacher:
     @torch.no_grad()
     def answers(self, items: Sequence[LinkItem]) -> list[list[int]]:
         """Return the greedy answers, ends included."""
+        if self._processes.is_sharded:
+            return self._answers_together(items)
+        return [self._answer(prompt) for item in items for prompt in item.prompts]
+
+    def _answer(self, prompt: RenderedPrompt) -> list[int]:
+        ids = torch.tensor([prompt.token_ids(self._model.tokenizer)], device=self._model.device)
+        greedy = GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=self._answer_tokens - 1,
+            do_sample=False,
+            eos_token_id=self._end,
+            pad_token_id=self._end,
+        )
+        hf: Any = self._model.hf
+        written = hf.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+        answer: list[int] = written[0, ids.shape[1] :].tolist()
+        return answer if answer[-1:] == [self._end] else [*answer, self._end]
+
+    def _answers_together(self, items: Sequence[LinkItem]) -> list[list[int]]:
+        """Return the same where a model's weights are shared among processes.
+
+        Each token is computed from the whole prompt, so that all processes compute in step.
+        """
         end = self._end
         num_questions = sum(len(item.prompts) for item in items)
         answers: list[list[int]] = [[] for _ in range(num_questions)]
@@ -112,6 +141,7 @@ def make_students(
     if untouched is not model:
         running = shared(untouched, False)
     teacher = Teacher(
+        untouched,
         Student(untouched, parameters, False, running),
         packer,
         int(model.tokenizer.eos_token_id),
