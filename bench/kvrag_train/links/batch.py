@@ -44,6 +44,8 @@ class LinkBatch:
     chunk_ids, chunk_positions
         ``[C, W]``: prefix, filler if any, and document, padded at the end, and their positions in
         the prompt (all right before the document).
+    num_before
+        For each document, how many rows stand before it: the same tokens for the same number.
     chunk_blocks, chunk_slots
         ``[C, W]``: blocks and slots as in `AnchoredRows`, if documents are stored as anchors
         (positions are then those after only the prefix); None if they are stored whole.
@@ -67,6 +69,7 @@ class LinkBatch:
 
     chunk_ids: torch.Tensor
     chunk_positions: torch.Tensor
+    num_before: tuple[int, ...]
     chunk_blocks: torch.Tensor | None
     chunk_slots: torch.Tensor | None
     stored: torch.Tensor
@@ -154,6 +157,7 @@ class Packer:
         asked = [self._tokenised(item, linked, compression) for item in items]
         rows = [_Row() for _ in items]
         chunks: list[tuple[list[int], int]] = []
+        num_before: list[int] = []
         anchored: list[AnchoredRows] = []
         number = 0
         for row, item in zip(rows, asked, strict=True):
@@ -176,6 +180,7 @@ class Packer:
                     len(chunks), len(before) + span.chunk_start, span.prompt_start, span.length
                 )
                 chunks.append(([*before, *chunk.token_ids], start))
+                num_before.append(len(before))
             assert len(chunks) - first_chunk == len(item.layout.spans)
             row.put_shared(item.layout)
             for tail, own in zip(item.tails, item.answers, strict=True):
@@ -186,6 +191,7 @@ class Packer:
             # Nothing was found, so no query sees it. But processes that share a model must all
             # run the same layers, whatever their rows are.
             chunks.append(([*self._prefix, 0], 0))
+            num_before.append(len(self._prefix))
             if compression is not None:
                 laid = anchored_rows(self._prefix, (0,), compression, self._rates)
                 chunks[0] = (list(laid.token_ids), 0)
@@ -198,6 +204,7 @@ class Packer:
         return LinkBatch(
             chunk_ids=_padded([tokens for tokens, _ in chunks], width, 0),
             chunk_positions=_padded(positions, width, 0),
+            num_before=tuple(num_before),
             chunk_blocks=_padded([list(laid.blocks) for laid in anchored], width, BLOCK_OF_PADDING)
             if anchored
             else None,

@@ -92,6 +92,10 @@ class Student:
 
     def _encoded(self, batch: LinkBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each layer's placed K/V ``[B, H, D, channels]`` of the documents."""
+        # Processes that share a model run the same forwards, whatever their rows are.
+        alone = self._running is None and not self._trains_model
+        if alone and batch.chunk_slots is None:
+            return self._encoded_once(batch)
         cache = CaptureCache(self._model.spec.num_layers)
         embeds = self._base.get_input_embeddings()(batch.chunk_ids)
         mask = None
@@ -125,6 +129,46 @@ class Student:
             (_moved(keys, table, sources, targets), values)
             for (keys, values), table in zip(found, tables, strict=True)
         ]
+
+    def _encoded_once(self, batch: LinkBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the same; what stands before documents is computed once for all of them.
+
+        A filler is longer than most documents. It has one place here, so documents are moved.
+        """
+        num_layers = self._model.spec.num_layers
+        columns = torch.arange(batch.chunk_ids.shape[1], device=batch.chunk_ids.device)
+        parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(num_layers)]
+        order: list[int] = []
+        for length in dict.fromkeys(batch.num_before):
+            group = [c for c, number in enumerate(batch.num_before) if number == length]
+            order += group
+            ids = batch.chunk_ids[group]
+            before = self._captured(ids[:1, :length], columns[:length])
+            after = self._captured(ids[:, length:], columns[length:], before)
+            for part, layer in zip(parts, after.layers, strict=True):
+                kv: Any = layer
+                part.append((kv.keys, kv.values))
+        back = torch.tensor(order).argsort()
+        sources, targets = batch.stored % len(columns), batch.stored_positions
+        tables = self._model.tables(int(torch.maximum(sources.max(), targets.max())) + 1)
+        found = []
+        for part, table in zip(parts, tables, strict=True):
+            keys, values = (torch.cat(kind)[back] for kind in zip(*part, strict=True))
+            placed = _moved(_gathered(keys, batch.stored), table, sources, targets)
+            found.append((placed, _gathered(values, batch.stored)))
+        return found
+
+    def _captured(
+        self, ids: torch.Tensor, positions: torch.Tensor, before: CaptureCache | None = None
+    ) -> CaptureCache:
+        cache = CaptureCache(self._model.spec.num_layers, before)
+        self._base(
+            input_ids=ids,
+            position_ids=positions.expand(len(ids), -1),
+            **{CACHE_ARGUMENT: cache},
+            use_cache=True,
+        )
+        return cache
 
     def _with_link_kv(
         self, batch: LinkBatch, stored: list[tuple[torch.Tensor, torch.Tensor]]
