@@ -31,6 +31,7 @@ _COMMANDS = {
     "recode": "recode:recode",
     "serve": "serve:serve",
     "serve-kv": "serve_kv:serve_kv",
+    "mcp": "mcp:mcp",
     "doctor": "doctor:doctor",
     "config": "config:config",
     "demo": "demo:demo",

@@ -45,7 +45,7 @@ class LinkBatch:
         ``[C, W]``: prefix, filler if any, and document, padded at the end, and their positions in
         the prompt (all right before the document).
     num_before
-        For each document, how many rows stand before it: the same tokens for the same number.
+        For each document, how many rows precede it: the same tokens for the same number.
     chunk_blocks, chunk_slots
         ``[C, W]``: blocks and slots as in `AnchoredRows`, if documents are stored as anchors
         (positions are then those after only the prefix); None if they are stored whole.

@@ -131,7 +131,7 @@ class Student:
         ]
 
     def _encoded_once(self, batch: LinkBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the same; what stands before documents is computed once for all of them.
+        """Return the same; what precedes documents is computed once for all of them.
 
         A filler is longer than most documents. It has one place here, so documents are moved.
         """
