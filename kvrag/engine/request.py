@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self, TypedDict
@@ -277,6 +277,18 @@ class Request:
     def eviction_policy(self) -> EvictionPolicy | None:
         """What to evict while the answer is generated; None keeps everything."""
         return make_eviction(self.eviction)
+
+
+def checked_batch(prompts: Any) -> list[Any]:
+    """Return the prompts and requests of a batch, not yet checked. Raises ParameterError."""
+    if isinstance(prompts, str | bytes | Mapping | Request | PlacedPrompt) or not isinstance(
+        prompts, Iterable
+    ):
+        raise ParameterError(
+            "a batch must be a list of prompts: put the prompt into a list; found "
+            f"{arguments.shown(prompts)}"
+        )
+    return list(prompts)
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
