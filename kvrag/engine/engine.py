@@ -18,7 +18,7 @@ from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.buffers import BufferPool
 from kvrag.engine.open_answer import OpenAnswer
 from kvrag.engine.prompt_reader import LaidOutPrompt, PromptReader
-from kvrag.engine.request import PlacedPrompt, Prompt, Recompute, Request, RequestOptions
+from kvrag.engine.request import Prompt, Recompute, Request, RequestOptions, checked_batch
 from kvrag.engine.scheduler import MAX_BATCH, Scheduler, Start
 from kvrag.engine.streaming_target import streaming_target
 from kvrag.errors import ParameterError, PromptTooLongError
@@ -328,9 +328,7 @@ class KVEngine:
         options
             The other fields of `Request`, for each prompt.
         """
-        if isinstance(prompts, str | Request | PlacedPrompt):
-            raise ParameterError("a batch must be a list of prompts: put the prompt into a list")
-        starts = [partial(self._start_later, one, options) for one in prompts]
+        starts = [partial(self._start_later, one, options) for one in checked_batch(prompts)]
         answers = waiting.answers(self._scheduler, starts)
         errors = [one for one in answers if isinstance(one, Exception)]
         if errors and not return_exceptions:

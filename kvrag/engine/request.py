@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self, TypedDict
@@ -183,8 +183,10 @@ class Request:
     tools: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
+        if self.policy is not None:
+            self.recompute.choice()
         checked: dict[str, Any] = {
-            "hints": arguments.texts(self.hints, "hints"),
+            "hints": tuple(arguments.texts(self.hints, "hints", is_utf8=True)),
             "reuse": arguments.flag(self.reuse, "reuse"),
             "tools": checked_tools(self.tools),
         }
@@ -206,16 +208,18 @@ class Request:
             raise ParameterError(
                 f"stop {arguments.shown(self.stop)}: expected a list of non-empty strings"
             )
-        if self.max_tokens is not None:
-            checked["max_tokens"] = arguments.whole(self.max_tokens, "max_tokens", 1)
+        checked["stop"] = tuple(self.stop)  # the caller may change a list later
+        for name in ("max_tokens", "boundary_tokens"):
+            if getattr(self, name) is not None:
+                checked[name] = arguments.whole(getattr(self, name), name, 1)
+        if self.ratio is not None:
+            checked["ratio"] = arguments.number(self.ratio, "ratio", 0.0, 1.0)
         for name in ("timeout_seconds", "ttft"):
             if getattr(self, name) is not None:
                 checked[name] = arguments.number(getattr(self, name), name, above=0.0)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         _ = self.sampling, self.eviction_policy
-        if self.policy is not None:
-            self.recompute.choice()
 
     @classmethod
     def of(cls, prompt: Prompt | Request, options: RequestOptions) -> Request:
@@ -273,6 +277,18 @@ class Request:
     def eviction_policy(self) -> EvictionPolicy | None:
         """What to evict while the answer is generated; None keeps everything."""
         return make_eviction(self.eviction)
+
+
+def checked_batch(prompts: Any) -> list[Any]:
+    """Return the prompts and requests of a batch, not yet checked. Raises ParameterError."""
+    if isinstance(prompts, str | bytes | Mapping | Request | PlacedPrompt) or not isinstance(
+        prompts, Iterable
+    ):
+        raise ParameterError(
+            "a batch must be a list of prompts: put the prompt into a list; found "
+            f"{arguments.shown(prompts)}"
+        )
+    return list(prompts)
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from kvrag.arguments import shown
+from kvrag.errors import ParameterError
 from kvrag.fusion.policies.base import CandidateStats, PromptRows, RecomputePolicy, highest
 from kvrag.kvcache import FusedKV
 from kvrag.models.attention import EncodedScope
@@ -50,7 +52,9 @@ class Selection:
         self._policy = policy
         self._prompt = prompt
         self._encoded = encoded
-        candidates = policy.candidates(prompt).to(fresh.device)
+        candidates = policy.candidates(prompt)
+        _require_reused(candidates, policy, prompt)
+        candidates = candidates.to(fresh.device)
         self.rows, order = torch.cat([fresh, candidates]).sort()
         # Which of `rows` the policy may still drop; fresh rows never.
         self._optional = order >= len(fresh)
@@ -158,6 +162,23 @@ class Selection:
             for kv, computed in zip(stored, fresh, strict=True):
                 kv.index_copy_(1, positions, computed)
         return _named(deviation)
+
+
+def _require_reused(candidates: torch.Tensor, policy: RecomputePolicy, prompt: PromptRows) -> None:
+    """Raise ParameterError unless candidates are distinct positions of reused tokens."""
+    reused = prompt.reused()
+    here = candidates.to(reused.device)
+    if (
+        here.dtype.is_floating_point
+        or here.dtype == torch.bool
+        or here.dim() != 1
+        or not torch.isin(here, reused).all()
+        or (here.sort().values.diff() == 0).any()
+    ):
+        raise ParameterError(
+            f"policy {policy}: expected candidates that are positions of reused tokens, each once; "
+            f"found {shown(candidates.tolist())}; mend the policy (kvrag.testing.policy_contract)"
+        )
 
 
 def _named(deviation: Deviation) -> dict[str, torch.Tensor]:

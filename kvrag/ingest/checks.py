@@ -10,7 +10,7 @@ from kvrag.errors import IndexMismatchError, ParameterError
 from kvrag.ingest.config import FILE_NAME, IndexConfig
 from kvrag.ingest.contexts import CORPUS
 from kvrag.store.base import Store
-from kvrag.store.capabilities import InMemory, Limits, capability, tiers_of
+from kvrag.store.capabilities import Limits, capability, is_in_memory, tiers_of
 
 if TYPE_CHECKING:
     from kvrag.ingest.embedding import Embedding
@@ -42,7 +42,7 @@ def check_unencrypted(config: IndexConfig) -> None:
 
 def check_lasting(store: Store) -> None:
     """Raise ParameterError if a store's content ends with the process."""
-    if capability(tiers_of(store)[-1], InMemory) is not None:
+    if is_in_memory(tiers_of(store)[-1]):
         raise ParameterError(
             f"{store.url} is gone when the process ends: choose a store that lasts; memory may be "
             "a tier before it"

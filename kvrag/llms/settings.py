@@ -29,11 +29,8 @@ from kvrag.engine.base import Engine
 from kvrag.engine.constraint import Constraint
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import PlacedPrompt, Recompute, Request
-from kvrag.engine.sampling import Sampling
 from kvrag.engine.shared import shared_index
 from kvrag.errors import IndexLockedError, KVRagError, ParameterError, StoreError
-from kvrag.eviction.registry import make_eviction
-from kvrag.fusion.controller import make_choice
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.ingest.index import Index
 from kvrag.ingest.prompt_tokens import tokenise_prompt
@@ -68,6 +65,10 @@ TOOLS = ("tools", "tool_choice")
 """Parameters that only a call has (`kvrag.llms.shape.shape`); they need messages."""
 
 _RECOMPUTE = ("policy", "ratio", "boundary_tokens")
+_OF_REQUESTS = (
+    *(*_RECOMPUTE, "eviction", "ttft", "max_tokens", "temperature", "top_p", "top_k"),
+    *("repetition_penalty", "seed"),
+)
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 2.0
 
@@ -178,10 +179,13 @@ class EngineSettings(BaseModel):
     @model_validator(mode="after")
     def _as_the_engine_takes_them(self) -> Self:
         # The engine would reject wrong values only at the first call.
-        make_choice(self.policy, ratio=self.ratio, boundary_tokens=self.boundary_tokens)
-        make_eviction(self.eviction)
-        Sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty, self.seed)
-        Constraint.of(self.response_format)
+        Request(
+            "",
+            stop=tuple(self.stop or ()),
+            timeout_seconds=self.timeout,
+            constraint=Constraint.of(self.response_format),
+            **{name: getattr(self, name) for name in _OF_REQUESTS},
+        )
         return self
 
     @field_serializer("index")

@@ -16,7 +16,7 @@ import torch
 
 from kvrag.loading import LOAD_THREADS
 from kvrag.store.base import Store
-from kvrag.store.capabilities import InFolder, InMemory, capability, tiers_of
+from kvrag.store.capabilities import InFolder, capability, is_in_memory, tiers_of
 
 _MAX_THREADS = 256
 """The most threads for all prompts together. Further work waits for a free thread."""
@@ -43,8 +43,7 @@ def suitable(store: Store, device: torch.device) -> int:
     after each operator: more is lost than hidden.
     """
     is_local = all(
-        capability(tier, InFolder) is not None or capability(tier, InMemory) is not None
-        for tier in tiers_of(store)
+        capability(tier, InFolder) is not None or is_in_memory(tier) for tier in tiers_of(store)
     )
     if device.type != "cpu" or not is_local:
         return LOAD_THREADS

@@ -140,6 +140,12 @@ def capability(store: Store, kind: type[Capability]) -> Capability | None:
     return store
 
 
+def is_in_memory(store: Store) -> bool:
+    """Return whether a store says that its records end with this process."""
+    found = capability(store, InMemory)
+    return found is not None and found.is_in_memory
+
+
 def tiers_of(store: Store) -> Sequence[Store]:
     """Return the tiers of a store, the fastest first; a store without tiers is its only one."""
     found = capability(store, HasTiers)

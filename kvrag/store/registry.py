@@ -12,7 +12,7 @@ from kvrag.errors import ParameterError
 from kvrag.plugins import Table, require_subclass
 from kvrag.store.base import Store
 from kvrag.store.breaker import GuardedStore
-from kvrag.store.capabilities import InFolder, InMemory, capability
+from kvrag.store.capabilities import InFolder, capability, is_in_memory
 from kvrag.store.encrypted import EncryptedStore, read_key
 from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
@@ -174,9 +174,7 @@ def _require_another(tiers: list[Store]) -> None:
     """Raise ParameterError if the last tier is also an earlier one: copies would be pointless."""
     *others, last = tiers
     place = last.url.partition("?")[0]
-    if capability(last, InMemory) is None and place in [
-        other.url.partition("?")[0] for other in others
-    ]:
+    if not is_in_memory(last) and place in [other.url.partition("?")[0] for other in others]:
         raise ParameterError(f"{place} is two of the tiers: name each store once")
 
 

@@ -19,7 +19,7 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError
 from kvrag.recordformat import check_record
 from kvrag.store.base import Store, StoredRecord
-from kvrag.store.capabilities import Admits, InMemory, Pins, capability
+from kvrag.store.capabilities import Admits, Pins, capability, is_in_memory
 from kvrag.store.fetch import Fetch, FetchReader
 from kvrag.store.metrics import StoreCounts
 from kvrag.store.uploader import Check, Uploader, write_to
@@ -292,7 +292,7 @@ class TieredStore:
             self._check(fetch.key, content)
         except RecordError:
             return  # the reader finds the same damage and reports it
-        at_once = [tier for tier in tiers if capability(tier, InMemory) is not None]
+        at_once = [tier for tier in tiers if is_in_memory(tier)]
         copy = _Copy(fetch.key, content, [tier for tier in tiers if tier not in at_once])
         with self._changing:
             if self._fetches.get(fetch.key) is not fetch:

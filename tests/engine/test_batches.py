@@ -163,8 +163,9 @@ def test_one_bad_request_harms_nobody(engine: KVEngine, alone: dict[tuple[int, i
     assert isinstance(answers[2], PromptTooLongError)
     with pytest.raises(ParameterError, match="found int 5"):
         engine.generate_batch(asked)
-    with pytest.raises(ParameterError, match="put the prompt into a list"):
-        engine.generate_batch(PROMPTS[0])  # type: ignore[arg-type]
+    for one in (PROMPTS[0], None, 5, {"a": 1}):
+        with pytest.raises(ParameterError, match="put the prompt into a list"):
+            engine.generate_batch(one)  # type: ignore[arg-type]
     assert engine.generate_batch([]) == []
     assert engine._scheduler.num_open == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -69,3 +70,27 @@ def test_a_policy_object_says_its_ratio_itself() -> None:
     )
     with pytest.raises(ParameterError, match=r"ratio 0\.1 given with policy deviation"):
         Request("x", policy=DeviationPolicy(0.2), ratio=0.1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ratio": 1.5},
+        {"ratio": "0.5"},
+        {"ratio": float("nan")},
+        {"boundary_tokens": 0},
+        {"boundary_tokens": True},
+        {"hints": ["\ud800"]},
+    ],
+)
+def test_a_value_out_of_range_is_refused_without_a_policy_too(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError, match=next(iter(wrong))):
+        Request("x", **wrong)
+
+
+def test_a_request_does_not_change_with_the_callers_lists() -> None:
+    stop, hints = ["end"], ["chunk"]
+    request = Request("x", stop=stop, hints=hints)
+    stop[0] = hints[0] = "other"
+    assert request == Request("x", stop=("end",), hints=("chunk",))
+    assert request.stop == ("end",)

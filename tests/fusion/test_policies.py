@@ -72,6 +72,32 @@ class TestPolicyWithParameters(TestPolicy):
         return make_repair(spec).policy
 
 
+@dataclass(frozen=True)
+class WrongPolicy(RecomputePolicy):
+    """A policy of another distribution that returns something else than reused positions."""
+
+    name: ClassVar[str] = "wrong"
+    how: str = ""
+
+    def candidates(self, prompt: PromptRows) -> torch.Tensor:
+        reused = prompt.reused()
+        return {
+            "mask": torch.ones(prompt.num_tokens, dtype=torch.bool),
+            "fresh": torch.arange(prompt.num_tokens),
+            "twice": reused.repeat(2),
+            "float": reused.float(),
+            "beyond": torch.tensor([prompt.num_tokens]),
+            "negative": torch.tensor([-1]),
+            "rows": reused[None],
+        }[self.how]
+
+
+@pytest.mark.parametrize("how", ["mask", "fresh", "twice", "float", "beyond", "negative", "rows"])
+def test_candidates_that_are_not_reused_positions_are_refused(bench: Bench, how: str) -> None:
+    with pytest.raises(ParameterError, match=r"policy wrong.*positions of reused tokens"):
+        bench.fuse(bench.prompt(1, 0), WrongPolicy(how))
+
+
 @pytest.mark.parametrize("policy", OF_TOKENS)
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.3, 0.5, 0.8, 1.0])
 def test_the_fewest_tokens_a_chunk_that_make_up_a_share(

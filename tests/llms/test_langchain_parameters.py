@@ -334,6 +334,8 @@ def test_copied_and_pickled_after_use(rag: Rag, model_class: Any) -> None:
         {"policy": "boundary", "boundary_tokens": 0},
         {"temperature": float("nan")},
         {"seed": -1},
+        {"stop": [""]},
+        {"timeout": float("inf")},
     ],
 )
 @pytest.mark.parametrize("model_class", [KVRagLLM, ChatKVRag])

@@ -17,6 +17,7 @@ from kvrag.store.capabilities import (
     LocatesTier,
     Pins,
     capability,
+    is_in_memory,
     tiers_of,
 )
 from kvrag.store.encrypted import EncryptedStore
@@ -102,3 +103,11 @@ def test_a_tier_inside_what_encrypts_it_admits_as_it_would_outside() -> None:
         record.read_into(0, memoryview(bytearray(5000)))
         record.close()
         assert not limited.contains(large)
+
+
+def test_what_says_that_it_is_not_in_memory_is_not() -> None:
+    class Lasting(MemoryStore):
+        is_in_memory = False
+
+    assert is_in_memory(StoreWrapper(MemoryStore()))
+    assert not is_in_memory(StoreWrapper(Lasting()))

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from kvrag.arguments import shown
 from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Usage
 from kvrag.engine.prompt_reader import PromptReader
-from kvrag.engine.request import PlacedPrompt, Prompt, Request, RequestOptions
+from kvrag.engine.request import PlacedPrompt, Prompt, Request, RequestOptions, checked_batch
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.report import FusionReport
@@ -107,11 +107,11 @@ class VLLMEngine:
         **options: Unpack[RequestOptions],
     ) -> list[Answer]:
         """Answer several prompts, asked at the same time; see `kvrag.KVEngine.generate_batch`."""
-        requests = [Request.of(prompt, options) for prompt in prompts]
-        if not requests:
+        batch = checked_batch(prompts)
+        if not batch:
             return []
-        with ThreadPoolExecutor(min(len(requests), _MAX_THREADS), "kvrag-ask") as pool:
-            asked = [pool.submit(self.generate, request) for request in requests]
+        with ThreadPoolExecutor(min(len(batch), _MAX_THREADS), "kvrag-ask") as pool:
+            asked = [pool.submit(self.generate, prompt, **options) for prompt in batch]
         if not return_exceptions:
             return [one.result() for one in asked]
         return [one.exception() or one.result() for one in asked]  # type: ignore[misc]
