@@ -16,7 +16,7 @@ STAMP := $(VENV)/.kvrag-installed
 NATIVE := CMakeLists.txt $(wildcard cuda/include/kvrag/*.h cuda/host/*.h cuda/host/*.cpp)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all install-vllm test-vllm check format install clean sanitize train-tiny
+.PHONY: help demo test test-all install-vllm test-vllm check docs format install clean sanitize train-tiny
 
 help:
 	@echo "make demo     index a few pages, answer questions about them, and compare with plain prefill"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-all make check and make test, then the slow tests, and property tests with more examples"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of its own (2.5 GB)"
 	@echo "make check    lint, types, layers and the English of the pages"
+	@echo "make docs     build the documentation's site in build/site"
 	@echo "make format   rewrite the sources in the house's style"
 	@echo "make sanitize run the compiled kernels under address, undefined and thread sanitizers"
 	@echo "make train-tiny  train kvrag-tiny from nothing (hours on two cores; continues when stopped)"
@@ -67,6 +68,12 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.prose
 	$(BIN)/python -m tools.prose --python
+
+# The site asks nothing of other sites; a warning fails the build.
+docs: $(STAMP)
+	$(PIP) install -c constraints-dev.txt -r docs/requirements.txt
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/site
+	@echo "build/site/index.html"
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

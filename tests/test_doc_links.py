@@ -31,15 +31,21 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(other), f"{target}: no such heading"
 
 
+def named_pages(page: Path) -> set[Path]:
+    """Return the pages that a page links to, or lists in the site's contents."""
+    text = page.read_text("utf-8")
+    targets = re.findall(r"\]\(([^)#:]+\.md)[^)]*\)", text)
+    for contents in re.findall(r"^```{toctree}\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        lines = [line for line in contents.splitlines() if line and not line.startswith(":")]
+        targets += [re.sub(r".*<(.*)>", r"\1", line) + ".md" for line in lines]
+    return {(page.parent / target.partition("#")[0]).resolve() for target in targets}
+
+
 def test_every_page_is_linked_from_the_readme_or_from_a_page_that_is() -> None:
     known = {ROOT / "README.md"}
     while True:
-        targets = (
-            (page.parent / target.partition("#")[0]).resolve()
-            for page in known
-            for target in re.findall(r"\]\(([^)#:]+\.md)[^)]*\)", page.read_text("utf-8"))
-        )
-        if not (found := set(targets) - known):
+        targets = {target for page in known for target in named_pages(page)}
+        if not (found := targets - known):
             break
         known |= found
     assert set(PAGES) - known <= {ROOT / "CHANGELOG.md"}
