@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import matplotlib
@@ -31,6 +32,7 @@ _COLORS = {
 _SPARE_COLORS = ("tab:purple", "tab:brown", "tab:pink", "tab:olive")
 _LINES = ("-", "--", ":", "-.")
 _PANELS_A_LINE = 4
+_TITLE_CHARACTERS = 40  # over each panel
 
 
 def check_picture_path(path: Path) -> None:
@@ -102,11 +104,11 @@ def draw_quality(rows: Sequence[QualityRow], path: Path) -> None:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     first = drawn[0]
-    figure.suptitle(
+    title = (
         f"{first.model} on {first.dataset}, {first.num_questions:,} questions: from plain reuse "
-        "(0 %) to full prefill (bars: 95 % of paired resamples)",
-        fontsize=11,
+        "(0 %) to full prefill (bars: 95 % of paired resamples)"
     )
+    figure.suptitle(fill(title, _TITLE_CHARACTERS * columns), fontsize=11)
     figure.legend(
         handles.values(), handles.keys(), loc="lower center", ncols=len(handles), frameon=False
     )
