@@ -39,6 +39,7 @@ _OPTIONAL = {
     "langchain-core": "kvrag[langchain]",
     "llama-index-core": "kvrag[llama-index]",
     "pypdfium2": "kvrag[ingest]",
+    "markitdown": "kvrag[docs]",
     "kvrag-bench": "kvrag[bench]",
 }
 _LOW_DISK_BYTES = 2 * 1024**3

@@ -116,7 +116,7 @@ def ingest(
         list[str] | None,
         typer.Option(
             metavar="SUFFIX=MODULE:FUNCTION",
-            help="Function that reads files with this suffix, such as .pptx=slides:load. It takes "
+            help="Function that reads files with this suffix, such as .odp=slides:load. It takes "
             "a path and bytes, yields kvrag.Document objects, and overrides a built-in loader for "
             "the suffix. Repeatable.",
             rich_help_panel=o.TUNING,

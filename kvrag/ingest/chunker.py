@@ -16,10 +16,8 @@ from typing import Any
 from kvrag.chunk import Chunk, Document, chunk_id_of, normalise_text
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest.limits import MAX_TITLE_CHARACTERS
+from kvrag.ingest.office import PAGE_BREAK
 from kvrag.models.control import ControlTokens, encode_documents
-
-PAGE_BREAK = "\f"
-"""Loaders put it between the pages of a document; chunks record the page on which they begin."""
 
 MIN_CHUNK_TOKENS = 16
 

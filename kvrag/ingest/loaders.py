@@ -19,6 +19,7 @@ from typing import Any
 
 from kvrag.chunk import Document, content_hash
 from kvrag.errors import DocumentError, ParameterError
+from kvrag.ingest.converted import CONVERTED_SUFFIXES, converted_to_text
 from kvrag.ingest.files import printable
 from kvrag.ingest.html import html_to_text
 from kvrag.ingest.limits import MAX_TITLE_CHARACTERS
@@ -120,6 +121,11 @@ def _load_docx(path: str, content: bytes) -> Iterator[Document]:
     yield Document(path, text, _titled(title))
 
 
+def _load_converted(path: str, content: bytes) -> Iterator[Document]:
+    title, text = converted_to_text(path, Path(path).suffix.lower(), content)
+    yield Document(path, text, _titled(title))
+
+
 def _titled(title: str) -> dict[str, Any]:
     return plain_metadata({"title": title[:MAX_TITLE_CHARACTERS]}) if title else {}
 
@@ -185,6 +191,7 @@ _LOADERS: dict[str, Loader] = {
     **dict.fromkeys((".csv", ".tsv"), _load_csv),
     ".pdf": _load_pdf,
     ".docx": _load_docx,
+    **dict.fromkeys(CONVERTED_SUFFIXES, _load_converted),
 }
 SUFFIXES = frozenset(_LOADERS)
 """The suffixes of files that the built-in loaders read."""

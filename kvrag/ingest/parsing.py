@@ -46,13 +46,13 @@ def check_loaders(loaders: Mapping[str, str]) -> dict[str, str]:
     Raises
     ------
     ParameterError
-        When one is not of the form ``{".pptx": "package.module:function"}``, or its module is
+        When one is not of the form ``{".odp": "package.module:function"}``, or its module is
         not found. Nothing is imported.
     """
     if not isinstance(loaders, Mapping):
         raise ParameterError(
             f"loaders {shown(loaders)}: expected a mapping such as "
-            "{'.pptx': 'package.module:function'}"
+            "{'.odp': 'package.module:function'}"
         )
     for suffix, name in loaders.items():
         given = cut(f"{suffix}={name}")
@@ -61,7 +61,7 @@ def check_loaders(loaders: Mapping[str, str]) -> dict[str, str]:
         if not module or not suffix.startswith(".") or not function.isidentifier():
             raise ParameterError(
                 f"loader {given}: expected a suffix with its dot and where the loader "
-                "is, as in .pptx=package.module:function"
+                "is, as in .odp=package.module:function"
             )
         top = module.partition(".")[0]
         if not _is_found(top):
@@ -88,7 +88,7 @@ class Parser:
         Limits on the cost of a file.
     loaders
         Additional loaders, which take precedence over the built-in ones:
-        ``{".pptx": "package.module:function"}``, a function of the file's path and bytes that
+        ``{".odp": "package.module:function"}``, a function of the file's path and bytes that
         yields `Document`.
 
     Raises
