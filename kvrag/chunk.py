@@ -115,7 +115,8 @@ class Chunk:
     source, ordinal
         The document that it was cut from, and its place there, counted from 0.
     metadata
-        The document's metadata, plus what the chunker adds (heading, page).
+        The document's metadata, plus what the chunker adds: ``heading``, ``headings`` (the path of
+        headings under which the chunk begins, from the outermost), ``page``, ``start``.
     contexts
         One entry for each record of the chunk's KV: the token ids between the shared prefix and the
         chunk while it is encoded. Their own KV is not stored. At least one, often just ``()``. If

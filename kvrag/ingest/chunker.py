@@ -15,7 +15,7 @@ from typing import Any
 
 from kvrag.chunk import Chunk, Document, chunk_id_of, normalise_text
 from kvrag.errors import DocumentError, ParameterError
-from kvrag.ingest.limits import MAX_TITLE_CHARACTERS
+from kvrag.ingest.headings import Heading, find_headings, paths_of
 from kvrag.ingest.office import PAGE_BREAK
 from kvrag.models.control import ControlTokens, encode_documents
 
@@ -26,13 +26,6 @@ MIN_CHUNK_TOKENS = 16
 _STRETCH_CHARACTERS = 65_536
 _MAX_CHARACTERS_PER_TOKEN = 16
 # The time of each pattern grows at most linearly with the text, whatever the text is.
-# This one finds headings, and the fences inside which there are none. A full parser of Markdown
-# (markdown-it-py) takes 2.5 s and 250,000 objects for 0.2 MB of "- a" lines.
-_MARK = re.compile(
-    r"^ {0,3}(?:(#{1,6})(?=[ \t])|(`{3,}|~{3,})|(?:=++|-{2,}+)[ \t]*+$)", re.MULTILINE
-)
-# Lines that are no title, even when a line of dashes follows.
-_NO_TITLE = re.compile(r"\s|[-*+>|#=`~]|\d+[.)]")
 _PARAGRAPH = re.compile(r"\n[ \t]*\n\s*")
 _SENTENCE = re.compile("[.!?\u2026][\"'\u201d\u2019)\\]]*\\s+|[\u3002\uff01\uff1f](?=\\S)")
 _LINE = re.compile(r"\n")
@@ -47,16 +40,17 @@ _Tokenise = Callable[[list[str]], list[tuple[list[int], list[int]]]]
 
 @dataclass(frozen=True)
 class _Text:
-    """A normalised document with the offsets and titles of its headings, and of its pages."""
+    """A normalised document with its headings, the path to each, and the offsets of its pages."""
 
     text: str
-    headings: list[tuple[int, str]]
+    headings: list[Heading]
+    paths: list[tuple[str, ...]]
     page_starts: list[int]
 
     def seams(self, begin: int, end: int) -> _Seams:
         """Return the seams in a stretch of the text."""
         return (
-            [start for start, _ in self.headings if begin <= start < end],
+            [one.start for one in self.headings if begin <= one.start < end],
             *(
                 [match.end() for match in pattern.finditer(self.text, begin, end)]
                 for pattern in (_PARAGRAPH, _SENTENCE, _LINE, _WORD)
@@ -144,52 +138,18 @@ def _prepare(raw: str) -> _Text:
             pages.append(page)
             length += len(page) + 2
     text = "\n\n".join(pages)
-    return _Text(text, _headings(text), page_starts if len(page_starts) > 1 else [])
-
-
-def _headings(text: str) -> list[tuple[int, str]]:
-    """Return offset and title of the headings outside code fences.
-
-    A title follows hashes, or is a line between an empty line and a line of dashes or equals
-    signs.
-    """
-    found: list[tuple[int, str]] = []
-    fence = ""
-    for mark in _MARK.finditer(text):
-        hashes, ticks = mark.groups()
-        end = text.find("\n", mark.end())
-        rest = text[mark.end() : end if end >= 0 else len(text)]
-        start, title = mark.start(), ""
-        if ticks:
-            if not fence:
-                fence = ticks
-            elif ticks.startswith(fence) and not rest.strip():
-                fence = ""
-        elif fence:
-            continue
-        elif hashes:
-            title = rest.strip(" \t")
-            closed = title.rstrip("#")
-            if not closed or closed[-1] in " \t":
-                title = closed.rstrip(" \t")
-        elif start:
-            before = text.rfind("\n", 0, start - 1)
-            title = text[before + 1 : start - 1].rstrip()
-            above = text.rfind("\n", 0, max(0, before))
-            if _NO_TITLE.match(title) or text[above + 1 : max(0, before)].strip():
-                title = ""
-            start = before + 1
-        if title:
-            found.append((start, title[:MAX_TITLE_CHARACTERS]))
-    return found
+    headings = find_headings(text)
+    paths = list(paths_of(headings))
+    return _Text(text, headings, paths, page_starts if len(page_starts) > 1 else [])
 
 
 def _place(prepared: _Text, start: int) -> dict[str, Any]:
-    """Return the page and the heading under which a chunk begins."""
+    """Return the page and the headings under which a chunk begins."""
     place: dict[str, Any] = {}
-    last = bisect_right(prepared.headings, start, key=lambda heading: heading[0])
+    last = bisect_right(prepared.headings, start, key=lambda heading: heading.start)
     if last:
-        place["heading"] = prepared.headings[last - 1][1]
+        path = prepared.paths[last - 1]
+        place |= {"heading": path[-1], "headings": list(path)}
     if prepared.page_starts:
         place["page"] = bisect_right(prepared.page_starts, start)
     return place
