@@ -40,6 +40,7 @@ _OPTIONAL = {
     "llama-index-core": "kvrag[llama-index]",
     "pypdfium2": "kvrag[ingest]",
     "markitdown": "kvrag[docs]",
+    "tree-sitter": "kvrag[code]",
     "kvrag-bench": "kvrag[bench]",
 }
 _LOW_DISK_BYTES = 2 * 1024**3

@@ -25,8 +25,9 @@ from kvrag.chunk import Document
 from kvrag.errors import DocumentError, ParameterError, ParserError
 from kvrag.ingest.files import printable
 from kvrag.ingest.frames import pack_frame, read_frame
+from kvrag.ingest.headings import checked_outline
 from kvrag.ingest.limits import MAX_DOCUMENTS, ParseLimits
-from kvrag.ingest.loaders import SUFFIXES, NoTextError, is_storable
+from kvrag.ingest.loaders import NoTextError, is_storable, sought_suffixes
 from kvrag.ingest.metadata import plain_metadata
 from kvrag.ingest.worker import OUT_OF_MEMORY
 
@@ -104,7 +105,7 @@ class Parser:
             raise ParameterError(f"limits {shown(limits)}: expected a ParseLimits")
         self.limits = limits or ParseLimits()
         self._loaders = check_loaders({} if loaders is None else loaders)
-        self.suffixes = SUFFIXES | self._loaders.keys()
+        self.suffixes = sought_suffixes() | self._loaders.keys()
         self._process: _Process | None = None
 
     def __enter__(self) -> Self:
@@ -301,9 +302,10 @@ class _Process:
                 raise _GoneError("its loader gave a source that is not valid Unicode")
             try:
                 metadata = plain_metadata(metadata)
+                outline = checked_outline(head.get("outline"), text)
             except DocumentError as error:
                 raise _GoneError(str(error)) from None
-            documents.append(Document(path + part, text, metadata))
+            documents.append(Document(path + part, text, metadata, outline=outline))
         reason = printable(str(head.get("reason"))[:_MAX_REASON_CHARACTERS])
         if head["end"] == "no text":
             raise NoTextError(reason)

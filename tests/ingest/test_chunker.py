@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvrag.chunk
-from kvrag.chunk import Document, normalise_text
+from kvrag.chunk import Document, Mark, normalise_text
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest import chunker
 from kvrag.ingest.chunker import chunk_document
-from kvrag.ingest.headings import Heading, find_headings, paths_of
+from kvrag.ingest.headings import find_headings, paths_of
 from tests.support.models import make_tokenizer
 from tests.support.properties import examples
 
@@ -165,7 +165,7 @@ def test_the_path_to_a_heading_is_of_those_it_stands_under(text: str, paths: lis
 
 @given(levels=st.lists(st.integers(1, 6), max_size=12))
 def test_paths_have_rising_levels_and_end_with_their_heading(levels: list[int]) -> None:
-    headings = [Heading(start, level, f"{level}") for start, level in enumerate(levels)]
+    headings = [Mark(start, level, f"{level}") for start, level in enumerate(levels)]
     for heading, path in zip(headings, paths_of(headings), strict=True):
         assert path[-1] == heading.title
         assert list(path) == sorted(set(path))

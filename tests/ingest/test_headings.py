@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,14 @@ def test_frameworks_see_the_path_and_models_do_not(guides: Index) -> None:
 def test_texts_without_headings_have_no_path(index: Index) -> None:
     index.add(Document("plain", "No heading at all."))
     assert index.search("heading", 1)[0].chunk.metadata == {}
+
+
+def test_a_lost_document_gets_only_its_own_metadata_back(index: Index) -> None:
+    index.add(Document("guide", f"# Guide\n\n{FILLER}", {"lang": "en"}))
+    with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
+        connection.execute("DELETE FROM documents")
+        connection.commit()
+    with Index.open(index.path, model=index.model) as opened:
+        opened.upkeep.verify(repair=True)
+        (row,) = opened.documents()
+        assert row.metadata == {"lang": "en"}
