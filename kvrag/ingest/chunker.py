@@ -6,7 +6,7 @@ the highest-ranking place in its last half, and at the latest one of that rank.
 
 If a document has an outline (source code), its marks take the place of headings and sentences,
 those of outer blocks first. A definition or statement that fits into a chunk whole is not cut, even
-if the chunk before it ends early.
+if the chunk before it ends early, unless that one has hardly begun.
 """
 
 from __future__ import annotations

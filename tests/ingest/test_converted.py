@@ -34,7 +34,7 @@ GOOD = {
 
 @pytest.fixture(scope="module")
 def parser() -> Iterator[Parser]:
-    with Parser(ParseLimits(seconds=20)) as parser:
+    with Parser(ParseLimits(seconds=60)) as parser:
         yield parser
 
 
@@ -140,8 +140,8 @@ def test_entities_are_not_expanded(
 
 
 def test_a_sheet_with_a_cell_at_the_far_end_costs_itself(parser: Parser) -> None:
-    with Parser(ParseLimits(seconds=3, memory_bytes=600 << 20)) as small:
-        with pytest.raises(DocumentError, match=r"more than 600 MiB|longer than 3 s"):
+    with Parser(ParseLimits(memory_bytes=450 << 20)) as small:
+        with pytest.raises(DocumentError, match="more than 450 MiB"):
             load(small, ".xlsx", office.far_xlsx_bytes())
         assert load(small, ".xlsx").text.startswith("## Ships")
 
