@@ -14,7 +14,7 @@ import struct
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvrag.arguments import shown
 from kvrag.errors import ParameterError
@@ -75,6 +75,24 @@ def fields_of(source: str, ordinal: int, metadata: Mapping[str, Any]) -> dict[st
     return {"source": source, "ordinal": ordinal, **metadata}
 
 
+class Mark(NamedTuple):
+    """A place in a document's outline: a heading, or a definition or statement of code.
+
+    Attributes
+    ----------
+    start
+        The offset of its first character.
+    level
+        Its depth. It ends what marks of this level, or of a higher number, began before it.
+    title
+        At most 256 characters; empty for a statement.
+    """
+
+    start: int
+    level: int
+    title: str
+
+
 @dataclass(frozen=True)
 class Document:
     """One source document, from a loader.
@@ -90,12 +108,16 @@ class Document:
         Plain JSON values, shown with answers.
     is_whole
         Whether the text was cut elsewhere and becomes one chunk, if the model's window allows it.
+    outline
+        Where the text may be cut, if its loader knows that better than the chunker; in ascending
+        order. The text is normalised then (`normalise_text`). Empty: as Markdown, or plain text.
     """
 
     source: str
     text: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     is_whole: bool = False
+    outline: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,7 +137,8 @@ class Chunk:
     source, ordinal
         The document that it was cut from, and its place there, counted from 0.
     metadata
-        The document's metadata, plus what the chunker adds (heading, page).
+        The document's metadata, plus what the chunker adds: ``heading``, ``headings`` (the path of
+        headings under which the chunk begins, from the outermost), ``page``, ``start``.
     contexts
         One entry for each record of the chunk's KV: the token ids between the shared prefix and the
         chunk while it is encoded. Their own KV is not stored. At least one, often just ``()``. If

@@ -39,6 +39,8 @@ _OPTIONAL = {
     "langchain-core": "kvrag[langchain]",
     "llama-index-core": "kvrag[llama-index]",
     "pypdfium2": "kvrag[ingest]",
+    "markitdown": "kvrag[docs]",
+    "tree-sitter": "kvrag[code]",
     "kvrag-bench": "kvrag[bench]",
 }
 _LOW_DISK_BYTES = 2 * 1024**3

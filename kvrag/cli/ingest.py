@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -116,7 +118,7 @@ def ingest(
         list[str] | None,
         typer.Option(
             metavar="SUFFIX=MODULE:FUNCTION",
-            help="Function that reads files with this suffix, such as .pptx=slides:load. It takes "
+            help="Function that reads files with this suffix, such as .odp=slides:load. It takes "
             "a path and bytes, yields kvrag.Document objects, and overrides a built-in loader for "
             "the suffix. Repeatable.",
             rich_help_panel=o.TUNING,
@@ -156,7 +158,7 @@ def ingest(
     from kvrag.fusion.compression.spec import NO_COMPRESSION, parse_compression
     from kvrag.ingest.contexts import parse_context
     from kvrag.ingest.files import resolve_path
-    from kvrag.ingest.loaders import SUFFIXES
+    from kvrag.ingest.loaders import sought_suffixes
     from kvrag.ingest.parsing import Parser, check_loaders
     from kvrag.ingest.profiles import read_profile
     from kvrag.models.control import check_control_tokens
@@ -198,10 +200,23 @@ def ingest(
     if not (report.added or report.changed or report.unchanged or report.failed):
         console.note(
             "no file of a known type was found (hidden files are skipped); known types: "
-            + " ".join(sorted({*SUFFIXES, *loaders}))
+            + " ".join(sorted({*sought_suffixes(), *loaders}))
+        )
+    if plain := _code_read_as_plain_text([*report.added, *report.changed], loaders):
+        console.note(
+            f"source code ({' '.join(plain)}) was read as plain text; pip install 'kvrag[code]', "
+            "then --force, to cut it between definitions"
         )
     if not report.ok:
         raise typer.Exit(EXIT_FAILURE)
+
+
+def _code_read_as_plain_text(sources: Iterable[str], loaders: Collection[str]) -> list[str]:
+    """Return the suffixes of source code whose grammar is not installed."""
+    from kvrag.ingest.code import CODE_SUFFIXES, is_installed
+
+    suffixes = {Path(source).suffix.lower() for source in sources} & CODE_SUFFIXES
+    return sorted(one for one in suffixes - set(loaders) if not is_installed(one))
 
 
 def _limits(max_file_size: str, parse_seconds: float, parse_memory: str) -> ParseLimits:

@@ -90,6 +90,7 @@ def _plain(rank: int, hit: SearchHit) -> dict[str, Any]:
         "ordinal": chunk.ordinal,
         "page": chunk.metadata.get("page"),
         "heading": chunk.metadata.get("heading"),
+        "headings": chunk.metadata.get("headings"),
         "chunk_id": chunk.chunk_id,
         "text": chunk.text,
         "metadata": dict(chunk.metadata),
@@ -121,5 +122,7 @@ def _place(hit: SearchHit) -> str:
     place = f"{console.shown_name(chunk.source)}#{chunk.ordinal}"
     if "page" in chunk.metadata:
         place += f" p.{chunk.metadata['page']}"
-    heading = chunk.metadata.get("heading")
-    return f"{place} {heading}" if heading else place
+    headings = chunk.metadata.get("headings") or chunk.metadata.get("heading")
+    if isinstance(headings, list):
+        headings = " > ".join(map(str, headings))
+    return f"{place} {headings}" if headings else place

@@ -3,6 +3,10 @@
 Places where a text may be cut have ranks: before a heading, between paragraphs, between
 sentences, between lines, between words. Each chunk takes as much text as fits. It is then cut at
 the highest-ranking place in its last half, and at the latest one of that rank.
+
+If a document has an outline (source code), its marks take the place of headings and sentences,
+those of outer blocks first. A definition or statement that fits into a chunk whole is not cut, even
+if the chunk before it ends early, unless that one has hardly begun.
 """
 
 from __future__ import annotations
@@ -10,16 +14,15 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvrag.chunk import Chunk, Document, chunk_id_of, normalise_text
+from kvrag.chunk import Chunk, Document, Mark, chunk_id_of, normalise_text
 from kvrag.errors import DocumentError, ParameterError
-from kvrag.ingest.limits import MAX_TITLE_CHARACTERS
+from kvrag.ingest.headings import find_headings, paths_of
+from kvrag.ingest.limits import MAX_REPEATED_CHARACTERS
+from kvrag.ingest.office import PAGE_BREAK
 from kvrag.models.control import ControlTokens, encode_documents
-
-PAGE_BREAK = "\f"
-"""Loaders put it between the pages of a document; chunks record the page on which they begin."""
 
 MIN_CHUNK_TOKENS = 16
 
@@ -28,13 +31,6 @@ MIN_CHUNK_TOKENS = 16
 _STRETCH_CHARACTERS = 65_536
 _MAX_CHARACTERS_PER_TOKEN = 16
 # The time of each pattern grows at most linearly with the text, whatever the text is.
-# This one finds headings, and the fences inside which there are none. A full parser of Markdown
-# (markdown-it-py) takes 2.5 s and 250,000 objects for 0.2 MB of "- a" lines.
-_MARK = re.compile(
-    r"^ {0,3}(?:(#{1,6})(?=[ \t])|(`{3,}|~{3,})|(?:=++|-{2,}+)[ \t]*+$)", re.MULTILINE
-)
-# Lines that are no title, even when a line of dashes follows.
-_NO_TITLE = re.compile(r"\s|[-*+>|#=`~]|\d+[.)]")
 _PARAGRAPH = re.compile(r"\n[ \t]*\n\s*")
 _SENTENCE = re.compile("[.!?\u2026][\"'\u201d\u2019)\\]]*\\s+|[\u3002\uff01\uff1f](?=\\S)")
 _LINE = re.compile(r"\n")
@@ -49,19 +45,42 @@ _Tokenise = Callable[[list[str]], list[tuple[list[int], list[int]]]]
 
 @dataclass(frozen=True)
 class _Text:
-    """A normalised document with the offsets and titles of its headings, and of its pages."""
+    """A normalised document.
+
+    Attributes
+    ----------
+    marks, paths
+        Its headings, or its outline, and the titles that lead to each of them.
+    page_starts
+        The offsets of its pages, if it has several.
+    levels
+        Of an outline: the offsets of the marks of each level, the outermost first.
+    """
 
     text: str
-    headings: list[tuple[int, str]]
-    page_starts: list[int]
+    marks: Sequence[Mark]
+    page_starts: list[int] = field(default_factory=list)
+    levels: tuple[list[int], ...] = ()
+    paths: list[tuple[str, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "paths", list(paths_of(self.marks)))
 
     def seams(self, begin: int, end: int) -> _Seams:
-        """Return the seams in a stretch of the text."""
+        """Return the seams in a stretch of the text; the levels of an outline are the first."""
+        if self.levels:
+            first = [
+                level[bisect_left(level, begin) : bisect_left(level, end)] for level in self.levels
+            ]
+            patterns: tuple[re.Pattern[str], ...] = (_PARAGRAPH, _LINE, _WORD)
+        else:
+            first = [[one.start for one in self.marks if begin <= one.start < end]]
+            patterns = (_PARAGRAPH, _SENTENCE, _LINE, _WORD)
         return (
-            [start for start, _ in self.headings if begin <= start < end],
+            *first,
             *(
                 [match.end() for match in pattern.finditer(self.text, begin, end)]
-                for pattern in (_PARAGRAPH, _SENTENCE, _LINE, _WORD)
+                for pattern in patterns
             ),
         )
 
@@ -101,7 +120,7 @@ def chunk_document(
             f"{document.source}: the text holds half a surrogate pair at character "
             f"{error.start}; decode it correctly before it is added"
         ) from error
-    prepared = _prepare(document.text)
+    prepared = _outlined(document) if document.outline else _prepare(document.text)
     chunks: list[Chunk] = []
     begins: list[int] = []
 
@@ -113,9 +132,18 @@ def chunk_document(
 
     # The tokenizer returns a new object for each number. Sharing them halves a token's memory.
     share = dict[int, int]().setdefault
+    room = MAX_REPEATED_CHARACTERS
     for start, text, ids, starts in _cut(prepared, tokenise, chunk_tokens):
         ordinal = len(chunks)
         begins.append(start)
+        place = _place(prepared, start)
+        room -= sum(map(len, place.get("headings", ())))
+        if room < 0:
+            raise DocumentError(
+                f"{document.source}: the headings of its chunks have more than "
+                f"{MAX_REPEATED_CHARACTERS:,} characters in all; shorten them, or split the "
+                "document"
+            )
         chunks.append(
             Chunk(
                 chunk_id=chunk_id_of(document.source, ordinal, text),
@@ -124,7 +152,7 @@ def chunk_document(
                 token_starts=tuple(map(share, starts, starts)),
                 source=document.source,
                 ordinal=ordinal,
-                metadata={**_place(prepared, start), **document.metadata},
+                metadata={**place, **document.metadata},
             )
         )
     if len(chunks) > 1:
@@ -146,52 +174,23 @@ def _prepare(raw: str) -> _Text:
             pages.append(page)
             length += len(page) + 2
     text = "\n\n".join(pages)
-    return _Text(text, _headings(text), page_starts if len(page_starts) > 1 else [])
+    return _Text(text, find_headings(text), page_starts if len(page_starts) > 1 else [])
 
 
-def _headings(text: str) -> list[tuple[int, str]]:
-    """Return offset and title of the headings outside code fences.
-
-    A title follows hashes, or is a line between an empty line and a line of dashes or equals
-    signs.
-    """
-    found: list[tuple[int, str]] = []
-    fence = ""
-    for mark in _MARK.finditer(text):
-        hashes, ticks = mark.groups()
-        end = text.find("\n", mark.end())
-        rest = text[mark.end() : end if end >= 0 else len(text)]
-        start, title = mark.start(), ""
-        if ticks:
-            if not fence:
-                fence = ticks
-            elif ticks.startswith(fence) and not rest.strip():
-                fence = ""
-        elif fence:
-            continue
-        elif hashes:
-            title = rest.strip(" \t")
-            closed = title.rstrip("#")
-            if not closed or closed[-1] in " \t":
-                title = closed.rstrip(" \t")
-        elif start:
-            before = text.rfind("\n", 0, start - 1)
-            title = text[before + 1 : start - 1].rstrip()
-            above = text.rfind("\n", 0, max(0, before))
-            if _NO_TITLE.match(title) or text[above + 1 : max(0, before)].strip():
-                title = ""
-            start = before + 1
-        if title:
-            found.append((start, title[:MAX_TITLE_CHARACTERS]))
-    return found
+def _outlined(document: Document) -> _Text:
+    levels: dict[int, list[int]] = {}
+    for mark in document.outline:
+        levels.setdefault(mark.level, []).append(mark.start)
+    ranks = tuple(levels[level] for level in sorted(levels))
+    return _Text(document.text, document.outline, levels=ranks)
 
 
 def _place(prepared: _Text, start: int) -> dict[str, Any]:
-    """Return the page and the heading under which a chunk begins."""
+    """Return the page and the headings under which a chunk begins."""
     place: dict[str, Any] = {}
-    last = bisect_right(prepared.headings, start, key=lambda heading: heading[0])
-    if last:
-        place["heading"] = prepared.headings[last - 1][1]
+    last = bisect_right(prepared.marks, start, key=lambda mark: mark.start)
+    if last and (path := prepared.paths[last - 1]):
+        place |= {"heading": path[-1], "headings": list(path)}
     if prepared.page_starts:
         place["page"] = bisect_right(prepared.page_starts, start)
     return place
@@ -209,7 +208,8 @@ def _cut(
         seams = prepared.seams(position, end)
         ((_, starts),) = tokenise([text[position:end]])
         starts = [position + start for start in starts]
-        spans = list(_plan(seams, starts, position, end, chunk_tokens))
+        num_levels = len(prepared.levels)
+        spans = list(_plan(seams, num_levels, starts, position, end, chunk_tokens))
         # The rest of a stretch that is not the last one begins the next stretch.
         if end < len(text) and len(spans) > 1:
             spans.pop()
@@ -226,7 +226,12 @@ def _cut(
 
 
 def _plan(
-    seams: _Seams, starts: Sequence[int], position: int, end: int, chunk_tokens: int
+    seams: _Seams,
+    num_levels: int,
+    starts: Sequence[int],
+    position: int,
+    end: int,
+    chunk_tokens: int,
 ) -> Iterator[tuple[int, int]]:
     """Yield spans of at most `chunk_tokens` tokens that cover ``position .. end``."""
     while position < end:
@@ -236,9 +241,35 @@ def _plan(
             return
         limit = max(position + 1, starts[first + chunk_tokens])
         middle = max(position + 1, starts[first + chunk_tokens // 2])
-        cut = _best_seam(seams, middle, limit)
+        least = max(position + 1, starts[first + chunk_tokens // 8])
+        cut = _seam_before_whole(
+            seams[:num_levels], starts, (least, middle, limit, end), chunk_tokens
+        )
+        if cut is None:
+            cut = _best_seam(seams, middle, limit)
         yield position, cut
         position = cut
+
+
+def _seam_before_whole(
+    levels: _Seams, starts: Sequence[int], places: tuple[int, int, int, int], chunk_tokens: int
+) -> int | None:
+    """Return the seam before what a cut at the limit would divide.
+
+    That is what the outermost level has there. If it is too long for a chunk and begins early, it
+    is what the next level has. None if there is no such seam between the least place and the limit.
+    """
+    least, middle, limit, end = places
+    for number, offsets in enumerate(levels, 1):
+        place = bisect_right(offsets, limit)
+        if not place or (seam := offsets[place - 1]) < least:
+            continue
+        nexts = ((outer, bisect_right(outer, seam)) for outer in levels[:number])
+        stop = min((outer[at] for outer, at in nexts if at < len(outer)), default=end)
+        num_tokens = bisect_left(starts, stop) - bisect_left(starts, seam)
+        if seam == limit or (stop > limit and (num_tokens <= chunk_tokens or seam >= middle)):
+            return seam
+    return None
 
 
 def _best_seam(seams: _Seams, middle: int, limit: int) -> int:

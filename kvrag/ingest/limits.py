@@ -19,6 +19,12 @@ MAX_REPEATED_CHARACTERS = 256 << 20
 MAX_TITLE_CHARACTERS = 256
 """The largest length of titles and headings; longer ones are cut."""
 
+MAX_MARKS = 50_000
+"""The largest number of places in a document's outline."""
+MAX_MARKS_CHARACTERS = 1 << 19
+"""The largest total of their titles."""
+MAX_LEVEL = 31
+
 
 @dataclass(frozen=True)
 class ParseLimits:

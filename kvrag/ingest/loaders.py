@@ -17,13 +17,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvrag.chunk import Document, content_hash
+from kvrag.chunk import Document, Mark, content_hash, normalise_text
 from kvrag.errors import DocumentError, ParameterError
+from kvrag.ingest.code import CODE_SUFFIXES, is_installed, outline
+from kvrag.ingest.converted import CONVERTED_SUFFIXES, converted_to_text
 from kvrag.ingest.files import printable
+from kvrag.ingest.headings import checked_outline
 from kvrag.ingest.html import html_to_text
 from kvrag.ingest.limits import MAX_TITLE_CHARACTERS
 from kvrag.ingest.metadata import plain_metadata
-from kvrag.ingest.office import docx_to_text, pdf_to_text
+from kvrag.ingest.office import PAGE_BREAK, docx_to_text, pdf_to_text
 
 # The largest value of a C long on every system; the content of files is limited as a whole.
 _MAX_FIELD_CHARACTERS = (1 << 31) - 1
@@ -96,6 +99,11 @@ def _load_plain(path: str, content: bytes) -> Iterator[Document]:
     yield Document(path, read_text(path, content))
 
 
+def _load_code(path: str, content: bytes) -> Iterator[Document]:
+    text = normalise_text(read_text(path, content).replace(PAGE_BREAK, "\n"))
+    yield Document(path, text, outline=outline(text, Path(path).suffix.lower()))
+
+
 def _load_html(path: str, content: bytes) -> Iterator[Document]:
     declared = None
     if match := _DECLARED.search(content[:4096]):
@@ -117,6 +125,11 @@ def _load_pdf(path: str, content: bytes) -> Iterator[Document]:
 
 def _load_docx(path: str, content: bytes) -> Iterator[Document]:
     title, text = docx_to_text(path, content)
+    yield Document(path, text, _titled(title))
+
+
+def _load_converted(path: str, content: bytes) -> Iterator[Document]:
+    title, text = converted_to_text(path, Path(path).suffix.lower(), content)
     yield Document(path, text, _titled(title))
 
 
@@ -185,9 +198,19 @@ _LOADERS: dict[str, Loader] = {
     **dict.fromkeys((".csv", ".tsv"), _load_csv),
     ".pdf": _load_pdf,
     ".docx": _load_docx,
+    **dict.fromkeys(CONVERTED_SUFFIXES, _load_converted),
 }
 SUFFIXES = frozenset(_LOADERS)
-"""The suffixes of files that the built-in loaders read."""
+"""The suffixes of files that the built-in loaders read, without those of source code."""
+_LOADERS.update(dict.fromkeys(CODE_SUFFIXES, _load_code))
+
+
+def sought_suffixes() -> frozenset[str]:
+    """Return the suffixes of the files that folders are searched for.
+
+    Source code is among them if its grammar is installed. Otherwise it is read if it is named.
+    """
+    return SUFFIXES | set(filter(is_installed, CODE_SUFFIXES))
 
 
 def find_loader(path: str, others: Mapping[str, Loader]) -> Loader:
@@ -201,7 +224,7 @@ def find_loader(path: str, others: Mapping[str, Loader]) -> Loader:
     suffix = Path(path).suffix.lower()
     loader = others.get(suffix) or _LOADERS.get(suffix)
     if loader is None:
-        known = " ".join(sorted({*SUFFIXES, *others}))
+        known = " ".join(sorted({*_LOADERS, *others}))
         raise DocumentError(
             f"{path}: files of kind {suffix or 'no suffix'!r} are not read; expected one of {known}"
         )
@@ -263,8 +286,9 @@ def to_document(value: Any) -> Document:
     if isinstance(value, AsCut):
         return replace(to_document(value.value), is_whole=True)
     is_whole = False
+    marks: tuple[Mark, ...] = ()
     if isinstance(value, Document):
-        is_whole = value.is_whole
+        is_whole, marks = value.is_whole, value.outline
         source, text, metadata = value.source, value.text, value.metadata
     elif isinstance(getattr(value, "page_content", None), str):
         source, text = str(getattr(value, "id", None) or ""), value.page_content
@@ -290,13 +314,14 @@ def to_document(value: Any) -> Document:
         )
     try:
         metadata = plain_metadata(metadata)
+        marks = checked_outline(marks, text)
     except DocumentError as error:
         raise DocumentError(f"{shown}: {error}") from error
     source = source or _content_id(text, metadata)
     check_source(source)
     if not text.strip():
         raise NoTextError(f"{source}: holds no text")
-    return Document(source, text, metadata, is_whole)
+    return Document(source, text, metadata, is_whole, marks)
 
 
 def is_storable(source: str) -> bool:

@@ -46,7 +46,7 @@ _COLUMNS = (
     "SELECT generation, num_documents, documents, num_files, files, seal FROM state LIMIT 0",
 )
 # The metadata that the chunker adds to a document's.
-_ADDED_METADATA = ("heading", "page")
+_ADDED_METADATA = ("heading", "headings", "page", "start")
 
 
 class CatalogMending(RowWriter):

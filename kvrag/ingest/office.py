@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from kvrag.errors import DocumentError
 
-_PAGE_BREAK = "\f"
+PAGE_BREAK = "\f"
+"""Loaders put it between the pages of a document; chunks record the page on which they begin."""
 # PDFium's characters for a hyphen at a line's end, where it joins the two lines.
 _LINE_END_HYPHENS = ("\ufffe", "\x02")
 
@@ -51,12 +52,12 @@ def pdf_to_text(path: str, content: bytes) -> tuple[str, str]:
             raise DocumentError(
                 f"{path}: the PDF is encrypted; remove its password first"
             ) from error
-        raise _damaged(path, "PDF", error) from error
+        raise damaged(path, "PDF", error) from error
     if not any(page.strip() for page in pages):
         raise DocumentError(
             f"{path}: the PDF has {len(pages)} pages but no text layer; run OCR over it first"
         )
-    return title, _PAGE_BREAK.join(pages)
+    return title, PAGE_BREAK.join(pages)
 
 
 def _pages(document: object) -> Iterator[object]:
@@ -72,7 +73,7 @@ def _page_text(page: object) -> str:
     text_page.close()
     for hyphen in _LINE_END_HYPHENS:
         text = text.replace(hyphen, "-\n")
-    return text.replace("\r\n", "\n").replace(_PAGE_BREAK, "\n")
+    return text.replace("\r\n", "\n").replace(PAGE_BREAK, "\n")
 
 
 def docx_to_text(path: str, content: bytes) -> tuple[str, str]:
@@ -99,8 +100,30 @@ def docx_to_text(path: str, content: bytes) -> tuple[str, str]:
     except DocumentError:
         raise
     except Exception as error:  # any error of a parser means that the file is bad
-        raise _damaged(path, "Word file", error) from error
+        raise damaged(path, "Word file", error) from error
     return "".join(about.title).strip(), "\n\n".join(body.blocks)
+
+
+def check_archive(path: str, kind: str, content: bytes) -> None:
+    """Check an archive before a library unpacks it that knows no limits.
+
+    Nothing is unpacked: `zipfile` reads no more of a file than the archive says it holds.
+
+    Raises
+    ------
+    DocumentError
+        When it is damaged, or unpacks to more than 256 MiB in all.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            size = sum(one.file_size for one in archive.infolist())
+    except Exception as error:
+        raise damaged(path, kind, error) from error
+    if size > _MAX_UNPACKED_BYTES:
+        raise DocumentError(
+            f"{path}: it unpacks to {size:,} bytes, and at most {_MAX_UNPACKED_BYTES:,} are read; "
+            "save the document in parts"
+        )
 
 
 def _parse(path: str, archive: zipfile.ZipFile, name: str, target: _Target, limit: int) -> None:
@@ -269,5 +292,6 @@ def _value(attributes: dict[str, str], name: str) -> str:
     return next((attributes[space + name] for space in _WORD if space + name in attributes), "")
 
 
-def _damaged(path: str, kind: str, error: Exception) -> DocumentError:
+def damaged(path: str, kind: str, error: Exception) -> DocumentError:
+    """Return the error of a file whose parser failed."""
     return DocumentError(f"{path}: a damaged {kind} ({type(error).__name__}: {error})")

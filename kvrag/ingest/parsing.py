@@ -25,8 +25,9 @@ from kvrag.chunk import Document
 from kvrag.errors import DocumentError, ParameterError, ParserError
 from kvrag.ingest.files import printable
 from kvrag.ingest.frames import pack_frame, read_frame
+from kvrag.ingest.headings import checked_outline
 from kvrag.ingest.limits import MAX_DOCUMENTS, ParseLimits
-from kvrag.ingest.loaders import SUFFIXES, NoTextError, is_storable
+from kvrag.ingest.loaders import NoTextError, is_storable, sought_suffixes
 from kvrag.ingest.metadata import plain_metadata
 from kvrag.ingest.worker import OUT_OF_MEMORY
 
@@ -46,13 +47,13 @@ def check_loaders(loaders: Mapping[str, str]) -> dict[str, str]:
     Raises
     ------
     ParameterError
-        When one is not of the form ``{".pptx": "package.module:function"}``, or its module is
+        When one is not of the form ``{".odp": "package.module:function"}``, or its module is
         not found. Nothing is imported.
     """
     if not isinstance(loaders, Mapping):
         raise ParameterError(
             f"loaders {shown(loaders)}: expected a mapping such as "
-            "{'.pptx': 'package.module:function'}"
+            "{'.odp': 'package.module:function'}"
         )
     for suffix, name in loaders.items():
         given = cut(f"{suffix}={name}")
@@ -61,7 +62,7 @@ def check_loaders(loaders: Mapping[str, str]) -> dict[str, str]:
         if not module or not suffix.startswith(".") or not function.isidentifier():
             raise ParameterError(
                 f"loader {given}: expected a suffix with its dot and where the loader "
-                "is, as in .pptx=package.module:function"
+                "is, as in .odp=package.module:function"
             )
         top = module.partition(".")[0]
         if not _is_found(top):
@@ -88,7 +89,7 @@ class Parser:
         Limits on the cost of a file.
     loaders
         Additional loaders, which take precedence over the built-in ones:
-        ``{".pptx": "package.module:function"}``, a function of the file's path and bytes that
+        ``{".odp": "package.module:function"}``, a function of the file's path and bytes that
         yields `Document`.
 
     Raises
@@ -104,7 +105,7 @@ class Parser:
             raise ParameterError(f"limits {shown(limits)}: expected a ParseLimits")
         self.limits = limits or ParseLimits()
         self._loaders = check_loaders({} if loaders is None else loaders)
-        self.suffixes = SUFFIXES | self._loaders.keys()
+        self.suffixes = sought_suffixes() | self._loaders.keys()
         self._process: _Process | None = None
 
     def __enter__(self) -> Self:
@@ -301,9 +302,10 @@ class _Process:
                 raise _GoneError("its loader gave a source that is not valid Unicode")
             try:
                 metadata = plain_metadata(metadata)
+                outline = checked_outline(head.get("outline"), text)
             except DocumentError as error:
                 raise _GoneError(str(error)) from None
-            documents.append(Document(path + part, text, metadata))
+            documents.append(Document(path + part, text, metadata, outline=outline))
         reason = printable(str(head.get("reason"))[:_MAX_REASON_CHARACTERS])
         if head["end"] == "no text":
             raise NoTextError(reason)

@@ -407,7 +407,9 @@ def check_repeated(document: Document, num_chunks: int) -> None:
 
 def document_digest(document: Document) -> str:
     """Return the digest of everything that an index stores of a document."""
-    said = [document.text, document.metadata, *(["whole"] if document.is_whole else [])]
+    said: list[Any] = [document.text, document.metadata]
+    said += ["whole"] if document.is_whole else []
+    said += [document.outline] if document.outline else []
     return content_hash(json.dumps(said, sort_keys=True, default=str))
 
 

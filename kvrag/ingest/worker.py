@@ -15,11 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from kvrag.chunk import Document
+from kvrag.chunk import Document, Mark
 from kvrag.errors import DocumentError
 from kvrag.ingest.failures import reason_of
 from kvrag.ingest.files import printable
 from kvrag.ingest.frames import pack_frame, read_frame
+from kvrag.ingest.headings import checked_outline
 from kvrag.ingest.limits import MAX_DOCUMENTS
 from kvrag.ingest.loaders import Loader, NoTextError, is_storable, load_bytes
 from kvrag.ingest.metadata import plain_metadata
@@ -96,7 +97,7 @@ def _answer(
                 )
             if number >= MAX_DOCUMENTS:
                 raise DocumentError(f"{path}: holds more than {MAX_DOCUMENTS:,} rows; split it")
-            part, metadata = _checked(path, document)
+            part, metadata, outline = _checked(path, document)
             try:
                 text = document.text.encode()
             except UnicodeEncodeError as error:
@@ -104,7 +105,7 @@ def _answer(
                     f"{document.source}: the text holds half a surrogate pair at character "
                     f"{error.start}; decode it correctly before it is added"
                 ) from error
-            _send(answers, {"part": part, "metadata": metadata}, text)
+            _send(answers, {"part": part, "metadata": metadata, "outline": outline}, text)
     except NoTextError as error:
         return {"end": "no text", "reason": str(error)}
     except DocumentError as error:
@@ -116,17 +117,18 @@ def _answer(
     return {"end": "done"}
 
 
-def _checked(path: str, document: Document) -> tuple[str, dict[str, Any]]:
-    """Return the part of a document's source after the path, and its metadata as JSON values."""
+def _checked(path: str, document: Document) -> tuple[str, dict[str, Any], tuple[Mark, ...]]:
+    """Return the part of a document's source after the path, its metadata and its outline."""
     if not is_storable(document.source):
         raise DocumentError(
             f"{printable(document.source)}: the source that its loader gave is not valid Unicode"
         )
     try:
         metadata = plain_metadata(document.metadata)
+        outline = checked_outline(document.outline, document.text)
     except DocumentError as error:
         raise DocumentError(f"{document.source}: {error}") from error
-    return document.source.removeprefix(path), metadata
+    return document.source.removeprefix(path), metadata, outline
 
 
 def _send(answers: IO[bytes], head: dict[str, Any], body: bytes = b"") -> None:

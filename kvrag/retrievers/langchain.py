@@ -51,7 +51,8 @@ class KVRagRetriever(BaseRetriever):
     A document's ``page_content`` is the chunk's text and nothing else, and its ``id`` is the
     chunk's id. ``metadata`` holds the source document's metadata, with ``source`` and ``ordinal``
     (the chunk's number in the document) added unless the document defines them, and where known
-    ``title``, ``page``, ``heading`` and ``start`` (the chunk's first character in the document).
+    ``title``, ``page``, ``heading``, ``headings`` (the path of headings under which the chunk
+    begins, from the outermost) and ``start`` (the chunk's first character in the document).
 
     Attributes
     ----------

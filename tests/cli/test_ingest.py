@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrag.ingest import code, loaders
 from tests.cli.conftest import Run
 from tests.support.models import make_model, make_tokenizer
 
@@ -276,3 +277,18 @@ def test_an_empty_index_is_not_the_working_directory(
     assert done.code == 2
     assert "found an empty path" in done.err
     assert not any((tmp_path / "here").iterdir())
+
+
+def test_code_without_its_grammar_is_noted_once(
+    run: Run, common: tuple[object, ...], documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.py", "b.py", "c.rs"):
+        (documents / name).write_text("# One\nlet = 1\n")
+    monkeypatch.setattr(code, "is_installed", lambda suffix: False)
+    monkeypatch.setattr(loaders, "is_installed", lambda suffix: False)
+    named = [documents / name for name in ("a.py", "b.py", "c.rs")]
+    done = run("ingest", *named, *common[1:])
+    assert done.code == 0, done.err
+    assert done.err.count("source code (.py .rs) was read as plain text; pip install") == 1
+    again = run("ingest", *named, *common[1:])
+    assert "plain text" not in again.err

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from kvrag.chunk import Chunk
+from kvrag.cli.search import _place
+from kvrag.ingest.search import SearchHit
 from tests.cli.conftest import Run
 
 
@@ -25,10 +28,24 @@ def test_search_as_json(run: Run, index_folder: Path) -> None:
     best = found["hits"][0]
     assert (best["rank"], Path(best["source"]).name, best["ordinal"]) == (1, "river.md", 0)
     assert best["heading"] == "The river"
+    assert best["headings"] == ["The river"]
     assert best["text"].startswith("# The river")
     scores = [hit["score"] for hit in found["hits"]]
     assert scores == sorted(scores, reverse=True)
     assert scores[-1] > 0
+
+
+def test_the_path_of_headings_is_shown() -> None:
+    for metadata, shown in (
+        (
+            {"heading": "Refunds", "headings": ["Guide", "Refunds"], "page": 3},
+            " p.3 Guide > Refunds",
+        ),
+        ({"heading": "Refunds"}, " Refunds"),  # indexed before chunks kept the path
+        ({}, ""),
+    ):
+        chunk = Chunk("id", "text", (1,), (0,), "a.md", 2, metadata)
+        assert _place(SearchHit(chunk, 1.0)) == f"a.md#2{shown}"
 
 
 def test_search_that_finds_nothing(run: Run, index_folder: Path) -> None:

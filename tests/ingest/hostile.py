@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from tests.support import office
 from tests.support.documents import docx_bytes
 
 _NO_TEXT_CODECS = (
@@ -126,6 +127,15 @@ def make_known(scale: float = 1.0) -> dict[str, bytes]:
         "lines.txt": "\n \n" * many + "x",
         "nul.txt": "a\0b",
         "latin.txt": b"Z\xfcrich",
+        "deep.epub": office.epub_bytes("<div>" * many + "x"),
+        "table.epub": office.epub_bytes("<table><tr><td>" * (many // 3)),
+        "cells.ipynb": '{"cells":[' + '{"cell_type":"code","source":"a"},' * many + "{}]}",
+        "open.py": "(" * 10 * many,
+        "deep.js": "{" * many,
+        "conditions.c": "#if A\n" * many,
+        "statements.js": "a;\n" * 10 * many,
+        "names.py": f"class {'a' * 300}:\n  def {'b' * 300}():\n" + "    c()\n" * many,
+        "source.ipynb": '{"cells":[{"cell_type":"markdown","source":{"a":1}}]}',
     }
     return {
         name: content if isinstance(content, bytes) else content.encode()
@@ -149,6 +159,14 @@ def _good() -> dict[str, bytes]:
         "csv": b'ship,day\n"Ria, old",3\nVega,4,late\n',
         "pdf": make_pdf(b"BT /F1 12 Tf 72 700 Td (The clock of Varn ticks.) Tj ET"),
         "docx": docx_bytes(),
+        "py": b"import a\n\n\n# c\n@d\nclass A:\n    def f(self):\n        return 1\n" * 9,
+        "js": b"export class A { f() { return 1 } }\nconst g = (x) => { x }\n",
+        "cpp": b"#ifdef A\nnamespace n {\nint A::f() { return 1; }\n}\n#endif\n",
+        "pptx": office.pptx_bytes(),
+        "xlsx": office.xlsx_bytes(),
+        "xls": office.xls_bytes(),
+        "epub": office.epub_bytes(),
+        "ipynb": office.ipynb_bytes(),
     }
 
 

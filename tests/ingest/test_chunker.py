@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvrag.chunk
-from kvrag.chunk import Document, normalise_text
+from kvrag.chunk import Document, Mark, normalise_text
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest import chunker
 from kvrag.ingest.chunker import chunk_document
+from kvrag.ingest.headings import find_headings, paths_of
 from tests.support.models import make_tokenizer
 from tests.support.properties import examples
 
@@ -82,11 +83,13 @@ def test_headings_and_pages_go_with_the_chunks() -> None:
     filler = "the old bridge crosses the river at Varn. " * 4
     text = f"# One\n\n{filler}\n```\n# no heading\n```\n\f{filler}\n\n## Two ##\n\n{filler}"
     chunks = chunk_document(Document("d", text), make_tokenizer(), 32)
-    assert chunks[0].metadata == {"start": 0, "heading": "One", "page": 1}
+    assert chunks[0].metadata == {"start": 0, "heading": "One", "headings": ["One"], "page": 1}
     whole = chunker._prepare(text).text
     starts = [whole.index(chunk.text, chunk.metadata["start"]) for chunk in chunks]
     assert starts == [chunk.metadata["start"] for chunk in chunks]
-    assert chunks[-1].metadata == {"start": starts[-1], "heading": "Two", "page": 2}
+    assert chunks[-1].metadata == {
+        **{"start": starts[-1], "heading": "Two", "headings": ["One", "Two"], "page": 2}
+    }
     assert "\f" not in "".join(chunk.text for chunk in chunks)
     assert {chunk.metadata["heading"] for chunk in chunks} == {"One", "Two"}
 
@@ -95,7 +98,7 @@ def test_a_documents_own_metadata_wins() -> None:
     (chunk,) = chunk_document(
         Document("d", "# One\n\ntext", {"heading": "mine"}), make_tokenizer(), 32
     )
-    assert chunk.metadata == {"heading": "mine"}
+    assert chunk.metadata == {"heading": "mine", "headings": ["One"]}
 
 
 @pytest.mark.parametrize("text", ["", "  \n\f\r\n "])
@@ -141,10 +144,35 @@ def test_same_text_elsewhere_has_another_id_but_the_same_tokens() -> None:
     ],
 )
 def test_headings_are_those_of_markdown(text: str, titles: list[str]) -> None:
-    found = chunker._headings(text)
-    assert [title for _, title in found] == titles
-    assert all(text[start:].lstrip(" #").startswith(title) for start, title in found)
-    assert [start for start, _ in found] == sorted(start for start, _ in found)
+    found = find_headings(text)
+    assert [one.title for one in found] == titles
+    assert all(text[one.start :].lstrip(" #").startswith(one.title) for one in found)
+    assert [one.start for one in found] == sorted(one.start for one in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        ("# A\n\n## B\n\n### C\n\n## D", ["A", "A/B", "A/B/C", "A/D"]),
+        ("### A\n\n# B\n\n#### C\n\n## D", ["A", "B", "B/C", "B/D"]),
+        ("A\n=\n\nB\n--\n\n### C\n\nD\n--\n\nE\n=", ["A", "A/B", "A/B/C", "A/D", "E"]),
+        ("# A\n\n# A", ["A", "A"]),
+    ],
+)
+def test_the_path_to_a_heading_is_of_those_it_stands_under(text: str, paths: list[str]) -> None:
+    assert ["/".join(path) for path in paths_of(find_headings(text))] == paths
+
+
+@given(levels=st.lists(st.integers(1, 6), max_size=12))
+def test_paths_have_rising_levels_and_end_with_their_heading(levels: list[int]) -> None:
+    headings = [Mark(start, level, f"{level}") for start, level in enumerate(levels)]
+    for heading, path in zip(headings, paths_of(headings), strict=True):
+        assert path[-1] == heading.title
+        assert list(path) == sorted(set(path))
+        # Nothing between a heading and what it stands under closes the latter.
+        for title in path[:-1]:
+            last = max(n for n in range(heading.start) if levels[n] == int(title))
+            assert min(levels[last + 1 : heading.start + 1]) > int(title)
 
 
 _MANY = 200_000

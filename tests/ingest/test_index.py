@@ -34,7 +34,7 @@ def test_a_folder_is_indexed_and_found(index: Index, docs: Path, model: KVModel)
     best = index.search("Who repairs the tall clock?", 2)
     assert Path(best[0].chunk.source).name == "clock.md"
     assert best[0].score >= best[1].score
-    assert best[0].chunk.metadata == {"heading": "The clock"}
+    assert best[0].chunk.metadata == {"heading": "The clock", "headings": ["The clock"]}
     assert index.get_chunks([best[1].chunk.chunk_id, "absent", best[0].chunk.chunk_id]) == [
         best[1].chunk,
         best[0].chunk,

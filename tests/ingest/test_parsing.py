@@ -77,11 +77,12 @@ def test_metadata_of_loaders_becomes_plain(parser: Parser) -> None:
 
 def test_what_a_process_sends_past_its_own_checks_is_checked(parser: Parser) -> None:
     nested = b'{"a":' * 300 + b"1" + b"}" * 300
-    for part, metadata, reason in (
-        (b"", nested, "nested more than 32 levels"),
-        (rb"#\ud800", b"{}", "not valid Unicode"),
+    for part, metadata, outline, reason in (
+        (b"", nested, b"[]", "nested more than 32 levels"),
+        (rb"#\ud800", b"{}", b"[]", "not valid Unicode"),
+        (b"", b"{}", b'[[0, 0, ""], [2, 0, ""]]', "mark 1 of its outline is not one"),
     ):
-        answer = b'{"part": "%s", "metadata": %s}' % (part, metadata)
+        answer = b'{"part": "%s", "metadata": %s, "outline": %s}' % (part, metadata, outline)
         with pytest.raises(DocumentError, match=reason):
             parser.parse("/a.lie", answer)
 

@@ -117,7 +117,9 @@ def test_real_file_formats_end_to_end(make_index: MakeIndex, tmp_path: Path) -> 
         assert "Oda Klein" in " ".join(chunk.text.split())
     assert hits["a.pdf"].metadata["title"] == "Varn by the sea"
     assert hits["b.docx"].metadata["title"] == "Varn by the sea"
-    assert hits["c.html"].metadata == {"title": "Varn", "heading": "Lighthouse"}
+    assert hits["c.html"].metadata == {
+        **{"title": "Varn", "heading": "Lighthouse", "headings": ["Lighthouse"]}
+    }
 
 
 def test_pdf_pages_and_docx_structure(tmp_path: Path) -> None:

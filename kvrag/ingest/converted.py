@@ -1,0 +1,73 @@
+"""Slides, spreadsheets, e-books and notebooks to Markdown, converted by markitdown.
+
+Each file goes straight to the converter of its kind. markitdown's front door would also guess what
+a file is with a neural network, and load plugins.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+
+from kvrag.errors import DocumentError
+from kvrag.ingest.office import PAGE_BREAK, check_archive, damaged
+
+_KINDS = {
+    ".pptx": ("PptxConverter", "PowerPoint file"),
+    ".xlsx": ("XlsxConverter", "Excel file"),
+    ".xls": ("XlsConverter", "Excel file"),
+    ".epub": ("EpubConverter", "e-book"),
+    ".ipynb": ("IpynbConverter", "notebook"),
+}
+CONVERTED_SUFFIXES = frozenset(_KINDS)
+"""The suffixes of the files that `converted_to_text` reads."""
+
+_ARCHIVES = frozenset({".pptx", ".xlsx", ".epub"})
+_SLIDE = re.compile(r"^<!-- Slide number: \d+ -->$", re.MULTILINE)
+# What pandas writes for an empty cell, and for a column without a name.
+_EMPTY_CELL = re.compile(r"(?<=\| )(?:NaN|Unnamed: \d+)(?= \|)")
+
+
+def converted_to_text(path: str, suffix: str, content: bytes) -> tuple[str, str]:
+    """Return the title and the text of a file as Markdown.
+
+    Slides are separated by form feeds, as pages are. A spreadsheet becomes a table under the
+    name of each sheet.
+
+    Parameters
+    ----------
+    path, content
+        The file's path and bytes.
+    suffix
+        One of `CONVERTED_SUFFIXES`.
+
+    Raises
+    ------
+    DocumentError
+        When it is damaged or unpacks to more than 256 MiB, or markitdown is not installed.
+    """
+    name, kind = _KINDS[suffix]
+    if suffix in _ARCHIVES:
+        check_archive(path, kind, content)
+    try:
+        from markitdown import MissingDependencyException, StreamInfo, converters
+    except ImportError as error:
+        raise _missing(path) from error
+    try:
+        result = getattr(converters, name)().convert(io.BytesIO(content), StreamInfo())
+    except MissingDependencyException as error:
+        raise _missing(path) from error
+    except MemoryError:  # at the limit: the process says so
+        raise
+    except Exception as error:  # any error of a converter means that the file is bad
+        raise damaged(path, kind, error) from error
+    text = result.markdown.replace(PAGE_BREAK, "\n")
+    if suffix == ".pptx":
+        text = PAGE_BREAK.join(_SLIDE.split(text)[1:])
+    elif suffix in (".xlsx", ".xls"):
+        text = _EMPTY_CELL.sub("", text)
+    return str(result.title or "").strip(), text
+
+
+def _missing(path: str) -> DocumentError:
+    return DocumentError(f"{path}: reading it needs markitdown: pip install 'kvrag[docs]'")

@@ -1,0 +1,161 @@
+"""Slides, spreadsheets, e-books and notebooks: what they become, and how they can be bad."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+import zipfile
+from collections.abc import Iterator
+
+import pytest
+
+from kvrag.chunk import Document
+from kvrag.errors import DocumentError
+from kvrag.ingest.chunker import chunk_document
+from kvrag.ingest.converted import CONVERTED_SUFFIXES
+from kvrag.ingest.limits import ParseLimits
+from kvrag.ingest.loaders import load_bytes
+from kvrag.ingest.parsing import Parser
+from tests.support import office
+from tests.support.models import make_tokenizer
+
+pytest.importorskip("markitdown")
+
+GOOD = {
+    ".pptx": office.pptx_bytes,
+    ".xlsx": office.xlsx_bytes,
+    ".xls": office.xls_bytes,
+    ".epub": office.epub_bytes,
+    ".ipynb": office.ipynb_bytes,
+}
+
+
+@pytest.fixture(scope="module")
+def parser() -> Iterator[Parser]:
+    with Parser(ParseLimits(seconds=60)) as parser:
+        yield parser
+
+
+def load(parser: Parser, suffix: str, content: bytes | None = None) -> Document:
+    (document,) = parser.parse(
+        f"/docs/a{suffix}", GOOD[suffix.lower()]() if content is None else content
+    )
+    return document
+
+
+def test_there_is_a_good_file_of_each_kind() -> None:
+    assert GOOD.keys() == CONVERTED_SUFFIXES
+
+
+def test_slides_are_pages(parser: Parser) -> None:
+    document = load(parser, ".pptx")
+    first, second, third = document.text.split("\f")
+    assert first.strip() == "# The clock\nTomas repairs it.\n\n### Notes:\nSay it slowly."
+    assert not second.strip()
+    assert third.strip() == "# Ships\n| ship | day |\n| --- | --- |\n| Ria | 3 |"
+    chunks = chunk_document(document, make_tokenizer(), 16)
+    assert (chunks[0].metadata["page"], chunks[0].metadata["heading"]) == (1, "The clock")
+    assert chunks[-1].metadata["page"] == 3
+    assert chunks[-1].metadata["heading"] == "Ships"
+
+
+def test_sheets_are_tables(parser: Parser) -> None:
+    expected = (
+        "## Ships\n| ship | day |  |\n| --- | --- | --- |\n| Ria | 3 | late |\n| Vega | 4 |  |"
+        "\n\n## Crew\n| name |\n| --- |\n| Ines |"
+    )
+    assert load(parser, ".XLSX").text == expected
+    assert load(parser, ".xls").text.endswith("\n| ship | day |\n| --- | --- |\n| Ria | Monday |")
+
+
+def test_books_and_notebooks_keep_their_headings_and_titles(parser: Parser) -> None:
+    book = load(parser, ".epub")
+    assert book.metadata == {"title": "Varn by the sea"}
+    assert book.text.endswith("# The clock\n\nIt ticks.\n\n## Its maker\n\nTomas")
+    notebook = load(parser, ".ipynb")
+    assert notebook.metadata == {"title": "The clock"}
+    assert notebook.text == "# The clock\n\nIt ticks.\n\n```python\ntick()\n```"
+
+
+@pytest.mark.parametrize("suffix", sorted(GOOD))
+@pytest.mark.parametrize("how", ["noise", "half", "archive", "json"])
+def test_damaged_files_are_refused(parser: Parser, suffix: str, how: str) -> None:
+    content = {
+        "noise": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + b"not one" * 99,
+        "half": GOOD[suffix]()[:-40],
+        "archive": office.archive_bytes({"a.txt": "x"}),
+        "json": b"[1, 2]",
+    }[how]
+    if (suffix, how) == (".xls", "half"):
+        content = content[:5]
+    with pytest.raises(DocumentError, match=rf"^/docs/a\{suffix}: a damaged (Pow|Ex|e-b|note)"):
+        load(parser, suffix, content)
+
+
+@pytest.mark.parametrize("suffix", [".pptx", ".xlsx", ".epub"])
+def test_archives_that_unpack_without_end_are_refused_before(suffix: str) -> None:
+    content = office.archive_bytes({f"{n}.xml": b" " * (1 << 25) for n in range(9)})
+    assert len(content) < 1_000_000
+    with pytest.raises(DocumentError, match=r"it unpacks to 301,989,888 bytes, and at most 268,4"):
+        next(load_bytes(f"/docs/a{suffix}", content))
+
+
+_LAUGHS = "<!DOCTYPE x [<!ENTITY a 'ha'>" + "".join(
+    f"<!ENTITY {name} '{f'&{before};' * 10}'>"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+_LEAK = "<!DOCTYPE x [<!ENTITY i SYSTEM 'file:///etc/passwd'>"
+
+
+@pytest.mark.parametrize("doctype", [_LAUGHS + "]>", _LEAK + "]>"], ids=["laughs", "leak"])
+@pytest.mark.parametrize(
+    ("suffix", "inside", "before"),
+    [
+        (".pptx", "ppt/slides/slide1.xml", "The clock"),
+        (".xlsx", "xl/worksheets/sheet1.xml", "late"),
+        (".xlsx", "xl/workbook.xml", "Ships"),
+        (".epub", "b/c.opf", "Varn by the sea"),
+        (".epub", "b/b.xhtml", "It ticks."),
+    ],
+)
+def test_entities_are_not_expanded(
+    parser: Parser, suffix: str, inside: str, before: str, doctype: str
+) -> None:
+    good = zipfile.ZipFile(io.BytesIO(GOOD[suffix]()))
+    files = {name: good.read(name) for name in good.namelist()}
+    assert before in files[inside].decode()
+    xml = files[inside].decode().replace(before, "&i;")
+    declaration = re.match(r"(<\?xml[^>]*\?>)?(<!DOCTYPE html>)?\s*", xml)
+    assert declaration is not None
+    files[inside] = (declaration[1] or "").encode() + doctype.encode()
+    files[inside] += xml[declaration.end() :].encode()
+    text = ""
+    with contextlib.suppress(DocumentError):  # as Word files with such a declaration
+        text = load(parser, suffix, office.archive_bytes(files)).text
+    assert "haha" not in text
+    assert "root:" not in text
+    assert len(text) < 2_000
+
+
+def test_a_sheet_with_a_cell_at_the_far_end_costs_itself(parser: Parser) -> None:
+    with Parser(ParseLimits(memory_bytes=450 << 20)) as small:
+        with pytest.raises(DocumentError, match="more than 450 MiB"):
+            load(small, ".xlsx", office.far_xlsx_bytes())
+        assert load(small, ".xlsx").text.startswith("## Ships")
+
+
+def test_books_nested_without_end_still_give_their_text(parser: Parser) -> None:
+    text = load(parser, ".epub", office.epub_bytes("<div>" * 4_000 + "deep")).text
+    assert text.endswith("Tomas")
+    assert "deep" in text
+
+
+@pytest.mark.parametrize("suffix", sorted(GOOD))
+def test_without_the_extra_the_line_says_what_brings_it(
+    suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "markitdown", None)
+    with pytest.raises(DocumentError, match=r"a\.\w+: .*markitdown: pip install 'kvrag\[docs\]'$"):
+        next(load_bytes(f"/docs/a{suffix}", GOOD[suffix]()))
