@@ -23,6 +23,10 @@ class RemoteStore(CountedStore, ABC):
     of the group ``kvrag.stores``. It must raise StoreUnreachableError when the other side does not
     answer, and other StoreErrors for failures that do not pass by themselves.
 
+    `kvrag.store.capabilities` reserves these names, and `open_store` refuses other uses of them:
+    ``admits``, ``check_writable``, ``damage``, ``derive``, ``flush``, ``is_in_memory``,
+    ``limit_bytes``, ``mend``, ``path``, ``pin``, ``tier_of``, ``tiers``, ``unpin``.
+
     Parameters
     ----------
     url
