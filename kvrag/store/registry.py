@@ -11,7 +11,7 @@ from kvrag import arguments
 from kvrag.errors import ParameterError
 from kvrag.plugins import Table, require_subclass
 from kvrag.store.base import Store
-from kvrag.store.breaker import GuardedStore
+from kvrag.store.breaker import GuardedStore, unreachable
 from kvrag.store.capabilities import InFolder, capability, is_in_memory, wrong_capability
 from kvrag.store.encrypted import EncryptedStore, read_key
 from kvrag.store.file import FileStore
@@ -95,7 +95,10 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
     own, common = _parse(url, kind.options)
     # The wrappers write the options that all stores have into the URL.
     said = [one for one in query.split("&") if unquote_plus(one.partition("=")[0]) not in _COMMON]
-    opened = kind(place, must_answer=must_answer, **own)
+    try:
+        opened = kind(place, must_answer=must_answer, **own)
+    except OSError as error:
+        raise unreachable(without_password(place), error) from error
     _check_capabilities(scheme, opened)
     return _wrap(GuardedStore(opened, "&".join(said)), common)
 

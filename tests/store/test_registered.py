@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from contextlib import closing
 from inspect import get_annotations
 from pathlib import Path
@@ -10,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvrag.errors import ParameterError
+from kvrag.errors import ParameterError, StoreUnreachableError
 from kvrag.plugins import Table
 from kvrag.store import capabilities
+from kvrag.store.base import Store
 from kvrag.store.breaker import GuardedStore
 from kvrag.store.capabilities import Limits, capability, tiers_of
 from kvrag.store.limited import LimitedStore
@@ -179,6 +181,42 @@ def test_every_capability_is_checked_and_named_as_reserved() -> None:
         wrong = capabilities.wrong_capability(SimpleNamespace(**{name: object()}))
         assert wrong is not None
         assert wrong[0] == name
+
+
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        ("open", lambda store: store.open(key_number(0))),
+        ("contains", lambda store: store.contains(key_number(0))),
+        ("put", lambda store: store.put(key_number(0), b"record")),
+        ("replace", lambda store: store.replace(key_number(0), b"record")),
+        ("delete", lambda store: store.delete(key_number(0))),
+        ("sizes", lambda store: list(store.sizes())),
+        ("sizes", lambda store: list(store.keys())),
+        ("sizes", lambda store: store.size_bytes()),
+        ("collect_garbage", lambda store: store.collect_garbage()),
+        ("__init__", lambda store: open_store("lake://north")),
+    ],
+)
+def test_an_error_of_the_system_is_the_stores(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    call: Callable[[Store], object],
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise TimeoutError("no answer for 3 s")
+
+    with (
+        installed(tmp_path, "lake_kv", LAKE, {"kvrag.stores: lake": "lake_kv:LakeStore"}),
+        closing(open_store("lake://north")) as store,
+    ):
+        monkeypatch.setattr(REMOTE["lake"], method, fail)
+        message = r"lake://north does not answer \(TimeoutError: no answer for 3 s\); check"
+        with pytest.raises(StoreUnreachableError, match=message):
+            call(store)
+        is_read = method in ("open", "contains")
+        assert store.counts()[0].misses == ({"unreadable": 1} if is_read else {})
 
 
 def test_a_built_in_scheme_stays_kvrags_own(tmp_path: Path) -> None:
