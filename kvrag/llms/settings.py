@@ -374,10 +374,11 @@ class EngineSettings(BaseModel):
 
     def _placed(self, prompt: Prompt, engine: Engine) -> Prompt | PlacedPrompt:
         """Lay out a prompt of one of the schemas; return any other prompt unchanged."""
-        text = prompt
-        if not isinstance(prompt, str) and len(prompt) == 1 and prompt[0]["role"] == "user":
-            # For a chat model, frameworks put a rendered template into a user turn.
-            text = prompt[0]["content"]
+        text: Any = prompt
+        match prompt:  # which may be of any type: the Request refuses wrong ones
+            case [{"role": "user", "content": content}]:
+                # For a chat model, frameworks put a rendered template into a user turn.
+                text = content
         if not (self.schemas and isinstance(text, str) and text.lstrip().startswith("<prompt")):
             return prompt
         name = next(known for known, one in self._engines.items() if one is engine)
