@@ -20,6 +20,8 @@ from kvrag.cli.options import RESEARCH
 _PANEL = "Settings"
 _FILE = "kvrag.file"
 _FOUND = "kvrag.settings"
+_POLICY = "policy"
+_PARAMETERS = frozenset({"ratio", "boundary-tokens"})
 
 
 class Command(TyperCommand):
@@ -69,14 +71,19 @@ class Command(TyperCommand):
         file = s.read_file(None if named is None else Path(named), root.command, root)
         pairs = s.from_pairs(given.get("set") or (), self.keys, f"'kvrag {' '.join(place)}'")
         from_file = {} if file is None else file.of(place, self.keys)
-        found = {**from_file, **pairs}
+        options = {
+            name: given[key.parameter]
+            for name, key in self.keys.items()
+            if given.get(key.parameter) is not None
+        }
+        said = {name: one.value for name, one in pairs.items()} | options
+        kept = _own_parameters(from_file, said, self.keys)
+        found = {**kept, **pairs}
         ctx.default_map = {self.keys[name].parameter: one.value for name, one in found.items()}
         ctx.meta[_FILE] = file
         ctx.meta[_FOUND] = {self.keys[name].parameter: one for name, one in found.items()}
         used = [
-            cut(f"{name}={one.value}")
-            for name, one in sorted(from_file.items())
-            if name not in pairs and given.get(self.keys[name].parameter) is None
+            cut(f"{name}={one.value}") for name, one in sorted(kept.items()) if name not in said
         ]
         if file is not None and not file.is_named and used:
             # The user did not name this file, so report what it sets.
@@ -150,6 +157,23 @@ def _put_into_panel(parameter: Any, panel: str) -> None:
     if panel == RESEARCH:
         parameter.hidden = True
         parameter.add_to_parser = lambda *_: None
+
+
+def _own_parameters(
+    from_file: s.Settings, said: Mapping[str, Any], keys: Mapping[str, s.Key]
+) -> s.Settings:
+    """Return a file's settings without parameters of another policy than the one in effect.
+
+    The rule is that of `kvrag.engine.request.Recompute.over`. The options of the command line and
+    those of ``--set`` count as one source (`said`), since ``--set`` alone gives some parameters.
+    """
+    in_file = from_file.get(_POLICY)
+    is_another = _POLICY in said and said[_POLICY] != (
+        keys[_POLICY].default if in_file is None else in_file.value
+    )
+    if is_another or not _PARAMETERS.isdisjoint(said):
+        return {name: one for name, one in from_file.items() if name not in _PARAMETERS}
+    return from_file
 
 
 def _place(ctx: Any) -> tuple[str, ...]:

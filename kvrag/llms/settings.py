@@ -19,11 +19,13 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
+    ValidationInfo,
     field_serializer,
     field_validator,
     model_validator,
 )
 
+from kvrag import arguments
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.base import Engine
 from kvrag.engine.constraint import Constraint
@@ -45,19 +47,8 @@ INDEX_VARIABLE = "KVRAG_INDEX"
 """Environment variable that names the index folder if the constructor does not."""
 
 PER_CALL = (
-    "model",
-    "policy",
-    "ratio",
-    "boundary_tokens",
-    "temperature",
-    "max_tokens",
-    "top_p",
-    "top_k",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "timeout",
-    "response_format",
+    *("model", "policy", "ratio", "boundary_tokens", "temperature", "max_tokens", "top_p", "top_k"),
+    *("repetition_penalty", "seed", "stop", "timeout", "response_format"),
 )
 """Constructor parameters that a single call may replace."""
 
@@ -69,6 +60,8 @@ _OF_REQUESTS = (
     *(*_RECOMPUTE, "eviction", "ttft", "max_tokens", "temperature", "top_p", "top_k"),
     *("repetition_penalty", "seed"),
 )
+_WHOLE = ("boundary_tokens", "max_tokens", "top_k", "seed", "max_retries")
+_REAL = ("ratio", "ttft", "temperature", "top_p", "repetition_penalty", "timeout")
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 2.0
 
@@ -95,7 +88,7 @@ class EngineSettings(BaseModel):
         variable ``KVRAG_INDEX``. The first call opens the index and loads its model; objects with
         the same folder share both.
     model
-        The folder or hub name to load the model from; None means the one that the index records.
+        The folder or hub name to load the model from; None uses the model recorded in the index.
         It must be the index's model; any other raises IndexMismatchError.
     device
         Where the model runs, such as ``"cuda"``; None means the CPU.
@@ -160,6 +153,13 @@ class EngineSettings(BaseModel):
 
     _engines: dict[str | None, Engine] = PrivateAttr(default_factory=dict)
     _markup: dict[str | None, PMLEngine] = PrivateAttr(default_factory=dict)
+
+    # Otherwise pydantic would take True for 1, and "0.5" for 0.5.
+    @field_validator(*_WHOLE, *_REAL, mode="before")
+    @classmethod
+    def _as_a_request_takes_them(cls, value: Any, info: ValidationInfo) -> float | None:
+        checked = arguments.whole if info.field_name in _WHOLE else arguments.number
+        return None if value is None else checked(value, str(info.field_name))
 
     @field_validator("schemas", mode="before")
     @classmethod
@@ -374,10 +374,11 @@ class EngineSettings(BaseModel):
 
     def _placed(self, prompt: Prompt, engine: Engine) -> Prompt | PlacedPrompt:
         """Lay out a prompt of one of the schemas; return any other prompt unchanged."""
-        text = prompt
-        if not isinstance(prompt, str) and len(prompt) == 1 and prompt[0]["role"] == "user":
-            # For a chat model, frameworks put a rendered template into a user turn.
-            text = prompt[0]["content"]
+        text: Any = prompt
+        match prompt:  # which may be of any type: the Request refuses wrong ones
+            case [{"role": "user", "content": content}]:
+                # For a chat model, frameworks put a rendered template into a user turn.
+                text = content
         if not (self.schemas and isinstance(text, str) and text.lstrip().startswith("<prompt")):
             return prompt
         name = next(known for known, one in self._engines.items() if one is engine)

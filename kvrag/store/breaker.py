@@ -51,7 +51,11 @@ class Breaker:
 
     @contextmanager
     def guarding(self, *, is_read: bool = True) -> Iterator[None]:
-        """Run a call; a read is refused while the breaker is open. Raises StoreUnreachableError."""
+        """Run a call; a read is refused while the breaker is open.
+
+        An OSError that the call raises becomes StoreUnreachableError. If it was a read, it is
+        counted as a miss.
+        """
         if is_read:
             self._require_closed()
         with self._lock:
@@ -64,6 +68,11 @@ class Breaker:
         except (StoreError, RecordError):
             self._close()  # a refusal is an answer
             raise
+        except OSError as error:
+            self._open(num_failures)
+            if is_read:
+                self._metrics.miss(MISS_UNREADABLE)
+            raise unreachable(self._name, error) from error
         self._close()
 
     def _open(self, num_failures: int) -> None:
@@ -94,6 +103,14 @@ class Breaker:
         raise StoreUnreachableError(
             f"{self._name} did not answer a moment ago and is asked again in {left:.1f} s"
         )
+
+
+def unreachable(name: str, error: OSError) -> StoreUnreachableError:
+    """Return the error for a store that raised the system's error instead of a StoreError."""
+    return StoreUnreachableError(
+        f"{name} does not answer ({type(error).__name__}: {error}); check the host and the "
+        "network, then try again"
+    )
 
 
 class GuardedStore(StoreWrapper):
@@ -138,6 +155,31 @@ class GuardedStore(StoreWrapper):
         """Return whether there is a record for `key`."""
         with self._breaker.guarding():
             return self.inner.contains(key)
+
+    def delete(self, key: ChunkKey) -> bool:
+        """Remove a record and return whether there was one."""
+        with self._breaker.guarding(is_read=False):
+            return self.inner.delete(key)
+
+    def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
+        """Iterate over keys and their records' sizes."""
+        with self._breaker.guarding(is_read=False):
+            yield from self.inner.sizes()
+
+    def keys(self) -> Iterator[ChunkKey]:
+        """Iterate over the keys."""
+        with self._breaker.guarding(is_read=False):
+            yield from self.inner.keys()
+
+    def size_bytes(self) -> int:
+        """Total size of all records, in bytes."""
+        with self._breaker.guarding(is_read=False):
+            return self.inner.size_bytes()
+
+    def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
+        """Remove leftovers of interrupted writes; return their number."""
+        with self._breaker.guarding(is_read=False):
+            return self.inner.collect_garbage(min_age_seconds)
 
 
 class _GuardedRecord(RecordWrapper):

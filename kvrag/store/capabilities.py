@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
+from kvrag import arguments
 from kvrag.chunk import ChunkKey
 from kvrag.store.base import Store
 from kvrag.store.wrapper import StoreWrapper
@@ -120,6 +121,44 @@ class InMemory(Protocol):
 
     @property
     def is_in_memory(self) -> bool: ...
+
+
+_VALUES: dict[str, tuple[tuple[type, ...], str]] = {
+    "is_in_memory": ((bool,), "True or False"),
+    "limit_bytes": ((int,), "a number of bytes, as an int"),
+    "path": ((Path,), "a pathlib.Path"),
+    "tiers": ((list, tuple), "a list or tuple of stores"),
+}
+_METHODS = (
+    *("admits", "check_writable", "damage", "derive", "flush"),
+    *("mend", "pin", "tier_of", "unpin"),
+)
+_KEY_BYTES = 32
+
+
+def wrong_capability(store: object) -> tuple[str, str, str] | None:
+    """Return an attribute that is named as a capability's but is not what the capability needs.
+
+    Returns
+    -------
+    tuple of str or None
+        The attribute's name, what is expected and what was found; None if all are right.
+    """
+    for name in (*_VALUES, *_METHODS):
+        if not hasattr(store, name):
+            continue
+        value = getattr(store, name)
+        kinds, expected = _VALUES.get(name, ((), "a method"))
+        is_right = isinstance(value, kinds) if kinds else callable(value)
+        if not is_right or (isinstance(value, bool) and bool not in kinds):  # a bool is an int
+            return name, expected, arguments.shown(value)
+    if isinstance(store, DerivesKeys):
+        key = store.derive(b"kvrag length check")
+        if not isinstance(key, bytes) or len(key) != _KEY_BYTES:
+            # The bytes themselves are secret.
+            found = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+            return "derive", f"a method that returns {_KEY_BYTES} bytes", found
+    return None
 
 
 def capability(store: Store, kind: type[Capability]) -> Capability | None:

@@ -64,9 +64,9 @@ class Outbox:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE_NAME
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
+        self._path = folder / FILE_NAME
         if self._path.exists():
             with self._using() as connection:
                 connection.execute("SELECT COUNT(*) FROM pending").fetchone()

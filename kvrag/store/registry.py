@@ -11,8 +11,8 @@ from kvrag import arguments
 from kvrag.errors import ParameterError
 from kvrag.plugins import Table, require_subclass
 from kvrag.store.base import Store
-from kvrag.store.breaker import GuardedStore
-from kvrag.store.capabilities import InFolder, capability, is_in_memory
+from kvrag.store.breaker import GuardedStore, unreachable
+from kvrag.store.capabilities import InFolder, capability, is_in_memory, wrong_capability
 from kvrag.store.encrypted import EncryptedStore, read_key
 from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
@@ -95,7 +95,11 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
     own, common = _parse(url, kind.options)
     # The wrappers write the options that all stores have into the URL.
     said = [one for one in query.split("&") if unquote_plus(one.partition("=")[0]) not in _COMMON]
-    opened = kind(place, must_answer=must_answer, **own)
+    try:
+        opened = kind(place, must_answer=must_answer, **own)
+    except OSError as error:
+        raise unreachable(without_password(place), error) from error
+    _check_capabilities(scheme, opened)
     return _wrap(GuardedStore(opened, "&".join(said)), common)
 
 
@@ -110,6 +114,21 @@ def store_class(scheme: str) -> type[RemoteStore]:
     found = REMOTE[scheme]
     require_subclass(REMOTE, scheme, found, RemoteStore)
     return found
+
+
+def _check_capabilities(scheme: str, store: RemoteStore) -> None:
+    """Close a store and raise ParameterError if a reserved attribute is not what it should be."""
+    wrong = wrong_capability(store)
+    if wrong is not None:
+        store.close()
+        name, expected, found = wrong
+        kind = type(store)
+        REMOTE.refuse(
+            scheme,
+            f"{name} of {kind.__module__}.{kind.__qualname__} to be {expected} (the name is "
+            "reserved for that)",
+            found,
+        )
 
 
 def check_kind(url: str) -> None:

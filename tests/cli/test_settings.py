@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -69,6 +70,57 @@ class TestWhatWins:
         both = run(*asked, "--policy", "deviation", "-k", 2).json
         assert both["report"]["policy"].startswith("deviation")
         assert len(both["sources"]) == 2
+
+    @pytest.mark.parametrize(
+        ("file", "arguments", "taken"),
+        [
+            ('policy = "boundary"\nratio = 0.2', "--policy none", ("none", None, None)),
+            ('policy = "boundary"\nratio = 0.2', "--set policy=none", ("none", None, None)),
+            (
+                'policy = "boundary"\nratio = 0.2',
+                "--set boundary-tokens=3",
+                ("boundary", None, 3),
+            ),
+            (
+                'policy = "boundary"\nboundary-tokens = 3',
+                "--ratio 0.4",
+                ("boundary", 0.4, None),
+            ),
+            (
+                'policy = "boundary"\nratio = 0.2',
+                "--policy seam --set boundary-tokens=3",
+                ("seam", None, 3),
+            ),
+            (
+                'policy = "boundary"\nratio = 0.2',
+                "--policy boundary",
+                ("boundary", 0.2, None),
+            ),
+            ("ratio = 0.2", "--policy two_stage", ("two_stage", 0.2, None)),
+            ("ratio = 0.2", "--policy none", ("none", None, None)),
+            ("", "--policy seam --set boundary-tokens=3", ("seam", None, 3)),
+            ("", "--policy seam --set policy=none --set ratio=0.2", ("seam", 0.2, None)),
+        ],
+    )
+    def test_a_policys_parameters_belong_to_it(
+        self,
+        folder: Path,
+        capsys: pytest.CaptureFixture[str],
+        file: str,
+        arguments: str,
+        taken: tuple[str, float | None, int | None],
+    ) -> None:
+        write(folder, f"[query]\n{file}\n")
+        root: Any = get_command(app)
+        above = root.make_context("kvrag", ["query"], resilient_parsing=True)
+        query = root.get_command(above, "query")
+        with query.make_context("query", ["x", *arguments.split()], parent=above) as context:
+            options = context.params
+        assert (options["policy"], options["ratio"], options["boundary_tokens"]) == taken
+        # The line about the file names what is taken from it.
+        from_file = file.split("\n")[-1].replace(" ", "")
+        told = capsys.readouterr().err
+        assert (bool(from_file) and from_file in told) == ("=0.2" in from_file and taken[1] == 0.2)
 
     def test_a_table_goes_before_what_holds_for_all(self, run: Run, folder: Path) -> None:
         path = write(folder, 'model = "a"\n[chat]\nmodel = "b"\n')

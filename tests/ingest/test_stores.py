@@ -20,9 +20,12 @@ from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
+from kvrag.store.registry import REMOTE
 from kvrag.store.tiered import TieredStore
 from tests.ingest.conftest import MakeIndex
+from tests.store.test_registered import LAKE
 from tests.support import folders
+from tests.support.distributions import installed
 from tests.support.models import HEAD
 from tests.support.older import make_older
 from tests.support.servers import PASSWORD, RedisServer
@@ -338,3 +341,27 @@ def test_writing_behind_by_an_index(filled: Callable[..., Index], tmp_path: Path
     assert isinstance(index.store, TieredStore)
     index.close()
     assert len(list(FileStore(tmp_path / "home").keys())) == 3
+
+
+def test_another_distributions_store_that_raises_errors_of_the_system(
+    filled: Callable[..., Index], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ConnectionError("the lake has dried up")
+
+    monkeypatch.setattr(REMOTE, "_registered", {})
+    monkeypatch.setattr("kvrag.store.breaker.FIRST_PAUSE_SECONDS", 1e-6)
+    with installed(tmp_path, "lake_kv", LAKE, {"kvrag.stores: lake": "lake_kv:LakeStore"}):
+        index = filled("lake://north")
+        expected = answers(index)
+        assert expected[1] == {}
+        more = [Document("more", "Lena of Varn paints the old harbour wall in blue.")]
+        for method in ("contains", "put"):
+            with monkeypatch.context() as broken:
+                broken.setattr(REMOTE["lake"], method, fail)
+                with pytest.raises(StoreError, match="ConnectionError: the lake has dried up"):
+                    index.add(more)
+        assert index.stats().num_chunks == 3
+        monkeypatch.setattr(REMOTE["lake"], "open", fail)
+        assert answers(index) == (expected[0], {MISS_UNREADABLE: 3})
+        index.close()

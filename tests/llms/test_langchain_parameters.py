@@ -336,9 +336,17 @@ def test_copied_and_pickled_after_use(rag: Rag, model_class: Any) -> None:
         {"seed": -1},
         {"stop": [""]},
         {"timeout": float("inf")},
+        {"max_tokens": True},
+        {"max_tokens": 2.0},
+        {"max_tokens": "2"},
+        {"seed": True},
+        {"ratio": True},
+        {"ratio": "0.5"},
+        {"temperature": False},
+        {"max_retries": 1.0},
     ],
 )
-@pytest.mark.parametrize("model_class", [KVRagLLM, ChatKVRag])
+@pytest.mark.parametrize("model_class", [KVRagLLM, ChatKVRag, LlamaIndexLLM])
 def test_refused_when_constructed(model_class: Any, given: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=list(given)[-1]):
         model_class(index=tmp_path / "nowhere", **given)

@@ -191,6 +191,14 @@ def test_call_parameters(rag: Rag) -> None:
         KVRagLLM(index=rag.path, temprature=1.0)
 
 
+@pytest.mark.parametrize("prompt", [None, 5, ["a"], [], [{"content": "a"}]])
+def test_what_is_no_prompt(rag: Rag, prompt: Any) -> None:
+    llm = KVRagLLM(index=rag.path)
+    for call in (llm.complete, lambda prompt: next(llm.stream_complete(prompt))):
+        with pytest.raises(ParameterError, match="prompt"):
+            call(prompt)
+
+
 def test_own_prompt_functions(rag: Rag) -> None:
     llm = KVRagLLM(
         index=rag.path,

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from contextlib import closing
+from inspect import get_annotations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvrag.errors import ParameterError
+from kvrag.errors import ParameterError, StoreUnreachableError
 from kvrag.plugins import Table
+from kvrag.store import capabilities
+from kvrag.store.base import Store
 from kvrag.store.breaker import GuardedStore
-from kvrag.store.capabilities import capability, tiers_of
+from kvrag.store.capabilities import Limits, capability, tiers_of
 from kvrag.store.limited import LimitedStore
 from kvrag.store.redis import RedisStore
 from kvrag.store.registry import REMOTE, open_store
@@ -119,6 +124,99 @@ def test_what_cannot_be_used_is_named(
         pytest.raises(ParameterError, match=f"{where} .*{message}.*uninstall it"),
     ):
         open_store("lake://north")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("path = 'bucket/x'", "path of lake_kv.Odd to be a pathlib.Path .*, found 'bucket/x'"),
+        ("limit_bytes = None", "limit_bytes of lake_kv.Odd to be a number of bytes.*found None"),
+        ("limit_bytes = True", "limit_bytes of lake_kv.Odd to be a number of bytes.*found True"),
+        ("is_in_memory = 0", "is_in_memory of lake_kv.Odd to be True or False .*, found 0"),
+        ("tiers = 'a|b'", "tiers of lake_kv.Odd to be a list or tuple of stores .*found 'a|b'"),
+        ("damage = 5", "damage of lake_kv.Odd to be a method .*, found 5"),
+        ("derive = b'key'", "derive of lake_kv.Odd to be a method .*, found b'key'"),
+        ("derive = lambda self, _: b'key'", "a method that returns 32 bytes .*, found 3 bytes"),
+        ("derive = lambda self, _: 'k' * 32", "a method that returns 32 bytes .*, found str"),
+    ],
+)
+@pytest.mark.parametrize("url", ["lake://north", "tiered:memory:|lake://north"])
+def test_a_reserved_name_of_another_use_is_refused(
+    tmp_path: Path, url: str, line: str, message: str
+) -> None:
+    module = (
+        f"{LAKE}        CLOSED.append(self.url)\n\nCLOSED = []\n\n"
+        f"class Odd(LakeStore):\n    {line}\n"
+    )
+    with installed(tmp_path, "lake_kv", module, {"kvrag.stores: lake": "lake_kv:Odd"}):
+        with pytest.raises(ParameterError, match=f"'kvrag.stores: lake = .*{message}; mend that"):
+            open_store(url)
+        assert importlib.import_module("lake_kv").CLOSED == ["lake://north"]
+
+
+def test_a_reserved_name_may_have_its_use(tmp_path: Path) -> None:
+    lines = (
+        "is_in_memory = True\n    limit_bytes = 1000\n    derive = lambda self, _: b'k' * 32\n"
+        "    damage = lambda self: []\n    mend = lambda self: None"
+    )
+    module = f"{LAKE}\nclass Odd(LakeStore):\n    {lines}\n"
+    with (
+        installed(tmp_path, "lake_kv", module, {"kvrag.stores: lake": "lake_kv:Odd"}),
+        closing(open_store("lake://north")) as store,
+    ):
+        assert capability(store, Limits) is capability(store, RemoteStore)
+
+
+def test_every_capability_is_checked_and_named_as_reserved() -> None:
+    kinds = [
+        one
+        for one in vars(capabilities).values()
+        if isinstance(one, type) and one.__module__ == capabilities.__name__
+    ]
+    names = {name for kind in kinds for name in {*vars(kind), *get_annotations(kind)}}
+    reserved = {name for name in names if not name.startswith("_")}
+    assert len(reserved) > 10
+    for name in reserved:
+        assert f"``{name}``" in (RemoteStore.__doc__ or "")
+        wrong = capabilities.wrong_capability(SimpleNamespace(**{name: object()}))
+        assert wrong is not None
+        assert wrong[0] == name
+
+
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        ("open", lambda store: store.open(key_number(0))),
+        ("contains", lambda store: store.contains(key_number(0))),
+        ("put", lambda store: store.put(key_number(0), b"record")),
+        ("replace", lambda store: store.replace(key_number(0), b"record")),
+        ("delete", lambda store: store.delete(key_number(0))),
+        ("sizes", lambda store: list(store.sizes())),
+        ("sizes", lambda store: list(store.keys())),
+        ("sizes", lambda store: store.size_bytes()),
+        ("collect_garbage", lambda store: store.collect_garbage()),
+        ("__init__", lambda store: open_store("lake://north")),
+    ],
+)
+def test_an_error_of_the_system_is_the_stores(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    call: Callable[[Store], object],
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise TimeoutError("no answer for 3 s")
+
+    with (
+        installed(tmp_path, "lake_kv", LAKE, {"kvrag.stores: lake": "lake_kv:LakeStore"}),
+        closing(open_store("lake://north")) as store,
+    ):
+        monkeypatch.setattr(REMOTE["lake"], method, fail)
+        message = r"lake://north does not answer \(TimeoutError: no answer for 3 s\); check"
+        with pytest.raises(StoreUnreachableError, match=message):
+            call(store)
+        is_read = method in ("open", "contains")
+        assert store.counts()[0].misses == ({"unreadable": 1} if is_read else {})
 
 
 def test_a_built_in_scheme_stays_kvrags_own(tmp_path: Path) -> None:
