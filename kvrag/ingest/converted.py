@@ -1,4 +1,4 @@
-"""Slides, spreadsheets, e-books and notebooks to Markdown, converted by markitdown.
+"""Slides, e-books and notebooks to Markdown, converted by markitdown, and spreadsheets.
 
 Each file goes straight to the converter of its kind. markitdown's front door would also guess what
 a file is with a neural network, and load plugins.
@@ -11,21 +11,26 @@ import re
 
 from kvrag.errors import DocumentError
 from kvrag.ingest.office import PAGE_BREAK, check_archive, damaged
+from kvrag.ingest.spreadsheets import sheets_to_text, xls_sheets, xlsx_sheets
 
 _KINDS = {
-    ".pptx": ("PptxConverter", "PowerPoint file"),
-    ".xlsx": ("XlsxConverter", "Excel file"),
-    ".xls": ("XlsConverter", "Excel file"),
-    ".epub": ("EpubConverter", "e-book"),
-    ".ipynb": ("IpynbConverter", "notebook"),
+    ".pptx": "PowerPoint file",
+    ".xlsx": "Excel file",
+    ".xls": "Excel file",
+    ".epub": "e-book",
+    ".ipynb": "notebook",
 }
+_CONVERTERS = {
+    ".pptx": "PptxConverter",
+    ".epub": "EpubConverter",
+    ".ipynb": "IpynbConverter",
+}
+_SHEETS = {".xlsx": xlsx_sheets, ".xls": xls_sheets}
 CONVERTED_SUFFIXES = frozenset(_KINDS)
 """The suffixes of the files that `converted_to_text` reads."""
 
 _ARCHIVES = frozenset({".pptx", ".xlsx", ".epub"})
 _SLIDE = re.compile(r"^<!-- Slide number: \d+ -->$", re.MULTILINE)
-# What pandas writes for an empty cell, and for a column without a name.
-_EMPTY_CELL = re.compile(r"(?<=\| )(?:NaN|Unnamed: \d+)(?= \|)")
 
 
 def converted_to_text(path: str, suffix: str, content: bytes) -> tuple[str, str]:
@@ -46,28 +51,30 @@ def converted_to_text(path: str, suffix: str, content: bytes) -> tuple[str, str]
     DocumentError
         When it is damaged or unpacks to more than 256 MiB, or markitdown is not installed.
     """
-    name, kind = _KINDS[suffix]
+    kind = _KINDS[suffix]
     if suffix in _ARCHIVES:
         check_archive(path, kind, content)
     try:
+        if suffix in _SHEETS:
+            return "", sheets_to_text(_SHEETS[suffix](content))
         from markitdown import MissingDependencyException, StreamInfo, converters
+
+        try:
+            converter = getattr(converters, _CONVERTERS[suffix])()
+            result = converter.convert(io.BytesIO(content), StreamInfo())
+        except MissingDependencyException as error:
+            raise _missing(path) from error
+    except (MemoryError, DocumentError):  # at the limit: the process says so
+        raise
     except ImportError as error:
         raise _missing(path) from error
-    try:
-        result = getattr(converters, name)().convert(io.BytesIO(content), StreamInfo())
-    except MissingDependencyException as error:
-        raise _missing(path) from error
-    except MemoryError:  # at the limit: the process says so
-        raise
-    except Exception as error:  # any error of a converter means that the file is bad
+    except Exception as error:  # any error of a library means that the file is bad
         raise damaged(path, kind, error) from error
     text = result.markdown.replace(PAGE_BREAK, "\n")
     if suffix == ".pptx":
         text = PAGE_BREAK.join(_SLIDE.split(text)[1:])
-    elif suffix in (".xlsx", ".xls"):
-        text = _EMPTY_CELL.sub("", text)
     return str(result.title or "").strip(), text
 
 
 def _missing(path: str) -> DocumentError:
-    return DocumentError(f"{path}: reading it needs markitdown: pip install 'kvrag[docs]'")
+    return DocumentError(f"{path}: reading it needs more libraries: pip install 'kvrag[docs]'")
