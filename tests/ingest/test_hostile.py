@@ -18,7 +18,7 @@ from kvrag.kvcache import ChunkKV
 from tests.ingest.conftest import MakeIndex
 from tests.ingest.hostile import make_files, make_known
 
-LIMITS = ParseLimits(max_file_bytes=2_000_000, seconds=10, memory_bytes=640 << 20)
+LIMITS = ParseLimits(max_file_bytes=2_000_000, seconds=10, memory_bytes=256 << 20)
 
 
 @pytest.fixture
