@@ -1,7 +1,8 @@
 """Find lapses of plain English that recur here: `python -m tools.prose [--python] [PATH ...]`.
 
 By default it reads the repository's Markdown, except the model card. With `--python` it reads
-docstrings, comments and `help=` texts, of the package and the examples. It never judges code.
+docstrings, comments, `help=` texts and the messages of errors, logs and notes, of the package and
+the examples. It never judges code.
 Vale would do this, but what package indexes offer of it only downloads a binary.
 """
 
@@ -66,6 +67,8 @@ _OPENING = re.compile(rf"(?:^|[.!?:|] )\W*\b((?:{'|'.join(OPENINGS)})) ")
 _WORDS = [
     (re.compile(rf"(?<!\w)(?:{words})(?!\w)", re.IGNORECASE), use) for words, use in WORDS.items()
 ]
+# Calls whose first argument is a message.
+_MESSAGE = re.compile(r"Error$|^console\.note$|^logger\.")
 _CODE = re.compile(r"`+[^`]*`+|\]\([^)]*\)|<!--.*?-->")
 
 Line = tuple[int, str]
@@ -116,6 +119,11 @@ def in_python(source: str) -> Iterator[list[Line]]:
         elif isinstance(node, ast.keyword) and node.arg == "help":
             parts = (str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant))
             yield [(node.lineno, " ".join(parts))]
+        elif isinstance(node, ast.Call) and node.args and _MESSAGE.search(ast.unparse(node.func)):
+            texts = (
+                part.value for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant)
+            )
+            yield [(node.lineno, "·".join(text for text in texts if isinstance(text, str)))]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = [
         (token.start[0], token.string.strip("# "))

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvrag.errors import ParameterError
 from kvrag.models.rows import ROW_BLOCK
-from kvrag.native import Mass, Seen, attend
+from kvrag.native import Mass, VisibleKeys, attend
 
 # PyTorch multiplies what its mask hides: it is fastest here with few rows at a time.
 _ROWS_IN_PYTORCH = 32
@@ -112,7 +112,7 @@ def _ways(options: AttentionOptions) -> dict[str, tuple[float, Callable[[], obje
                 asked,
                 key[:, :end],
                 value[:, :end],
-                Seen(block),
+                VisibleKeys(block),
                 scale=scale,
                 mass=mass,
                 threads=torch.get_num_threads(),

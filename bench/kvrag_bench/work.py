@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.models import attention
 from kvrag.models.kv_model import KVModel
-from kvrag.native import Seen, attend
+from kvrag.native import VisibleKeys, attend
 
 
 def operations_spent(work: Callable[[], object]) -> int:
@@ -25,11 +25,15 @@ def operations_spent(work: Callable[[], object]) -> int:
     in_kernel = 0
 
     def counted(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, **options: Any
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        visible: VisibleKeys,
+        **options: Any,
     ) -> Any:
         nonlocal in_kernel
-        in_kernel += _in_kernel(query, value, seen)
-        return attend(query, key, value, seen, **options)
+        in_kernel += _in_kernel(query, value, visible)
+        return attend(query, key, value, visible, **options)
 
     counter = FlopCounterMode(
         display=False,
@@ -45,12 +49,12 @@ def _on_cpu(query_shape: Any, key_shape: Any, value_shape: Any, *_: Any, **__: A
     return int(sdpa_flop(query_shape, key_shape, value_shape))
 
 
-def _in_kernel(query: torch.Tensor, value: torch.Tensor, seen: Seen) -> int:
+def _in_kernel(query: torch.Tensor, value: torch.Tensor, visible: VisibleKeys) -> int:
     num_heads, _, head_dim = query.shape
-    num_seen = torch.as_tensor(seen.last_keys) + 1
-    if seen.window is not None:
-        num_seen = num_seen.clamp(max=seen.window)
-    return 2 * num_heads * int(num_seen.sum()) * (head_dim + value.shape[-1])
+    num_visible = torch.as_tensor(visible.last_keys) + 1
+    if visible.window is not None:
+        num_visible = num_visible.clamp(max=visible.window)
+    return 2 * num_heads * int(num_visible.sum()) * (head_dim + value.shape[-1])
 
 
 def operations_needed(model: KVModel, fused: FusedPrompt) -> int:

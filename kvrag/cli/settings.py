@@ -249,7 +249,8 @@ def find_file(named: Path | None) -> tuple[Path, bool] | None:
             raise ParameterError(f"{VARIABLE} {arguments.shown(given)}: expected an absolute path")
         return path, True
     found = Path(FILE_NAME)
-    return (found, False) if found.is_file() else None
+    # Whatever has the name is read, or refused if it is no regular file.
+    return (found, False) if os.path.lexists(found) else None
 
 
 def read_file(named: Path | None, root: Any, context: Any) -> SettingsFile | None:
@@ -356,7 +357,11 @@ def _text(path: Path) -> str:
     try:
         text = read_regular(path, _MAX_BYTES).decode()
     except OSError as error:
-        raise ParameterError(f"{path} cannot be read: {error.strerror}") from error
+        is_dangling = path.is_symlink() and not path.exists()
+        reason = "it is a link to nothing" if is_dangling else error.strerror
+        raise ParameterError(
+            f"{path} cannot be read: {reason}; name another with --config, or {os.devnull} for none"
+        ) from error
     except UnicodeDecodeError as error:
         raise ParameterError(f"{path} is not UTF-8: {error}") from error
     for number, line in enumerate(text.split("\n"), start=1):

@@ -24,7 +24,7 @@ MIN_RUN_LENGTH = 4
 MISS_UNKNOWN_CHUNK = "chunk no longer in the index"
 MISS_TOKENS_DIFFER = "tokens differ from the chunk's own"
 MISS_NO_OFFSETS = "tokenizer gives no character offsets"
-MISS_OWNER_UNCLEAR = "text of several chunks, encoded behind different text"
+MISS_OWNER_UNCLEAR = "several chunks have this text, encoded after different text"
 
 MAX_EDGE_TOKENS = 2
 """Tokens of a chunk that the surrounding text may change while the chunk still counts as whole."""

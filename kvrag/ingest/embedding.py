@@ -131,11 +131,11 @@ class SentenceEmbedding(Embedding):
         self.max_tokens = self._room()
         if self.max_tokens is not None:
             self.reads = (
-                f"{self.max_tokens} of its own tokens at once: a longer chunk has several vectors, "
-                "one for each window of that length, and the best one counts"
+                f"{self.max_tokens} tokens of its tokenizer at once: a longer chunk has "
+                "several vectors, one for each window of that length, and the best one counts"
             )
         elif self._model.max_seq_length is not None:
-            self.reads = f"the first {self._model.max_seq_length} of its own tokens, and no more"
+            self.reads = f"only the first {self._model.max_seq_length} tokens of its tokenizer"
 
     def embed(self, texts: list[str]) -> Vectors:
         """Return unit vectors ``[len(texts), dim]``."""

@@ -99,8 +99,8 @@ def _forced(tools: Tools, choice: Any) -> Tools:
 def _call_or(tokenizer: PreTrainedTokenizerBase, tools: Tools, other: Constraint) -> Constraint:
     if other.kind != "json_schema":
         raise ParameterError(
-            f"a constraint of kind {other.kind} together with tools: only a JSON schema can stand "
-            "beside calls; leave one out"
+            f"constraint of kind {other.kind}: with tools, only a JSON schema is possible; "
+            "leave one out"
         )
     text = json_in_lark(json.loads(other.text))
     grammar = _grammar(tokenizer, tools).replace("start:", "start: other | ", 1)

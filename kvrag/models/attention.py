@@ -36,7 +36,7 @@ from kvrag.models.implementations import (
     register_attention,
 )
 from kvrag.models.scaling import ScaledKeys
-from kvrag.native import ATTENTION_TYPES, Mass, Seen, attend
+from kvrag.native import ATTENTION_TYPES, Mass, VisibleKeys, attend
 
 _NAME = "kvrag_rows"
 _WHOLE_NAME = "kvrag_whole"
@@ -240,7 +240,7 @@ def _attend_in_kernel(
         query[0],
         key[0],
         value[0],
-        Seen(mask.positions - mask.first_key, mask.window),
+        VisibleKeys(mask.positions - mask.first_key, mask.window),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap,
         mass=mass,

@@ -49,7 +49,7 @@ def resolved_compute(hf: PreTrainedModel, compute: str | None) -> str:
     if hf.device.type != "cpu":
         reason = f"only models on the CPU can; this one is on {hf.device}"
     elif not _linears(hf):
-        reason = f"{shown(hf.config.model_type)} has linear layers of its own kind"
+        reason = f"{shown(hf.config.model_type)} has no linear layers that kvrag knows"
     if reason is None:
         return fastest(own, measured(hf)) if compute == AUTO else compute
     if compute == AUTO:

@@ -152,8 +152,8 @@ class RowRunner:
         observer, visible = attending.observer, attending.visible
         if attending.scaled is not None and self._family.attends_itself:
             raise UnsupportedModelError(
-                f"{self._name} attends in code of its own, which knows no temperature or scale of "
-                "reused keys; leave both out of the policy"
+                f"{self._name} computes attention in its own code, which knows no temperature or "
+                "scale of reused keys; leave both out of the policy"
             )
         # Rows are ascending, so an earlier block never sees a later block's K/V.
         for block, positions, first_key, last in self._blocks(layer_index, rows):

@@ -9,7 +9,7 @@ The import of this package chooses the instruction set. To choose another, set
 - `kvrag.native.entropy`: `RansModel`, `encode_rows`, `decode_rows`, `decode_many`, `ideal_bits`.
 - `kvrag.native.reconstruction`: `reconstruct`, `place_channels`, `Points`, `Patches`,
   `Rotation`, `contexts`, `refine`.
-- `kvrag.native.attention`: `attend`, `Seen`, `Mass`, `attend_each`, `Buffers`,
+- `kvrag.native.attention`: `attend`, `VisibleKeys`, `Mass`, `attend_each`, `Buffers`,
   `ATTENTION_TYPES`.
 - `kvrag.native.linear`: `FewRowsLinear`, `Int8Linear`, `MAX_INT8_INPUTS`, `MAX_ROWS`.
 - `kvrag.native.instructions`: `instruction_set`, `instruction_sets`, `use_instruction_set`.
@@ -21,7 +21,7 @@ from kvrag.native.attention import (
     ATTENTION_TYPES,
     Buffers,
     Mass,
-    Seen,
+    VisibleKeys,
     attend,
     attend_each,
 )
@@ -58,7 +58,7 @@ __all__ = [
     "Points",
     "RansModel",
     "Rotation",
-    "Seen",
+    "VisibleKeys",
     "attend",
     "attend_each",
     "contexts",

@@ -22,7 +22,7 @@ ATTENTION_TYPES = (torch.float32, torch.bfloat16)
 _NO_WINDOW = 1 << 62
 
 
-class Seen(NamedTuple):
+class VisibleKeys(NamedTuple):
     """The keys that rows see.
 
     Attributes
@@ -56,7 +56,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    seen: Seen,
+    visible: VisibleKeys,
     *,
     scale: float,
     softcap: float | None = None,
@@ -72,7 +72,7 @@ def attend(
         other. As for keys and values, the last stride is 1, the others are free.
     key, value
         ``[H, K, D]`` and ``[H, K, V]``, of the same type.
-    seen
+    visible
         The keys that each row sees.
     scale
         Factor of the scores.
@@ -101,7 +101,7 @@ def attend(
             f"query: expected a multiple of the {num_kv_heads} key heads, found {num_heads} heads"
         )
     values = _floats(value, "value", query.dtype, (num_kv_heads, num_keys, None))
-    window = _NO_WINDOW if seen.window is None else seen.window
+    window = _NO_WINDOW if visible.window is None else visible.window
     if window < 1:
         raise ParameterError(f"window: expected at least 1, found {window}")
     taken, first_counted = None, 0
@@ -114,7 +114,7 @@ def attend(
         asked,
         keys,
         values,
-        _last_keys(seen.last_keys, num_rows, num_keys),
+        _last_keys(visible.last_keys, num_rows, num_keys),
         _floats(out, "out", query.dtype, (None, None, None)),
         window,
         scale,

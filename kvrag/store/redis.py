@@ -352,7 +352,7 @@ class RedisStore(RemoteStore):
             text = str(error)
             if "NOAUTH" in text or "WRONGPASS" in text:
                 raise StoreError(
-                    f"cannot {action} {self.url}: Redis wants a password ({text}); set "
+                    f"cannot {action} {self.url}: Redis asks for a password ({text}); set "
                     f"{PASSWORD_VARIABLE}, or put USER:PASSWORD@ before the host"
                 ) from error
             if "WRONGTYPE" in text:

@@ -290,8 +290,8 @@ class SegmentIndex:
         found = f"{self.path} is damaged ({error})"
         if not self._damaged:
             logger.warning(
-                "%s: the records that it named are computed anew until 'kvrag verify --repair' or "
-                "'kvrag ingest' mends it",
+                "%s: the records that it named are computed again until 'kvrag verify --repair' or "
+                "'kvrag ingest' repairs it",
                 found,
             )
         self._damaged = found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -252,9 +253,27 @@ class TestNothingIsPassedOver:
 
     def test_a_file_that_is_not_there(self, run: Run, folder: Path) -> None:
         said = refused(run("ls", "-i", folder, "--config", "gone.toml"))
-        assert said == "gone.toml cannot be read: No such file or directory"
+        assert said.startswith("gone.toml cannot be read: No such file or directory; ")
         (folder / "kvrag.toml").write_bytes(b"\xff")
         assert refused(run("ls", "-i", folder)).startswith("kvrag.toml is not UTF-8")
+
+    @pytest.mark.parametrize(
+        ("make", "said"),
+        [
+            (lambda path: path.mkdir(), "not a regular file but a folder"),
+            (lambda path: os.mkfifo(path), "not a regular file but a pipe"),
+            (lambda path: path.symlink_to(os.devnull), "not a regular file but a device"),
+            (lambda path: path.symlink_to("gone"), "it is a link to nothing"),
+            (lambda path: path.symlink_to("kvrag.toml"), "it is a link to nothing"),
+        ],
+    )
+    def test_what_has_the_name_but_is_no_file(
+        self, run: Run, folder: Path, make: Callable[[Path], None], said: str
+    ) -> None:
+        make(folder / "kvrag.toml")
+        expected = f"kvrag.toml cannot be read: {said}; name another with --config, or "
+        assert refused(run("ls", "-i", folder)) == f"{expected}{os.devnull} for none"
+        assert run("config", "--config", os.devnull).code == 0
 
     def test_a_name_that_no_file_can_have(
         self, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch

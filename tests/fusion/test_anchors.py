@@ -231,7 +231,7 @@ def test_anchors_of_another_model_rate_or_width_are_refused(model: KVModel) -> N
     anchors = make_anchors(model)
     Compressor(model, half, anchors)
     with pytest.raises(AnchorsError, match="anchors of another model"):
-        Compressor(model, half, anchors.of_model("other"))
+        Compressor(model, half, replace(anchors, model_fingerprint="other"))
     with pytest.raises(AnchorsError, match=r"trained for anchors:0\.5, anchors:0\.75"):
         Compressor(model, Compression("anchors", 0.6), anchors)
     narrow = replace(anchors, embeddings=anchors.embeddings[:, :32])

@@ -1,4 +1,4 @@
-"""Chunks of one text in several documents, each encoded behind its own document's text."""
+"""Chunks of one text in several documents, each encoded after its own document's text."""
 
 from __future__ import annotations
 

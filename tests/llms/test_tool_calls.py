@@ -170,7 +170,7 @@ def test_a_free_choice_has_no_constraint() -> None:
         (([TOOL], "clock"), "expected auto, none, required or one of the tools search"),
         (([TOOL], {"type": "function"}), "one of the tools search"),
         (([{"name": "search"}], None), "expected a function such as"),
-        (([TOOL], None, {"type": "regex", "regex": "a"}), "together with tools"),
+        (([TOOL], None, {"type": "regex", "regex": "a"}), "with tools, only a JSON schema"),
         (([TOOL], None, {"type": "xml"}), "response_format"),
     ],
 )

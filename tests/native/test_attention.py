@@ -15,7 +15,7 @@ from kvrag.errors import ParameterError
 from kvrag.native import (
     Buffers,
     Mass,
-    Seen,
+    VisibleKeys,
     attend,
     attend_each,
     instruction_set,
@@ -88,7 +88,7 @@ def test_it_is_attention_as_written_out(data: st.DataObject) -> None:
             query,
             key,
             value,
-            Seen(last_keys, window),
+            VisibleKeys(last_keys, window),
             scale=0.3,
             softcap=softcap,
             mass=Mass(taken, first_row),
@@ -109,7 +109,7 @@ def test_weights_are_exact_to_float32(isa: str, softcap: float | None) -> None:
     key = torch.tensor([[[0.0], [1.0]]])
     value = torch.tensor([[[0.0], [1.0]]])
     last_keys = torch.ones(len(apart), dtype=torch.long)
-    found = attend(query, key, value, Seen(last_keys), scale=1.0, softcap=softcap)
+    found = attend(query, key, value, VisibleKeys(last_keys), scale=1.0, softcap=softcap)
     expected, _ = attended(query, key, value, last_keys, 1.0, None, softcap)
     # Rounding a score, once or in each step of its cap, moves a weight by this much.
     rounding = 1.5e-7 if softcap is None else 5e-7
@@ -122,7 +122,7 @@ def test_scores_far_below_and_above(isa: str) -> None:
     key = torch.tensor([-1e4, 0.0, 1e4] * 100)[None, :, None]
     value = torch.arange(300.0)[None, :, None]
     query = torch.tensor([1.0, -1.0])[:, None, None]
-    found = attend(query, key, value, Seen(torch.tensor([299])), scale=1.0)
+    found = attend(query, key, value, VisibleKeys(torch.tensor([299])), scale=1.0)
     wanted = [value[0, 2::3].mean(), value[0, 0::3].mean()]
     assert torch.allclose(found[0, :, 0], torch.stack(wanted))
 
@@ -133,9 +133,9 @@ def test_damage_shows_where_it_is_seen_and_only_there(isa: str) -> None:
     key, value = torch.randn(2, 1, 40, 8, generator=generator)
     key[0, 20] = float("nan")
     last_keys = torch.arange(40)
-    broken = attend(query, key, value, Seen(last_keys), scale=1.0).isnan().any(-1).any(-1)
+    broken = attend(query, key, value, VisibleKeys(last_keys), scale=1.0).isnan().any(-1).any(-1)
     assert broken.tolist() == [row >= 20 for row in range(40)]
-    late = attend(query, key, value, Seen(last_keys, 5), scale=1.0).isnan().any(-1).any(-1)
+    late = attend(query, key, value, VisibleKeys(last_keys, 5), scale=1.0).isnan().any(-1).any(-1)
     assert late.tolist() == [20 <= row < 25 for row in range(40)]
 
 
@@ -149,7 +149,7 @@ def test_threads_change_nothing(isa: str) -> None:
         taken = torch.empty(2, 900)
         mass = Mass(taken, 100)
         found.append(
-            attend(query, key, value, Seen(last_keys), scale=0.1, mass=mass, threads=threads)
+            attend(query, key, value, VisibleKeys(last_keys), scale=0.1, mass=mass, threads=threads)
         )
         # The counts of tiles are added, and threads decide how many tiles there are.
         assert abs(float(taken.sum()) - 6 * 200) < 1e-2
@@ -158,14 +158,16 @@ def test_threads_change_nothing(isa: str) -> None:
 
 def test_nothing_to_attend() -> None:
     key, taken = torch.ones(1, 3, 4), torch.ones(1, 3)
-    none = attend(torch.ones(2, 0, 4), key, key, Seen(torch.arange(0)), scale=1.0, mass=Mass(taken))
+    none = attend(
+        torch.ones(2, 0, 4), key, key, VisibleKeys(torch.arange(0)), scale=1.0, mass=Mass(taken)
+    )
     assert none.shape == (0, 2, 4)
     assert (taken == 0).all()
 
 
 def test_mistakes_of_the_caller() -> None:
     query, key = torch.zeros(4, 3, 8), torch.zeros(2, 5, 8)
-    rows = Seen(torch.arange(3))
+    rows = VisibleKeys(torch.arange(3))
     with pytest.raises(ParameterError, match=r"query: expected torch.float32, torch.bfloat16"):
         attend(query.double(), key, key, rows, scale=1.0)
     with pytest.raises(ParameterError, match=r"key: expected torch.float32, as query"):
@@ -179,12 +181,12 @@ def test_mistakes_of_the_caller() -> None:
     with pytest.raises(ParameterError, match="query: expected a contiguous last axis"):
         attend(torch.zeros(4, 8, 3).mT, key, key, rows, scale=1.0)
     with pytest.raises(ParameterError, match="last_keys: expected int64"):
-        attend(query, key, key, Seen(torch.arange(3).int()), scale=1.0)
+        attend(query, key, key, VisibleKeys(torch.arange(3).int()), scale=1.0)
     for wrong in ([0, 2, 1], [-1, 0, 1], [0, 1, 5]):
         with pytest.raises(ParameterError, match="last_keys: expected ascending indices of 5 keys"):
-            attend(query, key, key, Seen(torch.tensor(wrong)), scale=1.0)
+            attend(query, key, key, VisibleKeys(torch.tensor(wrong)), scale=1.0)
     with pytest.raises(ParameterError, match="window: expected at least 1"):
-        attend(query, key, key, Seen(torch.arange(3), 0), scale=1.0)
+        attend(query, key, key, VisibleKeys(torch.arange(3), 0), scale=1.0)
     with pytest.raises(ParameterError, match=r"mass: expected shape \[2, 5\]"):
         attend(query, key, key, rows, scale=1.0, mass=Mass(torch.zeros(2, 4)))
     with pytest.raises(ParameterError, match="threads"):
@@ -197,7 +199,7 @@ def on_threads(num_threads: int) -> torch.Tensor:
     keys = torch.randn(3, 2000, 64, generator=generator)
     rows = rows_of(2000, 200, generator)
     query = torch.randn(9, 200, 64, generator=generator)
-    return attend(query, keys, keys, Seen(rows), scale=0.1, threads=num_threads)
+    return attend(query, keys, keys, VisibleKeys(rows), scale=0.1, threads=num_threads)
 
 
 def test_two_threads_give_what_one_gives() -> None:
@@ -263,7 +265,11 @@ def test_a_batch_is_one_call_for_each_row_bit_for_bit(
             old[:, place] = new[:, row]
             assert part.equal(old)  # this row was written, and no other
         alone = attend(
-            query[:, one], *kv[row], Seen(torch.tensor([place]), window), scale=0.3, softcap=20.0
+            query[:, one],
+            *kv[row],
+            VisibleKeys(torch.tensor([place]), window),
+            scale=0.3,
+            softcap=20.0,
         )
         assert found[one].equal(alone)
 

@@ -198,7 +198,7 @@ class LinkTrainer:
             raise ParameterError(
                 f"training: step {self.step} has nothing to learn from: none of its "
                 f"{options.rows} sets of documents holds one that is found in its prompts, so no "
-                "link stands in them; give longer documents, or more rows a step"
+                "link is in them; give longer documents, or more rows a step"
             )
         lost = sum(found.lost for found in counts)
         if not math.isfinite(lost):

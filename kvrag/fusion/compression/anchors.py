@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +139,6 @@ class Anchors:
                 f"anchors: embeddings of width {self.embeddings.shape[1]}, expected {width} for "
                 f"{model.name}; train them again"
             )
-
-    def of_model(self, fingerprint: str) -> Anchors:
-        """Return the same anchors with the fingerprint of another model."""
-        return replace(self, model_fingerprint=fingerprint)
 
 
 def num_slots(rates: Sequence[float]) -> int:

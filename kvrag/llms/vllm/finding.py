@@ -25,7 +25,7 @@ HEAD_TOKENS = 8
 MIN_CUT_TOKENS = 16
 """Number of tokens that must agree for a part of a chunk to count."""
 
-MISS_UNCLEAR = "text of several chunks, encoded behind different text"
+MISS_UNCLEAR = "several chunks have this text, encoded after different text"
 
 # If very many chunks begin alike, comparing all of them would cost more than it saves.
 _MAX_CANDIDATES = 64
