@@ -124,6 +124,16 @@ class FusedKV:
         """Return how many elements a buffer of that capacity needs."""
         return 2 * spec.num_layers * spec.num_kv_heads * capacity * spec.head_dim
 
+    def with_tokens(self, num_tokens: int) -> FusedKV:
+        """Return the same rows in the same memory, as the buffer of another number of tokens."""
+        return FusedKV(self.spec, num_tokens, self.capacity, self.storage.device, self.storage)
+
+    def copy_rows(self, other: FusedKV, num_rows: int) -> None:
+        """Copy the first rows of another buffer of the same spec."""
+        for mine, others in ((self.keys, other.keys), (self.values, other.values)):
+            for into, source in zip(mine, others, strict=True):
+                into[:, :, :num_rows].copy_(source[:, :, :num_rows])
+
     def release(self) -> None:
         """Free the memory. The buffer cannot be read or written afterwards."""
         self.storage = self.storage.new_empty(0)

@@ -147,6 +147,7 @@ def run_batch_bench(options: BatchOptions) -> list[BatchRow]:
                 max_batch=options.num_prompts,
                 max_tokens=options.num_tokens,
                 load_threads=0 if options.processor_time else None,
+                session_bytes=0,
             )
             return [_measure(engine, prompts, policy, options) for policy in options.policies]
 

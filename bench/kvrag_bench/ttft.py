@@ -168,7 +168,7 @@ def _rows(
         question = random_text(model, options.question_tokens, seed=chunk_tokens)
         prompt = "\n\n".join([*texts, question])
         say(f"prefill of {chunk_tokens * len(texts)} tokens, {2 * options.repeats + 2} times")
-        engine = KVEngine(index)
+        engine = KVEngine(index, session_bytes=0)
         plain = _prefills(engine, prompt, options.repeats)
         for policy in options.policies:
             say(f"{policy} over {chunk_tokens * len(texts)} tokens, {options.repeats + 2} times")
@@ -190,8 +190,8 @@ def _row(
         return engine.generate(prompt, policy=policy, ratio=ratio, max_tokens=1)
 
     # Another engine for memory than for time: an engine keeps the buffer of its last prompt.
-    peak = peak_bytes(lambda: answer(KVEngine(index)))
-    engine = KVEngine(index)
+    peak = peak_bytes(lambda: answer(KVEngine(index, session_bytes=0)))
+    engine = KVEngine(index, session_bytes=0)
     answers = [answer(engine) for _ in range(options.repeats + 1)][1:]
     ttft = median(given.ttft_seconds for given in answers)
     report = answers[-1].report

@@ -30,7 +30,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of one answer; `cached_tokens` counts prompt tokens taken from stored KV."""
+    """Token counts of one answer.
+
+    `cached_tokens` counts prompt tokens whose KV was stored, or kept from an earlier answer.
+    """
 
     prompt_tokens: int
     cached_tokens: int

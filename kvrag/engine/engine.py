@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -15,35 +14,31 @@ import torch
 from kvrag import arguments
 from kvrag.engine import waiting
 from kvrag.engine.answer import Answer, AnswerDelta
-from kvrag.engine.buffers import BufferPool
 from kvrag.engine.open_answer import OpenAnswer
-from kvrag.engine.prompt_reader import LaidOutPrompt, PromptReader
-from kvrag.engine.request import Prompt, Recompute, Request, RequestOptions, checked_batch
+from kvrag.engine.prompt_fuser import PromptFuser
+from kvrag.engine.prompt_reader import PromptReader
+from kvrag.engine.request import (
+    Prompt,
+    Recompute,
+    Request,
+    RequestOptions,
+    checked_batch,
+)
 from kvrag.engine.scheduler import MAX_BATCH, Scheduler, Start
-from kvrag.engine.streaming_target import streaming_target
-from kvrag.errors import ParameterError, PromptTooLongError
+from kvrag.engine.sessions import SESSION_BYTES
+from kvrag.errors import ParameterError
 from kvrag.eviction.base import EvictionPolicy
 from kvrag.eviction.cache import check_evictable
 from kvrag.fusion.chosen_links import ChosenLinks
-from kvrag.fusion.compression.compacting import compact, without_chunks
 from kvrag.fusion.controller import Choice, calibrated
-from kvrag.fusion.fuser import (
-    CompressedLostError,
-    FusedPrompt,
-    computing_seconds,
-    fuse_in_slices,
-)
-from kvrag.fusion.layout import Layout
+from kvrag.fusion.fuser import FusedPrompt
 from kvrag.fusion.links import LinkTokens
-from kvrag.fusion.plan import Loading
 from kvrag.fusion.policies import DEFAULT_POLICY
 from kvrag.fusion.policies.none import NonePolicy
 from kvrag.fusion.repair import Repair
 from kvrag.fusion.slices import Slices, whole
 from kvrag.ingest.index import Index
-from kvrag.kvcache import FusedKV
-from kvrag.loading import MAX_LOAD_THREADS, threads
-from kvrag.loading.streaming import StreamEstimates
+from kvrag.loading import MAX_LOAD_THREADS
 from kvrag.models.adapter import without_adapters
 
 
@@ -91,6 +86,10 @@ class KVEngine:
     max_batch
         Most answers that are written together. Further ones wait in order, and join when another
         answer ends. Each one holds its prompt's KV in memory.
+    session_bytes
+        Memory for the KV of ended answers. A prompt that begins as an earlier prompt and its answer
+        did, as the next turn of a conversation does, takes their KV instead of computing it. The
+        least recently used KV is dropped first; 0 keeps nothing.
 
     Raises
     ------
@@ -118,10 +117,15 @@ class KVEngine:
         load_threads: int | None = None,
         ttft: float | None = None,
         max_batch: int = MAX_BATCH,
+        session_bytes: int = SESSION_BYTES,
     ) -> None:
         self._reader = PromptReader(index)
         self.index = index
         self._links = ChosenLinks(links, lambda: index.model_folder, lambda: index.model)
+        if load_threads is not None:
+            load_threads = arguments.whole(load_threads, "load_threads", 0, MAX_LOAD_THREADS)
+        session_bytes = arguments.whole(session_bytes, "session_bytes", 0)
+        self._fuser = PromptFuser(index, self._links, load_threads, session_bytes)
         self.defaults = Request(
             "",
             policy=policy,
@@ -131,15 +135,13 @@ class KVEngine:
             max_tokens=arguments.whole(max_tokens, "max_tokens", 1),
             ttft=ttft,
         )
-        self._load_threads = (
-            None
-            if load_threads is None
-            else arguments.whole(load_threads, "load_threads", 0, MAX_LOAD_THREADS)
-        )
-        self._estimates = StreamEstimates()
-        self._buffers = BufferPool()
         self._scheduler = Scheduler(arguments.whole(max_batch, "max_batch", 1, 1024))
         self._choice(self.defaults)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that the KV of ended answers takes now, at most `session_bytes`."""
+        return self._fuser.sessions.size_bytes
 
     def prompt_ids(
         self,
@@ -166,6 +168,8 @@ class KVEngine:
         that inside ``with fused.answering(model):`` if there are link tokens, or if the policy has
         a temperature or scale. The answer begins at index ``fused.kv.num_tokens`` of the result.
 
+        It takes no KV of earlier answers.
+
         Parameters
         ----------
         prompt, options
@@ -175,79 +179,17 @@ class KVEngine:
         request = Request.of(prompt, options).over(self.defaults)
         choice = self._choice(request)
         laid_out = self._reader.lay_out(request)
-        return whole(self._fuse(request, choice, laid_out, time.perf_counter() - started))
+        seconds = time.perf_counter() - started
+        return whole(self._fuser.fuse(request, choice, laid_out, seconds, keeps=False))[0]
 
     def give_back(self, fused: FusedPrompt) -> None:
         """Return a prompt's buffer for the next prompt; do not use `fused` afterwards."""
-        self._buffers.give_back(fused.kv)
+        self._fuser.buffers.give_back(fused.kv)
 
     @property
     def stream_counts(self) -> Mapping[str, Any]:
         """Streamed chunks by level, and deadlines met and missed, since the engine's creation."""
-        return self._estimates.link.counts()
-
-    def _fuse(
-        self, request: Request, choice: Choice, laid_out: LaidOutPrompt, layout_seconds: float
-    ) -> Slices[FusedPrompt]:
-        layout, open_kv = laid_out.layout, laid_out.open_kv
-        assert request.max_tokens is not None  # the engine's defaults set it
-        if open_kv is None:
-            # A placed prompt stays as it is: link tokens would move what follows them.
-            if self.index.compression is not None:
-                layout = compact(layout, laid_out.chunks, self.index.compression)
-            layout = self._links.insert(layout, request.max_tokens)
-        num_threads = self._load_threads
-        if num_threads is None:
-            num_threads = threads.suitable(self.index.store, self.index.model.device)
-        loading = Loading(
-            num_threads,
-            self.index.tier_of if open_kv is None else None,
-            None
-            if request.ttft is None
-            else streaming_target(self.index, self._estimates, request.ttft, layout_seconds),
-        )
-        buffer = self._take(layout, request.max_tokens)
-        links = self._links.on_model if layout.links else None
-        try:
-            fused = yield from fuse_in_slices(
-                self.index.model,
-                layout,
-                open_kv or self.index.on_demand.opener(self.index.open_kv, layout),
-                choice,
-                buffer,
-                links,
-                loading,
-            )
-        except CompressedLostError as error:
-            self._buffers.give_back(buffer)
-            # The compressed rows of these chunks have no tokens to compute instead, so lay out the
-            # chunks' own tokens. Each call has fewer chunks, so this ends.
-            fewer = replace(laid_out, layout=without_chunks(laid_out.layout, error.lost))
-            return (yield from self._fuse(request, choice, fewer, layout_seconds))
-        except BaseException:  # a cancelled one as well
-            self._buffers.give_back(buffer)
-            raise
-        report = fused.report
-        num_rows = sum(report.rows_by_layer) + report.rows_asked
-        self._estimates.computing.observe(num_rows, computing_seconds(report.seconds))
-        report = replace(report, seconds={"layout": layout_seconds, **report.seconds})
-        self.index.counters.note(report)
-        return replace(fused, report=report)
-
-    def _take(self, layout: Layout, max_tokens: int) -> FusedKV:
-        """Return a buffer for a prompt and its answer. Raises PromptTooLongError."""
-        model = self.index.model
-        num_tokens = len(layout.token_ids)
-        end = layout.end_position
-        if end >= model.max_positions:
-            over = f"{num_tokens} tokens" if end == num_tokens else f"{end} positions"
-            raise PromptTooLongError(
-                f"the prompt has {over}, but {model.name} holds "
-                f"{model.max_positions} with at least one to answer in; shorten it, or retrieve "
-                "fewer chunks"
-            )
-        capacity = num_tokens + min(max_tokens, model.max_positions - end)
-        return self._buffers.take(model.spec, num_tokens, capacity, model.device)
+        return self._fuser.stream_counts
 
     def _choice(self, request: Request) -> Choice:
         """Return how to repair reused tokens, with the index's calibration if that is needed.
@@ -402,7 +344,9 @@ class KVEngine:
         layout_seconds = time.perf_counter() - started
 
         def start(begun: float) -> Slices[OpenAnswer]:
-            fused = yield from self._fuse(request, choice, laid_out, layout_seconds)
+            fused, release = yield from self._fuser.fuse(
+                request, choice, laid_out, layout_seconds, keeps=eviction is None
+            )
             return OpenAnswer(
                 self.index.model,
                 request,
@@ -411,7 +355,7 @@ class KVEngine:
                 eviction,
                 # Time before its first piece was asked for does not count.
                 begun - layout_seconds,
-                partial(self._buffers.give_back, fused.kv),
+                release,
             )
 
         return start

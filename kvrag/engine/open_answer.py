@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -18,6 +18,9 @@ from kvrag.eviction.base import EvictionPolicy
 from kvrag.fusion.decoding import Decoder, make_decoder
 from kvrag.fusion.fuser import FusedPrompt
 from kvrag.models.kv_model import KVModel
+
+Release = Callable[[Sequence[int] | None], None]
+"""Takes a prompt's KV back from its answer."""
 
 
 class OpenAnswer:
@@ -38,7 +41,8 @@ class OpenAnswer:
     started
         When the request came, by `time.perf_counter`.
     release
-        Frees the prompt's KV.
+        Takes the prompt's KV back, with the tokens of the answer whose KV follows it; None after an
+        error.
 
     Attributes
     ----------
@@ -62,14 +66,14 @@ class OpenAnswer:
         sources: tuple[Source, ...],
         eviction: EvictionPolicy | None,
         started: float,
-        release: Callable[[], None],
+        release: Release,
     ) -> None:
         self._model = model
         self._fused = fused
         self._sources = sources
         self._eviction = eviction
         self._started = started
-        self._release: Callable[[], None] | None = release
+        self._release: Release | None = release
         self._timeout_seconds = request.timeout_seconds
         assert request.max_tokens is not None  # the engine's defaults set it
         self._limit = min(request.max_tokens, model.max_positions - fused.layout.end_position)
@@ -157,6 +161,12 @@ class OpenAnswer:
         release, self._release = self._release, None
         if release is None:
             return
-        release()
+        if error is None:
+            # The KV of the last token is not written: nothing follows it.
+            num_written = max(0, self._num_generated - 1)
+            written = self._token_ids[self._num_plain : self._num_plain + num_written]
+            release(written.tolist())
+        else:
+            release(None)
         if self.on_close is not None:
             self.on_close(error or self._answer)

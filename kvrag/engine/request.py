@@ -118,6 +118,7 @@ class RequestOptions(TypedDict, total=False):
     ttft: float | None
     constraint: Constraint | None
     tools: Sequence[Mapping[str, Any]]
+    session: str | None
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,9 @@ class Request:
     tools
         Functions that the answer may call, as in OpenAI's API; the chat template writes them into
         the prompt. The answer is still one text (`kvrag.llms.tool_calls` finds the calls in it).
+    session
+        A name, if this prompt may take KV only from answers with the same name, such as those of
+        one user; None takes it from answers without a name.
 
     Raises
     ------
@@ -181,6 +185,7 @@ class Request:
     ttft: float | None = None
     constraint: Constraint | None = None
     tools: Sequence[Mapping[str, Any]] = ()
+    session: str | None = None
 
     def __post_init__(self) -> None:
         if self.policy is not None:
@@ -217,6 +222,8 @@ class Request:
         for name in ("timeout_seconds", "ttft"):
             if getattr(self, name) is not None:
                 checked[name] = arguments.number(getattr(self, name), name, above=0.0)
+        if self.session is not None:
+            checked["session"] = arguments.text(self.session, "session")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         _ = self.sampling, self.eviction_policy

@@ -162,6 +162,7 @@ def _answered(answer: Answer, content: bool) -> dict[str, Any]:
         "llm.token_count.total": usage.prompt_tokens + usage.completion_tokens,
         "llm.token_count.prompt_details.cache_read": usage.cached_tokens,
         "kvrag.recomputed_tokens": answer.report.num_recomputed,
+        "kvrag.kept_tokens": answer.report.num_kept,
         **({"output.value": answer.text, "output.mime_type": "text/plain"} if content else {}),
     }
 

@@ -384,7 +384,7 @@ def _report(
     rows_made = loader.num_tokens(span.record_id for span in made)
     num_compressed = sum(span.num_compressed for span in plan.compressed)
     num_recomputed = mean_count([len(one) for one in picks])
-    num_fresh = num_plain - num_exact - prompt.num_reused - num_compressed
+    num_fresh = num_plain - layout.num_kept - num_exact - prompt.num_reused - num_compressed
     reasons = dict(layout.fresh_reasons)
     num_more = num_fresh - num_made - sum(reasons.values())
     if reasons and num_made:
@@ -398,6 +398,7 @@ def _report(
         num_reused=prompt.num_reused - num_recomputed + num_compressed,
         num_recomputed=num_recomputed,
         num_fresh=num_fresh,
+        num_kept=layout.num_kept,
         num_in_context=sum(
             span.num_compressed or span.length for span in plan.spans if span.context_ids
         ),

@@ -129,6 +129,9 @@ class Layout:
     fresh_reasons
         Why tokens are in no span: reason -> number of tokens (`kvrag.fusion.reasons`); empty if
         nobody looked.
+    num_kept
+        Number of first rows that an earlier answer has left in the buffer (`kvrag.fusion.kept`).
+        What spans say of them does not matter.
     """
 
     token_ids: tuple[int, ...]
@@ -144,6 +147,7 @@ class Layout:
     num_neutralised: int = 0
     num_control: int = 0
     fresh_reasons: Mapping[str, int] = field(default_factory=dict)
+    num_kept: int = 0
 
     @property
     def end_position(self) -> int:

@@ -102,8 +102,10 @@ class FusePlan:
 
     @cached_property
     def fresh(self) -> torch.Tensor:
-        """Ascending positions ``[m]`` of the rows that are not taken from the store."""
-        return (~covered(len(self.layout.token_ids), self.spans)).nonzero()[:, 0]
+        """Ascending positions ``[m]`` of the rows neither kept nor taken from the store."""
+        held = covered(len(self.layout.token_ids), self.spans)
+        held[: self.layout.num_kept] = True
+        return (~held).nonzero()[:, 0]
 
     # -- repair ------------------------------------------------------------------------------
 
@@ -111,9 +113,8 @@ class FusePlan:
     def _chosen(self) -> tuple[Repair, Expected]:
         if isinstance(self.choice, Repair):
             return self.choice, Expected()
-        num_fresh = len(self.layout.token_ids) - sum(span.length for span in self.spans)
         tiers = {record: decision.tier for record, decision in self.decisions.items()}
-        return self.choice.choose(self.prompt, num_fresh, stored_rows(self.spans, tiers))
+        return self.choice.choose(self.prompt, len(self.fresh), stored_rows(self.spans, tiers))
 
     @property
     def repair(self) -> Repair:
@@ -186,17 +187,18 @@ def plan_fusion(model: KVModel, layout: Layout, choice: Choice, loading: Loading
     if num_layers == 1:
         # K/V of the only layer depend on no other token, so the stored ones are exact.
         choice = Repair(NonePolicy())
-    plan = FusePlan(layout, choice, num_layers, layout.spans, misses=layout.misses)
+    spans = tuple(span for span in layout.spans if span.prompt_start >= layout.num_kept)
+    plan = FusePlan(layout, choice, num_layers, spans, misses=layout.misses)
     if not isinstance(choice, LoadingController) or not choice.weighs_loading:
         return plan
     # A compressed chunk's rows are not tokens, so they cannot be computed instead.
     if loading.tier_of is None or loading.streaming is not None or plan.compressed:
         return plan
     tier_of = loading.tier_of
-    records = list(dict.fromkeys(span.record_id for span in layout.spans))
+    records = list(dict.fromkeys(span.record_id for span in spans))
     # In threads: asking a tier may take a round trip.
     found = threads.each(lambda one: tier_of(*one), records, max(loading.num_threads, 1))
-    stored = stored_rows(layout.spans, dict(zip(records, found, strict=True)))
+    stored = stored_rows(spans, dict(zip(records, found, strict=True)))
     made = choice.decide(plan.prompt, len(plan.fresh), stored)
     decisions = dict(zip(records, made, strict=False))
     computed = {one: None for one, decision in decisions.items() if decision.is_computed}

@@ -17,7 +17,7 @@ class FusionReport:
     """The account of one fused prompt.
 
     Every prompt token is counted once:
-    ``num_tokens == num_exact + num_reused + num_recomputed + num_fresh``.
+    ``num_tokens == num_kept + num_exact + num_reused + num_recomputed + num_fresh``.
 
     Attributes
     ----------
@@ -35,6 +35,8 @@ class FusionReport:
         may compute everything in order to choose.
     num_fresh
         Tokens not in the store: the question, separators, chunk edges, misses.
+    num_kept
+        Tokens whose KV an earlier answer has left: a conversation's earlier turns, for example.
     num_made
         Fresh tokens of a chunk that stands first in a prompt for the first time. Its record, which
         is exact there, was computed, and is stored for later prompts.
@@ -112,6 +114,7 @@ class FusionReport:
     expected_loss: float | None = None
     expected_seconds: float | None = None
     expected_load_seconds: float | None = None
+    num_kept: int = 0
     num_made: int = 0
     num_links: int = 0
     num_unlinked: int = 0
@@ -133,8 +136,8 @@ class FusionReport:
 
     @property
     def num_cached(self) -> int:
-        """Tokens whose KV came from the store and was kept."""
-        return self.num_exact + self.num_reused
+        """Tokens whose KV was not computed: it came from the store, or from an earlier answer."""
+        return self.num_kept + self.num_exact + self.num_reused
 
     @property
     def load_seconds(self) -> float:
@@ -172,9 +175,11 @@ class FusionReport:
 
     def one_line(self) -> str:
         """Return the report as one line for a terminal."""
+        kept = f"{self.num_kept} from an earlier answer, " if self.num_kept else ""
         parts = [
-            f"{self.num_tokens} prompt tokens: {self.num_cached} from {self.num_chunks} "
-            f"cached chunks, {self.num_recomputed} recomputed, {self.num_fresh} fresh",
+            f"{self.num_tokens} prompt tokens: {kept}{self.num_exact + self.num_reused} "
+            f"from {self.num_chunks} cached chunks, {self.num_recomputed} recomputed, "
+            f"{self.num_fresh} fresh",
             f"{_size(self.bytes_loaded)} loaded",
             self.policy,
         ]

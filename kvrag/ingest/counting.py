@@ -51,7 +51,7 @@ _LATEST = 1e11
 
 METRICS: MetricsOf = {
     "prompts": ("Prompts fused.", ()),
-    "tokens": ("Prompt tokens: exact, reused, recomputed or fresh.", ("kind",)),
+    "tokens": ("Prompt tokens: kept, exact, reused, recomputed or fresh.", ("kind",)),
     "chunks": ("Chunks of prompts: loaded, computed by decision, or made.", ("outcome",)),
     "damaged_rows": ("Rows of the catalog that were left out because they are damaged.", ()),
     "misses": ("Chunks found in prompts but computed because they were missing.", ("reason",)),
@@ -123,7 +123,7 @@ class IndexCounters:
     def note(self, report: FusionReport) -> None:
         """Count a prompt, and its streaming if there was any."""
         found: Counts = {("prompts", ()): 1}
-        for kind in ("exact", "reused", "recomputed", "fresh"):
+        for kind in ("kept", "exact", "reused", "recomputed", "fresh"):
             found["tokens", (("kind", kind),)] = getattr(report, f"num_{kind}")
         found["chunks", (("outcome", "loaded"),)] = report.num_chunks
         num_computed = sum(one.is_computed for one in report.decisions)

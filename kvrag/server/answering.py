@@ -39,7 +39,9 @@ class Question:
     stop: tuple[str, ...] = ()
 
 
-def engine_requests(questions: Sequence[Question], asked: Generating, form: Shape) -> list[Request]:
+def engine_requests(
+    questions: Sequence[Question], asked: Generating, form: Shape, tenant: str
+) -> list[Request]:
     """Return the engine's requests for all choices: `n` for each question.
 
     A seed belongs to the first choice; each further one adds one to it.
@@ -50,6 +52,8 @@ def engine_requests(questions: Sequence[Question], asked: Generating, form: Shap
         The prompts, and the request that has brought them.
     form
         The tools that answers may call, and the form that they must have.
+    tenant
+        Who asks: nobody else's KV is taken.
 
     Raises
     ------
@@ -75,6 +79,7 @@ def engine_requests(questions: Sequence[Question], asked: Generating, form: Shap
             reuse=options.reuse,
             tools=form.tools,
             constraint=form.constraint,
+            session=tenant,
         )
         for number in range(asked.n or 1):
             seed = None if asked.seed is None else asked.seed + number

@@ -184,7 +184,7 @@ class Service:
         record = _record(http)
         record.user = asked.user
         account = record.account
-        requests = engine_requests(questions, asked, form)
+        requests = engine_requests(questions, asked, form, account.tenant)
         account.add(len(requests) - 1)
         record.num_answers = len(requests)
         counts = []

@@ -255,7 +255,7 @@ def _without_clock(engine: KVEngine) -> Any:
 
 
 def test_a_closed_stream_frees_its_buffer(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = KVEngine(index, max_tokens=20)
+    engine = KVEngine(index, max_tokens=20, session_bytes=0)
     buffers: list[weakref.ref[FusedKV]] = []
     made = FusedKV.__init__
 

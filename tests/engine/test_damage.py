@@ -48,7 +48,7 @@ def index(tmp_path: Path) -> Index:
 
 
 def check_counted(index: Index, lost: ChunkKey, reason: str) -> None:
-    engine = KVEngine(index, max_tokens=8)
+    engine = KVEngine(index, max_tokens=8, session_bytes=0)
     # Not all tokens, or nothing would be loaded.
     answer = engine.generate(PROMPT, ratio=0.5)
     assert dict(answer.report.misses) == {reason: 1}

@@ -75,7 +75,8 @@ def test_prompt_ids_are_those_of_the_plain_pipeline(
     assert fused.report.num_tokens == len(expected)
 
 
-def test_answer_names_its_sources_and_counts_its_tokens(engine: KVEngine) -> None:
+def test_answer_names_its_sources_and_counts_its_tokens(index: Index) -> None:
+    engine = KVEngine(index, max_tokens=12)
     answer = engine.generate(PROMPT, policy="none")
     assert [source.source for source in answer.sources] == [f"text-{i}" for i in range(4)]
     assert answer.usage.prompt_tokens == len(engine.prompt_ids(PROMPT))

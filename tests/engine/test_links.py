@@ -126,7 +126,7 @@ def test_a_folders_links_that_cannot_be_used_are_left_out(
         tmp_path / "index", model=str(folder), embedding="hashing", dtype=dtype
     ) as index:
         index.add([Document(source="text", text=text) for text in TEXTS[:1]])
-        engine = KVEngine(index, max_tokens=2, policy="none")
+        engine = KVEngine(index, max_tokens=2, policy="none", session_bytes=0)
         off = KVEngine(index, max_tokens=2, policy="none", links="off")
         for prompt in ("Nothing of it.", f"{TEXTS[0]}\n\nQuestion: who?", TEXTS[0] + " So?"):
             report, plain = engine.generate(prompt).report, off.generate(prompt)

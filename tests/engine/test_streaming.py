@@ -190,7 +190,9 @@ def test_a_server_that_ends_while_chunks_are_refined(
 
     index.store = Failing(index.store, before)
     engine = KVEngine(index, **FULL)
-    engine._estimates.link.expect(20_000.0)  # so slow that a first pass takes the coarsest planes
+    engine._fuser._estimates.link.expect(
+        20_000.0
+    )  # so slow that a first pass takes the coarsest planes
     report = check_right(engine, prompt, plain, ttft=3.0)
     assert report.misses == {}
     assert set(levels_of(report)) <= {"1/5", "2/5", "3/5", "4/5", "5/5", "text"}

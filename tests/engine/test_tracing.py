@@ -66,6 +66,7 @@ def test_an_answer(rag: Rag, traced: Traced) -> None:
     assert said["gen_ai.usage.output_tokens"] == usage.completion_tokens
     assert said["gen_ai.usage.cache_read.input_tokens"] == usage.cached_tokens > 0
     assert said["llm.token_count.total"] == usage.prompt_tokens + usage.completion_tokens
+    assert said["kvrag.kept_tokens"] == answer.report.num_kept == 0
     assert said["openinference.span.kind"] == "LLM"
     assert (said["input.value"], said["output.value"]) == (PROMPT, answer.text)
     assert json.loads(said["llm.invocation_parameters"])["max_tokens"] == 5

@@ -449,9 +449,10 @@ def test_usage_and_report(rag: Rag, chat: ChatKVRag) -> None:
     assert details["saved_seconds_estimate"] >= 0
     assert all(source["text"] in PROMPT for source in details["sources"])
     assert {source["source"] for source in details["sources"]} == {"ledger", "clock"}
-    plain = chat.invoke("Nothing of the documents.").response_metadata
+    other = ChatKVRag(index=rag.path, max_tokens=8)  # remembers nothing
+    plain = other.invoke("Nothing of the documents.").response_metadata
     assert (plain["saved_tokens"], plain["saved_seconds_estimate"]) == (0, 0.0)
-    streamed = list(chat.stream(PROMPT))
+    streamed = list(ChatKVRag(index=rag.path, max_tokens=8).stream(PROMPT))
     whole = sum(streamed[1:], streamed[0])
     assert whole.text == message.text
     assert whole.response_metadata["report"]["num_cached"] == report["num_cached"]

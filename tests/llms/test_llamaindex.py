@@ -126,7 +126,8 @@ async def test_all_eight_calls_agree(rag: Rag) -> None:
     llm = KVRagLLM(index=rag.path, max_tokens=MAX_TOKENS)
     whole = llm.complete("Hello")
     assert whole.text
-    pieces = list(llm.stream_complete("Hello"))
+    other = KVRagLLM(index=rag.path, max_tokens=MAX_TOKENS)  # remembers nothing
+    pieces = list(other.stream_complete("Hello"))
     assert "".join(piece.delta or "" for piece in pieces) == pieces[-1].text == whole.text
     assert pieces[-1].raw["usage"] == whole.raw["usage"]
     assert (await llm.acomplete("Hello")).text == whole.text

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from openai import OpenAI
 
+from kvrag.engine.engine import KVEngine
 from tests.support.api_server import Served, serving
 from tests.support.rag import Rag, rag
 
@@ -13,8 +14,8 @@ __all__ = ["rag"]
 
 @pytest.fixture(scope="session")
 def served(rag: Rag) -> Iterator[Served]:
-    """A server over the index of `PASSAGES`, without keys."""
-    with serving(rag.index) as running:
+    """A server over the index of `PASSAGES`, without keys, for tests that have no order."""
+    with serving(rag.index, engine=KVEngine(rag.index, max_tokens=16, session_bytes=0)) as running:
         yield running
 
 

@@ -98,7 +98,7 @@ def measure_controller(
 ) -> Iterator[ControllerRow]:
     """Yield one row per speed; shares and ``auto`` are timed in turn."""
     with indexed(options.prompt, say) as (index, prompt):
-        engine = KVEngine(index)
+        engine = KVEngine(index, session_bytes=0)
         say("computing")
         cost = _compute_cost(engine, prompt, options)
         whole = index.store

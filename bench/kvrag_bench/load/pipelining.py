@@ -109,7 +109,9 @@ def measure_pipelining(
     """Yield one row per speed and share; what is compared is measured in turn."""
     ratios = options.ratios if takes_ratio(options.policy) else (None,)
     with indexed(options.prompt, say) as (index, prompt):
-        serial, pipelined = (KVEngine(index, load_threads=n) for n in (0, options.load_threads))
+        serial, pipelined = (
+            KVEngine(index, load_threads=n, session_bytes=0) for n in (0, options.load_threads)
+        )
         layout = pipelined.fuse(prompt, policy="none").layout
         whole = index.store
         for speed in options.gigabytes_per_second:

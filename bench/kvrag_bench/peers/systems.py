@@ -94,7 +94,7 @@ class Kvrag:
         self._index = Index.create(
             Path(self._folder.name) / "index", model=model, embedding="hashing", codec=codec
         )
-        self._engine = KVEngine(self._index, policy=policy)
+        self._engine = KVEngine(self._index, policy=policy, session_bytes=0)
         self.settings = f"policy {policy}, codec {codec}, {self._index.config.chunk_context}"
 
     def prepare(self, documents: Sequence[str]) -> None:

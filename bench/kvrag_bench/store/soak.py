@@ -64,7 +64,7 @@ def measure_soak(folder: Path, num_queries: int, on_progress: Callable[[str], No
     memory = files = 0
     started = time.perf_counter()
     with Index.open(folder / "index", store=url) as index:
-        engine = KVEngine(index, policy="none", max_tokens=1)
+        engine = KVEngine(index, policy="none", max_tokens=1, session_bytes=0)
         for number in range(num_queries):
             texts = [_text(n) for n in chance.sample(range(_NUM_DOCUMENTS), _CHUNKS_PER_QUERY)]
             answer = engine.generate("\n\n".join([*texts, f"Question {number % 10}?\nAnswer:"]))

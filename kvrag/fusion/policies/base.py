@@ -83,6 +83,11 @@ class RecomputePolicy(ABC):
 
     name: ClassVar[str]
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether it recomputes the same tokens of a span whatever follows the span."""
+        return False
+
     def __post_init__(self) -> None:
         check_fields(self, "policy")
 

@@ -50,6 +50,10 @@ class BoundaryPolicy(RecomputePolicy):
         if self.ratio is not None:
             check_ratio(self.ratio)
 
+    @property
+    def looks_back(self) -> bool:
+        return self.tokens is not None
+
     def tokens_of(self, prompt: PromptRows) -> int:
         """Return how many tokens of each chunk to compute again."""
         if self.tokens is not None:

@@ -16,5 +16,9 @@ class NonePolicy(RecomputePolicy):
 
     name: ClassVar[str] = "none"
 
+    @property
+    def looks_back(self) -> bool:
+        return True
+
     def candidates(self, prompt: PromptRows) -> torch.Tensor:  # noqa: ARG002
         return torch.empty(0, dtype=torch.long)

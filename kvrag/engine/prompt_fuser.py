@@ -1,0 +1,226 @@
+"""Fusing a laid-out prompt in a buffer: an empty one, or one that holds an earlier answer's KV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kvrag.engine.buffers import BufferPool
+from kvrag.engine.open_answer import Release
+from kvrag.engine.prompt_reader import LaidOutPrompt
+from kvrag.engine.request import Request
+from kvrag.engine.sessions import Sessions
+from kvrag.engine.streaming_target import streaming_target
+from kvrag.errors import PromptTooLongError
+from kvrag.fusion.chosen_links import ChosenLinks
+from kvrag.fusion.compression.compacting import compact, without_chunks
+from kvrag.fusion.controller import Choice
+from kvrag.fusion.fuser import CompressedLostError, FusedPrompt, computing_seconds, fuse_in_slices
+from kvrag.fusion.kept import Overlap, keep
+from kvrag.fusion.layout import Layout
+from kvrag.fusion.plan import Loading
+from kvrag.fusion.reasons import counted
+from kvrag.fusion.slices import Slices
+from kvrag.ingest.index import Index
+from kvrag.kvcache import FusedKV
+from kvrag.loading import threads
+from kvrag.loading.streaming import StreamEstimates
+
+_GROWTH = 1.5
+"""A copied buffer gets this many times the room that it needs, so that the next turns find room."""
+
+
+class PromptFuser:
+    """Fuses the prompts of one engine, and keeps what their answers leave.
+
+    Parameters
+    ----------
+    index
+        The index, with its model.
+    links
+        The link tokens of prompts.
+    load_threads
+        See `KVEngine`.
+    session_bytes
+        Memory for the KV of ended answers.
+    """
+
+    def __init__(
+        self, index: Index, links: ChosenLinks, load_threads: int | None, session_bytes: int
+    ) -> None:
+        self._index = index
+        self._links = links
+        self._load_threads = load_threads
+        self._estimates = StreamEstimates()
+        self.buffers = BufferPool()
+        self.sessions = Sessions(session_bytes, self.buffers.give_back)
+
+    @property
+    def stream_counts(self) -> Mapping[str, Any]:
+        """See `KVEngine.stream_counts`."""
+        return self._estimates.link.counts()
+
+    def fuse(
+        self,
+        request: Request,
+        choice: Choice,
+        laid_out: LaidOutPrompt,
+        layout_seconds: float,
+        *,
+        keeps: bool,
+    ) -> Slices[tuple[FusedPrompt, Release]]:
+        """Fuse a prompt, in slices.
+
+        Parameters
+        ----------
+        request
+            The request, with an engine's defaults.
+        choice
+            How to repair reused tokens.
+        laid_out
+            The prompt.
+        layout_seconds
+            How long it took to lay it out.
+        keeps
+            Whether the prompt may take KV of earlier answers, and leaves its own.
+
+        Returns
+        -------
+        tuple
+            The fused prompt, and what takes its buffer back.
+
+        Raises
+        ------
+        PromptTooLongError
+            If the prompt leaves no room in the context window.
+        """
+        index, layout, open_kv = self._index, laid_out.layout, laid_out.open_kv
+        assert request.max_tokens is not None  # the engine's defaults set it
+        if open_kv is None:
+            # A placed prompt stays as it is: link tokens would move what follows them.
+            if index.compression is not None:
+                layout = compact(layout, laid_out.chunks, index.compression)
+            layout = self._links.insert(layout, request.max_tokens)
+        room = self._room(layout, request.max_tokens)
+        keeps = keeps and open_kv is None and self._can_keep(request, choice, layout)
+        earlier = self.sessions.take(request.session, layout, choice) if keeps else None
+        if earlier is None:
+            buffer = self._new_buffer(layout, room)
+        else:
+            buffer = self._buffer_after(earlier, request.session, layout, room)
+            layout = _keeping(layout, laid_out, earlier.num_rows)
+        try:
+            fused = yield from fuse_in_slices(
+                index.model,
+                layout,
+                open_kv or index.on_demand.opener(index.open_kv, layout),
+                choice,
+                buffer,
+                self._links.on_model if layout.links else None,
+                self._loading(request, layout_seconds, is_placed=open_kv is not None),
+            )
+        except CompressedLostError as error:
+            self.buffers.give_back(buffer)
+            # The compressed rows of these chunks have no tokens to compute instead, so lay out the
+            # chunks' own tokens. Each call has fewer chunks, so this ends.
+            fewer = replace(laid_out, layout=without_chunks(laid_out.layout, error.lost))
+            return (yield from self.fuse(request, choice, fewer, layout_seconds, keeps=keeps))
+        except BaseException:  # a cancelled one as well
+            if earlier is not None and earlier.goes_on:
+                # The conversation may go on: its rows are as they were.
+                ids = layout.token_ids[: earlier.num_rows]
+                kept = replace(earlier.kept, kv=buffer, token_ids=ids)
+                self.sessions.keep(request.session, kept)
+            else:
+                self.buffers.give_back(buffer)
+            raise
+        report = fused.report
+        num_rows = sum(report.rows_by_layer) + report.rows_asked
+        self._estimates.computing.observe(num_rows, computing_seconds(report.seconds))
+        report = replace(report, seconds={"layout": layout_seconds, **report.seconds})
+        index.counters.note(report)
+        fused = replace(fused, report=report)
+        # A controller may have chosen scaled attention, which later turns would have to keep up.
+        keeps = keeps and not fused.scaled
+        return fused, partial(self._end, request.session, fused, choice, earlier, keeps)
+
+    def _end(
+        self,
+        session: str | None,
+        fused: FusedPrompt,
+        choice: Choice,
+        earlier: Overlap | None,
+        keeps: bool,
+        answer_ids: list[int] | None,
+    ) -> None:
+        if keeps and answer_ids is not None:
+            self.sessions.keep(session, keep(fused, answer_ids, choice, earlier))
+        else:
+            self.buffers.give_back(fused.kv)
+
+    def _can_keep(self, request: Request, choice: Choice, layout: Layout) -> bool:
+        """Return whether a prompt's rows are those of its tokens, whole and in order."""
+        return (
+            self.sessions.max_bytes > 0
+            and request.reuse
+            and request.ttft is None
+            and self._index.compression is None
+            and not layout.links
+            and choice.scaling is None
+        )
+
+    def _room(self, layout: Layout, max_tokens: int) -> int:
+        """Return the number of tokens that an answer may have. Raises PromptTooLongError."""
+        model = self._index.model
+        num_tokens = len(layout.token_ids)
+        end = layout.end_position
+        if end >= model.max_positions:
+            over = f"{num_tokens} tokens" if end == num_tokens else f"{end} positions"
+            raise PromptTooLongError(
+                f"the prompt has {over}, but {model.name} holds "
+                f"{model.max_positions} with at least one to answer in; shorten it, or retrieve "
+                "fewer chunks"
+            )
+        return min(max_tokens, model.max_positions - end)
+
+    def _new_buffer(self, layout: Layout, room: int) -> FusedKV:
+        model, num_tokens = self._index.model, len(layout.token_ids)
+        return self.buffers.take(model.spec, num_tokens, num_tokens + room, model.device)
+
+    def _buffer_after(
+        self, earlier: Overlap, session: str | None, layout: Layout, room: int
+    ) -> FusedKV:
+        """Return a buffer that begins with an earlier one's rows: the same one if it has room."""
+        old, model, num_tokens = earlier.kept.kv, self._index.model, len(layout.token_ids)
+        if not earlier.goes_on:
+            buffer = self._new_buffer(layout, room)
+            buffer.copy_rows(old, earlier.num_rows)
+            self.sessions.keep(session, earlier.kept)
+            return buffer
+        needed = num_tokens + room
+        if old.capacity >= needed:
+            return old.with_tokens(num_tokens)
+        most = min(model.max_positions, self.sessions.max_bytes // model.spec.bytes_per_token)
+        capacity = max(needed, min(int(_GROWTH * needed), most))
+        buffer = self.buffers.take(model.spec, num_tokens, capacity, model.device)
+        buffer.copy_rows(old, earlier.num_rows)
+        self.buffers.give_back(old)
+        return buffer
+
+    def _loading(self, request: Request, layout_seconds: float, *, is_placed: bool) -> Loading:
+        index, num_threads = self._index, self._load_threads
+        if num_threads is None:
+            num_threads = threads.suitable(index.store, index.model.device)
+        streaming = None
+        if request.ttft is not None:
+            streaming = streaming_target(index, self._estimates, request.ttft, layout_seconds)
+        return Loading(num_threads, None if is_placed else index.tier_of, streaming)
+
+
+def _keeping(layout: Layout, laid_out: LaidOutPrompt, num_kept: int) -> Layout:
+    """Return a layout whose first rows are kept; they are not fresh."""
+    fresh = [replace(one, start=max(one.start, num_kept)) for one in laid_out.fresh]
+    reasons = counted([one for one in fresh if one.start < one.end])
+    return replace(layout, num_kept=num_kept, fresh_reasons=reasons)
