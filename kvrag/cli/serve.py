@@ -244,7 +244,9 @@ def _serve_here(
         warm_up(opened)
         log_to_stderr()
         server = Server(make_app(engine, options), **address)
-        until_told(server.serve_forever, server.stop, f"{server.url}/v1")
+        until_told(
+            server.serve_forever, server.stop, f"{server.url}/v1\n{server.url}/  (a page to ask in)"
+        )
 
 
 def _serve_vllm(settings: dict[str, Any], command: dict[str, Any], *, show: bool) -> None:

@@ -17,6 +17,7 @@ from kvrag.engine import waiting
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.buffers import BufferPool
 from kvrag.engine.open_answer import OpenAnswer
+from kvrag.engine.parts import prompt_parts
 from kvrag.engine.prompt_reader import LaidOutPrompt, PromptReader
 from kvrag.engine.request import PlacedPrompt, Prompt, Recompute, Request, RequestOptions
 from kvrag.engine.scheduler import MAX_BATCH, Scheduler, Start
@@ -410,6 +411,7 @@ class KVEngine:
                 request,
                 fused,
                 laid_out.sources,
+                prompt_parts(laid_out, fused) if request.explain else (),
                 eviction,
                 # Time before its first piece was asked for does not count.
                 begun - layout_seconds,

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Source, Usage
+from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Part, Source, Usage
 from kvrag.engine.constraint import Allowed
 from kvrag.engine.request import Request
 from kvrag.engine.sampling import Sampler
@@ -33,6 +33,8 @@ class OpenAnswer:
         Its prompt's KV.
     sources
         The chunks found in the prompt.
+    parts
+        What happened to each part of the prompt, if the request asks for it.
     eviction
         What to evict while the answer is written; None: nothing.
     started
@@ -60,6 +62,7 @@ class OpenAnswer:
         request: Request,
         fused: FusedPrompt,
         sources: tuple[Source, ...],
+        parts: tuple[Part, ...],
         eviction: EvictionPolicy | None,
         started: float,
         release: Callable[[], None],
@@ -67,6 +70,7 @@ class OpenAnswer:
         self._model = model
         self._fused = fused
         self._sources = sources
+        self._parts = parts
         self._eviction = eviction
         self._started = started
         self._release: Callable[[], None] | None = release
@@ -143,6 +147,7 @@ class OpenAnswer:
             finish_reason=finish,
             ttft_seconds=self._ttft_seconds,
             total_seconds=time.perf_counter() - self._started,
+            parts=self._parts,
         )
         return AnswerDelta(tail, self._answer)
 

@@ -118,6 +118,7 @@ class RequestOptions(TypedDict, total=False):
     ttft: float | None
     constraint: Constraint | None
     tools: Sequence[Mapping[str, Any]]
+    explain: bool
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,8 @@ class Request:
     tools
         Functions that the answer may call, as in OpenAI's API; the chat template writes them into
         the prompt. The answer is still one text (`kvrag.llms.tool_calls` finds the calls in it).
+    explain
+        Whether the answer says what happened to each part of the prompt (`Answer.parts`).
 
     Raises
     ------
@@ -181,12 +184,14 @@ class Request:
     ttft: float | None = None
     constraint: Constraint | None = None
     tools: Sequence[Mapping[str, Any]] = ()
+    explain: bool = False
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
             "hints": arguments.texts(self.hints, "hints"),
             "reuse": arguments.flag(self.reuse, "reuse"),
             "tools": checked_tools(self.tools),
+            "explain": arguments.flag(self.explain, "explain"),
         }
         if not isinstance(self.prompt, str | PlacedPrompt):
             checked["prompt"] = checked_messages(self.prompt)

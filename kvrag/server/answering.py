@@ -75,6 +75,7 @@ def engine_requests(questions: Sequence[Question], asked: Generating, form: Shap
             reuse=options.reuse,
             tools=form.tools,
             constraint=form.constraint,
+            explain=options.explain,
         )
         for number in range(asked.n or 1):
             seed = None if asked.seed is None else asked.seed + number

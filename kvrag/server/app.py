@@ -23,6 +23,7 @@ from kvrag.server import responses as r
 from kvrag.server.access import Accounts, ApiKey
 from kvrag.server.gate import Gate
 from kvrag.server.metrics import ServerMetrics
+from kvrag.server.page_routes import add_page
 from kvrag.server.problems import RequestError, as_problem, validation_problem
 from kvrag.server.requests import ChatRequest, CompletionRequest, EmbeddingRequest
 from kvrag.server.service import Service
@@ -38,7 +39,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         400: "The request is wrong, or asks for what this server does not support.",
         401: "There is no key, or a wrong one.",
         403: "A server without keys answers to localhost alone.",
-        404: "There is no such model.",
+        404: "There is no such model, chunk or document.",
         408: "The body took too long.",
         413: "The body is too large.",
         429: "A limit of the key is reached; Retry-After says for how long.",
@@ -102,11 +103,12 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
         lifespan=lifespan,
     )
     _add_routes(app, service, metrics)
+    add_page(app, service, _answers)
     _add_errors(app)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     accounts = Accounts(options.keys)
     checks_host = options.is_local and not accounts.need_a_key
-    gate = Gate(app, accounts, metrics, checks_host)
+    gate = Gate(app, accounts, metrics, checks_host, options.origins)
     if not options.origins:
         return gate
     # Outside the gate: a browser sends no key with its first question.
@@ -120,32 +122,34 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
     )
 
 
-def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -> None:
-    def answers(model: Any, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
-        content = {"content": _STREAM} if streams else {}
-        return {200: {"model": model, "description": "The answer.", **content}, **_ERRORS}
+def _answers(model: Any, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+    """Return a route's responses for the OpenAPI document."""
+    content = {"content": _STREAM} if streams else {}
+    return {200: {"model": model, "description": "The answer.", **content}, **_ERRORS}
 
-    @app.post("/v1/chat/completions", responses=answers(r.ChatCompletion, streams=True))
+
+def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -> None:
+    @app.post("/v1/chat/completions", responses=_answers(r.ChatCompletion, streams=True))
     async def chat_completions(asked: ChatRequest, http: Request) -> Response:
         """Answer a conversation."""
         return await service.chat(asked, http)
 
-    @app.post("/v1/completions", responses=answers(r.Completion, streams=True))
+    @app.post("/v1/completions", responses=_answers(r.Completion, streams=True))
     async def completions(asked: CompletionRequest, http: Request) -> Response:
         """Complete a text."""
         return await service.complete(asked, http)
 
-    @app.post("/v1/embeddings", responses=answers(r.EmbeddingList))
+    @app.post("/v1/embeddings", responses=_answers(r.EmbeddingList))
     async def embeddings(asked: EmbeddingRequest, http: Request) -> Response:
         """Return the vectors of texts."""
         return await service.embed(asked, http)
 
-    @app.get("/v1/models", responses=answers(r.ModelList))
+    @app.get("/v1/models", responses=_answers(r.ModelList))
     async def models() -> Response:
         """List the models."""
         return JSONResponse(service.models().model_dump(mode="json"))
 
-    @app.get("/v1/models/{name:path}", responses=answers(r.Model))
+    @app.get("/v1/models/{name:path}", responses=_answers(r.Model))
     async def model(name: str) -> Response:
         """Return one model."""
         for one in service.models().data:
@@ -155,12 +159,12 @@ def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -> None:
             404, f"there is no model {shown(name)}", code="model_not_found", param="model"
         )
 
-    @app.get("/healthz", responses=answers(r.Health))
+    @app.get("/healthz", responses=_answers(r.Health))
     async def healthz() -> Response:
         """Say that the server runs."""
         return JSONResponse({"status": "ok"})
 
-    @app.get("/readyz", responses={**answers(r.Health), 503: {"model": r.Health}})
+    @app.get("/readyz", responses={**_answers(r.Health), 503: {"model": r.Health}})
     async def readyz() -> Response:
         """Say whether the server would accept a request now."""
         if service.is_ready:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +32,16 @@ MAX_PROMPT_BYTES = 4 << 20
 MAX_REQUESTS = 1024
 """Most requests in progress, of all kinds."""
 
-_OPEN = ("/healthz", "/readyz")
+PAGE = "/page/"
+"""Where the page's files are; they need no key, and say nothing about the index."""
+
+# Also without a key.
+_OPEN = ("/", "/healthz", "/readyz")
+_READING = ("GET", "HEAD", "OPTIONS")
 _ROUTES = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models"),
-        *("/metrics", "/openapi.json", *_OPEN),
+        *("/metrics", "/openapi.json", "/v1/kvrag", *_OPEN),
     }
 )
 requests_log = logging.getLogger("kvrag.server.requests")
@@ -95,15 +101,23 @@ class Gate:
     checks_host
         Whether requests must name this machine as their host. Without keys, that stops a page of
         another site whose name was made to resolve to here (DNS rebinding).
+    origins
+        Other sites whose pages may write; ``"*"`` means all.
     """
 
     def __init__(
-        self, app: ASGIApp, accounts: Accounts, metrics: ServerMetrics, checks_host: bool
+        self,
+        app: ASGIApp,
+        accounts: Accounts,
+        metrics: ServerMetrics,
+        checks_host: bool,
+        origins: Collection[str] = (),
     ) -> None:
         self._app = app
         self._accounts = accounts
         self._metrics = metrics
         self._checks_host = checks_host
+        self._origins = origins
         self._num_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,9 +168,27 @@ class Gate:
                 "localhost alone; start it with keys",
                 code="wrong_host",
             )
-        if scope["path"] in _OPEN:
+        if scope["method"] not in _READING and not self._may_write(headers):
+            raise RequestError(
+                403,
+                f"Origin is {headers['origin'][:200]!r}: pages of other sites may not ask this "
+                "server; start it with --allow-origin for those that may",
+                code="wrong_origin",
+            )
+        if scope["path"] in _OPEN or scope["path"].startswith(PAGE):
             return Account(None)
         return self._accounts.of(headers.get("authorization", ""))
+
+    def _may_write(self, headers: Headers) -> bool:
+        """Return whether a request is from no page, from this server's own, or from a known one.
+
+        A browser sends a page's simple POST to any site, and asks only before the page reads.
+        """
+        origin = headers.get("origin")
+        if origin is None or origin in self._origins or "*" in self._origins:
+            return True
+        # The scheme is left out: a proxy with TLS speaks plain HTTP to this server.
+        return origin.partition("://")[2].lower() == headers.get("host", "").lower() != ""
 
     def _note(self, scope: Scope, record: Record) -> None:
         """Count and log a request that has ended."""

@@ -79,11 +79,17 @@ class KVRagDetails(BaseModel):
         For each choice, the chunks that were found in the prompt.
     ttft_seconds
         For each choice, the time from its turn to its first token.
+    search_seconds
+        The time in which the server found the chunks; None if it did not search.
+    parts
+        For each choice, what happened to each part of the prompt, if the request asks for it.
     """
 
     reports: list[dict[str, Any]]
     sources: list[list[dict[str, Any]]]
     ttft_seconds: list[float]
+    search_seconds: float | None = None
+    parts: list[list[dict[str, Any]]] | None = None
 
 
 class CalledFunction(BaseModel):
@@ -208,6 +214,57 @@ class EmbeddingList(BaseModel):
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
+
+
+class About(BaseModel):
+    """The index and the defaults of answers, for the page.
+
+    Attributes
+    ----------
+    index
+        The name of the index's folder.
+    model, rag
+        The names in requests: the model alone, and the model over the index.
+    is_chat
+        Whether a prompt can hold earlier messages.
+    top_k, max_tokens, policy
+        The defaults of answers.
+    policies
+        The names of all recompute policies.
+    """
+
+    version: str
+    index: str
+    model: str
+    rag: str
+    is_chat: bool
+    num_documents: int
+    num_chunks: int
+    num_tokens: int
+    top_k: int
+    max_tokens: int
+    policy: str
+    policies: list[str]
+
+
+class Passage(BaseModel):
+    """A chunk's text, and its place in its document."""
+
+    chunk_id: str
+    ordinal: int
+    text: str
+    heading: str | None
+    page: str | None
+
+
+class Passages(BaseModel):
+    """Consecutive chunks of a document, around the chunk `chunk_id`."""
+
+    source: str
+    title: str
+    num_chunks: int
+    chunk_id: str
+    passages: list[Passage]
 
 
 class Health(BaseModel):
