@@ -35,7 +35,7 @@ _ONLY = {
             "keys",
             "anyone",
         ),
-        *("allow_origin", "streams", "waiting", "grace"),
+        *("allow_origin", "no_history", "streams", "waiting", "grace"),
     ),
     _VLLM: ("artefacts", "only_asked", "any_version", "show"),
 }
@@ -105,6 +105,13 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    no_history: Annotated[
+        bool,
+        typer.Option(
+            "--no-history",
+            help="Keep no conversations of the page. Default: they are in a file beside the index.",
+        ),
+    ] = False,
     streams: Annotated[
         int,
         typer.Option(
@@ -220,6 +227,8 @@ def serve(
         top_k=top_k,
         max_streams=streams,
         max_waiting=waiting,
+        # Strangers without keys would read each other's.
+        keeps_history=not no_history and (bool(api_keys) or is_loopback(host)),
     )
     _serve_here(
         {"path": index, "device": device, "store": store, "compute": compute},

@@ -22,6 +22,8 @@ from kvrag.errors import KVRagError
 from kvrag.server import responses as r
 from kvrag.server.access import Accounts, ApiKey
 from kvrag.server.gate import Gate
+from kvrag.server.history import History
+from kvrag.server.history_routes import add_history
 from kvrag.server.metrics import ServerMetrics
 from kvrag.server.page_routes import add_page
 from kvrag.server.problems import RequestError, as_problem, validation_problem
@@ -65,6 +67,8 @@ class ServerOptions:
         How many chunks the server retrieves, for the model ``rag:NAME``.
     max_streams, max_waiting
         See `kvrag.server.worker.Worker`.
+    keeps_history
+        Whether to keep the page's conversations, beside the index.
     """
 
     keys: Sequence[ApiKey] = ()
@@ -73,6 +77,7 @@ class ServerOptions:
     top_k: int = 4
     max_streams: int = MAX_STREAMS
     max_waiting: int = MAX_WAITING
+    keeps_history: bool = False
 
 
 def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGIApp:
@@ -88,11 +93,14 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
     worker = Worker(options.max_streams, options.max_waiting)
     service = Service(engine, worker, options.top_k)
     metrics = ServerMetrics(engine.index, worker)
+    history = History.of(engine.index) if options.keeps_history else None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         service.close()
+        if history is not None:
+            history.close()
 
     # The pages that FastAPI would add load scripts from other sites.
     app = FastAPI(
@@ -103,7 +111,9 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
         lifespan=lifespan,
     )
     _add_routes(app, service, metrics)
-    add_page(app, service, _answers)
+    add_page(app, service, _answers, keeps_history=history is not None)
+    if history is not None:
+        add_history(app, service, history, _answers)
     _add_errors(app)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     accounts = Accounts(options.keys)

@@ -231,6 +231,8 @@ class About(BaseModel):
         The defaults of answers.
     policies
         The names of all recompute policies.
+    keeps_history
+        Whether the server keeps conversations.
     """
 
     version: str
@@ -245,6 +247,7 @@ class About(BaseModel):
     max_tokens: int
     policy: str
     policies: list[str]
+    keeps_history: bool
 
 
 class Passage(BaseModel):
@@ -265,6 +268,26 @@ class Passages(BaseModel):
     num_chunks: int
     chunk_id: str
     passages: list[Passage]
+
+
+class ConversationHead(BaseModel):
+    """A conversation in a list; `updated` is a time in seconds since 1970."""
+
+    id: str
+    title: str
+    updated: float
+
+
+class Conversations(BaseModel):
+    """A tenant's conversations, the latest first."""
+
+    conversations: list[ConversationHead]
+
+
+class Conversation(ConversationHead):
+    """A conversation, with its turns as the page keeps them."""
+
+    turns: list[dict[str, Any]]
 
 
 class Health(BaseModel):

@@ -102,7 +102,7 @@ class Service:
         """The index that is served."""
         return self._engine.index
 
-    def about(self) -> r.About:
+    def about(self, *, keeps_history: bool) -> r.About:
         """Describe the index and the defaults of answers."""
         num_documents, num_chunks, num_tokens = self.index.catalog.counts()
         defaults = self._engine.defaults
@@ -119,6 +119,7 @@ class Service:
             max_tokens=defaults.max_tokens or 0,
             policy=str(defaults.policy),
             policies=[*POLICIES],
+            keeps_history=keeps_history,
         )
 
     def models(self) -> r.ModelList:

@@ -19,6 +19,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.ingest.index import Index
 from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions
+from kvrag.server.history import history_path
 from tests.support.api_server import Served, serving
 from tests.support.browser import NewPage, browsing, serious_findings
 from tests.support.rag import PASSAGES, Rag, save_model
@@ -289,3 +290,83 @@ def test_a_key_is_asked_for_and_kept_by_the_tab(new_page: NewPage, rag: Rag) -> 
         other.get_by_label("Key", exact=True).wait_for()
         other.get_by_role("button", name="Cancel").click()
         other.get_by_text("Without a key").wait_for()
+
+
+@pytest.mark.slow
+def test_the_report_and_another_answer_beside_the_first(
+    new_page: NewPage, long_served: Served
+) -> None:
+    page = new_page()
+    asked: list[dict[str, Any]] = []
+    page.on("request", lambda one: asked.append(one.post_data_json) if one.post_data else None)
+    ask(page, long_served, "the odd ship")
+    page.locator(".report > summary").click()
+    report = page.locator(".report")
+    assert report.locator(".cell").count() > 3
+    numbers = report.locator(".legend b").all_inner_texts()
+    total = sum(int(one.split()[0].replace(",", "")) for one in numbers)
+    answered = page.locator(".report > summary").inner_text()
+    assert f" of {total} tokens reused" in answered
+    # All tokens are in the strip, and all stages sum to the first token.
+    assert report.get_by_role("img").get_attribute("aria-label").startswith(f"{total} tokens")
+    assert report.get_by_text("Plain prefill (estimate)").is_visible()
+    page.get_by_text("Where the tokens come from").click()
+    assert report.get_by_role("cell", name=re.compile("ships.md, chunk")).first.is_visible()
+    page.get_by_text("The prompt's text, coloured").click()
+    assert "the odd ship" in report.locator(".prompt-text").inner_text()
+    assert serious_findings(page) == []
+    page.get_by_role("button", name="Ask again with full prefill").click()
+    page.locator(".comparison").wait_for()
+    assert asked[-1]["kvrag"]["reuse"] is False
+    assert report.get_by_text("Plain prefill (measured)").is_visible()
+    page.get_by_text("How to answer").click()
+    page.get_by_label("Repair policy").select_option("none")
+    assert page.get_by_label("Reused tokens to repair").is_disabled()
+    page.get_by_role("button", name="Ask again with none, 4 passages").click()
+    page.locator(".version-label").get_by_text("none, 4 passages").wait_for()
+    assert asked[-1]["kvrag"]["policy"] == "none"
+    assert serious_findings(page) == []
+
+
+@pytest.mark.slow
+def test_conversations_are_kept_found_renamed_exported_and_deleted(
+    new_page: NewPage, rag: Rag
+) -> None:
+    history_path(rag.path).unlink(missing_ok=True)
+    with serving(rag.index, ServerOptions(keeps_history=True)) as served:
+        page = new_page()
+        ask(page, served, "Who keeps the ledger?")
+        first = page.get_by_role("button", name="Who keeps the ledger?", exact=True)
+        first.wait_for()
+        page.get_by_role("button", name="New question").click()
+        page.get_by_label("Your question").fill("Where is the fox?")
+        page.keyboard.press("Enter")
+        fox = page.get_by_role("button", name="Where is the fox?", exact=True)
+        fox.wait_for()
+        assert fox.get_attribute("aria-current") == "true"
+        assert serious_findings(page) == []
+        page.reload()
+        first.click()
+        page.get_by_role("heading", name="Who keeps the ledger?").wait_for()
+        assert page.locator(".card").count() == 4
+        page.get_by_label("Search conversations").fill("fox")
+        first.wait_for(state="detached")
+        page.get_by_role("button", name="More about Where is the fox?").click()
+        assert serious_findings(page) == []
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Export as Markdown").click()
+        text = Path(saved.value.path()).read_text()
+        assert text.startswith("# Where is the fox?\n\n## Where is the fox?\n\n")
+        assert "\n4. " in text
+        page.get_by_role("button", name="More about Where is the fox?").click()
+        page.get_by_role("button", name="Rename").click()
+        page.get_by_label("Title").fill("Foxes")
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="Foxes", exact=True).wait_for()
+        page.get_by_role("button", name="More about Foxes").click()
+        page.get_by_role("button", name="Delete").click()
+        page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        page.get_by_text("Nothing found.").wait_for()
+        page.get_by_label("Search conversations").fill("")
+        first.wait_for()
+    history_path(rag.path).unlink()

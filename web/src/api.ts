@@ -13,6 +13,7 @@ export interface About {
   max_tokens: number;
   policy: string;
   policies: string[];
+  keeps_history: boolean;
 }
 
 export interface Citation {
@@ -149,7 +150,7 @@ export async function* ask(
       max_tokens: maxTokens,
       stream: true,
       stream_options: { include_usage: true },
-      kvrag: { ...options, report: true },
+      kvrag: { ...options, report: true, explain: true },
     },
     signal,
   );

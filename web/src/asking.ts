@@ -1,23 +1,28 @@
 // The conversation, and the field to ask in.
 
-import { type About, ask, type Message, Problem } from "./api";
+import { type About, ask, type Message, type Options, Problem } from "./api";
 import { clear, count, h, icon, ICONS } from "./dom";
+import type { Details } from "./report";
+import { Settings } from "./settings";
 import { emptyPlace } from "./states";
-import { type Turn, TurnView } from "./turn";
+import { emptyReply, FULL_PREFILL, type Reply, type Turn, TurnView } from "./turn";
 
 /** The view in which questions are asked. */
 export class Asking {
   readonly element: HTMLElement;
-  private readonly thread = h("div", { class: "thread" });
+  private readonly thread = h("div", { class: "thread", tabindex: "0", role: "region", "aria-label": "Conversation" });
   private readonly field: HTMLTextAreaElement;
   private readonly button: HTMLButtonElement;
-  private turns: TurnView[] = [];
+  private readonly settings: Settings;
+  private views: TurnView[] = [];
   private running: AbortController | null = null;
 
   constructor(
     private readonly about: About,
     private readonly announce: (text: string) => void,
+    private readonly keep: (turns: Turn[]) => void,
   ) {
+    this.settings = new Settings(about, () => this.offer());
     this.field = h("textarea", {
       id: "question",
       rows: 1,
@@ -45,7 +50,7 @@ export class Asking {
           this.field,
           this.button,
         ),
-        h("p", { class: "faint hint" }, "A small local model can be wrong. Its sources are below each answer."),
+        this.settings.element,
       ),
     );
     this.showButton();
@@ -55,10 +60,18 @@ export class Asking {
   /** Begin a new conversation. */
   clear(): void {
     this.running?.abort();
-    this.turns = [];
+    this.views = [];
     clear(this.thread, this.welcome());
     this.field.value = "";
     this.resize();
+  }
+
+  /** Show a conversation that was kept. */
+  restore(turns: Turn[]): void {
+    this.clear();
+    for (const turn of turns) this.append(turn).end(this.about.max_tokens);
+    this.offer();
+    this.thread.scrollTop = 0;
   }
 
   focus(): void {
@@ -80,7 +93,7 @@ export class Asking {
       h(
         "p",
         {},
-        `${about.model} answers from ${count(about.num_documents, "document")}, and shows the passages that it read.`,
+        `${about.model} answers from ${count(about.num_documents, "document")}, and shows the passages that it read. It can be wrong.`,
       ),
     );
   }
@@ -98,62 +111,112 @@ export class Asking {
     }
     this.field.value = "";
     this.resize();
-    const turn: Turn = { question, answer: "", finish: "failed", citations: [] };
-    const view = new TurnView(turn);
-    if (this.turns.length === 0) clear(this.thread);
-    this.turns.push(view);
-    this.thread.append(view.element);
+    const view = this.append({ question, ...emptyReply(this.settings.words) });
     view.element.scrollIntoView({ block: "start" });
     void this.answer(view);
   }
 
+  private append(turn: Turn): TurnView {
+    const view: TurnView = new TurnView(turn, {
+      again: () => void this.answer(view),
+      compareWithPrefill: () => void this.compare(view, { ...this.settings.options, reuse: false }, FULL_PREFILL),
+      compareWithSettings: () => void this.compare(view, this.settings.options, this.settings.words),
+    });
+    if (this.views.length === 0) clear(this.thread);
+    this.views.push(view);
+    this.thread.append(view.element);
+    return view;
+  }
+
   private async answer(view: TurnView): Promise<void> {
+    const { turn } = view;
+    const maxTokens = this.about.max_tokens;
+    await this.run(
+      async (signal) => {
+        this.announce("Searching and reading");
+        view.begin(this.settings.words);
+        await this.read(view, turn, this.settings.options, signal, (piece) => {
+          view.add(piece);
+          this.follow();
+        });
+        view.end(maxTokens);
+        this.announce(`Answer complete: ${turn.answer}`);
+      },
+      (problem) => {
+        if (problem) {
+          view.fail(problem);
+          return;
+        }
+        turn.finish = "stopped";
+        view.end(maxTokens);
+        this.announce("Answer stopped");
+      },
+    );
+    this.offer();
+    // A conversation that was left meanwhile stays as it was.
+    if (this.views.includes(view)) this.keep(this.views.map((one) => one.turn));
+  }
+
+  /** Ask a question again in another way, and show both answers. */
+  private async compare(view: TurnView, options: Options, settings: string): Promise<void> {
+    await this.run(
+      async (signal) => {
+        const reply = emptyReply(settings);
+        view.beginComparison();
+        await this.read(view, reply, options, signal, (piece) => {
+          reply.answer += piece;
+        });
+        view.endComparison(reply);
+        this.announce(`Answer with ${settings}: ${reply.answer}`);
+      },
+      (problem) => view.endComparison(null, problem),
+    );
+  }
+
+  /** Do what may be stopped, one at a time; `failed` gets null if the person stopped it. */
+  private async run(
+    task: (signal: AbortSignal) => Promise<void>,
+    failed: (problem: Problem | null) => void,
+  ): Promise<void> {
     if (this.running) return;
     const running = new AbortController();
     this.running = running;
     this.showButton();
-    this.announce("Searching and reading");
-    view.begin();
-    const maxTokens = this.about.max_tokens;
     try {
-      await this.read(view, running.signal, maxTokens);
-      view.end(maxTokens);
-      this.announce(`Answer complete: ${view.turn.answer}`);
+      await task(running.signal);
     } catch (error) {
-      if (running.signal.aborted) {
-        view.turn.finish = "stopped";
-        view.end(maxTokens);
-        this.announce("Answer stopped");
-      } else if (error instanceof Problem) {
-        view.fail(error, () => void this.answer(view));
-      } else {
-        throw error;
-      }
+      if (running.signal.aborted) failed(null);
+      else if (error instanceof Problem) failed(error);
+      else throw error;
     } finally {
-      if (this.running === running) this.running = null;
+      this.running = null;
       this.showButton();
     }
   }
 
-  private async read(view: TurnView, signal: AbortSignal, maxTokens: number): Promise<void> {
-    const { turn } = view;
-    for await (const event of ask(this.about.rag, this.messages(view), maxTokens, {}, signal)) {
+  private async read(
+    view: TurnView,
+    reply: Reply,
+    options: Options,
+    signal: AbortSignal,
+    onPiece: (piece: string) => void,
+  ): Promise<void> {
+    const { about } = this;
+    for await (const event of ask(about.rag, this.messages(view), about.max_tokens, options, signal)) {
+      if (event.kvrag) reply.details = detailsOf(event.kvrag);
       const [choice] = event.choices;
       if (!choice) continue;
-      if (choice.delta.content) {
-        view.add(choice.delta.content);
-        this.follow();
-      }
+      if (choice.delta.content) onPiece(choice.delta.content);
       if (choice.delta.annotations) {
-        turn.citations = choice.delta.annotations.map((one: any) => one.url_citation);
+        reply.citations = choice.delta.annotations.map((one: any) => one.url_citation);
       }
-      if (choice.finish_reason) turn.finish = choice.finish_reason;
+      if (choice.finish_reason) reply.finish = choice.finish_reason;
     }
   }
 
   /** The conversation up to a question. Questions without an answer are left out. */
   private messages(view: TurnView): Message[] {
-    const earlier = this.turns.slice(0, this.turns.indexOf(view)).filter((one) => one.turn.answer);
+    const earlier = this.views.slice(0, this.views.indexOf(view)).filter((one) => one.turn.answer);
     const said: Message[] = this.about.is_chat
       ? earlier.flatMap(({ turn }) => [
           { role: "user" as const, content: turn.question },
@@ -161,6 +224,11 @@ export class Asking {
         ])
       : [];
     return [...said, { role: "user", content: view.turn.question }];
+  }
+
+  private offer(): void {
+    const { words } = this.settings;
+    for (const view of this.views) view.offer(view.turn.settings === words ? null : words);
   }
 
   /** Keep the end of the answer in sight, unless the person has scrolled away from it. */
@@ -174,6 +242,7 @@ export class Asking {
     this.button.setAttribute("aria-label", label);
     this.button.title = label;
     this.button.classList.toggle("stops", this.running !== null);
+    this.element.classList.toggle("busy", this.running !== null);
     clear(this.button, icon(this.running ? ICONS.stop : ICONS.send));
   }
 
@@ -182,4 +251,13 @@ export class Asking {
     const wanted = this.field.scrollHeight; // 0 before the page shows it
     if (wanted > 0) this.field.style.height = `${Math.min(wanted, 200)}px`;
   }
+}
+
+function detailsOf(told: any): Details {
+  return {
+    report: told.reports[0],
+    parts: told.parts?.[0] ?? [],
+    ttft_seconds: told.ttft_seconds[0],
+    search_seconds: told.search_seconds ?? 0,
+  };
 }

@@ -55,7 +55,9 @@ export async function asked(
     autocomplete: "off",
     maxlength: 500,
     onkeydown: (event: KeyboardEvent) => {
-      if (event.key === "Enter") dialog.close("yes");
+      if (event.key !== "Enter") return;
+      event.preventDefault(); // or the button that gets the focus back is pressed too
+      dialog.close("yes");
     },
   });
   input.value = value;
@@ -70,13 +72,13 @@ export async function asked(
   return (await closed) === "yes" ? input.value.trim() || null : null;
 }
 
-/** A drawer at the side of the page. */
-export function drawer(title: string): { dialog: HTMLDialogElement; body: HTMLElement } {
+/** A drawer at the side of the page, or a small dialog in its middle. */
+export function drawer(title: string, isSmall = false): { dialog: HTMLDialogElement; body: HTMLElement } {
   const body = h("div", { class: "drawer-body", tabindex: "0", role: "region", "aria-label": title });
   const dialog: HTMLDialogElement = h(
     "dialog",
     {
-      class: "drawer",
+      class: isSmall ? "drawer small" : "drawer",
       "aria-label": title,
       onclick: (event: Event) => {
         if (event.target === dialog) dialog.close();

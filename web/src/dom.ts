@@ -52,6 +52,7 @@ export const ICONS = {
   plus: "M8 3v10M3 8h10",
   trash: "M3 4.5h10M6.5 4V2.5h3V4M4.5 4.5l.5 9h6l.5-9",
   pencil: "M3 13l.7-2.8 7-7 2.1 2.1-7 7z",
+  dots: "M3.5 8h.01M8 8h.01M12.5 8h.01",
   file: "M4 2h5l3 3v9H4zM9 2v3h3",
 };
 

@@ -4,6 +4,7 @@ import { type About, getJSON, onMissingKey, Problem } from "./api";
 import { Asking } from "./asking";
 import { asked } from "./dialogs";
 import { clear, count, h, icon, iconButton, ICONS } from "./dom";
+import { History } from "./history";
 import { failure } from "./states";
 
 const live = h("div", { class: "hidden", role: "status" });
@@ -41,7 +42,15 @@ async function start(): Promise<void> {
 }
 
 function build(about: About): void {
-  const asking = new Asking(about, announce);
+  const history: History = new History(
+    about,
+    (turns) => {
+      toggleSide(false);
+      asking.restore(turns);
+    },
+    () => asking.clear(),
+  );
+  const asking = new Asking(about, announce, (turns) => void history.keep(turns));
   const main = h("main", {}, asking.element);
   const side = h("aside", { class: "side", id: "side", "aria-label": "Conversations and documents" });
 
@@ -52,6 +61,7 @@ function build(about: About): void {
 
   function begin(): void {
     toggleSide(false);
+    history.begin();
     asking.clear();
     asking.focus();
   }
@@ -70,6 +80,7 @@ function build(about: About): void {
       icon(ICONS.plus),
       "New question",
     ),
+    history.element,
     h(
       "dl",
       { class: "facts" },

@@ -9,6 +9,11 @@ const FEW = 3;
 const MOST = 20;
 const SNIPPET = 180;
 
+/** A text without the line ends that an editor put into its paragraphs; lists keep theirs. */
+function reflowed(text: string): string {
+  return text.replace(/^(.{50,})\n(?=[\p{L}\p{N}“"'(£$€](?!\d*[.)]\s))/gmu, "$1 ");
+}
+
 export function cards(citations: Citation[]): HTMLElement {
   return h(
     "section",
@@ -19,7 +24,7 @@ export function cards(citations: Citation[]): HTMLElement {
 }
 
 function card(one: Citation, number: number): HTMLElement {
-  const snippet = one.text.replace(/\s+/g, " ").slice(0, SNIPPET);
+  const snippet = one.text.replace(/[#*_`|\s]+/g, " ").trim().slice(0, SNIPPET);
   return h(
     "button",
     { type: "button", class: "card", onclick: () => void open(one, number) },
@@ -27,7 +32,7 @@ function card(one: Citation, number: number): HTMLElement {
     h(
       "span",
       { class: "card-text" },
-      h("span", { class: "title" }, one.title, h("span", { class: "faint" }, ` · ${one.ordinal + 1}`)),
+      h("span", { class: "title" }, one.title, h("span", { class: "faint" }, `, passage ${one.ordinal + 1}`)),
       h("span", { class: "snippet" }, snippet),
     ),
   );
@@ -85,8 +90,8 @@ async function open(one: Citation, number: number): Promise<void> {
         { class: isCited ? "passage cited" : "passage" },
         h("p", { class: "place" }, place.filter(Boolean).join(" · ")),
         isCited
-          ? h("mark", {}, h("span", { class: "hidden" }, `Source ${number}: `), passage.text)
-          : h("p", {}, passage.text),
+          ? h("mark", {}, h("span", { class: "hidden" }, `Source ${number}: `), reflowed(passage.text))
+          : h("p", {}, reflowed(passage.text)),
       );
     });
     clear(
@@ -97,7 +102,7 @@ async function open(one: Citation, number: number): Promise<void> {
       ...texts,
       canGrow && last < found.num_chunks - 1 && more("Show what comes after"),
     );
-    body.querySelector(".cited")?.scrollIntoView({ block: "center" });
+    body.querySelector(".cited")?.scrollIntoView({ block: "start" });
   }
 
   clear(body, h("p", { class: "waiting" }, "Opening the document"));
