@@ -35,7 +35,7 @@ _ONLY = {
             "keys",
             "anyone",
         ),
-        *("allow_origin", "no_history", "streams", "waiting", "grace"),
+        *("allow_origin", "no_history", "allow_upload", "streams", "waiting", "grace"),
     ),
     _VLLM: ("artefacts", "only_asked", "any_version", "show"),
 }
@@ -105,6 +105,12 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    allow_upload: Annotated[
+        bool,
+        typer.Option(
+            "--allow-upload", help="Let everybody who may ask add and delete documents, too."
+        ),
+    ] = False,
     no_history: Annotated[
         bool,
         typer.Option(
@@ -227,6 +233,7 @@ def serve(
         top_k=top_k,
         max_streams=streams,
         max_waiting=waiting,
+        can_upload=allow_upload,
         # Strangers without keys would read each other's.
         keeps_history=not no_history and (bool(api_keys) or is_loopback(host)),
     )

@@ -21,6 +21,7 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import KVRagError
 from kvrag.server import responses as r
 from kvrag.server.access import Accounts, ApiKey
+from kvrag.server.documents import Documents, add_documents
 from kvrag.server.gate import Gate
 from kvrag.server.history import History
 from kvrag.server.history_routes import add_history
@@ -42,6 +43,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         401: "There is no key, or a wrong one.",
         403: "A server without keys answers to localhost alone.",
         404: "There is no such model, chunk or document.",
+        409: "There is a document of this name.",
         408: "The body took too long.",
         413: "The body is too large.",
         429: "A limit of the key is reached; Retry-After says for how long.",
@@ -69,6 +71,8 @@ class ServerOptions:
         See `kvrag.server.worker.Worker`.
     keeps_history
         Whether to keep the page's conversations, beside the index.
+    can_upload
+        Whether requests may add and delete documents.
     """
 
     keys: Sequence[ApiKey] = ()
@@ -78,6 +82,7 @@ class ServerOptions:
     max_streams: int = MAX_STREAMS
     max_waiting: int = MAX_WAITING
     keeps_history: bool = False
+    can_upload: bool = False
 
 
 def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGIApp:
@@ -111,7 +116,15 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
         lifespan=lifespan,
     )
     _add_routes(app, service, metrics)
-    add_page(app, service, _answers, keeps_history=history is not None)
+    add_page(
+        app,
+        service,
+        _answers,
+        keeps_history=options.keeps_history,
+        can_upload=options.can_upload,
+    )
+    documents = Documents(engine.index, can_write=options.can_upload)
+    add_documents(app, service, documents, _answers)
     if history is not None:
         add_history(app, service, history, _answers)
     _add_errors(app)
@@ -132,8 +145,13 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
     )
 
 
-def _answers(model: Any, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+def _answers(
+    model: Any, *, streams: bool = False, lines: bool = False
+) -> dict[int | str, dict[str, Any]]:
     """Return a route's responses for the OpenAPI document."""
+    if lines:
+        schema = {"application/x-ndjson": {"schema": {"type": "string"}}}
+        return {200: {"description": "Lines of JSON.", "content": schema}, **_ERRORS}
     content = {"content": _STREAM} if streams else {}
     return {200: {"model": model, "description": "The answer.", **content}, **_ERRORS}
 

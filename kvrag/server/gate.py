@@ -14,6 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvrag.ingest.limits import ParseLimits
 from kvrag.server.access import Account, Accounts
 from kvrag.server.answering import Generation
 from kvrag.server.metrics import ServerMetrics
@@ -29,11 +30,17 @@ MAX_BODY_BYTES = 16 << 20
 MAX_PROMPT_BYTES = 4 << 20
 """The longest body of any other request."""
 
+UPLOAD_SECONDS = 600.0
+"""Time for the whole body of an uploaded document."""
+
 MAX_REQUESTS = 1024
 """Most requests in progress, of all kinds."""
 
 PAGE = "/page/"
 """Where the page's files are; they need no key, and say nothing about the index."""
+
+DOCUMENTS = "/v1/kvrag/documents"
+"""Where documents are listed; below it, they are uploaded."""
 
 # Also without a key.
 _OPEN = ("/", "/healthz", "/readyz")
@@ -145,8 +152,7 @@ class Gate:
                 await problem.response()(scope, receive, send_noted)
                 return
             scope.setdefault("state", {})["record"] = record
-            most = MAX_BODY_BYTES if scope["path"] == "/v1/embeddings" else MAX_PROMPT_BYTES
-            await self._app(scope, _bounded(receive, most), send_noted)
+            await self._app(scope, _bounded(receive, *_limits(scope)), send_noted)
         finally:
             self._num_requests -= 1
             if record.generation is not None:
@@ -225,9 +231,17 @@ class Gate:
         requests_log.info("request", extra={"fields": line})
 
 
-def _bounded(receive: Receive, max_bytes: int) -> Receive:
+def _limits(scope: Scope) -> tuple[int, float]:
+    """Return the longest body of a request, in bytes, and the time for it."""
+    if scope["path"].startswith(f"{DOCUMENTS}/"):
+        return ParseLimits.max_file_bytes, UPLOAD_SECONDS
+    is_batch = scope["path"] == "/v1/embeddings"
+    return MAX_BODY_BYTES if is_batch else MAX_PROMPT_BYTES, BODY_SECONDS
+
+
+def _bounded(receive: Receive, max_bytes: int, max_seconds: float) -> Receive:
     """Return `receive`, which fails if a body is too long or takes too long."""
-    deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+    deadline = asyncio.get_running_loop().time() + max_seconds
     num_bytes = 0
     is_complete = False
 
@@ -239,7 +253,7 @@ def _bounded(receive: Receive, max_bytes: int) -> Receive:
             async with asyncio.timeout_at(deadline):
                 message = await receive()
         except TimeoutError:
-            raise HTTPException(408, f"the body took over {BODY_SECONDS:g} seconds") from None
+            raise HTTPException(408, f"the body took over {max_seconds:g} seconds") from None
         num_bytes += len(message.get("body", b""))
         if num_bytes > max_bytes:
             raise HTTPException(413, f"the body has over {max_bytes:,} bytes; send less")

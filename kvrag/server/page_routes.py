@@ -39,7 +39,7 @@ _HEADERS = {
 _PRIVATE = {"Cache-Control": "no-store"}
 
 
-def add_page(app: FastAPI, service: Service, answers: Any, *, keeps_history: bool) -> None:
+def add_page(app: FastAPI, service: Service, answers: Any, **allowed: bool) -> None:
     """Add the page's routes.
 
     Parameters
@@ -48,8 +48,8 @@ def add_page(app: FastAPI, service: Service, answers: Any, *, keeps_history: boo
         The application, and what it serves.
     answers
         Returns the responses of a route for the OpenAPI document, from the model of a good one.
-    keeps_history
-        Whether the server keeps conversations.
+    allowed
+        ``keeps_history`` and ``can_upload``, for the page.
     """
     folder = files("kvrag.server") / "page"
     contents = {name: (folder / name).read_bytes() for name in _TYPES}
@@ -74,7 +74,7 @@ def add_page(app: FastAPI, service: Service, answers: Any, *, keeps_history: boo
     @app.get("/v1/kvrag", responses=answers(r.About))
     async def about() -> Response:
         """Describe the index, and what the page may ask of the server."""
-        told = await service.in_thread(lambda: service.about(keeps_history=keeps_history))
+        told = await service.in_thread(lambda: service.about(**allowed))
         return JSONResponse(told.model_dump(mode="json"), headers=_PRIVATE)
 
     @app.get("/v1/kvrag/chunks/{chunk_id}", responses=answers(r.Passages))

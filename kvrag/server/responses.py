@@ -231,8 +231,8 @@ class About(BaseModel):
         The defaults of answers.
     policies
         The names of all recompute policies.
-    keeps_history
-        Whether the server keeps conversations.
+    keeps_history, can_upload
+        Whether the server keeps conversations, and whether it takes and deletes documents.
     """
 
     version: str
@@ -248,6 +248,7 @@ class About(BaseModel):
     policy: str
     policies: list[str]
     keeps_history: bool
+    can_upload: bool
 
 
 class Passage(BaseModel):
@@ -268,6 +269,36 @@ class Passages(BaseModel):
     num_chunks: int
     chunk_id: str
     passages: list[Passage]
+
+
+class Document(BaseModel):
+    """A document of the index."""
+
+    source: str
+    title: str
+    num_chunks: int
+    num_tokens: int
+
+
+class Documents(BaseModel):
+    """The documents, ordered by source."""
+
+    documents: list[Document]
+
+
+class Added(BaseModel):
+    """A step of adding a document: ``read``, ``profile``, ``compute``, ``done``."""
+
+    stage: str
+    num_tokens_done: int = 0
+    num_tokens: int = 0
+    num_chunks: int = 0
+
+
+class Deleted(BaseModel):
+    """How many chunks were deleted."""
+
+    num_chunks: int
 
 
 class ConversationHead(BaseModel):

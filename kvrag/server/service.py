@@ -102,7 +102,7 @@ class Service:
         """The index that is served."""
         return self._engine.index
 
-    def about(self, *, keeps_history: bool) -> r.About:
+    def about(self, *, keeps_history: bool, can_upload: bool) -> r.About:
         """Describe the index and the defaults of answers."""
         num_documents, num_chunks, num_tokens = self.index.catalog.counts()
         defaults = self._engine.defaults
@@ -120,6 +120,7 @@ class Service:
             policy=str(defaults.policy),
             policies=[*POLICIES],
             keeps_history=keeps_history,
+            can_upload=can_upload,
         )
 
     def models(self) -> r.ModelList:

@@ -370,3 +370,44 @@ def test_conversations_are_kept_found_renamed_exported_and_deleted(
         page.get_by_label("Search conversations").fill("")
         first.wait_for()
     history_path(rag.path).unlink()
+
+
+@pytest.mark.slow
+def test_documents_are_listed_added_and_deleted(new_page: NewPage, tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    (tmp_path / "geese.md").write_text("The keeper feeds three grey geese at noon.")
+    (tmp_path / "broken.pdf").write_text("no PDF")
+    with (
+        Index.create(tmp_path / "index", model=tmp_path / "model", embedding="hashing") as index,
+        serving(index, ServerOptions(can_upload=True)) as served,
+    ):
+        page = new_page()
+        page.goto(f"{served.server.url}/")
+        page.get_by_role("button", name="Documents").click()
+        page.get_by_text("There are no documents yet.").wait_for()
+        assert serious_findings(page) == []
+        page.get_by_label("Add a document").set_input_files(tmp_path / "broken.pdf")
+        page.get_by_role("alert").wait_for()
+        page.get_by_label("Add a document").set_input_files(tmp_path / "geese.md")
+        page.get_by_text("geese.md was added.").wait_for()
+        page.get_by_text("1 passage, ").wait_for()
+        assert serious_findings(page) == []
+        page.keyboard.press("Escape")
+        page.get_by_text("1 document, 1 passage").wait_for()
+        page.get_by_role("heading", name="Ask index").wait_for()
+        page.get_by_role("button", name="Documents").click()
+        page.get_by_role("button", name="Delete geese.md").click()
+        page.get_by_role("button", name="Delete", exact=True).click()
+        page.get_by_text("There are no documents yet.").wait_for()
+        assert index.documents() == []
+
+
+@pytest.mark.slow
+def test_a_server_without_uploads_says_so(new_page: NewPage, served: Served) -> None:
+    page = new_page()
+    page.goto(f"{served.server.url}/")
+    page.get_by_role("button", name="Documents").click()
+    page.get_by_text("This server takes no documents.").wait_for()
+    page.locator(".document").get_by_text("ledger").wait_for()
+    assert page.get_by_label("Add a document").count() == 0
+    assert page.get_by_role("button", name=re.compile("Delete")).count() == 0

@@ -14,6 +14,7 @@ export interface About {
   policy: string;
   policies: string[];
   keeps_history: boolean;
+  can_upload: boolean;
 }
 
 export interface Citation {

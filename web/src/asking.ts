@@ -66,6 +66,11 @@ export class Asking {
     this.resize();
   }
 
+  /** Show the welcome again, if there is no conversation, after a change of the documents. */
+  refresh(): void {
+    if (this.views.length === 0) clear(this.thread, this.welcome());
+  }
+
   /** Show a conversation that was kept. */
   restore(turns: Turn[]): void {
     this.clear();
@@ -84,7 +89,13 @@ export class Asking {
     if (about.num_chunks === 0) {
       return emptyPlace(
         "This index has no documents yet",
-        h("p", {}, "Add a folder of text, Markdown, HTML, PDF or Word files, then load this page again:"),
+        h(
+          "p",
+          {},
+          about.can_upload
+            ? "Add some under Documents, or a whole folder with this command:"
+            : "Add a folder of text, Markdown, HTML, PDF or Word files, then load this page again:",
+        ),
         h("pre", {}, `kvrag ingest FOLDER --index ${about.index}`),
       );
     }

@@ -3,6 +3,7 @@
 import { type About, getJSON, onMissingKey, Problem } from "./api";
 import { Asking } from "./asking";
 import { asked } from "./dialogs";
+import { Documents } from "./documents";
 import { clear, count, h, icon, iconButton, ICONS } from "./dom";
 import { History } from "./history";
 import { failure } from "./states";
@@ -52,11 +53,32 @@ function build(about: About): void {
   );
   const asking = new Asking(about, announce, (turns) => void history.keep(turns));
   const main = h("main", {}, asking.element);
+  const facts = h("dl", { class: "facts" });
+  const documents = new Documents(about, () => void recount());
   const side = h("aside", { class: "side", id: "side", "aria-label": "Conversations and documents" });
 
   function toggleSide(isOpen: boolean): void {
     document.body.classList.toggle("side-open", isOpen);
     menu.setAttribute("aria-expanded", String(isOpen));
+  }
+
+  function showFacts(): void {
+    clear(
+      facts,
+      h("dt", {}, "Index"),
+      h("dd", {}, about.index),
+      h("dt", {}, "Model"),
+      h("dd", {}, about.model),
+      h("dt", {}, "Holds"),
+      h("dd", {}, `${count(about.num_documents, "document")}, ${count(about.num_chunks, "passage")}`),
+    );
+  }
+
+  /** After a change of the documents. */
+  async function recount(): Promise<void> {
+    Object.assign(about, await getJSON<About>("v1/kvrag"));
+    showFacts();
+    asking.refresh();
   }
 
   function begin(): void {
@@ -82,16 +104,21 @@ function build(about: About): void {
     ),
     history.element,
     h(
-      "dl",
-      { class: "facts" },
-      h("dt", {}, "Index"),
-      h("dd", {}, about.index),
-      h("dt", {}, "Model"),
-      h("dd", {}, about.model),
-      h("dt", {}, "Holds"),
-      h("dd", {}, `${count(about.num_documents, "document")}, ${count(about.num_chunks, "passage")}`),
+      "button",
+      {
+        type: "button",
+        class: "wide",
+        onclick: () => {
+          toggleSide(false);
+          documents.open();
+        },
+      },
+      icon(ICONS.file),
+      "Documents",
     ),
+    facts,
   );
+  showFacts();
   const bar = h(
     "header",
     { class: "bar" },
