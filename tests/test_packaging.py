@@ -70,6 +70,14 @@ def test_version_is_the_same_everywhere() -> None:
         assert project["optional-dependencies"][extra] == [f"kvrag-bench=={kvrag.__version__}"]
 
 
+def test_the_page_is_part_of_the_package() -> None:
+    code = (
+        "from importlib.resources import files;"
+        "print(sorted(one.name for one in (files('kvrag.server') / 'page').iterdir()))"
+    )
+    assert run_python(code).strip() == "['app.css', 'app.js', 'index.html']"
+
+
 def test_unknown_attribute_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         kvrag.no_such_name  # noqa: B018

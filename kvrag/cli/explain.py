@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,33 +16,9 @@ from kvrag.errors import DocumentError
 from kvrag.fusion.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
-    from kvrag.engine.prompt_reader import LaidOutPrompt
-    from kvrag.fusion.fuser import FusedPrompt
-    from kvrag.ingest.index import Index
+    from kvrag.engine.answer import Part
 
-EXACT, REUSED, REPAIRED, FRESH = "exact", "reused", "repaired", "fresh"
-_STYLES = {EXACT: "bold green", REUSED: "green", REPAIRED: "yellow", FRESH: ""}
-
-
-@dataclass(frozen=True)
-class Part:
-    """Tokens ``[start, end)`` of a prompt that are treated alike.
-
-    Attributes
-    ----------
-    state
-        ``exact``, ``reused``, ``repaired`` (found, but recomputed in most layers), or ``fresh``.
-    why
-        The source of a chunk, or the reason of fresh tokens.
-    text
-        The part's text.
-    """
-
-    start: int
-    end: int
-    state: str
-    why: str
-    text: str
+_STYLES = {"exact": "bold green", "reused": "green", "repaired": "yellow", "fresh": ""}
 
 
 def explain(
@@ -64,6 +39,7 @@ def explain(
     """
     from kvrag.cli.opening import open_index
     from kvrag.engine.engine import KVEngine
+    from kvrag.engine.parts import prompt_parts
     from kvrag.engine.prompt_reader import PromptReader
     from kvrag.engine.request import Request
 
@@ -73,7 +49,7 @@ def explain(
         laid_out = PromptReader(opened).lay_out(Request(prompt))
         with console.working("loading the model"):
             fused = engine.fuse(prompt, policy=policy, ratio=ratio)
-        parts = list(_parts(opened, prompt, laid_out, fused))
+        parts = prompt_parts(laid_out, fused)
         report = fused.report
     if as_json:
         console.print_json({"parts": [asdict(one) for one in parts], "report": report.to_dict()})
@@ -91,42 +67,6 @@ def _read(file: Path) -> str:
         raise DocumentError(f"cannot read {file}: {error}; give a text file") from error
     except UnicodeDecodeError as error:
         raise DocumentError(f"{file} is not UTF-8 text: {error}; give a text file") from error
-
-
-def _parts(
-    index: Index, prompt: str, laid_out: LaidOutPrompt, fused: FusedPrompt
-) -> Iterator[Part]:
-    """Yield the parts of a prompt in order."""
-    from kvrag.fusion.fuser import MADE
-    from kvrag.ingest.prompt_tokens import tokenise_prompt
-    from kvrag.models.chat import PromptText
-
-    layout = fused.layout
-    num_tokens = len(layout.token_ids)
-    states = [(FRESH, "")] * num_tokens
-    for one in laid_out.fresh:
-        states[one.start : one.end] = [(FRESH, one.reason)] * (one.end - one.start)
-    # Only the first chunk can be exact without a stored record.
-    made = (FRESH, MADE) if fused.report.num_made else None
-    times = Counter(row for picked in fused.picks for row in picked.tolist())
-    for span in layout.spans:
-        chunk = laid_out.chunks[span.chunk_id]
-        why = f"{chunk.source}, chunk {chunk.ordinal}"
-        plain = EXACT if layout.is_exact(span) else REUSED
-        for row in range(span.prompt_start, span.prompt_end):
-            is_repaired = 2 * times[row] > len(fused.picks)
-            states[row] = (REPAIRED if is_repaired else plain, why)
-        if made is not None and plain == EXACT:
-            states[span.prompt_start : span.prompt_end] = [made] * span.length
-    offsets = tokenise_prompt(index, PromptText(prompt, True), ()).offsets
-    written = 0
-    for (state, why), rows in groupby(range(num_tokens), states.__getitem__):
-        first, *_, last = (*rows,) * 2
-        # Special tokens that the tokenizer adds have no text; bytes of one character share theirs.
-        end = max(written, offsets[last][1]) if offsets else written
-        end = len(prompt) if last == num_tokens - 1 else end
-        yield Part(first, last + 1, state, why, prompt[written:end])
-        written = end
 
 
 def _print(parts: Sequence[Part]) -> None:

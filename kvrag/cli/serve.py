@@ -35,7 +35,7 @@ _ONLY = {
             "keys",
             "anyone",
         ),
-        *("allow_origin", "streams", "waiting", "grace"),
+        *("allow_origin", "no_history", "allow_upload", "streams", "waiting", "grace"),
     ),
     _VLLM: ("artefacts", "only_asked", "any_version", "show"),
 }
@@ -105,6 +105,22 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    allow_upload: Annotated[
+        bool,
+        typer.Option(
+            "--allow-upload",
+            help="Let everybody who may ask add and delete documents, too.",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = False,
+    no_history: Annotated[
+        bool,
+        typer.Option(
+            "--no-history",
+            help="Keep no conversations of the page. Default: they are in a file beside the index.",
+            rich_help_panel=o.TUNING,
+        ),
+    ] = False,
     streams: Annotated[
         int,
         typer.Option(
@@ -220,6 +236,9 @@ def serve(
         top_k=top_k,
         max_streams=streams,
         max_waiting=waiting,
+        can_upload=allow_upload,
+        # Strangers without keys would read each other's.
+        keeps_history=not no_history and (bool(api_keys) or is_loopback(host)),
     )
     _serve_here(
         {"path": index, "device": device, "store": store, "compute": compute},
@@ -244,7 +263,9 @@ def _serve_here(
         warm_up(opened)
         log_to_stderr()
         server = Server(make_app(engine, options), **address)
-        until_told(server.serve_forever, server.stop, f"{server.url}/v1")
+        until_told(
+            server.serve_forever, server.stop, f"{server.url}/v1\n{server.url}/  (a page to ask in)"
+        )
 
 
 def _serve_vllm(settings: dict[str, Any], command: dict[str, Any], *, show: bool) -> None:

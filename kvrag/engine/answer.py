@@ -29,6 +29,30 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Tokens ``[start, end)`` of a prompt that are treated alike.
+
+    Attributes
+    ----------
+    state
+        ``exact``, ``reused``, ``repaired`` (found, but recomputed in most layers), or ``fresh``.
+    why
+        The source of a chunk, or the reason of fresh tokens.
+    text
+        The part's text.
+    layers
+        For each token, the number of layers that computed it.
+    """
+
+    start: int
+    end: int
+    state: str
+    why: str
+    text: str
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Usage:
     """Token counts of one answer.
 
@@ -59,6 +83,9 @@ class Answer:
         is used up) or ``"timeout"``.
     ttft_seconds, total_seconds
         Seconds from the call to the first token, and to the end.
+    parts
+        What happened to each part of the prompt, if the request asks (`Request.explain`). Empty
+        also with link tokens or compressed chunks, whose rows are not the prompt's tokens.
     """
 
     text: str
@@ -68,6 +95,7 @@ class Answer:
     finish_reason: FinishReason
     ttft_seconds: float
     total_seconds: float
+    parts: tuple[Part, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as plain JSON values."""

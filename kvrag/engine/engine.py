@@ -15,6 +15,7 @@ from kvrag import arguments
 from kvrag.engine import waiting
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.open_answer import OpenAnswer
+from kvrag.engine.parts import prompt_parts
 from kvrag.engine.prompt_fuser import PromptFuser
 from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import (
@@ -352,6 +353,7 @@ class KVEngine:
                 request,
                 fused,
                 laid_out.sources,
+                prompt_parts(laid_out, fused) if request.explain else (),
                 eviction,
                 # Time before its first piece was asked for does not count.
                 begun - layout_seconds,

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Source, Usage
+from kvrag.engine.answer import Answer, AnswerDelta, FinishReason, Part, Source, Usage
 from kvrag.engine.constraint import Allowed
 from kvrag.engine.request import Request
 from kvrag.engine.sampling import Sampler
@@ -36,6 +36,8 @@ class OpenAnswer:
         Its prompt's KV.
     sources
         The chunks found in the prompt.
+    parts
+        What happened to each part of the prompt, if the request asks for it.
     eviction
         What to evict while the answer is written; None: nothing.
     started
@@ -64,6 +66,7 @@ class OpenAnswer:
         request: Request,
         fused: FusedPrompt,
         sources: tuple[Source, ...],
+        parts: tuple[Part, ...],
         eviction: EvictionPolicy | None,
         started: float,
         release: Release,
@@ -71,6 +74,7 @@ class OpenAnswer:
         self._model = model
         self._fused = fused
         self._sources = sources
+        self._parts = parts
         self._eviction = eviction
         self._started = started
         self._release: Release | None = release
@@ -147,6 +151,7 @@ class OpenAnswer:
             finish_reason=finish,
             ttft_seconds=self._ttft_seconds,
             total_seconds=time.perf_counter() - self._started,
+            parts=self._parts,
         )
         return AnswerDelta(tail, self._answer)
 

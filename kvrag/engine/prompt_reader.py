@@ -22,6 +22,7 @@ from kvrag.fusion.segments import Match
 from kvrag.ingest.index import Index
 from kvrag.ingest.prompt_tokens import tokenise_prompt
 from kvrag.models.chat import PromptText, render_messages
+from kvrag.models.tokens import Span
 
 logger = logging.getLogger("kvrag")
 
@@ -48,12 +49,17 @@ class LaidOutPrompt:
         Opens the records that the layout's spans name; None means the index's.
     fresh
         The stretches that no span covers, and why; empty if nobody looked.
+    text, offsets
+        The prompt's text, and for each token its first character and its end there; empty if the
+        caller laid the prompt out.
     """
 
     layout: Layout
     chunks: Mapping[str, Chunk]
     open_kv: OpenKV | None = None
     fresh: tuple[Stretch, ...] = ()
+    text: str = ""
+    offsets: Sequence[Span] = ()
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -132,7 +138,7 @@ class PromptReader:
         found = {chunk_id: chunks[chunk_id] for chunk_id in layout.chunk_ids}
         if request.reuse and self._watching:
             self._warn_if_nothing_matched(found, written.text)
-        return LaidOutPrompt(layout, found, fresh=fresh)
+        return LaidOutPrompt(layout, found, fresh=fresh, text=written.text, offsets=tokens.offsets)
 
     def _text(
         self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]

@@ -119,6 +119,7 @@ class RequestOptions(TypedDict, total=False):
     constraint: Constraint | None
     tools: Sequence[Mapping[str, Any]]
     session: str | None
+    explain: bool
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,8 @@ class Request:
     session
         A name, if this prompt may take KV only from answers with the same name, such as those of
         one user; None takes it from answers without a name.
+    explain
+        Whether the answer says what happened to each part of the prompt (`Answer.parts`).
 
     Raises
     ------
@@ -186,6 +189,7 @@ class Request:
     constraint: Constraint | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     session: str | None = None
+    explain: bool = False
 
     def __post_init__(self) -> None:
         if self.policy is not None:
@@ -194,6 +198,7 @@ class Request:
             "hints": tuple(arguments.texts(self.hints, "hints", is_utf8=True)),
             "reuse": arguments.flag(self.reuse, "reuse"),
             "tools": checked_tools(self.tools),
+            "explain": arguments.flag(self.explain, "explain"),
         }
         if not isinstance(self.prompt, str | PlacedPrompt):
             checked["prompt"] = checked_messages(self.prompt)

@@ -26,6 +26,7 @@ _CATALOG = b"kvrag catalog"
 _CHECK = b"kvrag key check"
 _SALT = b"kvrag tenant salt"
 _ARTEFACTS = b"kvrag artefacts"
+_CONVERSATIONS = b"kvrag conversations"
 _CHECK_BYTES = 16
 _NUM_PROBES = 8
 
@@ -58,6 +59,11 @@ def key_check(store: Store) -> str:
 def secret_salt(store: Store) -> bytes | None:
     """Return a tenant's salt derived from a store's key; None if nothing is encrypted."""
     return _derived(store, _SALT)
+
+
+def conversations_key(store: Store) -> bytes | None:
+    """Return the key of the conversations about an index; None if nothing is encrypted."""
+    return _derived(store, _CONVERSATIONS)
 
 
 def encrypted_as(index_store: Store, other: Store) -> Store:

@@ -80,6 +80,7 @@ def engine_requests(
             tools=form.tools,
             constraint=form.constraint,
             session=tenant,
+            explain=options.explain,
         )
         for number in range(asked.n or 1):
             seed = None if asked.seed is None else asked.seed + number

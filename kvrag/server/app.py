@@ -21,8 +21,12 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import KVRagError
 from kvrag.server import responses as r
 from kvrag.server.access import Accounts, ApiKey
+from kvrag.server.documents import Documents, add_documents
 from kvrag.server.gate import Gate
+from kvrag.server.history import History
+from kvrag.server.history_routes import add_history
 from kvrag.server.metrics import ServerMetrics
+from kvrag.server.page_routes import add_page
 from kvrag.server.problems import RequestError, as_problem, validation_problem
 from kvrag.server.requests import ChatRequest, CompletionRequest, EmbeddingRequest
 from kvrag.server.service import Service
@@ -38,7 +42,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         400: "The request is wrong, or asks for what this server does not support.",
         401: "There is no key, or a wrong one.",
         403: "A server without keys answers to localhost alone.",
-        404: "There is no such model.",
+        404: "There is no such model, chunk or document.",
+        409: "There is a document of this name.",
         408: "The body took too long.",
         413: "The body is too large.",
         429: "A limit of the key is reached; Retry-After says for how long.",
@@ -64,6 +69,10 @@ class ServerOptions:
         How many chunks the server retrieves, for the model ``rag:NAME``.
     max_streams, max_waiting
         See `kvrag.server.worker.Worker`.
+    keeps_history
+        Whether to keep the page's conversations, beside the index.
+    can_upload
+        Whether requests may add and delete documents.
     """
 
     keys: Sequence[ApiKey] = ()
@@ -72,6 +81,8 @@ class ServerOptions:
     top_k: int = 4
     max_streams: int = MAX_STREAMS
     max_waiting: int = MAX_WAITING
+    keeps_history: bool = False
+    can_upload: bool = False
 
 
 def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGIApp:
@@ -87,11 +98,14 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
     worker = Worker(options.max_streams, options.max_waiting)
     service = Service(engine, worker, options.top_k)
     metrics = ServerMetrics(engine.index, worker)
+    history = History.of(engine.index) if options.keeps_history else None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         service.close()
+        if history is not None:
+            history.close()
 
     # The pages that FastAPI would add load scripts from other sites.
     app = FastAPI(
@@ -102,11 +116,22 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
         lifespan=lifespan,
     )
     _add_routes(app, service, metrics)
+    add_page(
+        app,
+        service,
+        _answers,
+        keeps_history=options.keeps_history,
+        can_upload=options.can_upload,
+    )
+    documents = Documents(engine.index, can_write=options.can_upload)
+    add_documents(app, service, documents, _answers)
+    if history is not None:
+        add_history(app, service, history, _answers)
     _add_errors(app)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     accounts = Accounts(options.keys)
     checks_host = options.is_local and not accounts.need_a_key
-    gate = Gate(app, accounts, metrics, checks_host)
+    gate = Gate(app, accounts, metrics, checks_host, options.origins)
     if not options.origins:
         return gate
     # Outside the gate: a browser sends no key with its first question.
@@ -120,32 +145,39 @@ def make_app(engine: KVEngine, options: ServerOptions = ServerOptions()) -> ASGI
     )
 
 
-def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -> None:
-    def answers(model: Any, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
-        content = {"content": _STREAM} if streams else {}
-        return {200: {"model": model, "description": "The answer.", **content}, **_ERRORS}
+def _answers(
+    model: Any, *, streams: bool = False, lines: bool = False
+) -> dict[int | str, dict[str, Any]]:
+    """Return a route's responses for the OpenAPI document."""
+    if lines:
+        schema = {"application/x-ndjson": {"schema": {"type": "string"}}}
+        return {200: {"description": "Lines of JSON.", "content": schema}, **_ERRORS}
+    content = {"content": _STREAM} if streams else {}
+    return {200: {"model": model, "description": "The answer.", **content}, **_ERRORS}
 
-    @app.post("/v1/chat/completions", responses=answers(r.ChatCompletion, streams=True))
+
+def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -> None:
+    @app.post("/v1/chat/completions", responses=_answers(r.ChatCompletion, streams=True))
     async def chat_completions(asked: ChatRequest, http: Request) -> Response:
         """Answer a conversation."""
         return await service.chat(asked, http)
 
-    @app.post("/v1/completions", responses=answers(r.Completion, streams=True))
+    @app.post("/v1/completions", responses=_answers(r.Completion, streams=True))
     async def completions(asked: CompletionRequest, http: Request) -> Response:
         """Complete a text."""
         return await service.complete(asked, http)
 
-    @app.post("/v1/embeddings", responses=answers(r.EmbeddingList))
+    @app.post("/v1/embeddings", responses=_answers(r.EmbeddingList))
     async def embeddings(asked: EmbeddingRequest, http: Request) -> Response:
         """Return the vectors of texts."""
         return await service.embed(asked, http)
 
-    @app.get("/v1/models", responses=answers(r.ModelList))
+    @app.get("/v1/models", responses=_answers(r.ModelList))
     async def models() -> Response:
         """List the models."""
         return JSONResponse(service.models().model_dump(mode="json"))
 
-    @app.get("/v1/models/{name:path}", responses=answers(r.Model))
+    @app.get("/v1/models/{name:path}", responses=_answers(r.Model))
     async def model(name: str) -> Response:
         """Return one model."""
         for one in service.models().data:
@@ -155,12 +187,12 @@ def _add_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -> None:
             404, f"there is no model {shown(name)}", code="model_not_found", param="model"
         )
 
-    @app.get("/healthz", responses=answers(r.Health))
+    @app.get("/healthz", responses=_answers(r.Health))
     async def healthz() -> Response:
         """Say that the server runs."""
         return JSONResponse({"status": "ok"})
 
-    @app.get("/readyz", responses={**answers(r.Health), 503: {"model": r.Health}})
+    @app.get("/readyz", responses={**_answers(r.Health), 503: {"model": r.Health}})
     async def readyz() -> Response:
         """Say whether the server would accept a request now."""
         if service.is_ready:

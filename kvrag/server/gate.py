@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvrag.ingest.limits import ParseLimits
 from kvrag.server.access import Account, Accounts
 from kvrag.server.answering import Generation
 from kvrag.server.metrics import ServerMetrics
@@ -28,14 +30,25 @@ MAX_BODY_BYTES = 16 << 20
 MAX_PROMPT_BYTES = 4 << 20
 """The longest body of any other request."""
 
+UPLOAD_SECONDS = 600.0
+"""Time for the whole body of an uploaded document."""
+
 MAX_REQUESTS = 1024
 """Most requests in progress, of all kinds."""
 
-_OPEN = ("/healthz", "/readyz")
+PAGE = "/page/"
+"""Where the page's files are; they need no key, and say nothing about the index."""
+
+DOCUMENTS = "/v1/kvrag/documents"
+"""Where documents are listed; below it, they are uploaded."""
+
+# Also without a key.
+_OPEN = ("/", "/healthz", "/readyz")
+_READING = ("GET", "HEAD", "OPTIONS")
 _ROUTES = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models"),
-        *("/metrics", "/openapi.json", *_OPEN),
+        *("/metrics", "/openapi.json", "/v1/kvrag", *_OPEN),
     }
 )
 requests_log = logging.getLogger("kvrag.server.requests")
@@ -95,15 +108,23 @@ class Gate:
     checks_host
         Whether requests must name this machine as their host. Without keys, that stops a page of
         another site whose name was made to resolve to here (DNS rebinding).
+    origins
+        Other sites whose pages may write; ``"*"`` means all.
     """
 
     def __init__(
-        self, app: ASGIApp, accounts: Accounts, metrics: ServerMetrics, checks_host: bool
+        self,
+        app: ASGIApp,
+        accounts: Accounts,
+        metrics: ServerMetrics,
+        checks_host: bool,
+        origins: Collection[str] = (),
     ) -> None:
         self._app = app
         self._accounts = accounts
         self._metrics = metrics
         self._checks_host = checks_host
+        self._origins = origins
         self._num_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,8 +152,7 @@ class Gate:
                 await problem.response()(scope, receive, send_noted)
                 return
             scope.setdefault("state", {})["record"] = record
-            most = MAX_BODY_BYTES if scope["path"] == "/v1/embeddings" else MAX_PROMPT_BYTES
-            await self._app(scope, _bounded(receive, most), send_noted)
+            await self._app(scope, _bounded(receive, *_limits(scope)), send_noted)
         finally:
             self._num_requests -= 1
             if record.generation is not None:
@@ -154,9 +174,27 @@ class Gate:
                 "localhost alone; start it with keys",
                 code="wrong_host",
             )
-        if scope["path"] in _OPEN:
+        if scope["method"] not in _READING and not self._may_write(headers):
+            raise RequestError(
+                403,
+                f"Origin is {headers['origin'][:200]!r}: pages of other sites may not ask this "
+                "server; start it with --allow-origin for those that may",
+                code="wrong_origin",
+            )
+        if scope["path"] in _OPEN or scope["path"].startswith(PAGE):
             return Account(None)
         return self._accounts.of(headers.get("authorization", ""))
+
+    def _may_write(self, headers: Headers) -> bool:
+        """Return whether a request is from no page, from this server's own, or from a known one.
+
+        A browser sends a page's simple POST to any site, and asks only before the page reads.
+        """
+        origin = headers.get("origin")
+        if origin is None or origin in self._origins or "*" in self._origins:
+            return True
+        # The scheme is left out: a proxy with TLS speaks plain HTTP to this server.
+        return origin.partition("://")[2].lower() == headers.get("host", "").lower() != ""
 
     def _note(self, scope: Scope, record: Record) -> None:
         """Count and log a request that has ended."""
@@ -193,9 +231,17 @@ class Gate:
         requests_log.info("request", extra={"fields": line})
 
 
-def _bounded(receive: Receive, max_bytes: int) -> Receive:
+def _limits(scope: Scope) -> tuple[int, float]:
+    """Return the longest body of a request, in bytes, and the time for it."""
+    if scope["path"].startswith(f"{DOCUMENTS}/"):
+        return ParseLimits.max_file_bytes, UPLOAD_SECONDS
+    is_batch = scope["path"] == "/v1/embeddings"
+    return MAX_BODY_BYTES if is_batch else MAX_PROMPT_BYTES, BODY_SECONDS
+
+
+def _bounded(receive: Receive, max_bytes: int, max_seconds: float) -> Receive:
     """Return `receive`, which fails if a body is too long or takes too long."""
-    deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+    deadline = asyncio.get_running_loop().time() + max_seconds
     num_bytes = 0
     is_complete = False
 
@@ -207,7 +253,7 @@ def _bounded(receive: Receive, max_bytes: int) -> Receive:
             async with asyncio.timeout_at(deadline):
                 message = await receive()
         except TimeoutError:
-            raise HTTPException(408, f"the body took over {BODY_SECONDS:g} seconds") from None
+            raise HTTPException(408, f"the body took over {max_seconds:g} seconds") from None
         num_bytes += len(message.get("body", b""))
         if num_bytes > max_bytes:
             raise HTTPException(413, f"the body has over {max_bytes:,} bytes; send less")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from pathlib import PurePath
 from typing import Annotated, Any
 
 import anyio.to_thread
@@ -18,7 +17,7 @@ from kvrag.chunk import Chunk
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
 from kvrag.errors import KVRagError
-from kvrag.server.retrieving import question_over
+from kvrag.server.retrieving import chunks_around, question_over, title_of
 
 _MOST_CHUNKS = 50
 _MOST_NEIGHBOURS = 20
@@ -144,15 +143,13 @@ def make_server(engine: KVEngine, top_k: int = 4) -> MCPServer[Any]:
         """Read one chunk, and its neighbours in the document."""
 
         def read() -> list[Passage]:
-            chunks = index.get_chunks([chunk_id])
-            if not chunks:
+            found = chunks_around(index, chunk_id, before, after)
+            if not found:
                 raise ToolError(
                     f"there is no chunk {shown(chunk_id)}: give an id that search returned; the "
                     "documents may have changed since"
                 )
-            ids = index.catalog.chunk_ids_of(chunks[0].source)
-            at = ids.index(chunks[0].chunk_id)
-            return _passages(index.get_chunks(ids[max(0, at - before) : at + after + 1]))
+            return _passages(found)
 
         with _told():
             return Passages(passages=await anyio.to_thread.run_sync(read))
@@ -177,7 +174,7 @@ def _fields(chunk: Chunk) -> dict[str, Any]:
     return {
         "chunk_id": chunk.chunk_id,
         "source": chunk.source,
-        "title": str(chunk.metadata.get("title") or PurePath(chunk.source).name),
+        "title": title_of(chunk),
         "ordinal": chunk.ordinal,
         "text": chunk.text,
         "metadata": dict(chunk.metadata),

@@ -83,6 +83,8 @@ class KVRagOptions(Strict):
         See `kvrag.engine.request.Request`.
     report
         Whether the answer carries kvrag's report.
+    explain
+        Whether the report says what happened to each part of the prompt.
     k
         How many chunks the server retrieves, for the models ``rag:NAME``.
     filter
@@ -94,8 +96,15 @@ class KVRagOptions(Strict):
     boundary_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
     reuse: bool = True
     report: bool = False
+    explain: bool = False
     k: int | None = Field(default=None, ge=1, le=MAX_HITS)
     filter: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _parts_are_in_the_report(self) -> Self:
+        if self.explain and not self.report:
+            raise ValueError("explain adds to the report; set report to true, or leave it out")
+        return self
 
 
 class TextPart(Strict):

@@ -79,11 +79,17 @@ class KVRagDetails(BaseModel):
         For each choice, the chunks that were found in the prompt.
     ttft_seconds
         For each choice, the time from its turn to its first token.
+    search_seconds
+        The time in which the server found the chunks; None if it did not search.
+    parts
+        For each choice, what happened to each part of the prompt, if the request asks for it.
     """
 
     reports: list[dict[str, Any]]
     sources: list[list[dict[str, Any]]]
     ttft_seconds: list[float]
+    search_seconds: float | None = None
+    parts: list[list[dict[str, Any]]] | None = None
 
 
 class CalledFunction(BaseModel):
@@ -208,6 +214,111 @@ class EmbeddingList(BaseModel):
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
+
+
+class About(BaseModel):
+    """The index and the defaults of answers, for the page.
+
+    Attributes
+    ----------
+    index
+        The name of the index's folder.
+    model, rag
+        The names in requests: the model alone, and the model over the index.
+    is_chat
+        Whether a prompt can hold earlier messages.
+    top_k, max_tokens, policy
+        The defaults of answers.
+    policies
+        The names of all recompute policies.
+    keeps_history, can_upload
+        Whether the server keeps conversations, and whether it takes and deletes documents.
+    """
+
+    version: str
+    index: str
+    model: str
+    rag: str
+    is_chat: bool
+    num_documents: int
+    num_chunks: int
+    num_tokens: int
+    top_k: int
+    max_tokens: int
+    policy: str
+    policies: list[str]
+    keeps_history: bool
+    can_upload: bool
+
+
+class Passage(BaseModel):
+    """A chunk's text, and its place in its document."""
+
+    chunk_id: str
+    ordinal: int
+    text: str
+    heading: str | None
+    page: str | None
+
+
+class Passages(BaseModel):
+    """Consecutive chunks of a document, around the chunk `chunk_id`."""
+
+    source: str
+    title: str
+    num_chunks: int
+    chunk_id: str
+    passages: list[Passage]
+
+
+class Document(BaseModel):
+    """A document of the index."""
+
+    source: str
+    title: str
+    num_chunks: int
+    num_tokens: int
+
+
+class Documents(BaseModel):
+    """The documents, ordered by source."""
+
+    documents: list[Document]
+
+
+class Added(BaseModel):
+    """A step of adding a document: ``read``, ``profile``, ``compute``, ``done``."""
+
+    stage: str
+    num_tokens_done: int = 0
+    num_tokens: int = 0
+    num_chunks: int = 0
+
+
+class Deleted(BaseModel):
+    """How many chunks were deleted."""
+
+    num_chunks: int
+
+
+class ConversationHead(BaseModel):
+    """A conversation in a list; `updated` is a time in seconds since 1970."""
+
+    id: str
+    title: str
+    updated: float
+
+
+class Conversations(BaseModel):
+    """A tenant's conversations, the latest first."""
+
+    conversations: list[ConversationHead]
+
+
+class Conversation(ConversationHead):
+    """A conversation, with its turns as the page keeps them."""
+
+    turns: list[dict[str, Any]]
 
 
 class Health(BaseModel):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from kvrag.chunk import Chunk
 from kvrag.engine.answer import Answer
 from kvrag.engine.prompts import chat_messages, reading_order
 from kvrag.errors import ParameterError
@@ -61,6 +62,34 @@ def question_over(
             "question alone"
         )
     return Question(few_shot_prompt(question, texts), hints, (_FEW_SHOT_STOP,))
+
+
+def chunks_around(
+    index: Index, chunk_id: str, before: int, after: int | None = None
+) -> list[Chunk]:
+    """Return a chunk and its neighbours in the document, in order; nothing for an unknown id.
+
+    Parameters
+    ----------
+    index, chunk_id
+        The index, and a chunk of it.
+    before, after
+        Most neighbours on each side; None: as many after it as before it.
+    """
+    chunks = index.get_chunks([chunk_id])
+    if not chunks:
+        return []
+    ids = index.catalog.chunk_ids_of(chunks[0].source)
+    if chunk_id not in ids:  # a writer was here between the two
+        return chunks
+    at = ids.index(chunk_id)
+    end = at + (before if after is None else after) + 1
+    return index.get_chunks(ids[max(0, at - before) : end])
+
+
+def title_of(chunk: Chunk) -> str:
+    """Return a document's title, or the name of its file."""
+    return str(chunk.metadata.get("title") or PurePath(chunk.source).name)
 
 
 def citations(answer: Answer) -> list[Annotation]:

@@ -15,9 +15,12 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+import kvrag
 from kvrag import arguments
 from kvrag.engine.answer import AnswerDelta
 from kvrag.engine.engine import KVEngine
+from kvrag.fusion.policies.registry import POLICIES
+from kvrag.ingest.index import Index
 from kvrag.llms.shape import Shape as Form
 from kvrag.llms.shape import Tools
 from kvrag.llms.turns import merge_turns
@@ -94,6 +97,32 @@ class Service:
         self._worker.stop()
         self._threads.shutdown(cancel_futures=True)
 
+    @property
+    def index(self) -> Index:
+        """The index that is served."""
+        return self._engine.index
+
+    def about(self, *, keeps_history: bool, can_upload: bool) -> r.About:
+        """Describe the index and the defaults of answers."""
+        num_documents, num_chunks, num_tokens = self.index.catalog.counts()
+        defaults = self._engine.defaults
+        return r.About(
+            version=kvrag.__version__,
+            index=self.index.path.name,
+            model=self.names.model,
+            rag=self.names.rag,
+            is_chat=bool(getattr(self.index.tokenizer, "chat_template", None)),
+            num_documents=num_documents,
+            num_chunks=num_chunks,
+            num_tokens=num_tokens,
+            top_k=self._top_k,
+            max_tokens=defaults.max_tokens or 0,
+            policy=str(defaults.policy),
+            policies=[*POLICIES],
+            keeps_history=keeps_history,
+            can_upload=can_upload,
+        )
+
     def models(self) -> r.ModelList:
         """Return the models that requests may name."""
         names = (self.names.model, self.names.rag, self.names.embedding)
@@ -103,18 +132,22 @@ class Service:
         """Answer a conversation."""
         self._require(asked.model, self.names.model, self.names.rag)
         turns = merge_turns(one.turn for one in asked.messages)
-        form = await self._in_thread(lambda: asked.shaped(self._engine.index.tokenizer))
+        form = await self.in_thread(lambda: asked.shaped(self._engine.index.tokenizer))
+        search_seconds = None
         if asked.model == self.names.rag:
             k, wanted = asked.kvrag.k or self._top_k, asked.kvrag.filter
-            question = await self._in_thread(
+            started = time.perf_counter()
+            question = await self.in_thread(
                 lambda: question_over(self._engine.index, turns, k, wanted)
             )
+            search_seconds = time.perf_counter() - started
         else:
             _refuse_retrieving(asked)
             question = Question(turns)
         calls = tool_format(self._engine.index.tokenizer) if asked.calls_tools else None
         cites = asked.model == self.names.rag
         shape = ChatShape(asked, self._fingerprint, cites=cites, calls=calls)
+        shape.search_seconds = search_seconds
         return await self._answer([question], asked, http, shape, form)
 
     async def complete(self, asked: CompletionRequest, http: HttpRequest) -> Response:
@@ -141,12 +174,12 @@ class Service:
             raise RequestError(400, "input: a text is empty; leave it out", param="input")
         account = _record(http).account
         texts = asked.texts
-        num_tokens = await self._in_thread(
+        num_tokens = await self.in_thread(
             lambda: sum(map(len, index.tokenizer(texts, add_special_tokens=False)["input_ids"]))
         )
         account.check_prompt(num_tokens)
         account.charge(num_tokens)
-        vectors = await self._in_thread(lambda: index.embedding.embed(texts))
+        vectors = await self.in_thread(lambda: index.embedding.embed(texts))
         is_base64 = asked.encoding_format == "base64"
         data = [
             r.Embedding(
@@ -170,7 +203,8 @@ class Service:
                 param="model",
             )
 
-    async def _in_thread(self, call: Callable[[], T]) -> T:
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        """Call what may wait for a disk or a lock, while the event loop runs on."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def _answer(
@@ -189,7 +223,7 @@ class Service:
         record.num_answers = len(requests)
         counts = []
         if account.counts_tokens:
-            counts = await self._in_thread(
+            counts = await self.in_thread(
                 lambda: [self._count(one, form.tools) for one in questions]
             )
             account.check_prompt(max(counts))

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from kvrag.engine.answer import Answer, AnswerDelta
@@ -27,6 +28,11 @@ class Shape(ABC):
         The request.
     fingerprint
         Names the model's weights; equal seeds give equal answers only with equal fingerprints.
+
+    Attributes
+    ----------
+    search_seconds
+        The time in which the server found the chunks; None if it did not search.
     """
 
     prefix: str
@@ -40,6 +46,7 @@ class Shape(ABC):
             "system_fingerprint": fingerprint,
         }
         self._begun: set[int] = set()
+        self.search_seconds: float | None = None
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> r.Head:
@@ -85,6 +92,10 @@ class Shape(ABC):
             reports=[one["report"] for one in told],
             sources=[one["sources"] for one in told],
             ttft_seconds=[one.ttft_seconds for one in answers],
+            search_seconds=self.search_seconds,
+            parts=[[asdict(part) for part in one.parts] for one in answers]
+            if self._asked.kvrag.explain
+            else None,
         )
 
 

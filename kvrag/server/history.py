@@ -1,0 +1,158 @@
+"""Conversations of the page, in one SQLite file beside the index, each for its tenant alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvrag.errors import ParameterError, StoreError
+from kvrag.ingest.encryption import conversations_key
+from kvrag.ingest.index import Index
+from kvrag.sqlitefile import connect, library
+
+MAX_CONVERSATIONS = 1000
+"""Most conversations of a tenant; the oldest one makes room for the next."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS conversations (
+    tenant TEXT NOT NULL,
+    id TEXT NOT NULL,
+    title TEXT NOT NULL,
+    updated REAL NOT NULL,
+    words TEXT NOT NULL,
+    turns TEXT NOT NULL,
+    PRIMARY KEY (tenant, id)
+) WITHOUT ROWID
+"""
+
+
+def history_path(index: Path) -> Path:
+    """Return the file of an index's conversations.
+
+    It is outside the index's folder: who copies an index for others copies no conversations.
+    """
+    return index.with_name(f"{index.name}.conversations.sqlite")
+
+
+class History:
+    """Reads and writes conversations; any thread may use it.
+
+    Parameters
+    ----------
+    path
+        The file; made if it is missing, and readable by this user alone.
+    key
+        The 32 bytes that it is encrypted with; None for a plain file.
+
+    Raises
+    ------
+    ParameterError
+        When the file cannot be used.
+    """
+
+    def __init__(self, path: Path, key: bytes | None = None) -> None:
+        self._path = path
+        self._sql = library(key)
+        self._lock = threading.Lock()
+        try:
+            # SQLite would let others read what it creates.
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            self._file, _ = connect(path, key)
+            self._file.execute(_SCHEMA)
+        except (OSError, self._sql.Error) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ParameterError(
+                f"cannot keep conversations in {path}: {why}; move the file away, or serve with "
+                "--no-history"
+            ) from error
+
+    @classmethod
+    def of(cls, index: Index) -> History:
+        """Open the conversations beside an index, encrypted if the index is."""
+        return cls(history_path(index.path), conversations_key(index.store))
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._file.close()
+
+    def find(self, tenant: str, search: str = "") -> list[dict[str, Any]]:
+        """Return a tenant's conversations, the latest first: ``id``, ``title``, ``updated``.
+
+        Parameters
+        ----------
+        tenant
+            Whose.
+        search
+            What the title, a question or an answer contains.
+        """
+        escaped = search.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+        with self._using() as file:
+            rows = file.execute(
+                "SELECT id, title, updated FROM conversations WHERE tenant = ? "
+                "AND (title LIKE ? ESCAPE '\\' OR words LIKE ? ESCAPE '\\') ORDER BY updated DESC",
+                (tenant, f"%{escaped}%", f"%{escaped}%"),
+            ).fetchall()
+        return [{"id": row[0], "title": row[1], "updated": row[2]} for row in rows]
+
+    def get(self, tenant: str, conversation: str) -> dict[str, Any] | None:
+        """Return a conversation with its ``turns``; None if the tenant has none of this id."""
+        with self._using() as file:
+            row = file.execute(
+                "SELECT title, updated, turns FROM conversations WHERE tenant = ? AND id = ?",
+                (tenant, conversation),
+            ).fetchone()
+        if row is None:
+            return None
+        return {
+            "id": conversation,
+            "title": row[0],
+            "updated": row[1],
+            "turns": json.loads(row[2]),
+        }
+
+    def put(
+        self, tenant: str, conversation: str, title: str, turns: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Write a conversation in place of what has its id."""
+        words = "\n".join(f"{turn['question']}\n{turn['answer']}" for turn in turns)
+        row = (tenant, conversation, title, time.time(), words, json.dumps(list(turns)))
+        with self._using() as file:
+            file.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?, ?, ?)", row)
+            file.execute(
+                "DELETE FROM conversations WHERE tenant = ? AND id IN (SELECT id FROM "
+                "conversations WHERE tenant = ? ORDER BY updated DESC LIMIT -1 OFFSET ?)",
+                (tenant, tenant, MAX_CONVERSATIONS),
+            )
+
+    def rename(self, tenant: str, conversation: str, title: str) -> bool:
+        """Set a title; return whether there is such a conversation."""
+        with self._using() as file:
+            done = file.execute(
+                "UPDATE conversations SET title = ? WHERE tenant = ? AND id = ?",
+                (title, tenant, conversation),
+            )
+        return bool(done.rowcount)
+
+    def delete(self, tenant: str, conversation: str) -> bool:
+        """Delete a conversation, also its bytes; return whether there was one."""
+        with self._using() as file:
+            file.execute("PRAGMA secure_delete = ON")
+            done = file.execute(
+                "DELETE FROM conversations WHERE tenant = ? AND id = ?", (tenant, conversation)
+            )
+        return bool(done.rowcount)
+
+    @contextmanager
+    def _using(self) -> Iterator[Any]:
+        with self._lock:
+            try:
+                yield self._file
+            except self._sql.Error as error:
+                raise StoreError(f"cannot use {self._path}: {error}") from error

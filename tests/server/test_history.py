@@ -1,0 +1,173 @@
+"""Conversations that the server keeps: over HTTP, and their file."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvrag.errors import ParameterError, StoreError
+from kvrag.ingest.index import Index
+from kvrag.server import history as module
+from kvrag.server.access import ApiKey
+from kvrag.server.app import ServerOptions
+from kvrag.server.history import History, history_path
+from tests.support.api_server import Served, serving
+from tests.support.rag import Rag, save_model
+
+ONE, TWO = "1" * 32, "2" * 32
+KEYS = {
+    "ada": "key-of-ada-0123456789",
+    "ben": "key-of-ben-0123456789",
+    "cyd": "key-of-cyd-01234567",
+}
+TENANTS = {"ada": "north", "ben": "north", "cyd": "south"}
+
+
+def turn(question: str, answer: str = "Ines.") -> dict[str, Any]:
+    return {
+        "question": question,
+        "answer": answer,
+        "finish": "stop",
+        "settings": "query",
+        "citations": [],
+        "details": None,
+    }
+
+
+@pytest.fixture(scope="module")
+def kept(rag: Rag) -> Iterator[Served]:
+    keys = [ApiKey(name=name, key=KEYS[name], tenant=TENANTS[name]) for name in KEYS]
+    with serving(rag.index, ServerOptions(keys=keys, keeps_history=True)) as served:
+        yield served
+
+
+def client(served: Served, name: str) -> httpx.Client:
+    return httpx.Client(
+        base_url=f"{served.url}/kvrag/conversations",
+        headers={"Authorization": f"Bearer {KEYS[name]}"},
+        timeout=30,
+    )
+
+
+def titles(http: httpx.Client, search: str = "") -> list[str]:
+    where = str(http.base_url).rstrip("/")
+    listed = http.get(where, params={"search": search}).json()["conversations"]
+    return [one["title"] for one in listed]
+
+
+def test_a_conversation_from_its_first_question_to_its_end(kept: Served) -> None:
+    with client(kept, "ada") as ada, client(kept, "ben") as ben, client(kept, "cyd") as cyd:
+        body = {"title": "The ledger", "turns": [turn("Who keeps the 100% ledger?")]}
+        assert ada.put(ONE, json=body).status_code == 200
+        assert ada.put(TWO, json={"title": "Clocks", "turns": [turn("Which?")]}).status_code == 200
+        assert titles(ada) == titles(ben) == ["Clocks", "The ledger"]
+        assert titles(ada, "LEDGER") == titles(ada, "100%") == ["The ledger"]
+        assert titles(ada, "ines") == ["Clocks", "The ledger"]
+        assert titles(ada, "%") == ["The ledger"]
+        assert titles(ada, "_") == []
+        assert ada.get(ONE).json()["turns"] == body["turns"]
+        # Another tenant sees nothing of it, and changes nothing.
+        assert titles(cyd) == []
+        assert cyd.get(ONE).status_code == cyd.delete(ONE).status_code == 404
+        assert cyd.patch(ONE, json={"title": "Mine"}).status_code == 404
+        cyd.put(ONE, json={"title": "Mine", "turns": [turn("?")]})
+        assert ada.get(ONE).json()["title"] == "The ledger"
+        assert ben.patch(ONE, json={"title": "Ships"}).status_code == 200
+        assert titles(ada) == ["Clocks", "Ships"]
+        assert ben.delete(ONE).status_code == 200
+        assert ada.get(ONE).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("where", "body", "status"),
+    [
+        (ONE, {"title": "", "turns": [turn("?")]}, 400),
+        (ONE, {"title": "x", "turns": []}, 400),
+        (ONE, {"title": "x", "turns": [{"question": "?"}]}, 400),
+        (ONE, {"title": "x", "turns": [turn("?")], "tenant": "south"}, 400),
+        (ONE, {"title": "x", "turns": [turn("?")] * 201}, 400),
+        ("../x", {"title": "x", "turns": [turn("?")]}, 404),
+        ("X" * 32, {"title": "x", "turns": [turn("?")]}, 400),
+    ],
+)
+def test_wrong_conversations(kept: Served, where: str, body: Any, status: int) -> None:
+    with client(kept, "ada") as ada:
+        answer = ada.put(where, json=body)
+        assert answer.status_code in (status, 405)
+        assert "error" in answer.json()
+
+
+def test_pages_of_other_sites_delete_nothing(kept: Served) -> None:
+    with client(kept, "ada") as ada:
+        refused = ada.delete(TWO, headers={"Origin": "https://evil.example"})
+        assert refused.json()["error"]["code"] == "wrong_origin"
+        assert httpx.get(str(ada.base_url).rstrip("/")).status_code == 401
+
+
+def test_without_history_there_are_no_routes(rag: Rag, served: Served) -> None:
+    assert httpx.get(f"{served.url}/kvrag/conversations").status_code == 404
+    assert httpx.get(f"{served.url}/kvrag").json()["keeps_history"] is False
+
+
+def test_the_file_is_private_and_bounded(
+    rag: Rag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "conversations.sqlite"
+    monkeypatch.setattr(module, "MAX_CONVERSATIONS", 3)
+    history = History(path)
+    for number in range(5):
+        history.put("a", f"{number}", f"title {number}", [turn("secret ingredient")])
+    history.put("b", "0", "other", [turn("?")])
+    assert [one["title"] for one in history.find("a")] == ["title 4", "title 3", "title 2"]
+    assert len(history.find("b")) == 1
+    if os.name == "posix":
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for one in history.find("a"):
+        assert history.delete("a", one["id"])
+    history.close()
+    assert b"secret ingredient" not in path.read_bytes()
+    with pytest.raises(StoreError, match="closed"):
+        history.find("a")
+
+
+def test_a_damaged_file_and_a_missing_folder(tmp_path: Path) -> None:
+    path = tmp_path / "conversations.sqlite"
+    path.write_bytes(b"no database " * 100)
+    for where in (path, tmp_path / "absent" / "conversations.sqlite"):
+        with pytest.raises(ParameterError, match="--no-history"):
+            History(where)
+
+
+def test_an_encrypted_index_has_encrypted_conversations(tmp_path: Path) -> None:
+    pytest.importorskip("sqlcipher3")
+    pytest.importorskip("cryptography")
+    save_model(tmp_path / "model")
+    key = tmp_path / "key"
+    key.write_text("ab" * 32)
+    key.chmod(0o600)
+    with Index.create(
+        tmp_path / "index",
+        model=tmp_path / "model",
+        embedding="hashing",
+        store=f"file:records?key_file={key}",
+    ) as index:
+        history = History.of(index)
+        history.put("", ONE, "title", [turn("secret ingredient")])
+        history.close()
+        path = history_path(index.path)
+        assert path.parent == tmp_path
+        content = path.read_bytes()
+        assert b"secret" not in content
+        assert not content.startswith(b"SQLite")
+        with pytest.raises(sqlite3.DatabaseError):
+            sqlite3.connect(path).execute("SELECT * FROM conversations")
+        again = History.of(index)
+        assert again.find("")[0]["title"] == "title"
+        again.close()

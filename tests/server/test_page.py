@@ -1,0 +1,413 @@
+"""The page of `kvrag serve`: its files over HTTP, and its flows in a real browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvrag.chunk import Document
+from kvrag.engine.answer import AnswerDelta
+from kvrag.engine.engine import KVEngine
+from kvrag.ingest.index import Index
+from kvrag.server.access import ApiKey
+from kvrag.server.app import ServerOptions
+from kvrag.server.history import history_path
+from tests.support.api_server import Served, serving
+from tests.support.browser import NewPage, browsing, serious_findings
+from tests.support.rag import PASSAGES, Rag, save_model
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "kvrag" / "server" / "page"
+EVIL = "<img src=x onerror=\"document.title='evil'\"> & <script>document.title='evil'</script>"
+PHONE = {"width": 390, "height": 780}
+
+
+@pytest.fixture(scope="module")
+def long_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server over a document of several chunks, one of which tries to be markup."""
+    folder = tmp_path_factory.mktemp("page")
+    save_model(folder / "model")
+    ships = [f"Page {n}: the {n}th ship of the year carried salt and rope." for n in range(30)]
+    ships.insert(10, f"Page x: the odd ship carried {EVIL} and nothing else.")
+    with Index.create(
+        folder / "index", model=folder / "model", embedding="hashing", chunk_tokens=48
+    ) as index:
+        index.add([Document(source="log/ships.md", text="\n\n".join(ships))])
+        with serving(index) as running:
+            yield running
+
+
+@pytest.fixture
+def new_page() -> Iterator[NewPage]:
+    with browsing() as opened:
+        yield opened
+
+
+def ask(page: Any, served: Served, question: str) -> None:
+    page.goto(f"{served.server.url}/")
+    page.get_by_label("Your question").fill(question)
+    page.keyboard.press("Enter")
+
+
+# -- over HTTP -------------------------------------------------------------------------------
+
+
+def test_the_page_allows_its_own_files_alone(served: Served) -> None:
+    with httpx.Client(base_url=served.server.url) as http:
+        page = http.get("/")
+        assert page.headers["content-type"].startswith("text/html")
+        names = re.findall(r'"(page/[\w.]+)"', page.text)
+        assert sorted(names) == ["page/app.css", "page/app.js"]
+        for path in ("/", *(f"/{name}" for name in names)):
+            answer = http.get(path)
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "script-src 'self';" in policy
+            assert "unsafe" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            again = http.get(path, headers={"If-None-Match": answer.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+        for name in ("nothing.js", "..%2Fapp.py", "%2e%2e/app.py"):
+            assert http.get(f"/page/{name}").status_code == 404
+
+
+def test_the_page_is_small_and_asks_nobody_else() -> None:
+    files = sorted(path.name for path in PAGE.iterdir())
+    assert files == ["app.css", "app.js", "index.html"]
+    texts = {name: (PAGE / name).read_text() for name in files}
+    assert sum(map(len, texts.values())) < 300_000
+    # Names of XML namespaces are no addresses.
+    addresses = re.findall(r"https?://(?!www\.w3\.org/)[^\s\"'`]+", "".join(texts.values()))
+    assert addresses == []
+    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "eval(", "localStorage"):
+        assert word not in texts["app.js"], word
+
+
+def test_the_page_is_that_of_its_sources(tmp_path: Path) -> None:
+    if shutil.which("node") is None or not (ROOT / "web" / "node_modules" / "esbuild").exists():
+        pytest.skip("needs node, and npm install in web/")
+    subprocess.run(["node", "build.mjs", str(tmp_path)], cwd=ROOT / "web", check=True)
+    for path in PAGE.iterdir():
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes(), "run 'npm run build'"
+
+
+def test_a_server_with_keys_shows_the_page_and_nothing_more(rag: Rag) -> None:
+    key = ApiKey(name="ada", key="key-of-ada-0123456789")
+    with serving(rag.index, ServerOptions(keys=[key])) as served:
+        root = served.server.url
+        assert httpx.get(f"{root}/").status_code == 200
+        assert httpx.get(f"{root}/page/app.js").status_code == 200
+        for path in ("/v1/kvrag", "/v1/kvrag/chunks/x", "/page", "/pages/app.js"):
+            assert httpx.get(root + path).status_code == 401
+        header = {"Authorization": f"Bearer {key.key}"}
+        assert httpx.get(f"{root}/v1/kvrag", headers=header).json()["index"] == "index"
+
+
+def test_what_the_index_holds(rag: Rag, served: Served) -> None:
+    told = httpx.get(f"{served.url}/kvrag")
+    assert told.headers["cache-control"] == "no-store"
+    about = told.json()
+    assert (about["index"], about["rag"]) == ("index", "rag:index")
+    assert about["num_documents"] == about["num_chunks"] == len(PASSAGES)
+    assert about["policy"] in about["policies"]
+
+
+def test_a_chunk_in_its_document(long_served: Served) -> None:
+    ids = long_served.engine.index.catalog.chunk_ids_of("log/ships.md")
+    assert len(ids) > 8
+    where = f"{long_served.url}/kvrag/chunks"
+    for at, around, first, last in ((5, 2, 3, 7), (0, 3, 0, 3), (len(ids) - 1, 1, -2, -1)):
+        body = httpx.get(f"{where}/{ids[at]}", params={"around": around}).json()
+        assert body["chunk_id"] == ids[at]
+        assert body["num_chunks"] == len(ids)
+        found = [one["chunk_id"] for one in body["passages"]]
+        assert found == ids[first:][: len(found)]
+        assert found[-1] == ids[last]
+    assert httpx.get(f"{where}/absent").status_code == 404
+    assert httpx.get(f"{where}/{ids[0]}", params={"around": 21}).status_code == 400
+
+
+def test_pages_of_other_sites_cannot_write(rag: Rag, served: Served) -> None:
+    body = {"model": served.model, "prompt": "Ines", "max_tokens": 1}
+    where = f"{served.url}/completions"
+    own = served.server.url
+    for origin in ("https://evil.example", "null", f"{own}0", f"{own}.evil.example"):
+        refused = httpx.post(where, json=body, headers={"Origin": origin})
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "wrong_origin"
+    for headers in ({}, {"Origin": own}):
+        assert httpx.post(where, json=body, headers=headers, timeout=60).status_code == 200
+    known = "https://app.example"
+    with serving(rag.index, ServerOptions(origins=[known])) as open_:
+        sent = httpx.post(
+            f"{open_.url}/completions", json=body, headers={"Origin": known}, timeout=60
+        )
+        assert sent.status_code == 200
+
+
+# -- in a browser ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_asking_and_opening_a_source(new_page: NewPage, long_served: Served) -> None:
+    page = new_page()
+    ask(page, long_served, "the odd ship")
+    cards = page.get_by_role("list").locator(".card")
+    cards.first.wait_for()
+    assert serious_findings(page) == []
+    assert page.get_by_role("heading", name="the odd ship").is_visible()
+    assert cards.locator(".number").all_inner_texts() == ["1", "2", "3", "4"]
+    odd = page.get_by_role("button").filter(has_text="odd ship")
+    odd.focus()
+    page.keyboard.press("Enter")
+    marked = page.locator("mark")
+    marked.wait_for()
+    # Markup of a document is text, and its scripts are not run.
+    assert "<img src=x" in marked.inner_text()
+    assert "<script>" in page.locator(".drawer-body").inner_text()
+    assert page.locator(".passage").count() > 3
+    assert page.locator(".passage img, .passage script").count() == 0
+    assert page.title() == "index · kvrag"
+    assert serious_findings(page) == []
+    before = page.locator(".passage").count()
+    page.get_by_role("button", name="Show what comes after").click()
+    page.locator(".passage").nth(before).wait_for()
+    page.keyboard.press("Escape")
+    marked.wait_for(state="detached")
+    assert "Answer complete" in page.get_by_role("status").inner_text()
+
+
+@pytest.mark.slow
+def test_an_answer_that_is_cut_and_a_second_question(new_page: NewPage, served: Served) -> None:
+    page = new_page(viewport=PHONE, color_scheme="dark")
+    asked: list[dict[str, Any]] = []
+    page.on("request", lambda one: asked.append(one.post_data_json) if one.post_data else None)
+    ask(page, served, "Who keeps the ledger?")
+    page.get_by_text("The answer was cut after 16 tokens.").wait_for()
+    assert serious_findings(page) == []
+    answer = page.locator(".answer").inner_text()
+    page.get_by_label("Your question").fill("And the clock?")
+    page.get_by_role("button", name="Ask", exact=True).click()
+    page.get_by_text("The answer was cut").nth(1).wait_for()
+    turns = asked[1]["messages"]
+    assert [one["role"] for one in turns] == ["user", "assistant", "user"]
+    assert turns[1]["content"].split() == answer.split()
+    overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    assert overflow <= 0
+    page.get_by_role("button", name="Menu").click()
+    assert serious_findings(page) == []
+    page.get_by_role("button", name="New question").click()
+    page.get_by_role("heading", name="Ask index").wait_for()
+
+
+@pytest.mark.slow
+def test_stopping_an_answer(
+    new_page: NewPage, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+
+    def lasting(self: KVEngine, *given: Any, **options: Any) -> Iterator[AnswerDelta]:
+        try:
+            while not ended.wait(0.05):
+                yield AnswerDelta("on and ")
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(KVEngine, "steps", lasting)
+    page = new_page()
+    ask(page, served, "Who?")
+    page.get_by_text("on and on").wait_for()
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_text("You stopped this answer.").wait_for()
+    assert ended.wait(30), "the server writes on"
+    page.get_by_role("button", name="Ask", exact=True).wait_for()
+
+
+@pytest.mark.slow
+def test_a_full_queue_a_stopped_server_and_another_try(new_page: NewPage, rag: Rag) -> None:
+    page = new_page()
+    page.clock.install()
+    with serving(rag.index) as served:
+        busy = {
+            "status": 503,
+            "headers": {"Retry-After": "7"},
+            "json": {"error": {"message": "128 answers are waiting"}},
+        }
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(**busy))
+        ask(page, served, "Who keeps the ledger?")
+        page.get_by_role("alert").get_by_text("128 answers are waiting.").wait_for()
+        again = page.get_by_role("button", name=re.compile("Try again in \\d s"))
+        assert again.is_disabled()
+        assert serious_findings(page) == []
+        page.unroute("**/v1/chat/completions")
+        page.clock.run_for(9000)
+        page.get_by_role("button", name="Try again", exact=True).click()
+        page.locator(".card").first.wait_for()
+    page.get_by_label("Your question").fill("And now?")
+    page.keyboard.press("Enter")
+    page.get_by_text("The server does not answer").wait_for()
+
+
+@pytest.mark.slow
+def test_an_index_without_documents(new_page: NewPage, tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    with (
+        Index.create(tmp_path / "index", model=tmp_path / "model", embedding="hashing") as index,
+        serving(index) as served,
+    ):
+        page = new_page()
+        page.goto(f"{served.server.url}/")
+        page.get_by_role("heading", name="This index has no documents yet").wait_for()
+        assert serious_findings(page) == []
+
+
+@pytest.mark.slow
+def test_a_key_is_asked_for_and_kept_by_the_tab(new_page: NewPage, rag: Rag) -> None:
+    key = ApiKey(name="ada", key="key-of-ada-0123456789")
+    with serving(rag.index, ServerOptions(keys=[key])) as served:
+        page = new_page()
+        page.goto(f"{served.server.url}/")
+        page.get_by_label("Key", exact=True).fill("wrong")
+        assert serious_findings(page) == []
+        page.keyboard.press("Enter")
+        page.get_by_text("The server does not know the key").wait_for()
+        page.get_by_label("Key", exact=True).fill(key.key)
+        page.get_by_role("button", name="Continue").click()
+        page.get_by_label("Your question").wait_for()
+        page.reload()
+        page.get_by_label("Your question").wait_for()
+        assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+        other = page.context.new_page()
+        other.goto(f"{served.server.url}/")
+        other.get_by_label("Key", exact=True).wait_for()
+        other.get_by_role("button", name="Cancel").click()
+        other.get_by_text("Without a key").wait_for()
+
+
+@pytest.mark.slow
+def test_the_report_and_another_answer_beside_the_first(
+    new_page: NewPage, long_served: Served
+) -> None:
+    page = new_page()
+    asked: list[dict[str, Any]] = []
+    page.on("request", lambda one: asked.append(one.post_data_json) if one.post_data else None)
+    ask(page, long_served, "the odd ship")
+    page.locator(".report > summary").click()
+    report = page.locator(".report")
+    assert report.locator(".cell").count() > 3
+    numbers = report.locator(".legend b").all_inner_texts()
+    total = sum(int(one.split()[0].replace(",", "")) for one in numbers)
+    answered = page.locator(".report > summary").inner_text()
+    assert f" of {total} tokens reused" in answered
+    # All tokens are in the strip, and all stages sum to the first token.
+    assert report.get_by_role("img").get_attribute("aria-label").startswith(f"{total} tokens")
+    assert report.get_by_text("Plain prefill (estimate)").is_visible()
+    page.get_by_text("Where the tokens come from").click()
+    assert report.get_by_role("cell", name=re.compile("ships.md, chunk")).first.is_visible()
+    page.get_by_text("The prompt's text, coloured").click()
+    assert "the odd ship" in report.locator(".prompt-text").inner_text()
+    assert serious_findings(page) == []
+    page.get_by_role("button", name="Ask again with full prefill").click()
+    page.locator(".comparison").wait_for()
+    assert asked[-1]["kvrag"]["reuse"] is False
+    assert report.get_by_text("Plain prefill (measured)").is_visible()
+    page.get_by_text("How to answer").click()
+    page.get_by_label("Repair policy").select_option("none")
+    assert page.get_by_label("Reused tokens to repair").is_disabled()
+    page.get_by_role("button", name="Ask again with none, 4 passages").click()
+    page.locator(".version-label").get_by_text("none, 4 passages").wait_for()
+    assert asked[-1]["kvrag"]["policy"] == "none"
+    assert serious_findings(page) == []
+
+
+@pytest.mark.slow
+def test_conversations_are_kept_found_renamed_exported_and_deleted(
+    new_page: NewPage, rag: Rag
+) -> None:
+    history_path(rag.path).unlink(missing_ok=True)
+    with serving(rag.index, ServerOptions(keeps_history=True)) as served:
+        page = new_page()
+        ask(page, served, "Who keeps the ledger?")
+        first = page.get_by_role("button", name="Who keeps the ledger?", exact=True)
+        first.wait_for()
+        page.get_by_role("button", name="New question").click()
+        page.get_by_label("Your question").fill("Where is the fox?")
+        page.keyboard.press("Enter")
+        fox = page.get_by_role("button", name="Where is the fox?", exact=True)
+        fox.wait_for()
+        assert fox.get_attribute("aria-current") == "true"
+        assert serious_findings(page) == []
+        page.reload()
+        first.click()
+        page.get_by_role("heading", name="Who keeps the ledger?").wait_for()
+        assert page.locator(".card").count() == 4
+        page.get_by_label("Search conversations").fill("fox")
+        first.wait_for(state="detached")
+        page.get_by_role("button", name="More about Where is the fox?").click()
+        assert serious_findings(page) == []
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Export as Markdown").click()
+        text = Path(saved.value.path()).read_text()
+        assert text.startswith("# Where is the fox?\n\n## Where is the fox?\n\n")
+        assert "\n4. " in text
+        page.get_by_role("button", name="More about Where is the fox?").click()
+        page.get_by_role("button", name="Rename").click()
+        page.get_by_label("Title").fill("Foxes")
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="Foxes", exact=True).wait_for()
+        page.get_by_role("button", name="More about Foxes").click()
+        page.get_by_role("button", name="Delete").click()
+        page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        page.get_by_text("Nothing found.").wait_for()
+        page.get_by_label("Search conversations").fill("")
+        first.wait_for()
+    history_path(rag.path).unlink()
+
+
+@pytest.mark.slow
+def test_documents_are_listed_added_and_deleted(new_page: NewPage, tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    (tmp_path / "geese.md").write_text("The keeper feeds three grey geese at noon.")
+    (tmp_path / "broken.pdf").write_text("no PDF")
+    with (
+        Index.create(tmp_path / "index", model=tmp_path / "model", embedding="hashing") as index,
+        serving(index, ServerOptions(can_upload=True)) as served,
+    ):
+        page = new_page()
+        page.goto(f"{served.server.url}/")
+        page.get_by_role("button", name="Documents").click()
+        page.get_by_text("There are no documents yet.").wait_for()
+        assert serious_findings(page) == []
+        page.get_by_label("Add a document").set_input_files(tmp_path / "broken.pdf")
+        page.get_by_role("alert").wait_for()
+        page.get_by_label("Add a document").set_input_files(tmp_path / "geese.md")
+        page.get_by_text("geese.md was added.").wait_for()
+        page.get_by_text("1 passage, ").wait_for()
+        assert serious_findings(page) == []
+        page.keyboard.press("Escape")
+        page.get_by_text("1 document, 1 passage").wait_for()
+        page.get_by_role("heading", name="Ask index").wait_for()
+        page.get_by_role("button", name="Documents").click()
+        page.get_by_role("button", name="Delete geese.md").click()
+        page.get_by_role("button", name="Delete", exact=True).click()
+        page.get_by_text("There are no documents yet.").wait_for()
+        assert index.documents() == []
+
+
+@pytest.mark.slow
+def test_a_server_without_uploads_says_so(new_page: NewPage, served: Served) -> None:
+    page = new_page()
+    page.goto(f"{served.server.url}/")
+    page.get_by_role("button", name="Documents").click()
+    page.get_by_text("This server takes no documents.").wait_for()
+    page.locator(".document").get_by_text("ledger").wait_for()
+    assert page.get_by_label("Add a document").count() == 0
+    assert page.get_by_role("button", name=re.compile("Delete")).count() == 0
