@@ -114,7 +114,9 @@ class DemoView:
             )
         where = "" if index == DEFAULT_INDEX else f" --index {_escape(shlex.quote(str(index)))}"
         self._out.print(
-            f"\nThe index is kept. Ask it yourself: [bold]kvrag chat{where}[/]", soft_wrap=True
+            f"\nThe index is kept. Ask it yourself: [bold]kvrag chat{where}[/]\n"
+            f"or in a browser: [bold]kvrag serve{where}[/], then open http://127.0.0.1:8000",
+            soft_wrap=True,
         )
 
     def _bar(self, way: str, seconds: float, longest: float, color: str, said: str) -> None:

@@ -88,3 +88,8 @@ export function bytes(value: number): string {
   if (value < 1000) return `${value} B`;
   return value < 1e6 ? `${(value / 1e3).toFixed(1)} kB` : `${(value / 1e6).toFixed(1)} MB`;
 }
+
+/** A text without the line ends that an editor put into its paragraphs; lists keep theirs. */
+export function reflowed(text: string): string {
+  return text.replace(/^(.{50,})\n(?=[\p{L}\p{N}“"'(£$€](?!\d*[.)]\s))/gmu, "$1 ");
+}

@@ -2,17 +2,12 @@
 
 import { getJSON, type Citation, type Passages, Problem } from "./api";
 import { drawer } from "./dialogs";
-import { clear, count, h } from "./dom";
+import { clear, count, h, reflowed } from "./dom";
 import { failure } from "./states";
 
 const FEW = 3;
 const MOST = 20;
 const SNIPPET = 180;
-
-/** A text without the line ends that an editor put into its paragraphs; lists keep theirs. */
-function reflowed(text: string): string {
-  return text.replace(/^(.{50,})\n(?=[\p{L}\p{N}“"'(£$€](?!\d*[.)]\s))/gmu, "$1 ");
-}
 
 export function cards(citations: Citation[]): HTMLElement {
   return h(
@@ -96,8 +91,12 @@ async function open(one: Citation, number: number): Promise<void> {
     });
     clear(
       body,
-      h("p", { class: "faint source" }, found.source),
-      h("p", { class: "faint" }, `${count(found.num_chunks, "passage")} in this document`),
+      h(
+        "details",
+        { class: "faint" },
+        h("summary", {}, `${count(found.num_chunks, "passage")} in this document`),
+        h("p", { class: "source" }, found.source),
+      ),
       canGrow && first > 0 && more("Show what comes before"),
       ...texts,
       canGrow && last < found.num_chunks - 1 && more("Show what comes after"),

@@ -2,7 +2,7 @@
 
 import { type Citation, Problem } from "./api";
 import { comparison } from "./diff";
-import { clear, count, h, seconds } from "./dom";
+import { clear, count, h, reflowed, seconds } from "./dom";
 import { type Details, reportView } from "./report";
 import { cards } from "./sources";
 import { failure } from "./states";
@@ -78,7 +78,7 @@ export class TurnView {
   end(maxTokens: number): void {
     const { answer, finish, citations } = this.turn;
     this.text.removeAttribute("aria-busy");
-    clear(this.text, answer || h("span", { class: "faint" }, "The model said nothing."));
+    clear(this.text, reflowed(answer) || h("span", { class: "faint" }, "The model said nothing."));
     const why = {
       stop: "",
       length: `The answer was cut after ${count(maxTokens, "token")}.`,

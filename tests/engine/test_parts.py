@@ -1,0 +1,47 @@
+"""`Answer.parts`: what happened to each part of an answered prompt."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvrag.engine.engine import KVEngine
+from kvrag.errors import ParameterError
+from kvrag.models.chat import render_messages
+from tests.support.rag import PASSAGES, Rag, rag
+
+__all__ = ["rag"]
+
+MESSAGES = [{"role": "user", "content": "\n\n".join([*PASSAGES.values(), "Who keeps it?"])}]
+
+
+@pytest.mark.parametrize("policy", ["none", "query:ratio=0.3", "gradual"])
+def test_parts_are_the_prompt_and_agree_with_the_report(rag: Rag, policy: str) -> None:
+    answer = KVEngine(rag.index, max_tokens=2).generate(MESSAGES, policy=policy, explain=True)
+    report, parts = answer.report, answer.parts
+    text = render_messages(rag.index.tokenizer, MESSAGES, rag.index.control, ()).text
+    assert "".join(part.text for part in parts) == text
+    assert [part.start for part in parts] == [0, *(part.end for part in parts[:-1])]
+    assert parts[-1].end == report.num_tokens
+    numbers: Counter[str] = Counter()
+    for part in parts:
+        assert len(part.layers) == part.end - part.start
+        numbers[part.state] += part.end - part.start
+    num_layers = len(report.rows_by_layer)
+    assert numbers["fresh"] == report.num_fresh
+    assert numbers["exact"] == report.num_exact
+    assert numbers["reused"] + numbers["repaired"] == report.num_reused + report.num_recomputed
+    assert all(set(p.layers) == {num_layers} for p in parts if p.state == "fresh")
+    computed = sum(sum(p.layers) for p in parts if p.state in ("reused", "repaired"))
+    assert (computed > 0) == (policy != "none")
+    assert {p.why.partition(",")[0] for p in parts if p.state == "reused"} <= set(PASSAGES)
+
+
+def test_nobody_asked(rag: Rag) -> None:
+    engine = KVEngine(rag.index, max_tokens=2)
+    assert engine.generate(MESSAGES).parts == ()
+    (part,) = engine.generate(MESSAGES, reuse=False, explain=True).parts
+    assert (part.state, part.start) == ("fresh", 0)
+    with pytest.raises(ParameterError, match="explain"):
+        engine.generate(MESSAGES, explain="yes")  # type: ignore[arg-type]
