@@ -108,7 +108,9 @@ def serve(
     allow_upload: Annotated[
         bool,
         typer.Option(
-            "--allow-upload", help="Let everybody who may ask add and delete documents, too."
+            "--allow-upload",
+            help="Let everybody who may ask add and delete documents, too.",
+            rich_help_panel=o.TUNING,
         ),
     ] = False,
     no_history: Annotated[
@@ -116,6 +118,7 @@ def serve(
         typer.Option(
             "--no-history",
             help="Keep no conversations of the page. Default: they are in a file beside the index.",
+            rich_help_panel=o.TUNING,
         ),
     ] = False,
     streams: Annotated[
