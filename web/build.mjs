@@ -22,6 +22,7 @@ await build({
   absWorkingDir: here,
   entryPoints: ["src/app.css"],
   outdir: out,
+  bundle: true,
   minify: true,
   target: "es2022",
 });

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -22,13 +21,12 @@ from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions
 from kvrag.server.history import history_path
 from tests.support.api_server import Served, serving
-from tests.support.browser import PICTURES, NewPage, browsing, picture, serious_findings
+from tests.support.browser import PHONE, NewPage, ask, browsing, serious_findings
 from tests.support.rag import PASSAGES, Rag, save_model
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "kvrag" / "server" / "page"
 EVIL = "<img src=x onerror=\"document.title='evil'\"> & <script>document.title='evil'</script>"
-PHONE = {"width": 390, "height": 780}
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +48,6 @@ def long_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def new_page() -> Iterator[NewPage]:
     with browsing() as opened:
         yield opened
-
-
-def ask(page: Any, served: Served, question: str) -> None:
-    page.goto(f"{served.server.url}/")
-    page.get_by_label("Your question").fill(question)
-    page.keyboard.press("Enter")
 
 
 # -- over HTTP -------------------------------------------------------------------------------
@@ -412,41 +404,3 @@ def test_a_server_without_uploads_says_so(new_page: NewPage, served: Served) -> 
     page.locator(".document").get_by_text("ledger").wait_for()
     assert page.get_by_label("Add a document").count() == 0
     assert page.get_by_role("button", name=re.compile("Delete")).count() == 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(PICTURES not in os.environ, reason=f"{PICTURES} names no folder")
-def test_pictures_of_docs(new_page: NewPage, tmp_path: Path) -> None:
-    """Draw docs/page-*.png, over the index of examples/handbook that the environment names."""
-    shutil.copytree(os.environ.get("KVRAG_PAGE_INDEX", "kvrag-index"), tmp_path / "handbook")
-    question = "How many days of paid leave do full-time staff have?"
-    with (
-        Index.open(tmp_path / "handbook") as index,
-        serving(index, ServerOptions(keeps_history=True), KVEngine(index, max_tokens=48)) as served,
-    ):
-        # What only the first question of a process pays is in no picture.
-        body = {"model": "rag:handbook", "messages": [{"role": "user", "content": question}]}
-        httpx.post(f"{served.url}/chat/completions", json=body | {"max_tokens": 1}, timeout=300)
-        page = new_page(viewport={"width": 1200, "height": 800})
-        page.set_default_timeout(300_000)
-        ask(page, served, question)
-        page.locator(".card").first.wait_for()
-        page.locator(".conversation").wait_for()
-        page.get_by_label("Your question").blur()
-        picture(page, "page-answer")
-        page.get_by_role("button", name="Ask again with full prefill").click()
-        page.locator(".comparison").wait_for()
-        page.locator(".report > summary").click()
-        page.locator(".report").evaluate("one => one.scrollIntoView({block: 'start'})")
-        page.mouse.move(0, 0)
-        picture(page, "page-report")
-        page.locator(".report > summary").click()
-        page.locator(".card").last.click()
-        page.locator(".cited").wait_for()
-        page.emulate_media(color_scheme="dark")
-        picture(page, "page-document")
-        page.keyboard.press("Escape")
-        page.evaluate("document.activeElement.blur()")
-        page.set_viewport_size(PHONE)
-        page.locator(".thread").evaluate("one => one.scrollTo(0, 0)")
-        picture(page, "page-phone")

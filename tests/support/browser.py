@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.api_server import Served
+
 ROOT = Path(__file__).parent.parent.parent
 AXE = ROOT / "web" / "node_modules" / "axe-core" / "axe.min.js"
 PICTURES = "KVRAG_PAGE_PICTURES"
 """Environment variable: a folder that tests of the page write pictures to."""
+
+PHONE = {"width": 390, "height": 780}
 
 # A slow machine: the suite shares its cores.
 _MILLISECONDS = 60_000
@@ -58,6 +62,13 @@ def _note(wrong: list[str], said: Any) -> None:
     # Chromium reports each status over 399, which the page shows the person.
     if said.type == "error" and "Failed to load resource" not in said.text:
         wrong.append(said.text)
+
+
+def ask(page: Any, served: Served, question: str) -> None:
+    """Open a server's page, and ask."""
+    page.goto(f"{served.server.url}/")
+    page.get_by_label("Your question").fill(question)
+    page.keyboard.press("Enter")
 
 
 def serious_findings(page: Any) -> list[str]:
