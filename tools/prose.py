@@ -123,7 +123,7 @@ def in_python(source: str) -> Iterator[list[Line]]:
             texts = (
                 part.value for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant)
             )
-            yield [(node.lineno, "·".join(text for text in texts if isinstance(text, str)))]
+            yield [(node.lineno, "{}".join(text for text in texts if isinstance(text, str)))]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = [
         (token.start[0], token.string.strip("# "))
